@@ -17,7 +17,7 @@ from certcli.system.errors import DataError, UsageError
 CHUNK_BYTES = 64 * 2**20
 """Inputs are cast and unfolded in pieces of at most this many bytes."""
 
-Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+Batches = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 """Batches of images; or a function that reads them again in every pass, so that memory never holds all."""
 
 
@@ -68,21 +68,18 @@ def module_at(model: nn.Module, path: str) -> Any:
         raise UsageError(f"the model has no layer '{path}'", "certvit lipschitz --layers lists them") from None
 
 
-def all_of(batches: Batches) -> Iterable[Any]:
+def all_of(batches: Batches) -> Iterable[Tensor]:
     return batches() if callable(batches) else batches
 
 
 def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
-    """Run the batches, call `visit` at every call of a module of `paths`, and return the number of batches.
-
-    A batch is a tensor of images, or a tuple whose first floating-point tensor holds images.
-    """
+    """Run the batches, call `visit` at every call of a module of `paths`, and return the number of batches."""
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with visiting(model, paths, visit), torch.inference_mode():
         for batch in all_of(batches):
             with contextlib.suppress(StopBatch):
-                model(sent(images_of(batch), device))
+                model(sent(batch, device))
             count += 1
     if count == 0:
         raise DataError("there are no calibration images", "give --dataset or a larger --limit")
@@ -109,13 +106,6 @@ def visiting(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Modu
             hooks.enter_context(module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True))
         hooks.enter_context((each or model).register_forward_hook(ended, always_call=True))
         yield
-
-
-def images_of(batch: Any) -> Tensor:
-    for part in batch if isinstance(batch, tuple | list) else (batch,):
-        if isinstance(part, Tensor) and part.is_floating_point():
-            return part
-    raise DataError("a calibration batch holds no tensor of images")
 
 
 def require_finite(path: str, diagonal: Tensor) -> None:

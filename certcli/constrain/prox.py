@@ -151,7 +151,6 @@ class Penalty:
         sequence: makes a cheaper prox with a memory, for one matrix after another.
     """
 
-    name: str
     prox: Callable[[Tensor, float], Tensor]
     value: Callable[[Tensor], Tensor]
     dual: Callable[[Tensor], Tensor]
@@ -179,7 +178,6 @@ class Penalty:
 
 
 SPECTRAL = Penalty(
-    "spectral",
     spectral,
     value=lambda matrix: singular_values(matrix)[..., 0].sum(),
     dual=lambda matrix: singular_values(matrix).sum(-1).max(),
@@ -189,7 +187,6 @@ SPECTRAL = Penalty(
     sequence=LeadingSpectral,
 )
 NUCLEAR = Penalty(
-    "nuclear",
     nuclear,
     value=lambda matrix: singular_values(matrix).sum(),
     dual=lambda matrix: singular_values(matrix).max(),
@@ -198,7 +195,6 @@ NUCLEAR = Penalty(
     pace=5.0,
 )
 L1 = Penalty(
-    "l1",
     l1,
     value=lambda matrix: matrix.abs().sum(),
     dual=lambda matrix: matrix.abs().max(),

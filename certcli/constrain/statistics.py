@@ -39,12 +39,11 @@ from certcli.system.errors import DataError, UsageError
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """Sufficient statistics of one layer for `groups` mini-batches j of T_j tokens.
+    """Sufficient statistics of one layer for `groups` mini-batches j.
 
     Args:
         weight: (out, in) float64 (see `widened`); a convolution's as out x (in * kh * kw).
         grams: (groups, in, in) float64, G_j = X_j X_j^T.
-        tokens: (groups,) float64, T_j.
         kind: "linear" or "conv".
         shape, dtype: those of the parameter.
         held_out: (in, in), the Gram matrix of images that take no part in the constraint; float32 where tokens are sampled,
@@ -56,7 +55,6 @@ class LayerStatistics:
     path: str
     weight: Tensor
     grams: Tensor
-    tokens: Tensor
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -173,8 +171,7 @@ def collect_in_passes(
     (`trunk`). A path that the forward pass never calls as a module (weights used functionally) is absent.
 
     Args:
-        batches: tensors of images, or tuples whose first floating-point tensor holds images. Several passes need a list, a
-            loader, or a function that returns an iterator.
+        batches: tensors of images. Several passes need a list, or a function that returns an iterator.
         sample: most tokens of an image that count (None: all, in float64); the first one, a class token where there is
             one, always does.
         held_out: the Gram matrices of the held-out images, where they are known already (`gather_grams`).
@@ -222,7 +219,6 @@ def _collect(
                 path=path,
                 weight=weight.flatten(1),
                 grams=sums[path].grams,
-                tokens=sums[path].tokens,
                 kind="linear" if isinstance(module, nn.Linear) else "conv",
                 shape=tuple(weight.shape),
                 dtype=weight.dtype,
@@ -254,7 +250,6 @@ class _Sums:
     """The sums of one pass for one layer."""
 
     grams: Tensor
-    tokens: Tensor
     conv: dict[str, Any] | None
 
 
@@ -291,13 +286,11 @@ def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
             if path not in found:
                 width = columns.shape[1]
                 grams = torch.zeros(groups, width, width, dtype=torch.float64, device=columns.device)
-                tokens = torch.zeros(groups, dtype=torch.float64, device=columns.device)
-                found[path] = _Sums(grams, tokens, geometry(module, value))
+                found[path] = _Sums(grams, geometry(module, value))
             if columns.dtype == torch.float64:
                 found[path].grams[group].addmm_(columns.mT, columns)
             else:
                 found[path].grams[group] += columns.mT @ columns
-            found[path].tokens[group] += columns.shape[0]
         require_finite(path, found[path].grams[group].diagonal())  # now, so that the error names the first such layer
 
     return visit
@@ -306,5 +299,5 @@ def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
 def _ordinary(found: dict[str, _Sums]) -> dict[str, _Sums]:
     """Clone tensors made under inference mode, which autograd would refuse later."""
     for path, sums in found.items():
-        found[path] = _Sums(sums.grams.clone(), sums.tokens.clone(), sums.conv)
+        found[path] = _Sums(sums.grams.clone(), sums.conv)
     return found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.mapped import Spool
-from certcli.constrain.layers import Batches, StopBatch, Visit, all_of, images_of, module_at, stream, visiting
+from certcli.constrain.layers import Batches, StopBatch, Visit, all_of, module_at, stream, visiting
 from certcli.images.labelled import sent
 
 BEFORE = -1
@@ -39,7 +39,7 @@ class Trunk:
         first = next(iter(all_of(batches)), None)
         if blocks is None or first is None:
             return None
-        places = _observed(model, blocks, images_of(first)[:1], paths)
+        places = _observed(model, blocks, first[:1], paths)
         return None if places is None else cls(blocks, places)
 
     def span(self, paths: Sequence[str]) -> tuple[int, int]:

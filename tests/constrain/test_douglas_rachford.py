@@ -178,7 +178,7 @@ def test_fewer_tokens_than_inputs(name: str) -> None:
 def test_layers_without_output_stay_as_they_are(name: str, degenerate: str) -> None:
     weight = torch.zeros(4, 3) if degenerate == "zero weight" else gaussian(4, 3).float()
     gram = torch.zeros(1, 3, 3) if degenerate == "zero inputs" else torch.eye(3)[None]
-    statistics = LayerStatistics("x", weight.double(), gram.double(), torch.ones(1), "linear", (4, 3), torch.float32)
+    statistics = LayerStatistics("x", weight.double(), gram.double(), "linear", (4, 3), torch.float32)
     result = constrain(statistics, prox=name)
     assert torch.equal(result.weight, weight)
     assert result.error == 0

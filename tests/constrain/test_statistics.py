@@ -48,7 +48,6 @@ def test_statistics_of_a_convolution_are_those_of_its_outputs(module: nn.Conv2d,
     if module.padding_mode == "circular":
         outputs = module(images) - module.bias[:, None, None]
     assert statistics.kind == "conv"
-    assert float(statistics.tokens) == outputs[:, 0].numel()
     assert float(statistics.energies) == pytest.approx(float(outputs.detach().square().sum()), rel=1e-12)
     changed = constrain(statistics, eta=0.2).weight
     difference = module(images)
@@ -66,11 +65,8 @@ def net() -> Net:
 def test_statistics_of_a_network(net: Net) -> None:
     assert constrainable(net) == PATHS
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    indices = torch.arange(4)
-    batches = [(indices, part, indices) for part in IMAGES.split(4)]  # as certcli.images.datasets yields them
-    statistics = collect(net, batches, PATHS, groups=2, held_out_batches=[IMAGES[:2]])
+    statistics = collect(net, IMAGES.split(4), PATHS, groups=2, held_out_batches=[IMAGES[:2]])
     assert list(statistics) == ["embed", "fc1", "fc2", "head"]  # hidden is never called as a module
-    assert statistics["fc1"].tokens.tolist() == [2 * 4 * 8, 2 * 4 * 4]  # two calls, 4 tokens, images of groups 0, 1, 0
     inputs: list[Tensor] = []
     net.head.register_forward_pre_hook(lambda _, args, kwargs: inputs.append(kwargs["input"]), with_kwargs=True)
     with torch.no_grad():
@@ -151,8 +147,6 @@ def test_bad_input_is_named(net: Net) -> None:
         collect(net, batches, PATHS, groups=4)
     with pytest.raises(DataError, match="no calibration images"):
         collect(net, [], PATHS)
-    with pytest.raises(DataError, match="no tensor of images"):
-        collect(net, [(torch.arange(3),)], PATHS)
     with pytest.raises(UsageError, match="no layer 'fc9'"):
         collect(net, batches, ["fc9"])
     with pytest.raises(UsageError, match="evaluation mode"):

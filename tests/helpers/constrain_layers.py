@@ -34,7 +34,6 @@ def layer(
         path="layer",
         weight=weight.double(),
         grams=columns @ columns.mT,
-        tokens=torch.full((groups,), float(tokens), dtype=torch.float64),
         kind="linear",
         shape=(outputs, inputs),
         dtype=dtype,
