@@ -282,7 +282,6 @@ class Decoded:
     """Evidence of a known command whose fields agree with one another; whether they are true, `log --verify` finds."""
 
     command: str
-    digest: str
     parameters: Any
     result: Any
 
@@ -292,7 +291,7 @@ def decode_evidence(entry: Evidence) -> Decoded:
     if entry.command not in COMMANDS:
         raise Refused("no command of certvit writes such evidence")
     parameters, result = COMMANDS[entry.command]
-    found = Decoded(entry.command, entry.digest, convert(entry.parameters, parameters), convert(entry.result, result))
+    found = Decoded(entry.command, convert(entry.parameters, parameters), convert(entry.result, result))
     for wrong in _contradictions(found):
         raise Refused(wrong)
     return found
