@@ -13,10 +13,10 @@ from scipy.stats import binomtest
 
 from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.shared.groups import Machine
-from certcli.cli.shared.inputs import evaluation_images
+from certcli.cli.log.command import Verification
+from certcli.cli.shared.groups import Evaluation, Machine
 from certcli.cli.shared.output import Sink
-from certcli.cli.shared.verify import VerifyOptions, certify_again
+from certcli.cli.shared.verify import certify_again
 from certcli.evaluation.evidence import AUTHORS_WORD
 from certcli.evaluation.records import describe
 from certcli.lipschitz.network import prove_checkpoint
@@ -87,7 +87,8 @@ class Laboratory:
         """Return what certificates say of these images. method: its name and its options, as JSON."""
         checkpoint = self.networks[number]
         name, options = json.loads(method)
-        images = evaluation_images(checkpoint.record, dataset, None, split, limit, seed, Screen())
+        data = Evaluation(dataset=dataset, split=split, limit=limit, seed=seed)
+        images = data.images(checkpoint.record, Screen())
         certifier = prepare(name, checkpoint, torch.device("cpu"), options_of(name, options))
         rows = [(row.correct, row.radius) for batch in certify(certifier, images, 64) for row in batch]
         stated = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic", "norm")}
@@ -109,8 +110,7 @@ class Laboratory:
     def claims(self, checkpoint: Checkpoint) -> list[Claim]:
         """Verify as `log --verify` does; the same thing is certified once."""
         record = checkpoint.record
-        options = VerifyOptions(None, None, None, measured=True, machine=Machine(batch_size=64))
-        again = certify_again(checkpoint, options, Screen())
+        again = certify_again(checkpoint, Verification(), Machine(batch_size=64), Screen())
 
         def remembered(request: Request) -> Again:
             key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {request!r}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from certcli.cli.audit.options import AuditOptions, Reports
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
+from certcli.cli.shared.groups import Calibration, Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Sink
 from certcli.system.processes import team
 
@@ -38,7 +38,6 @@ def audit(
     from certcli.audit.run import run
     from certcli.audit.words import next_steps
     from certcli.cli.audit import view
-    from certcli.cli.shared.inputs import calibration_images
     from certcli.evaluation.records import digested
     from certcli.evaluation.seen import doubts
     from certcli.models.open import open_checkpoint
@@ -55,7 +54,7 @@ def audit(
     images = None if images is None else digested(images, team())
 
     def calibration() -> Images:
-        return calibration_images(checkpoint.record, None, None, 8, data.seed, sink)
+        return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
 
     with sink.progress("audit", total=round(clock.budget)) as bar:
 

@@ -177,15 +177,13 @@ def _options_of(method: str, choice: Choice, task: Task, options: Options, sink:
 def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
     """Return a few images of another split than the judged one, where the dataset has one, and say which."""
     from certcli.certify.smoothing.sigma import TUNED
-    from certcli.cli.shared.inputs import evaluation_images
 
-    judged, data, quiet = task.images, options.data, Sink(as_json=True, quiet=True)
+    judged, data = task.images, options.data
     other = "train" if judged.split in ("val", "validation") else "val"
     if judged.split != "all":  # a folder without splits: any part of it is judged too
         try:
-            images = evaluation_images(
-                task.checkpoint.record, data.dataset, data.data_dir, other, TUNED, data.seed, quiet
-            )
+            tuned = replace(data, split=other, limit=TUNED)
+            images = tuned.images(task.checkpoint.record, Sink(as_json=True, quiet=True))
         except DataError:
             pass
         else:

@@ -79,14 +79,11 @@ def log(
     if verification.verify:
         from dataclasses import asdict
 
-        from certcli.cli.shared.verify import VerifyOptions, verify_checkpoints
+        from certcli.cli.shared.verify import verify_checkpoints
         from certcli.verification.claims import statuses
 
         gate = Gate()
-        given = VerifyOptions(
-            verification.dataset, verification.data_dir, verification.sample, not verification.proven_only, machine
-        )
-        found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, given, gate, sink)
+        found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, verification, machine, gate, sink)
         for document, claims in zip(documents, found, strict=True):
             document["verification"] = [asdict(claim) for claim in claims]
             for entry, status in zip(document["evidence"], statuses(claims, len(document["evidence"])), strict=True):

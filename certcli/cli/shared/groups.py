@@ -11,7 +11,7 @@ import typer
 from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import group, marked
 from certcli.cli.shared.output import Sink
-from certcli.system.errors import UsageError
+from certcli.system.errors import DataError, UsageError
 from certcli.system.files import is_stream
 from certcli.system.processes import local_rank, team
 
@@ -83,8 +83,36 @@ class Evaluation(Data):
     split: options.Split = None
 
     def images(self, record: Record, sink: Sink) -> Images:
-        given = (self.dataset, self.data_dir, self.split, self.limit, self.seed)
-        return inputs.evaluation_images(record, *given, sink).read_by(self.workers)
+        """Return the images that judge a network: of --dataset, else of the dataset of its training, with its classes.
+
+        Without --split these are the images kept for validation, where training took a part of the dataset.
+        """
+        from certcli.evaluation.seen import seen_by, trained_on
+        from certcli.images import datasets
+
+        name = self.dataset or record.dataset
+        if name is None:
+            raise DataError(
+                "no --dataset, and the checkpoint does not name the images of its training", "--dataset digits"
+            )
+
+        def load(split: str | None) -> Images:
+            found = datasets.load(name, record.input, split, self.data_dir)
+            return datasets.require_classes(found, record.classes, record.class_names)
+
+        images = load(self.split)
+        if self.split is None and images.split in ("train", "all") and trained_on(seen_by(record), images):
+            whole, images = images, load("val")
+            sink.note(
+                f"images: the {len(images)} of {len(whole)} kept for validation (val); --split {whole.split} takes all"
+            )
+        if images.note:
+            sink.note(images.note)
+        if self.dataset is None:
+            sink.note(f"images: {images.name} ({images.split}), of the dataset that the checkpoint was trained on")
+        chosen = images.limit(self.limit, self.seed)
+        inputs.doubt_images(chosen, record, sink)
+        return chosen.read_by(self.workers)
 
 
 @group("Images")
@@ -95,8 +123,21 @@ class Calibration(Data):
 
     def images(self, record: Record, sink: Sink, judges: int = 0) -> Images:
         """Return `limit` images, and at most `judges` further ones of a dataset, all in the dataset's order."""
-        given = (self.dataset, self.data_dir, self.limit, self.seed)
-        return inputs.calibration_images(record, *given, sink, judges).read_by(self.workers)
+        from certcli.images.calibration import calibration_images
+
+        images = calibration_images(record, self.limit, self.seed, self.dataset, self.data_dir, judges)
+        trained_on, origin = record.dataset in (images.name, f"torch/{images.name}"), ""
+        if self.dataset is None:
+            other = "by default: --dataset takes images like those it was trained on"
+            origin = f", {'which the checkpoint was trained on' if trained_on else other}"
+        count = min(self.limit, len(images))
+        further = f", {len(images) - count} more judge" if len(images) > count else ""
+        sink.note(f"calibration images: {count} of {images.name} ({images.split}){further}{origin}")
+        if images.note:
+            sink.note(images.note)
+        if self.dataset is None and record.dataset is not None and not trained_on:
+            sink.warn(f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir")
+        return images.read_by(self.workers)
 
 
 @group("Machine")

@@ -1,4 +1,4 @@
-"""Checkpoints, images and output paths from the words of a command line. Functions import heavy modules themselves."""
+"""Hints and output paths from the words of a command line, doubts about images. Functions import heavy modules themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from certcli.system.errors import DataError, UsageError, one_line
+from certcli.system.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -101,45 +101,6 @@ def size_in_bytes(option: str, text: str) -> int:
     return found
 
 
-def evaluation_images(
-    record: Record,
-    dataset: str | None,
-    data_dir: Path | None,
-    split: str | None,
-    limit: int | None,
-    seed: int,
-    sink: Sink,
-) -> Images:
-    """Return the images that judge a network: of --dataset, else of the dataset of its training, with its classes.
-
-    Without --split these are the images kept for validation, where training took a part of the dataset.
-    """
-    from certcli.evaluation.seen import seen_by, trained_on
-    from certcli.images import datasets
-
-    name = dataset or record.dataset
-    if name is None:
-        raise DataError("no --dataset, and the checkpoint does not name the images of its training", "--dataset digits")
-
-    def load(split: str | None) -> Images:
-        found = datasets.load(name, record.input, split, data_dir)
-        return datasets.require_classes(found, record.classes, record.class_names)
-
-    images = load(split)
-    if split is None and images.split in ("train", "all") and trained_on(seen_by(record), images):
-        whole, images = images, load("val")
-        sink.note(
-            f"images: the {len(images)} of {len(whole)} kept for validation (val); --split {whole.split} takes all"
-        )
-    if images.note:
-        sink.note(images.note)
-    if dataset is None:
-        sink.note(f"images: {images.name} ({images.split}), of the dataset that the checkpoint was trained on")
-    chosen = images.limit(limit, seed)
-    doubt_images(chosen, record, sink)
-    return chosen
-
-
 def doubt_images(images: Images, record: Record, sink: Sink) -> None:
     """Print the reasons why these images may say little about this network."""
     from certcli.evaluation.doubts import image_doubts
@@ -164,30 +125,6 @@ def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: S
 
     for doubt in accuracy_doubts(round(share * len(images)), len(images), checkpoint):
         sink.warn(doubt)
-
-
-def calibration_images(
-    record: Record, dataset: str | None, data_dir: Path | None, limit: int, seed: int, sink: Sink, judges: int = 0
-) -> Images:
-    """Return images to calibrate on, labels unused: of --dataset, else by `certcli.images.calibration`'s defaults.
-
-    Args:
-        judges: see `calibration.calibration_images`.
-    """
-    from certcli.images import calibration
-
-    images = calibration.calibration_images(record, limit, seed, dataset, data_dir, judges)
-    trained_on, origin = record.dataset in (images.name, f"torch/{images.name}"), ""
-    if dataset is None:
-        other = "by default: --dataset takes images like those it was trained on"
-        origin = f", {'which the checkpoint was trained on' if trained_on else other}"
-    further = f", {len(images) - limit} more judge" if len(images) > limit else ""
-    sink.note(f"calibration images: {min(limit, len(images))} of {images.name} ({images.split}){further}{origin}")
-    if images.note:
-        sink.note(images.note)
-    if dataset is None and record.dataset is not None and not trained_on:
-        sink.warn(f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir")
-    return images
 
 
 def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.cli.shared.groups import Machine
+from certcli.cli.shared.groups import Evaluation, Machine
 from certcli.cli.shared.output import Gate, Sink
 from certcli.system.errors import CheckpointError, DataError, GateError, NoBoundError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.lipschitz.options import Network
+    from certcli.cli.log.command import Verification
     from certcli.verification.claims import Again, Claim, Request
 
 LARGEST_REPORT = 256 * 2**20
@@ -80,19 +81,8 @@ def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> 
         )
 
 
-@dataclass(frozen=True)
-class VerifyOptions:
-    """The options of `log --verify`: the images, the size of a sample of them, and whether measured results count."""
-
-    dataset: str | None
-    data_dir: Path | None
-    sample: int | None
-    measured: bool
-    machine: Machine
-
-
 def verify_checkpoints(
-    read: Mapping[str, Checkpoint], options: VerifyOptions, gate: Gate, sink: Sink
+    read: Mapping[str, Checkpoint], options: Verification, machine: Machine, gate: Gate, sink: Sink
 ) -> list[list[Claim]]:
     """Print and return the claims of each checkpoint; the gate demands that each of them is verified."""
     from certcli.models.build import with_network
@@ -102,8 +92,8 @@ def verify_checkpoints(
     found = []
     for name, checkpoint in read.items():
         checkpoint = with_network(checkpoint)
-        again = certify_again(checkpoint, options, sink)
-        claims = check(checkpoint, again, options.machine.pick(), measured=options.measured)
+        again = certify_again(checkpoint, options, machine, sink)
+        claims = check(checkpoint, again, machine.pick(), measured=not options.proven_only)
         claims += [claim for file, claim in linked if file == name]
         reasons = verdict(claims)
         gate.demand(not reasons, GateError(f"{name} is not verified: {(*reasons, '')[0]}"))
@@ -113,17 +103,18 @@ def verify_checkpoints(
     return found
 
 
-def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -> Callable[[Request], Again]:
+def certify_again(
+    checkpoint: Checkpoint, options: Verification, machine: Machine, sink: Sink
+) -> Callable[[Request], Again]:
     """Return a function that certifies the images of an entry again, by the entry's method."""
     from certcli.certify.methods import certify, options_of, prepare
-    from certcli.cli.shared.inputs import evaluation_images
     from certcli.evaluation.doubts import right_of
     from certcli.models.build import load_double
     from certcli.verification.claims import Again, Held
 
     def again(request: Request) -> Again:
-        where = (options.dataset, options.data_dir, request.split, request.limit, request.seed)
-        images = evaluation_images(checkpoint.record, *where, sink)
+        asked = {"split": request.split, "limit": request.limit, "seed": request.seed}
+        images = Evaluation(dataset=options.dataset, data_dir=options.data_dir, **asked).images(checkpoint.record, sink)
         if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = images
@@ -131,7 +122,7 @@ def certify_again(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) ->
             seed = int.from_bytes(os.urandom(4), "little")  # the author of the file cannot know this sample
             sink.note(f"a sample of {options.sample} of {len(images)} images, drawn with seed {seed}")
             chosen = images.limit(options.sample, seed)
-        device, batch = options.machine.pick(), options.machine.batch_size
+        device, batch = machine.pick(), machine.batch_size
         rows: list[tuple[bool, Held]] = []
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
