@@ -1,6 +1,6 @@
 """Maximum singular value penalisation of attention: the loss pays for large query, key and value maps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,9 @@ class SpectralPenalty:
     Args:
         weights: (l_q, l_k, l_v).
 
+    Attributes:
+        vectors: singular vectors that the next call starts from.
+
     Raises:
         ArchitectureError: the network has no attention.
     """
@@ -48,7 +51,7 @@ class SpectralPenalty:
     def __init__(self, net: nn.Module, weights: tuple[float, float, float]) -> None:
         strength = dict(zip(KINDS, weights, strict=True))
         self._groups: dict[tuple[int, int], list[tuple[AttentionMap, tuple[str, ...]]]] = {}
-        self._vectors: dict[str, Tensor] = {}
+        self.vectors: dict[str, Tensor] = {}
         maps = list(attention_maps(net))
         if not maps:
             raise ArchitectureError(
@@ -72,18 +75,11 @@ class SpectralPenalty:
             device = members[0][0].weight.device
             with torch.autocast(device.type, enabled=False):
                 blocks = torch.cat([each.blocks(chosen) for each, chosen in members])
-                norms = block_norms(blocks, self._vectors, f"{shape[0]}x{shape[1]}")
+                norms = block_norms(blocks, self.vectors, f"{shape[0]}x{shape[1]}")
                 self._factors[shape] = self._factors[shape].to(device)
                 term = (self._factors[shape] * norms.square()).sum()
             total = term if total is None else total + term
         return torch.zeros(()) if total is None else total
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the singular vectors that the next call starts from."""
-        return dict(self._vectors)
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self._vectors = {name: value.clone() for name, value in state.items()}
 
 
 def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:

@@ -1,7 +1,6 @@
 """Weights divided down to a spectral norm after every step of the optimiser."""
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,13 +21,16 @@ class WeightProjection:
     a step estimates it from below, so norms may exceed the radius slightly; the bound is proven afterwards.
     Source: Gouk et al. 2021, algorithm 2 ("ball"); Miyato et al. 2018, with the operator's own norm ("spectral").
 
+    Attributes:
+        vectors: singular vectors that the next step starts from.
+
     Raises:
         ArchitectureError: no layer can be projected, or a convolution's padding has no known norm.
     """
 
     def __init__(self, net: nn.Module, settings: FinetuneSettings) -> None:
         self.settings = settings
-        self._vectors: dict[str, Tensor] = {}
+        self.vectors: dict[str, Tensor] = {}
         self._matrices: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self._convolutions: dict[str, Any] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
@@ -63,23 +65,16 @@ class WeightProjection:
         """Rescale every weight in place."""
         for shape, weights in self._matrices.items():
             blocks = torch.stack([weight.flatten(1) for weight in weights])
-            factors = self._factors(block_norms(blocks, self._vectors, f"{shape[0]}x{shape[1]}"))
+            factors = self._factors(block_norms(blocks, self.vectors, f"{shape[0]}x{shape[1]}"))
             for weight, factor in zip(weights, factors.unbind(), strict=True):
                 weight.mul_(factor)
         for path, size in self._sizes.items():
             module = self._convolutions[path]
             padding = tuple((p, p) for p in module.padding)
             geometry = Geometry(tuple(module.stride), padding, tuple(module.dilation), module.groups, size)
-            norm = convolution_estimate(module.weight, geometry, self._vectors, path, iterations=1)
+            norm = convolution_estimate(module.weight, geometry, self.vectors, path, iterations=1)
             module.weight.mul_(self._factors(norm).to(module.weight))
 
     def _factors(self, norms: Tensor) -> Tensor:
         scaled = norms / self.settings.project_radius
         return 1 / scaled.clamp_min(1.0 if self.settings.project == "ball" else 1e-12)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the singular vectors that the next step starts from."""
-        return dict(self._vectors)
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self._vectors = {name: value.clone() for name, value in state.items()}

@@ -162,22 +162,20 @@ class Descent:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the vectors of the penalty and the projection, and the scale of half-precision gradients."""
-        parts: dict[str, dict[str, Tensor]] = {}
-        if self.penalty is not None:
-            parts["penalty"] = self.penalty.state()
-        if self.projection is not None:
-            parts["projection"] = self.projection.state()
+        parts = {name: dict(part.vectors) for name, part in self._remembering()}
         if self.scaler.is_enabled():
             parts["scaler"] = {name: torch.tensor(value) for name, value in self.scaler.state_dict().items()}
         return parts
 
     def load(self, parts: dict[str, dict[str, Tensor]]) -> None:
-        if self.penalty is not None:
-            self.penalty.load(parts["penalty"])
-        if self.projection is not None:
-            self.projection.load(parts["projection"])
+        for name, part in self._remembering():
+            part.vectors = {path: value.clone() for path, value in parts[name].items()}
         if self.scaler.is_enabled():
             self.scaler.load_state_dict({name: value.item() for name, value in parts["scaler"].items()})
+
+    def _remembering(self) -> list[tuple[str, SpectralPenalty | WeightProjection]]:
+        named = (("penalty", self.penalty), ("projection", self.projection))
+        return [(name, part) for name, part in named if part is not None]
 
 
 def _require_finite(loss: float, where: str) -> None:
