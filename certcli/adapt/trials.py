@@ -26,6 +26,7 @@ from certcli.adapt.candidates import (
 )
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.segments import replaceable_attentions, segments_of
+from certcli.evaluation.records import packed, unpacked
 from certcli.lipschitz.network import trial_upper
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
@@ -87,12 +88,12 @@ class Trial:
     name: str
     rank: int
 
-    def to_plain(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """Return values that JSON can hold: all but the call that places the candidate."""
         return [list(self.order), [getattr(self.candidate, name) for name in _PLAIN_FIELDS], self.name, self.rank]
 
     @staticmethod
-    def of(plain: list[Any]) -> "Trial":
+    def from_json(plain: list[Any]) -> "Trial":
         """Return the trial of these values; its candidate cannot be placed."""
         order, values, name, rank = plain
         candidate = Candidate(**dict(zip(_PLAIN_FIELDS, values, strict=True)), place=lambda: None)
@@ -136,19 +137,14 @@ class Trials:
             for name in (("",) if path in self.norms else TRIAL_ATTENTIONS)
         ]
 
-        def pack(some: list[Trial]) -> list[Any]:
-            return [trial.to_plain() for trial in some]
-
-        def unpack(rows: list[Any]) -> list[Trial]:
-            return [Trial.of(row) for row in rows]
-
-        work = self.team.deal(pieces, lambda piece: list(self._try(runner, piece, fitted)), pack=pack, unpack=unpack)
+        unpack = partial(unpacked, Trial)
+        work = self.team.deal(pieces, lambda piece: list(self._try(runner, piece, fitted)), pack=packed, unpack=unpack)
         for _, some in work:
             trials += some
             yield from (trial.candidate for trial in some)
         trials.sort(key=lambda trial: trial.order)
         if self.team.several:
-            known = unpack(self.team.agree(lambda: pack(trials)))
+            known = unpack(self.team.agree(lambda: packed(trials)))
             trials = [replace(trial, candidate=self._placeable(trial, fitted)) for trial in known]
         self.candidates = [trial.candidate for trial in trials]
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from certcli.attack.presets import preset
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.evaluation.radii import proven_radius, require_norm
-from certcli.evaluation.records import RecordFile, Run
+from certcli.evaluation.records import RecordFile, Run, packed, unpacked
 from certcli.evaluation.region import Norm, Region
 from certcli.images.labelled import Images, sent
 from certcli.system.errors import DataError, UsageError
@@ -278,16 +279,10 @@ class Campaign:
         def find(portion: Portion) -> list[AttackRecord]:
             return self.attack(portion, team.size)
 
-        def pack(rows: list[AttackRecord]) -> list[dict[str, Any]]:
-            return [row.to_json() for row in rows]
-
-        def unpack(rows: list[dict[str, Any]]) -> list[AttackRecord]:
-            return [AttackRecord.from_json(row) for row in rows]
-
-        dealt = team.deal(self.portions, find, known, pack, unpack, aside)
+        dealt = team.deal(self.portions, find, known, packed, partial(unpacked, AttackRecord), aside)
         for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
             if new and file is not None:
-                file.write({**row, "task": number} for row in pack(rows))
+                file.write({**row, "task": number} for row in packed(rows))
             yield number, rows
 
 
@@ -300,7 +295,7 @@ def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile
             raise DataError(
                 f"{file.path if file else 'the file'} contradicts itself: {statement}", "attack again, without --resume"
             )
-    return [AttackRecord.from_json(row) for row in rows]
+    return unpacked(AttackRecord, rows)
 
 
 def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from certcli.audit.findings import Findings
 from certcli.audit.judging import BF16_GAIN, CAREFUL, dataset_of, first, own
 from certcli.audit.shared_stages import together
 from certcli.evaluation.radii import radius_key
+from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.region import growing
 from certcli.evaluation.threat import Patch
 from certcli.images.labelled import Images, sent
@@ -104,13 +105,7 @@ class Attacking:
             mine.extend(attack_images(self.model, batch, plan, regions, self.settings, keep_images=True))
             return mine
 
-        def pack(rows: list[AttackRecord]) -> list[dict[str, Any]]:
-            return [row.to_json() for row in rows]
-
-        def unpack(rows: list[dict[str, Any]]) -> list[AttackRecord]:
-            return [AttackRecord.from_json(row) for row in rows]
-
-        found, broken = together(self.team, part, find, pack, unpack)
+        found, broken = together(self.team, part, find, packed, partial(unpacked, AttackRecord))
         for rank, rows in enumerate(found):
             self.records += [replace(row, image=None, adversarial=None) for row in rows]
             for number, row in enumerate(rows):

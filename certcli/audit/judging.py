@@ -7,6 +7,7 @@ only if the longest one so far would fit into the time again, so slow images are
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from certcli.audit.findings import Findings
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertifier
-from certcli.evaluation.records import describe
+from certcli.evaluation.records import describe, packed, unpacked
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
@@ -112,18 +113,13 @@ class Certifying:
             indices, labels = self.images.indices[positions].tolist(), self.images.labels[positions].tolist()
             return self.certifier.batch(indices, self.images.fetch(positions), labels)
 
-        def pack(rows: list[Certificate]) -> list[dict[str, Any]]:
-            return [row.to_json() for row in rows]
-
-        def unpack(rows: list[dict[str, Any]]) -> list[Certificate]:
-            return [self.certifier.certificate.from_json(row) for row in rows]
-
+        unpack = partial(unpacked, self.certifier.certificate)
         broken = False
         while self.rest and not broken:
             if not self.team.agree(lambda: part.left >= CAREFUL * self.longest or not self.rows):
                 break
             began = time.perf_counter()
-            found, broken = together(self.team, part, find, pack, unpack)
+            found, broken = together(self.team, part, find, packed, unpack)
             self.rows += [row for rows in found for row in rows]
             took = time.perf_counter() - began
             if found:

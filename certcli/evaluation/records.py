@@ -81,6 +81,16 @@ def digested(images: Images, team: Team) -> Images:
     return images.with_digests(team.agree(lambda: found))
 
 
+def packed(rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return records as plain values, for another process."""
+    return [row.to_json() for row in rows]
+
+
+def unpacked(kind: Any, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the records of this type that another process packed."""
+    return [kind.from_json(row) for row in rows]
+
+
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
