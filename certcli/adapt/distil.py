@@ -62,9 +62,8 @@ class Distiller:
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
         self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))  # different machines drift apart
         for batch in self.lots.batches(self.batch_size, generator):
-            drawn = {
-                lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()
-            }  # of all lots: one stream of numbers
+            # of all lots: one stream of numbers
+            drawn = {lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()}
             self._learn(batch, drawn)
         return self.judge()
 

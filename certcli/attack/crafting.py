@@ -87,11 +87,9 @@ class Watched(nn.Module):
         self._images, self._watching = images, watching
         self._half = precision == "bf16"
         self._successes = Successes(model, images, labels, region)
+        self.harvest = self._successes.harvest
         self._all = torch.arange(len(images), device=images.device)
-        self._rows, self._known = (
-            self._all,
-            0,
-        )  # the images that stand, and the number of fallen ones when they were counted
+        self._rows, self._known = self._all, 0  # images that stand, and how many had fallen when they were counted
         self._last: Tensor | None = None
         self.eval()
 
@@ -115,10 +113,6 @@ class Watched(nn.Module):
         self._last = logits.detach().clone()  # a clone: the caller may write into the logits it gets
         self._successes.note(self._all, images.detach(), self._last)
         return logits
-
-    def harvest(self, adversarial: Tensor) -> Tensor:
-        """The kept point of each solved row, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
-        return self._successes.harvest(adversarial)
 
 
 @contextmanager

@@ -65,11 +65,11 @@ class PatchRecord:
         }
 
 
-def corners(patch: Patch, image: tuple[int, int], side: int = PLACES) -> list[Corner]:
-    """At most side x side places, borders included."""
+def corners(patch: Patch, image: tuple[int, int]) -> list[Corner]:
+    """At most PLACES x PLACES places, borders included."""
 
     def along(length: int, size: int) -> list[int]:
-        return sorted({round(step * (length - size) / max(1, side - 1)) for step in range(side)})
+        return sorted({round(step * (length - size) / (PLACES - 1)) for step in range(PLACES)})
 
     return list(itertools.product(along(image[0], patch.height), along(image[1], patch.width)))
 
@@ -110,10 +110,9 @@ def attack_patches(
                 found[row] = replace(found[row], found=top, corner=corner, adversarial=image.cpu())
 
     everything = list(range(len(found)))
+    scouting = replace(settings, steps=SCOUT_STEPS, restart=settings.targets + 1)  # from a random start
     for place in range(len(chosen)):
-        run(
-            everything, place, replace(settings, steps=SCOUT_STEPS, restart=settings.targets + 1)
-        )  # from a random start
+        run(everything, place, scouting)
     best = lost.topk(min(FINALISTS, len(chosen)), dim=1).indices.tolist()
     for restart, place in itertools.product(range(settings.restarts), range(len(chosen))):
         rows = [row for row in everything if place in best[row]]

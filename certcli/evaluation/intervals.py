@@ -57,16 +57,16 @@ def part_of(hits: int, images: int, noun: str = "images") -> str:
     return f"{hits} of {images} {noun}{interval_of_few(hits, images)}"
 
 
-def counted(hits: int, images: int, noun: str = "images", digits: int = 0, *, proven: bool = True) -> str:
+def counted(hits: int, images: int, digits: int = 0, *, proven: bool = True) -> str:
     """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images without the percentage."""
     shown = f" ({_percent(hits / images, digits, proven)}, {interval_text(hits, images)})"
-    return f"{hits} of {images} {noun}{interval_of_few(hits, images) or shown}"
+    return f"{hits} of {images} images{interval_of_few(hits, images) or shown}"
 
 
-def share_text(share: float, images: int | None, digits: int = 1, *, proven: bool = False) -> str:
+def share_text(share: float, images: int | None, *, proven: bool = False) -> str:
     """Return a share in percent; of few images their count and the interval in its place. images: None if unknown."""
     if images is None or images >= FEW:
-        return _percent(share, digits, proven)
+        return _percent(share, 1, proven)
     return f"{round(share * images)} of {images}{interval_of_few(round(share * images), images)}"
 
 

@@ -70,9 +70,8 @@ def open_module(
             "load(module, mean=0.5, std=0.5, input_size=(1, 28, 28)); mean=0, std=1 if it takes pixels in [0, 1]",
         ) from failure
     arch = PREFIX + re.sub(r"[^A-Za-z0-9_]", "_", kind)[:100]
-    shown = {
-        "structure": hashlib.sha256(repr(net).encode()).hexdigest()[:16]
-    }  # the digest covers parts without tensors
+    # so that the digest covers parts without tensors
+    shown = {"structure": hashlib.sha256(repr(net).encode()).hexdigest()[:16]}
     try:
         model = build.load(build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0)), net))
         with torch.no_grad():

@@ -83,10 +83,8 @@ class KeptTokens(SeenPart):
         if self.model.is_double:
             pixels = pixels.double()
         kept = views.flatten(1).nonzero()[:, 1].view(len(views), -1)
-        pieces = (
-            self.model.normalize(pixels).unfold(2, down, down).unfold(3, across, across)
-        )  # (b, c, r, c, down, across)
-        pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
+        pieces = self.model.normalize(pixels).unfold(2, down, down).unfold(3, across, across)
+        pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(1, 2)  # (b, rows, columns, c, down, across) before
         pieces = pieces[torch.arange(len(kept), device=kept.device)[:, None], kept].flatten(2)
         embed = net.patch_embed
         tokens = embed.norm(linear(pieces, embed.proj.weight.flatten(1), embed.proj.bias))

@@ -67,9 +67,7 @@ def grid(path: Path, rows: int, columns: int, size: tuple[float, float], title: 
                 canvas.suptitle(title, x=0.01, ha="left")
             yield list(cells.flat)
             kind = FIGURES[path.suffix.lower()]
-            for text in canvas.findobj(
-                Text
-            ):  # names of files and modules: no control characters in SVG, no mathematics
+            for text in canvas.findobj(Text):  # names of files: no control characters in SVG, no mathematics
                 text.set_text(plain(text.get_text()).replace("$", r"\$"))
             undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
             with atomic_file(path) as temporary:

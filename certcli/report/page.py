@@ -16,6 +16,7 @@ from certcli.system.errors import plain
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, HEIGHT = 480, 50, 466, 14, 250, 292
 """Of the chart, in CSS pixels: about the width of a phone, so that its text is readable there."""
 MOST_CONSTANTS = 60
+MOST_TICKS = 6
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,11 @@ def _shown(value: Any) -> Any:
     return plain(value) if type(value) is str else value
 
 
-def ticks(end: float, most: int = 6) -> list[float]:
+def ticks(end: float) -> list[float]:
     """Return 0, and further round numbers up to `end`."""
     if not end > 0:
         return [0.0]
-    raw = end / most
+    raw = end / MOST_TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))
     return [step * number for number in range(int(end / step * (1 + 1e-9)) + 1)]

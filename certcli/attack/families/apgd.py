@@ -14,11 +14,8 @@ from certcli.evaluation.region import Region, along, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
 MOMENTUM, RISES = 0.75, 0.75
-FIRST, SHORTER, SHORTEST = (
-    0.22,
-    0.03,
-    0.06,
-)  # of the steps: the first stretch between checkpoints, its decrease, its end
+FIRST, SHORTER, SHORTEST = 0.22, 0.03, 0.06
+"""Of the steps: the first stretch between checkpoints, its decrease, its end."""
 TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
 
@@ -141,22 +138,10 @@ def _ascend(search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | N
             start = loss(net(images[owner]), labels[owner], aims)
     point = _on_the_sphere(clean, limit, search.generator)
     value, gradient = slope(point, owner, aims)
-    runs = _Runs(
-        owner,
-        aims,
-        start,
-        point,
-        point,
-        value,
-        gradient,
-        point,
-        value,
-        gradient,
-        per_image(2 * limit.radii(clean), clean),
-        torch.zeros_like(owner),
-        torch.ones_like(owner, dtype=torch.bool),
-        value,
-    )
+    step, rises = per_image(2 * limit.radii(clean), clean), torch.zeros_like(owner)
+    halved = torch.ones_like(owner, dtype=torch.bool)
+    best = point, value, gradient
+    runs = _Runs(owner, aims, start, point, point, value, gradient, *best, step, rises, halved, value)
     stretch, left, fallen = first, first, 0
     for turn in range(steps):
         if successes is not None and successes.count != fallen:
