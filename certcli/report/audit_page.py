@@ -1,6 +1,7 @@
 """An audit as a page: its figures and its words."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from certcli.report import compare
 from certcli.report.document import Audit, Share
@@ -108,22 +109,27 @@ def _tables(audit: Audit) -> Iterator[Table]:
         rows.append(["patch", "the network behind masks", behind.title, behind.statement])
     yield Table("What the certificates say", ["method", "about", "how", "promise"], rows)
     yield Table("What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped])
-    rows = [
-        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(step.parameters)]
-        for number, step in enumerate(audit.lineage, 1)
-    ]
-    yield Table("Lineage, as the file tells it", ["step", "command", "seed", "parent", "parameters"], rows)
+    yield lineage_table([(step, step.parameters) for step in audit.lineage])
     rows = [[name, _fact(value)] for name, value in audit.network.reading.items() if name != "doubts"]
     yield Table("What was assumed in reading the file", ["of", "value and where it is from"], rows)
+
+
+def lineage_table(
+    steps: Iterable[tuple[Any, Mapping[str, Any]]], title: str = "Lineage, as the file tells it"
+) -> Table:
+    """Return a row for each step, which has a command, a seed and a parent, with the parameters that are shown of it."""
+    rows = [
+        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], _short(parameters)]
+        for number, (step, parameters) in enumerate(steps, 1)
+    ]
+    return Table(title, ["step", "command", "seed", "parent", "parameters"], rows)
 
 
 def _fact(value: object) -> str:
     return f"{value.get('value')} ({value.get('from')})" if isinstance(value, dict) else str(value)
 
 
-def short(values: object) -> str:
-    if not isinstance(values, dict):
-        return str(values)
+def _short(values: Mapping[str, Any]) -> str:
     told = [
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in values.items()

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from certcli.report.canvas import BLUE, VERMILION, figure
-
-_RIGHT, _WRONG = BLUE, VERMILION
+from certcli.report.pixels import magnified
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,16 @@ def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str
 
 def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     left, middle, right = axes
-    delta = (picture.adversarial - picture.image).double()
-    peak = float(delta.abs().max())
-    factor = 0.5 / peak if peak > 0 else 1.0
+    change, factor = magnified(picture.image, picture.adversarial)
     _show(left, picture.image)
-    _show(middle, 0.5 + factor * delta)
+    _show(middle, change)
     _show(right, picture.adversarial)
     heading = "\n".join(filter(None, (_cut(picture.heading), _cut(picture.file, from_the_left=True))))
     left.set_title(heading, fontsize=10, loc="left")
     middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
-    _caption(left, picture.clean_class, _RIGHT if picture.clean_right else _WRONG)
+    _caption(left, picture.clean_class, BLUE if picture.clean_right else VERMILION)
     _caption(middle, picture.norm, "#333333")
-    _caption(right, picture.found_class, _RIGHT if picture.found_right else _WRONG)
+    _caption(right, picture.found_class, BLUE if picture.found_right else VERMILION)
 
 
 def _show(axes: Any, image: Tensor) -> None:

@@ -25,8 +25,14 @@ def data_uri(image: Tensor) -> str:
 
 
 def triple(image: Tensor, adversarial: Tensor) -> tuple[tuple[str, str, str], float]:
-    """The image, what changes (around grey, magnified until its largest change fills the range), the changed image."""
+    """The image, what changes (`magnified`), the changed image; and the factor."""
+    shown, factor = magnified(image, adversarial)
+    return (data_uri(image), data_uri(shown), data_uri(adversarial)), factor
+
+
+def magnified(image: Tensor, adversarial: Tensor) -> tuple[Tensor, float]:
+    """What changes, around grey, times a factor with which its largest change fills the range; and the factor."""
     delta = (adversarial - image).double()
     peak = float(delta.abs().max())
     factor = 0.5 / peak if peak > 0 else 1.0
-    return (data_uri(image), data_uri(0.5 + factor * delta), data_uri(adversarial)), factor
+    return 0.5 + factor * delta, factor

@@ -85,7 +85,7 @@ def certify_page(
         tables=[
             Table("What was found", columns, rows, (1, 2, 3, 4)),
             Table("What the certificates say", ["method", "promise"], statements),
-            *lineage_tables(checkpoint),
+            *_lineage(checkpoint),
         ],
         curves=curves,
         curve_note="" if of_patches else NOTE,
@@ -102,16 +102,11 @@ def certify_page(
     )
 
 
-def lineage_tables(checkpoint: Checkpoint, title: str = "Lineage, as the file tells it") -> list[Table]:
-    from certcli.report.audit_page import short
-    from certcli.report.page import Table
+def _lineage(checkpoint: Checkpoint, *title: str) -> list[Table]:
+    from certcli.report.audit_page import lineage_table
 
-    rows = [
-        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], short(step.shown)]
-        for number, step in enumerate(checkpoint.record.lineage, 1)
-    ]
-    columns = ["step", "command", "seed", "parent", "parameters"]
-    return [Table(title, columns, rows)] if rows else []
+    steps = [(step, step.shown) for step in checkpoint.record.lineage]
+    return [lineage_table(steps, *title)] if steps else []
 
 
 def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> HtmlPage:
@@ -143,7 +138,7 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
         if claims:
             rows = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
             tables.append(Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], rows))
-        tables += lineage_tables(checkpoint, f"{path.name}: lineage, as the file tells it")
+        tables += _lineage(checkpoint, f"{path.name}: lineage, as the file tells it")
         shown = [entry for entry, status in fresh if status != "refuted"]
         curves += _evidence_curves(path.name if len(read) > 1 else "", shown)
         line = shlex.join(["certvit", "log", path.name, "--verify"])
