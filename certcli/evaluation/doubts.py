@@ -46,15 +46,11 @@ def image_doubts(images: Images, channels: int) -> list[str]:
     found = []
     if len(images) == 1:
         found.append("one image: every share is 0 % or 100 %, and says little about the network")
-    if channels == 3 and images.classes and grey(images):
-        found.append(f"the images of {images.name} are grey, the network sees colour")
+    if channels == 3 and images.classes:
+        _, pixels, _ = next(images.batches(min(len(images), _LOOKED_AT)))
+        if bool((pixels == pixels[:, :1]).all()):
+            found.append(f"the images of {images.name} are grey, the network sees colour")
     return found
-
-
-def grey(images: Images) -> bool:
-    """Whether the first images of a colour network have one value a pixel."""
-    _, pixels, _ = next(images.batches(min(len(images), _LOOKED_AT)))
-    return bool((pixels == pixels[:, :1]).all())
 
 
 def right_of(model: nn.Module, images: Images, batch_size: int = 32, labels: Tensor | None = None) -> list[bool]:
@@ -156,9 +152,11 @@ def _typed(values: Sequence[float]) -> str:
 
 def _significantly_better(right: list[bool], found: list[bool], level: float) -> bool:
     """P[Binomial(n, 1/2) >= k] <= level, of the n images that one reading alone gets right and the k of the other one."""
+    from scipy.special import betainc
+
     better = sum(b and not a for a, b in zip(right, found, strict=True))
     worse = sum(a and not b for a, b in zip(right, found, strict=True))
-    return better > 0 and _chance_of_so_many(better, better + worse) <= level
+    return better > 0 and float(betainc(better, worse + 1, 0.5)) <= level
 
 
 def _post_norm(block: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -166,10 +164,3 @@ def _post_norm(block: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
     x = block.norm1(x + block.drop_path1(block.ls1(block.attn(x))))
     found: Tensor = block.norm2(x + block.drop_path2(block.ls2(block.mlp(x))))
     return found
-
-
-def _chance_of_so_many(hits: int, draws: int) -> float:
-    """P[Binomial(draws, 1/2) >= hits], hits > 0"""
-    from scipy.special import betainc
-
-    return float(betainc(hits, draws - hits + 1, 0.5))

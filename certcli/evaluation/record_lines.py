@@ -61,17 +61,20 @@ class HeaderFields(_Fields):
         require_bounded(self.network)
 
 
-class CertificateFields(_Fields):
-    """A record of certify."""
-
+class _Record(_Fields, kw_only=True):
     index: Index
     label: Class
+    pixels: Pixels
+    file: Text | UnsetType = UNSET
+
+
+class CertificateFields(_Record):
+    """A record of certify."""
+
     prediction: Class | None
     radius: Length | Literal["inf"]
     method: Name
     failure: Annotated[float, Meta(ge=0, lt=1)]
-    pixels: Pixels
-    file: Text | UnsetType = UNSET
     rung: Text = ""
     seconds: Length = 0.0
 
@@ -80,11 +83,9 @@ class CertificateFields(_Fields):
             raise ValueError("it states a radius and no class")
 
 
-class AttackedFields(_Fields):
+class AttackedFields(_Record):
     """A record of attack: misclassified, broken, or neither."""
 
-    index: Index
-    label: Class
     prediction: Class
     adversarial_prediction: Class
     robust: Annotated[dict[Text, bool | None], Meta(min_length=1, max_length=1000)]
@@ -94,8 +95,6 @@ class AttackedFields(_Fields):
     kind: Norm
     broken_by: Text | None
     task: Index
-    pixels: Pixels
-    file: Text | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         left, broken = set(self.robust.values()), self.broken_by is not None
@@ -112,17 +111,13 @@ class AttackedFields(_Fields):
             raise ValueError("prediction, robust, norm and broken_by contradict each other")
 
 
-class PatchCertificateFields(_Fields):
+class PatchCertificateFields(_Record):
     """A record of certify against patches. counts: how many passes voted for each class."""
 
-    index: Index
-    label: Class
     prediction: Class | None
     method: Literal["patch"]
     failure: Annotated[float, Meta(ge=0, le=0)]
     proven: Annotated[list[PatchKey], Meta(max_length=32)]
-    pixels: Pixels
-    file: Text | UnsetType = UNSET
     seconds: Length = 0.0
     votes: Annotated[list[Annotated[int, Meta(ge=-1, lt=MOST_CLASSES)]], Meta(max_length=65_536)] = []
     counts: Annotated[dict[str, Index], Meta(max_length=65_536)] = {}
@@ -134,19 +129,15 @@ class PatchCertificateFields(_Fields):
             raise ValueError("its votes and their counts contradict each other")
 
 
-class PatchAttackedFields(_Fields):
+class PatchAttackedFields(_Record):
     """A record of attack --norm patch. corner: (top, left) of a patch that breaks it."""
 
-    index: Index
-    label: Class
     kind: Literal["patch"]
     patch: PatchKey
     prediction: Class | None
     adversarial_prediction: Class | None
     robust: Annotated[dict[Text, bool], Meta(min_length=1, max_length=1)]
     corner: Annotated[list[Index], Meta(min_length=2, max_length=2)] | None
-    pixels: Pixels
-    file: Text | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         right, broken = self.prediction == self.label, self.corner is not None

@@ -144,13 +144,13 @@ class Threat:
         """The size as records and evidence spell it, which reads back to the same threat: "0.25", "32x32"."""
         return str(self.size) if isinstance(self.size, Patch) else radius_key(self.size)
 
-    def proven(self, digits: int = 6) -> str:
+    def proven(self) -> str:
         """Spell a proven size for a screen: a radius never rounded up."""
-        return str(self.size) if isinstance(self.size, Patch) else proven_radius(self.size, digits)
+        return str(self.size) if isinstance(self.size, Patch) else proven_radius(self.size)
 
-    def attacked(self, digits: int = 6) -> str:
+    def attacked(self) -> str:
         """Spell the size of an attack for a screen: a radius never rounded down."""
-        return str(self.size) if isinstance(self.size, Patch) else attacked_radius(self.size, digits)
+        return str(self.size) if isinstance(self.size, Patch) else attacked_radius(self.size)
 
     def allows(self, changed: Tensor, image: Tensor) -> bool:
         """Return whether an attacker may show `changed` in place of `image`: (c, h, w) both, compared in float64.
