@@ -28,11 +28,6 @@ class Clock:
     started: float = field(default_factory=time.perf_counter)
     team: Team = ALONE
 
-    @staticmethod
-    def since(started: float | None, budget: float, team: Team = ALONE) -> "Clock":
-        """A budget that began at `started`, else now."""
-        return Clock(budget, time.perf_counter() if started is None else started, team)
-
     @property
     def spent(self) -> float:
         return time.perf_counter() - self.started

@@ -99,8 +99,8 @@ def constrain_keeping(
             write(model, originals)
             return keeps_enough(found, keep), _SAFE * eta * allowed_share(found, keep, FAR)
 
-        enough, aim = calibration.team.agree(look)
-        return enough, aim
+        decided: tuple[bool, float] = calibration.team.agree(look)
+        return decided
 
     def trial(eta: float) -> tuple[bool, float]:
         weights = {}

@@ -98,7 +98,9 @@ def allocate(
             chosen[path] = last
         if whole < len(steps):
             _, path, _, first, last = steps[whole]
-            chosen[path] = _between(first, last, position - whole)
+            share = position - whole
+            norm, error = last.norm - first.norm, last.error - first.error
+            chosen[path] = Point(first.norm + share * norm, first.error + share * error)
         return chosen
 
     def excess(position: float) -> float:
@@ -142,10 +144,3 @@ def _hull(curve: Sequence[Point]) -> list[Point]:
 
 def _slope(first: Point, last: Point) -> float:
     return (last.error**2 - first.error**2) / math.log(first.norm / last.norm)
-
-
-def _between(first: Point, last: Point, share: float) -> Point:
-    return Point(
-        first.norm + share * (last.norm - first.norm),
-        first.error + share * (last.error - first.error),
-    )

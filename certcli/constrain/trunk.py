@@ -74,7 +74,7 @@ class ResumedStream:
             value = given.popleft() if taken_up else value
             for place in range(begin, len(blocks) + 1):
                 if place == goes_on:  # a copy, since the block may write into its input
-                    self._kept.append(_put_away(value, spool))
+                    self._kept.append(spool.keep(value.clone()) if value.is_contiguous() else value.clone())
                 if place >= goes_on and place > last:
                     raise StopBatch
                 if place < len(blocks):
@@ -157,8 +157,3 @@ def _in_place_of(blocks: nn.Sequential, forward: Callable[[Tensor], Tensor]) -> 
         yield
     finally:
         del blocks.forward
-
-
-def _put_away(value: Tensor, spool: Spool) -> Tensor:
-    """Return a copy, mapped from a file where there are many; non-contiguous tensors stay in memory."""
-    return spool.keep(value.clone()) if value.is_contiguous() else value.clone()

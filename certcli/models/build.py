@@ -1,9 +1,8 @@
 """From a record to its network, whose first layer normalises pixels; weights are set strictly, and only once."""
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -313,7 +312,8 @@ def initialise(
     shape that a new network of this name gets (`SHAPES`).
     """
     arch_args = {**SHAPES.get(arch, {}), **arch_args}
-    with _seeded(seed):
+    with torch.random.fork_rng(devices=[]):
+        seed_all(seed)
         net = create(arch, arch_args, initialise=True)
     spec = spec or spec_of(net, size=input_size_of(net), mean=mean, std=std)
     record = Record(arch, arch_arguments(arch_args), spec, classes_of(net) if classes is None else classes)
@@ -370,11 +370,3 @@ def spec_of(
         interpolation=config.get("interpolation") or "bicubic",
         crop_pct=float(config.get("crop_pct") or 1.0),
     )
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generator, and restore it afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        seed_all(seed)
-        yield

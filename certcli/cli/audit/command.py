@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def audit(
     from certcli.report.compare import changes
 
     plan = wanted.plan(data.seed, machine.batch_size, data.limit)
-    clock = Clock.since(Sink.invocation.started, plan.budget, team())
+    clock = Clock(plan.budget, Sink.invocation.started or time.perf_counter(), team())
     output.claim(source, data, reports)
     view.require_formats(reports.report)
     earlier = None if reports.compare is None else view.earlier(reports.compare)
