@@ -1,7 +1,7 @@
 """The description of a foreign file: from the options first, then config.json, then timm's configuration."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,17 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 import timm
 from torch import Tensor, nn
 
-from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, PretrainedFields, decode_config, require_pixels
+from certcli.checkpoint.record import Record
+from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, PretrainedFields, decode_config
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
+from certcli.models.converters.base import pixel_input
 from certcli.models.hints import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 
 CONFIG = "config.json"
 TIMM = "timm's own"
+_PIXELS = "one mean and one positive std a channel, of pixels in [0, 1]"
 _HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth")
 """timm's names for the weights beside its config.json."""
 
@@ -168,7 +170,8 @@ def _from_config(config: Path, stated: ConfigFields, hints: Hints, tensors: Mapp
     if not isinstance(classes, int):
         raise CheckpointError(f"{config} cannot be used: num_classes is no number")
     assert about.input_size is not None
-    spec = _input(about.input_size, mean or (), std or (), about.interpolation or "bicubic", about.crop_pct or 1.0)
+    view = about.interpolation or "bicubic", about.crop_pct or 1.0
+    spec = pixel_input(about.input_size, mean or (), std or (), view, _PIXELS)
     return Record(stated.architecture, arguments, spec, classes)
 
 
@@ -198,20 +201,8 @@ def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> tupl
     side = arguments.get("img_size") or size[1:]
     height, width = (side, side) if isinstance(side, int) else tuple(side)
     view = (str(config.get("interpolation") or "bicubic"), float(config.get("crop_pct") or 1.0))
-    spec = _input((channels, int(height), int(width)), mean, std, *view)
+    spec = pixel_input((channels, int(height), int(width)), mean, std, view, _PIXELS)
     return Record(hints.arch, arguments, spec, build.classes_of(net)), net
-
-
-def _input(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], *rest: Any) -> InputSpec:
-    """Return the input; one mean or std stands for every channel. ArchitectureError where they fit no image in [0, 1]."""
-    means, stds = (tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std))
-    try:
-        require_pixels(size, means, stds)
-    except Refused as refusal:
-        raise ArchitectureError(
-            str(refusal), "one mean and one positive std a channel, of pixels in [0, 1]"
-        ) from refusal
-    return InputSpec(size, means, stds, *rest)
 
 
 def require_consistent(stated: ConfigFields, net: nn.Module, config: Path, hints: Hints) -> None:

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.record import Record
-from certcli.system.errors import ArchitectureError, one_line
+from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.schema import require_pixels
+from certcli.system.errors import ArchitectureError, Refused, one_line
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 """Rows (regular expression, replacement), applied to a name one after the other."""
@@ -53,6 +55,22 @@ def require_whole_windows(side: int, patch: int, stages: int, window: int, *, sh
             f"windows of {window}: timm's Swin would compute another function",
             "the image size that it was trained with: --arch-arg img_size=... for torchvision's",
         )
+
+
+def pixel_input(
+    size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], view: tuple[Any, float], hint: str
+) -> InputSpec:
+    """Return the input; one mean or std stands for every channel. ArchitectureError where they fit no image in [0, 1].
+
+    Args:
+        view: the filter that resizes images, and the share of them that is left after the crop.
+    """
+    means, stds = (tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std))
+    try:
+        require_pixels(size, means, stds)
+    except Refused as refusal:
+        raise ArchitectureError(str(refusal), hint) from refusal
+    return InputSpec(size, means, stds, *view)
 
 
 def by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -16,10 +16,18 @@ import certcli.system.compat  # noqa: F401 (before torchvision)
 from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.schema import require_pixels
-from certcli.models.converters.base import COMPUTED, Converted, Renames, by_name, parted, renamed, require_whole_windows
+from certcli.models.converters.base import (
+    COMPUTED,
+    Converted,
+    Renames,
+    by_name,
+    parted,
+    pixel_input,
+    renamed,
+    require_whole_windows,
+)
 from certcli.models.hints import Hints
-from certcli.system.errors import ArchitectureError, Refused
+from certcli.system.errors import ArchitectureError
 
 _VIT_NAMES: Renames = (
     (r"^class_token$", "cls_token"),
@@ -169,10 +177,8 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         found = _without_key_bias(found)
     else:
         table = found["layers.0.blocks.0.attn.relative_position_bias_table"]
-        window, heads = (
-            (math.isqrt(table.shape[0]) + 1) // 2,
-            [found[f"{path}relative_position_bias_table"].shape[1] for path in firsts],
-        )
+        window = (math.isqrt(table.shape[0]) + 1) // 2
+        heads = [found[f"{path}relative_position_bias_table"].shape[1] for path in firsts]
     side = _side(hints, 256 if second else 224)
     require_whole_windows(side, patch, len(depths), window)
     arguments = {
@@ -250,10 +256,5 @@ def _input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, st
             f"no published {network.family} of torchvision has these sizes: nothing says how its pixels are normalised",
             "pass --mean and --std, one value a channel",
         )
-    channels = network.size[0]
-    mean, std = (tuple(values) * channels if len(values) == 1 else tuple(values) for values in (mean, std))
-    try:
-        require_pixels(network.size, mean, std)
-    except Refused as refusal:
-        raise ArchitectureError(str(refusal), "one mean and one std a channel") from refusal
-    return InputSpec(network.size, mean, std, interpolation, crop), origins  # type: ignore[arg-type]
+    view = interpolation, crop
+    return pixel_input(network.size, mean, std, view, "one mean and one std a channel"), origins

@@ -16,8 +16,8 @@ from certcli.checkpoint.schema import (
     PerChannel,
     Side,
     decode,
-    require_pixels,
 )
+from certcli.models.converters.base import pixel_input
 from certcli.models.hints import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 
@@ -145,14 +145,9 @@ def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[s
         )
     sides = config.image_size
     height, width = (sides, sides) if isinstance(sides, int) else sides
-    size = (config.num_channels, height, width)
-    mean, std = (tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std))
-    try:
-        require_pixels(size, mean, std)
-    except Refused as refusal:
-        raise ArchitectureError(str(refusal), f"check {PIXELS}, --mean and --std") from refusal
     resample = None if pixels is None else pixels.resample
-    interpolation: Any = _RESAMPLING[2 if resample is None else resample]
+    view = _RESAMPLING[2 if resample is None else resample], _crop(pixels, min(height, width))
+    spec = pixel_input((config.num_channels, height, width), mean, std, view, f"check {PIXELS}, --mean and --std")
     origins["view"] = "by default" if pixels is None else PIXELS
     made, doubts = None if pixels is None else _made(pixels), []
     if made is not None and made != [height, width]:
@@ -161,7 +156,7 @@ def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[s
             f"{PIXELS} makes images of {sizes[0]}, and this is the network for {sizes[1]}, as {CONFIG} says: on the others "
             "transformers computes another function"
         )
-    return InputSpec(size, mean, std, interpolation, _crop(pixels, min(height, width))), origins, doubts
+    return spec, origins, doubts
 
 
 def _statistics(pixels: Pixels | None) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
