@@ -53,7 +53,7 @@ def calibration_images(
     return default_for(record, count, seed, judges)
 
 
-def default_for(record: Record, count: int, seed: int = 0, judges: int = 0) -> Images:
+def default_for(record: Record, count: int, seed: int, judges: int) -> Images:
     """Return digits for a network of digits, synthetic photographs of the input size for every other network."""
     remembered = (record.dataset or "").lower()
     if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):

@@ -29,10 +29,6 @@ def sent(pixels: Tensor, device: torch.device) -> Tensor:
     return pixels.pin_memory().to(device, non_blocking=True)
 
 
-def _ignore(positions: Sequence[int]) -> None:
-    """Prepare nothing: the images are in memory."""
-
-
 @dataclass(frozen=True)
 class Images:
     """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1].
@@ -48,7 +44,7 @@ class Images:
     indices: Tensor
     fetch: Callable[[Sequence[int]], Tensor]
     note: str = ""
-    expect: Callable[[Sequence[int]], None] = _ignore
+    expect: Callable[[Sequence[int]], None] = lambda positions: None
     ahead: Ahead | None = field(default=None, repr=False)
     file: Callable[[int], str] | None = field(default=None, repr=False)
 

@@ -42,9 +42,7 @@ class Ahead:
     def __call__(self, positions: Sequence[int]) -> Tensor:
         in_turn = self.workers == 0 or (len(positions) == 1 and positions[0] not in self._waiting)
         if not in_turn:
-            for position in positions:
-                if position not in self._waiting and position not in self._decoded:
-                    self._waiting[position] = self._submit(position)
+            self._start(positions)
         return torch.stack([self._image(position) for position in positions])
 
     def _image(self, position: int) -> Tensor:
@@ -67,11 +65,11 @@ class Ahead:
         expected = set(positions)
         for position in [position for position in self._waiting if position not in expected]:
             self._waiting.pop(position).cancel()
-        for position in positions:
-            if position not in self._waiting and position not in self._decoded:
-                self._waiting[position] = self._submit(position)
+        self._start(positions)
 
-    def _submit(self, position: int) -> "Future[Tensor]":
+    def _start(self, positions: Sequence[int]) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="certvit-images")
-        return self._pool.submit(self._read, position)
+        for position in positions:
+            if position not in self._waiting and position not in self._decoded:
+                self._waiting[position] = self._pool.submit(self._read, position)
