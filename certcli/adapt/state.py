@@ -11,6 +11,7 @@ from torch import Tensor
 
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint.file import read_tensors, tensors_digest, write_safetensors
+from certcli.checkpoint.outputs import require_state_of
 from certcli.checkpoint.schema import AdaptFields, decode
 from certcli.system.errors import CheckpointError, Refused
 
@@ -49,11 +50,7 @@ def load_state(path: Path, expected: str) -> AdaptState:
         about = decode(metadata.get(KEY, ""), AdaptFields)
     except Refused as refusal:
         raise CheckpointError(f"{path} is not the state of an adaptation ({refusal})") from refusal
-    if about.identity != expected:
-        raise CheckpointError(
-            f"{path} belongs to a run with other settings, other images or another starting checkpoint",
-            "repeat the command with the options of that run, or drop --resume",
-        )
+    require_state_of(path, expected, about.identity)
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): v.clone() for name, v in tensors.items() if name.startswith(prefix)}

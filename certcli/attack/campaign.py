@@ -160,16 +160,16 @@ def tasks_of(
 def parameters_of(tasks: Sequence[Task], settings: AttackSettings, **more: Any) -> dict[str, Any]:
     """What decides the numbers, as plain values, for evidence: images, attacks and their order, radii, budget; `more`."""
     images = tasks[0].images
+    about = {"dataset": images.name, "split": images.split, "images": len(images)}
+    return {**about, **_stages(tasks), "settings": asdict(settings), **more}
+
+
+def _stages(tasks: Sequence[Task]) -> dict[str, list[Any]]:
     return {
-        "dataset": images.name,
-        "split": images.split,
-        "images": len(images),
         "attacks": [[entry.label for entry in task.stage.plan] for task in tasks],
         "radii": [list(task.stage.radii) for task in tasks],
         "norm": [task.stage.norm for task in tasks],
         "independent": [task.stage.independent for task in tasks],
-        "settings": asdict(settings),
-        **more,
     }
 
 
@@ -187,22 +187,10 @@ def run_of(
         for number, task in enumerate(tasks)
         if (own := task.own or {}) or task.certified
     }
-    return Run.of(
-        "attack",
-        checkpoint,
-        images,
-        [[entry.label for entry in task.stage.plan] for task in tasks],
-        norm=[task.stage.norm for task in tasks],
-        radii=[list(task.stage.radii) for task in tasks],
-        parameters={
-            **asdict(settings),
-            "independent": [task.stage.independent for task in tasks],
-            "batch_size": batch_size,
-            **more,
-            **chosen,
-            **spent,
-        },
-    )
+    stages = _stages(tasks)
+    method, independent = stages.pop("attacks"), stages.pop("independent")
+    decided = {"independent": independent, "batch_size": batch_size, **more, **chosen, **spent}
+    return Run.of("attack", checkpoint, images, method, **stages, parameters={**asdict(settings), **decided})
 
 
 def _digest(values: Sequence[Any]) -> str:

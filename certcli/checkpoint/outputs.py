@@ -176,6 +176,15 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
         )
 
 
+def require_state_of(path: Path, identity: str, stated: str) -> None:
+    """Raise CheckpointError where the state at `path`, of the run `stated`, is not that of this run."""
+    if stated != identity:
+        raise CheckpointError(
+            f"{path} belongs to a run with other settings, other images or another starting checkpoint",
+            "repeat the command with the options of that run, or drop --resume",
+        )
+
+
 def is_state_of(path: Path, key: str, identity: str) -> bool:
     try:
         return bool(json.loads(read_metadata(path)[key])["identity"] == identity)

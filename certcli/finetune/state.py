@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, write_safetensors
+from certcli.checkpoint.outputs import require_state_of
 from certcli.checkpoint.schema import TrainingFields, decode
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.finetune.shards import Rows, Stored
@@ -107,11 +108,7 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
         about = decode(metadata.get(KEY, ""), TrainingFields)
     except Refused as refusal:
         raise CheckpointError(f"{path} is not the state of a training run ({refusal})") from refusal
-    if about.identity != identity:
-        raise CheckpointError(
-            f"{path} belongs to a run with other settings, other images or another starting checkpoint",
-            "repeat the command with the options of that run, or drop --resume",
-        )
+    require_state_of(path, identity, about.identity)
     if "generator" not in tensors:
         raise CheckpointError(f"{path} is not the state of a training run (it holds no generator)")
     optimisers: list[dict[str, Any]] = []
