@@ -23,6 +23,7 @@ class RobustAccuracy:
     images: int
     intervals: dict[str, Interval]
     epsilon: float
+    kind: str
     median_norm: float | None
 
 
@@ -48,6 +49,7 @@ def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
         images=len(rows),
         intervals={name: share_interval(count, len(rows)) for name, count in counts.items()},
         epsilon=first.epsilon,
+        kind=first.kind,
         median_norm=norms[len(norms) // 2] if norms else None,
     )
 

@@ -113,8 +113,8 @@ def certify_again(
     from certcli.verification.claims import Again, Held
 
     def again(request: Request) -> Again:
-        asked = {"split": request.split, "limit": request.limit, "seed": request.seed}
-        images = Evaluation(dataset=options.dataset, data_dir=options.data_dir, **asked).images(checkpoint.record, sink)
+        data = Evaluation(dataset=options.dataset, data_dir=options.data_dir, split=request.split)
+        images = replace(data, limit=request.limit, seed=request.seed).images(checkpoint.record, sink)
         if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = images
