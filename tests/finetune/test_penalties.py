@@ -128,7 +128,7 @@ def test_the_penalty_goes_on_bit_for_bit() -> None:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-    second.load({name: value.clone() for name, value in first.state().items()})
+    second.vectors = {name: value.clone() for name, value in first.vectors.items()}
     assert torch.equal(first(), second())
     assert torch.equal(first(), second())
 
@@ -219,7 +219,7 @@ def test_projected_training_stays_in_the_ball_and_goes_on_bit_for_bit() -> None:
     assert max(norms(net)) <= 1.01  # one iteration a step, at a large learning rate
     other.load_state_dict(net.state_dict())
     second = WeightProjection(other, BALL)
-    second.load({name: value.clone() for name, value in first.state().items()})
+    second.vectors = {name: value.clone() for name, value in first.vectors.items()}
     for _ in range(3):
         step(net, first)
         step(other, second)
