@@ -18,7 +18,7 @@ from timm.models.convit import GPSA, MHSA
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import nn
 
-from certcli.adapt.families import Family, Half, Section
+from certcli.adapt.families import Family, Half, Section, part_at
 from certcli.adapt.start import fold_gain
 from certcli.lipschitz.rules.l2_attention import l2_mixing_constant
 from certcli.nn.attention_weights import AttentionWeights
@@ -64,7 +64,7 @@ def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int
     scale = 1.0
     halves = 2 * sum(step.kind == "block" for step in family.body(new_net))
     for name in family.embed_norms:
-        start_norm(_part(new_net, name), _part(old_net, name), 1.0, floor)
+        start_norm(part_at(new_net, name), part_at(old_net, name), 1.0, floor)
     for old, new in zip(family.body(old_net), family.body(new_net), strict=True):
         if old.kind == "merge":
             start_norm(new.module.norm, old.module.norm, scale, floor)
@@ -75,8 +75,8 @@ def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int
             scale = _carry_block(old, new, scale, scales, halves, tokens[old.path], floor)
     divided = False
     for name in family.end_norms:
-        norm = _part(new_net, name)
-        start_norm(norm, _part(old_net, name), 1.0 if divided else scale, floor)
+        norm = part_at(new_net, name)
+        start_norm(norm, part_at(old_net, name), 1.0 if divided else scale, floor)
         divided = divided or (norm is not None and not isinstance(norm, nn.Identity))
     if not divided and scale != 1.0:
         for layer in heads(new_net):
@@ -84,13 +84,6 @@ def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int
     if isinstance(getattr(new_net, "head", None), FlatHead) and not new_net.head.hidden:
         copy_pooling(old_net, new_net.head)
     return scales
-
-
-def _part(net: nn.Module, path: str) -> Any:
-    try:
-        return net.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def heads(net: Any) -> list[nn.Linear]:

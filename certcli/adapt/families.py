@@ -108,6 +108,14 @@ KEEP = "--goal keep puts floors under the LayerNorms of any network and changes 
 _BLOCKS = (Block, SwinTransformerBlock, ConvitBlock)
 
 
+def part_at(net: nn.Module, path: str) -> Any:
+    """Return the module at a path, None where there is none."""
+    try:
+        return net.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def family_of(net: nn.Module) -> Family:
     """Return the family of a network, adapted or not. ArchitectureError names the unknown part."""
     family = FAMILIES.get(type(net))

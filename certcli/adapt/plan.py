@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from certcli.adapt.families import Section, family_of, require_known_blocks, token_counts
+from certcli.adapt.families import Section, family_of, part_at, require_known_blocks, token_counts
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
@@ -59,12 +59,8 @@ def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
 
 def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings) -> list[Replacement]:
     """Return a norm's replacement; an Identity stays. The builder refuses other norms than LayerNorm."""
-    kind = NORMS[settings.norm]
-    try:
-        norm: Any = parent.get_submodule(name)
-    except AttributeError:
-        return []
-    return [] if kind is None or isinstance(norm, nn.Identity) else [Replacement(path, kind)]
+    kind, norm = NORMS[settings.norm], part_at(parent, name)
+    return [] if kind is None or norm is None or isinstance(norm, nn.Identity) else [Replacement(path, kind)]
 
 
 def _block_plan(step: Section, settings: AdaptSettings, attention_args: Mapping[str, Any]) -> list[Replacement]:

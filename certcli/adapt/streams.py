@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.adapt.descend import mixed_precision
-from certcli.adapt.families import Family
+from certcli.adapt.families import Family, part_at
 from certcli.adapt.lots import Lots
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import CenterStart, deviations, floor_start
@@ -128,11 +128,8 @@ class Streams:
         Args:
             first: the number of leading tokens that count; None: all.
         """
-        try:
-            new, old = self.student.net.get_submodule(path), self.teacher.net.get_submodule(path)
-        except AttributeError:
-            return None
-        if not isinstance(new, (CenterNorm, FloorNorm)):
+        new, old = part_at(self.student.net, path), part_at(self.teacher.net, path)
+        if old is None or not isinstance(new, (CenterNorm, FloorNorm)):
             return None
 
         def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
