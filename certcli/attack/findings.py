@@ -51,11 +51,8 @@ class TaskSummary:
     own: tuple[float, float, float] | None = None
 
     def to_json(self) -> list[dict[str, Any]]:
-        own = (
-            {}
-            if self.own is None
-            else {"own_radii": dict(zip(("smallest", "median", "largest"), self.own, strict=True))}
-        )
+        names = ("smallest", "median", "largest")
+        own = {} if self.own is None else {"own_radii": dict(zip(names, self.own, strict=True))}
         return [
             {
                 "norm": self.stage.norm,

@@ -72,10 +72,8 @@ class AttackSettings:
     def step(self, region: Region, steps: int, images: Tensor) -> Tensor:
         """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
         radii = region.radii(images)
-        lengths = (
-            self.relative_step * radii / steps if self.step_size is None else torch.full_like(radii, self.step_size)
-        )
-        return per_image(lengths, images)
+        usual = self.relative_step * radii / steps
+        return per_image(usual if self.step_size is None else torch.full_like(radii, self.step_size), images)
 
 
 Craft = Callable[[nn.Module, Tensor, Tensor, Region, AttackSettings], Tensor]

@@ -142,12 +142,8 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
         network = shlex.join(typed.without("--mean", "--std"))
-        again = (
-            f"{images} {shlex.join(findings.statistics)}"
-            if findings.statistics
-            else " --dataset FOLDER --mean M --std S"
-        )
-        return [f"certvit audit {network}{again}"]
+        better = shlex.join(findings.statistics)
+        return [f"certvit audit {network}" + (f"{images} {better}" if better else " --dataset FOLDER --mean M --std S")]
     short = {item.stage for item in findings.skipped if item.for_time} & {"bound", "clean", "attack", "smoothing"}
     seen = [one.clean.images for one in (*findings.certificates, findings.attack) if one is not None]
     if short or min(seen, default=0) < min(FEW, findings.dataset.images):

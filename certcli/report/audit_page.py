@@ -22,7 +22,7 @@ Pictures = Mapping[str, Gallery]
 
 
 def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
-    network, dataset, bound = audit.network, audit.dataset, audit.bound
+    network, dataset, bound, machine = audit.network, audit.dataset, audit.bound, audit.machine
     size = " x ".join(str(side) for side in network.input)
     images = "no images" if dataset is None else f"{dataset.images} images at most of {dataset.name} ({dataset.split})"
     return HtmlPage(
@@ -48,11 +48,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         facts=[
             f"Network (digest of its function): {audit.checkpoint}",
             *([] if dataset is None else [f"Images (digest of pixels and labels): {dataset.digest}"]),
-            *(
-                []
-                if audit.machine is None
-                else [f"{audit.date} UTC; {audit.machine.cpu}, threads {audit.machine.threads}"]
-            ),
+            *([] if machine is None else [f"{audit.date} UTC; {machine.cpu}, threads {machine.threads}"]),
             "Versions: " + ", ".join(f"{name} {version}" for name, version in audit.versions.items()),
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",
         ],

@@ -105,11 +105,8 @@ def _certify(result: Any, about: Any) -> str:
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
     text = f"{_images(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
     promise = _chance(result) or "proven"
-    mean = (
-        f", average radius {proven_radius(result.average_radius, 4)}"
-        if isinstance(result.average_radius, float)
-        else ""
-    )
+    radius = result.average_radius
+    mean = f", average radius {proven_radius(radius, 4)}" if isinstance(radius, float) else ""
     return f"{text} ({_method(result)}, {promise}){mean}"
 
 
