@@ -159,31 +159,17 @@ def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
     return bound_network(model, size, classes).upper
 
 
-@for_all(
-    lambda found: (found[0], [(point.norm, point.error) for point in found[1]], None),
-    lambda path, points, _: (path, tuple(Point(*point) for point in points)),
-)
 def curves(calibration: LayerCalibration, settings: ConstrainSettings) -> Iterator[tuple[str, tuple[Point, ...]]]:
     """Yield each layer's path and Pareto curve (proven norm against output error), in order."""
 
-    def one(layer: LayerStatistics) -> tuple[str, tuple[Point, ...]]:
-        return layer.path, pareto(layer, settings)
+    def one(layer: LayerStatistics) -> Packed:
+        return layer.path, [(point.norm, point.error) for point in pareto(layer, settings)], None
 
-    for part in calibration.parts():
-        yield from side_by_side(one, part, calibration.workers)
-
-
-def _pack_result(found: LayerResult) -> Packed:
-    plain = {item.name: getattr(found, item.name) for item in fields(found) if item.name not in ("weight", "basis")}
-    return found.path, plain, found.weight
+    own = (found for part in calibration.parts() for found in side_by_side(one, part, calibration.workers))
+    for path, points, _ in for_all(calibration, own):
+        yield path, tuple(Point(*point) for point in points)
 
 
-def _unpack_result(path: str, plain: Any, weight: Tensor | None) -> LayerResult:
-    assert weight is not None
-    return LayerResult(**plain, weight=weight)
-
-
-@for_all(_pack_result, _unpack_result)
 def constrain_to(
     calibration: LayerCalibration,
     settings: ConstrainSettings,
@@ -206,18 +192,18 @@ def constrain_to(
         basis = None if bases is None else bases.get(layer.path)
         return constrain_layer(layer, replace(settings, eta=eta_of(layer)), basis, keep_basis=bases is not None)
 
-    for part in calibration.parts():
-        for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
-            _remember(bases, result.path, result.basis)
-            yield replace(result, weight=spool.keep(result.weight), basis=None)
+    def own() -> Iterator[Packed]:
+        names = [item.name for item in fields(LayerResult) if item.name not in ("weight", "basis")]
+        for part in calibration.parts():
+            for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
+                _remember(bases, result.path, result.basis)
+                yield result.path, {name: getattr(result, name) for name in names}, spool.keep(result.weight)
+
+    for _, plain, weight in for_all(calibration, own()):
+        assert weight is not None
+        yield LayerResult(**plain, weight=weight)
 
 
-def _unpack_trial(path: str, plain: Any, weight: Tensor | None) -> tuple[str, Tensor]:
-    assert weight is not None
-    return path, weight
-
-
-@for_all(lambda found: (found[0], None, found[1]), _unpack_trial)
 def try_at(
     calibration: LayerCalibration, settings: ConstrainSettings, bases: dict[str, Eigenbasis] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -228,10 +214,15 @@ def try_at(
         weight, basis = try_layer(layer, settings, None if bases is None else bases.get(layer.path))
         return layer.path, weight, basis if bases is not None else None
 
-    for part in calibration.parts():
-        for path, weight, basis in side_by_side(one, part, calibration.workers):
-            _remember(bases, path, basis)
-            yield path, spool.keep(weight)
+    def own() -> Iterator[Packed]:
+        for part in calibration.parts():
+            for path, weight, basis in side_by_side(one, part, calibration.workers):
+                _remember(bases, path, basis)
+                yield path, None, spool.keep(weight)
+
+    for path, _, weight in for_all(calibration, own()):
+        assert weight is not None
+        yield path, weight
 
 
 def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None) -> None:

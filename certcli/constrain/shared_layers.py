@@ -1,16 +1,13 @@
 """Constrain the layers of one network in several processes: each takes a share, and all learn every result."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from certcli.system.processes import Team
 
-Item = TypeVar("Item")
-Arguments = ParamSpec("Arguments")
 Packed = tuple[str, Any, Tensor | None]
 """Path, plain values, the weight where there is one."""
 
@@ -45,31 +42,16 @@ def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
     return [path for path in paths if path in mine]
 
 
-def for_all(
-    pack: Callable[[Item], Packed], unpack: Callable[[str, Any, Tensor | None], Item]
-) -> Callable[
-    [Callable[Concatenate[Any, Arguments], Iterator[Item]]], Callable[Concatenate[Any, Arguments], Iterator[Item]]
-]:
-    """Decorate a generator over this process's layers so that it yields the results of all layers.
+def for_all(split: Split, own: Iterator[Packed]) -> Iterator[Packed]:
+    """Yield the results of all layers, from those of this process's own.
 
     A result is what its process found, to the bit: plain values as JSON, weights as they are.
     """
-
-    def decorate(
-        work: Callable[Concatenate[Any, Arguments], Iterator[Item]],
-    ) -> Callable[Concatenate[Any, Arguments], Iterator[Item]]:
-        @wraps(work)
-        def all_of(split: Split, *args: Arguments.args, **named: Arguments.kwargs) -> Iterator[Item]:
-            own = work(split, *args, **named)
-            if not split.team.several:
-                yield from own
-                return
-            found = dict(_exchanged(split, [pack(item) for item in own]))
-            yield from (unpack(path, *found[path]) for path in split.paths if path in found)
-
-        return all_of
-
-    return decorate
+    if not split.team.several:
+        yield from own
+        return
+    found = dict(_exchanged(split, list(own)))
+    yield from ((path, *found[path]) for path in split.paths if path in found)
 
 
 def _exchanged(split: Split, own: list[Packed]) -> Iterator[tuple[str, tuple[Any, Tensor | None]]]:
