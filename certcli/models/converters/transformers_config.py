@@ -7,16 +7,7 @@ from msgspec import Meta, Struct
 
 from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
 from certcli.checkpoint.record import InputSpec
-from certcli.checkpoint.schema import (
-    LONGEST_RECORD,
-    MOST_CLASSES,
-    Channels,
-    Json,
-    Name,
-    PerChannel,
-    Side,
-    decode,
-)
+from certcli.checkpoint.schema import LONGEST_RECORD, MOST_CLASSES, Channels, Json, Name, PerChannel, Side, decode
 from certcli.models.converters.base import pixel_input
 from certcli.models.hints import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
