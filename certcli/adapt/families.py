@@ -23,7 +23,6 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.nn.residual import ResidualBlock, ResidualConvitBlock, ResidualSwinBlock
 from certcli.system.errors import ArchitectureError
 
 Half = Literal[1, 2]
@@ -168,14 +167,12 @@ def branch(block: Any, half: Half, u: Tensor) -> Tensor:
 
 def join(block: Any, half: Half, x: Tensor, added: Tensor) -> Tensor:
     """Return the stream after this half."""
-    if isinstance(block, (ResidualBlock, ResidualSwinBlock, ResidualConvitBlock)):
-        residual = block.residual1 if half == 1 else block.residual2
-        return residual(x, added)
-    return x + added
+    residual = getattr(block, f"residual{half}", None)
+    return x + added if residual is None else residual(x, added)
 
 
 def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
-    norm = block.norm1 if half == 1 else block.norm2
+    norm = getattr(block, f"norm{half}")
     return join(block, half, x, branch(block, half, norm(x)))
 
 

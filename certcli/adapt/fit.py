@@ -20,7 +20,6 @@ from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
 from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
-from certcli.nn.residual import ResidualBlock
 
 HALVES: tuple[Half, Half] = (1, 2)
 RIDGE = 1e-4
@@ -177,6 +176,6 @@ def _name(part: nn.Module) -> str:
 
 def describe(block: Any) -> str:
     parts = [_name(block.attn), _name(block.norm1), _name(block.mlp.act)]
-    if isinstance(block, ResidualBlock) or hasattr(block, "residual1"):
+    if hasattr(block, "residual1"):
         parts.append(_name(block.residual1))
     return ", ".join(parts)
