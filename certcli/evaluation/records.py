@@ -111,6 +111,10 @@ class RecordFile:
     `take`; from the first one that is missing on, the file is written anew. UsageError when the file exists (without force
     or resume) or belongs to another run: the difference is named. network: what was assumed in reading the checkpoint, for
     the header; it decides nothing, since the digest says which function was judged.
+
+    Attributes:
+        taken: records that `take` handed out again.
+        earlier: complete records that the file held when it was opened.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class RecordFile:
         self.path, self._run, self._keys, self._images = path, run, tuple(keys), images
         self._earlier: list[dict[str, Any]] = []
         self._ends: list[int] = []
-        self._taken, self._reading = 0, True
+        self.taken, self.earlier, self._reading = 0, 0, True
         self._handle: IO[bytes] | None = None
         self._streamed = False
         if path is None:
@@ -156,16 +160,6 @@ class RecordFile:
             self._append([run.to_json() | ({NETWORK: network} if network else {})])
             self._ends = [0 if self._streamed else self._handle.tell()]
 
-    @property
-    def taken(self) -> int:
-        """How many records were handed out again by `take`."""
-        return self._taken
-
-    @property
-    def earlier(self) -> int:
-        """How many complete records the file held when it was opened."""
-        return len(self._earlier)
-
     def _read(self, path: Path, data: bytes) -> None:
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
@@ -178,26 +172,26 @@ class RecordFile:
                 "repeat that run's options, choose another --records, or pass --force without --resume",
             )
         require_same_images(rows, self._images, path, all_of_them=True)
-        self._earlier = rows
+        self._earlier, self.earlier = rows, len(rows)
 
     def take(self, keys: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
         """The stored records with these keys, in order, or None when not all are there: find them, then `write`."""
         if not self._reading:
             return None
-        rows = self._earlier[self._taken : self._taken + len(keys)]
+        rows = self._earlier[self.taken : self.taken + len(keys)]
         if [tuple(row.get(key) for key in self._keys) for row in rows] != list(keys):
             self._drop()
             return None
-        self._taken += len(keys)
+        self.taken += len(keys)
         return rows
 
     def _drop(self) -> None:
         """Forget what follows the records that were taken, on disk too; from here on the file only grows."""
         self._reading = False
         if self._handle is not None and not self._streamed:
-            self._handle.truncate(self._ends[self._taken])
-            self._handle.seek(self._ends[self._taken])
-        self._earlier, self._ends = self._earlier[: self._taken], self._ends[: self._taken + 1]
+            self._handle.truncate(self._ends[self.taken])
+            self._handle.seek(self._ends[self.taken])
+        self._earlier, self._ends = self._earlier[: self.taken], self._ends[: self.taken + 1]
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append records and flush them, each with the digest and the file of its image."""
