@@ -53,15 +53,15 @@ def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
     return Eigenbasis(values + ridge * values.mean(), vectors, rank, ridge)
 
 
-def multiplier(energies: np.ndarray, values: np.ndarray, radius: float, start: float = 0.0) -> float:
+def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float:
     """Return the t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 where t = 0 is within.
 
-    Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from any start the iterates reach the left
-    of the root in one step and then increase to it. Source: More & Sorensen 1983.
+    Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from 0, left of the root, the iterates
+    increase to it. Source: More & Sorensen 1983.
     """
     if energies.sum() <= radius:
         return 0.0
-    t = start
+    t = 0.0
     for _ in range(100):
         shrink = 1.0 / (1.0 + t * values)
         terms = energies * shrink * shrink
@@ -76,7 +76,7 @@ def multiplier(energies: np.ndarray, values: np.ndarray, radius: float, start: f
     return float(t)
 
 
-def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float, start: float = 0.0) -> tuple[Tensor, float]:
+def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[Tensor, float]:
     """Return the column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U) diag(f), and t.
 
     Null directions have factor 1, because W is free there. radius = 0 sends every other column to zero.
@@ -87,7 +87,7 @@ def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float, start: flo
     values = basis.values.cpu().numpy()
     squares = (displacement * displacement).sum(0).cpu().numpy()
     energies = values * squares
-    t = multiplier(energies, values, radius, start) if radius > 0 else np.inf
+    t = multiplier(energies, values, radius) if radius > 0 else np.inf
     if t == 0:
         return torch.ones_like(displacement[0]), 0.0
     factors = np.where(values > 0, 1.0 / (1.0 + t * values), 1.0) if t < np.inf else np.where(values > 0, 0.0, 1.0)
