@@ -1,5 +1,6 @@
 """Preview an adaptation: replaced modules, and parameters, multiply-adds and bounds before and after."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,11 +63,8 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
 
 def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:
     """Return (path with block numbers as *, count, before, after), in the order of first appearance."""
-    found: dict[tuple[str, str, str], int] = {}
-    for change in changes:
-        pattern = ".".join("*" if part.isdigit() else part for part in change.path.split("."))
-        key = (pattern, change.before, change.after)
-        found[key] = found.get(key, 0) + 1
+    patterns = (".".join("*" if part.isdigit() else part for part in change.path.split(".")) for change in changes)
+    found = Counter((pattern, each.before, each.after) for pattern, each in zip(patterns, changes, strict=True))
     return [(pattern, count, before, after) for (pattern, before, after), count in found.items()]
 
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, zip_longest
 
 import torch
 from torch import Tensor
@@ -203,12 +204,8 @@ def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
     for label in classes[torch.randperm(len(classes), generator=generator)].tolist():
         members = (labels == label).nonzero().flatten()
         queues.append(members[torch.randperm(len(members), generator=generator)].tolist())
-    chosen: list[int] = []
-    depth = 0
-    while len(chosen) < count:
-        chosen += [queue[depth] for queue in queues if depth < len(queue)][: count - len(chosen)]
-        depth += 1
-    return chosen
+    in_turn = (member for turn in zip_longest(*queues) for member in turn if member is not None)
+    return list(islice(in_turn, count))
 
 
 def split_training(labels: Tensor, split: str) -> Tensor:
