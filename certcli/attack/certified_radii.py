@@ -59,11 +59,8 @@ def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: f
         images,
         "the certified records",
     )
-    positions = []
-    for position, index in enumerate(images.indices.tolist()):
-        if index in certificates and certificates[index].radius > radius:
-            positions.append(position)
-    return images.select(positions)
+    beyond = {index for index, certificate in certificates.items() if certificate.radius > radius}
+    return images.select([place for place, index in enumerate(images.indices.tolist()) if index in beyond])
 
 
 def require_correct(records: Iterable[AttackRecord]) -> None:

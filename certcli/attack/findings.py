@@ -1,7 +1,7 @@
 """What an evaluation found: shares of every task, flags about the evaluation, and one document for programs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from typing import Any
 
@@ -109,16 +109,7 @@ class Findings:
             **first,
             "curve": {radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
             "parts": rows if len(rows) > 1 else [],
-            "flags": [
-                {
-                    "name": flag.check.name,
-                    "measured": flag.measured,
-                    "raised_if": flag.check.raised_if,
-                    "explanation": flag.check.explanation,
-                    "fatal": flag.check.fatal,
-                }
-                for flag in checks.raised(self.flags)
-            ],
+            "flags": [{**asdict(flag.check), "measured": flag.measured} for flag in checks.raised(self.flags)],
             "checks": names,
             **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
         }

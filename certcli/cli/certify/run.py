@@ -215,10 +215,7 @@ class Result:
         return {
             **self.found.to_json(),
             **({"not_drawn_for": left_out} if left_out else {}),
-            "promise": certifier.promise,
-            "norm": certifier.norm,
-            "arithmetic": certifier.arithmetic,
-            "domain": certifier.domain,
+            **{name: getattr(certifier, name) for name in ("promise", "norm", "arithmetic", "domain")},
             **certifier.about,
             "parameters": dict(certifier.parameters),
             **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
