@@ -245,12 +245,12 @@ def require_described(model: PixelModel, record: Record) -> None:
         raise ArchitectureError(
             f"the network does not take an image of size {size} ({one_line(failure)})", "check --arch and --arch-arg"
         ) from failure
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != 1:
-        if not isinstance(logits, Tensor):
-            raise ArchitectureError(
-                f"the network maps an image to {type(logits).__name__}, not to one row of logits or features",
-                "wrap it in a module that returns the tensor",
-            )
+    if not isinstance(logits, Tensor):
+        raise ArchitectureError(
+            f"the network maps an image to {type(logits).__name__}, not to one row of logits or features",
+            "wrap it in a module that returns the tensor",
+        )
+    if logits.dim() != 2 or len(logits) != 1:
         raise ArchitectureError(
             f"the network maps an image to a tensor {tuple(logits.shape)}, not to one row of logits or features",
             "--arch-arg global_pool=token or avg pools the tokens; without one certvit proves no bound",

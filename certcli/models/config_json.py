@@ -13,12 +13,12 @@ import timm
 from torch import Tensor, nn
 
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.schema import LONGEST_RECORD, ConfigFields, PretrainedFields, decode_config
+from certcli.checkpoint.schema import ConfigFields, PretrainedFields, decode_config
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
-from certcli.models.converters.base import pixel_input
+from certcli.models.converters.base import pixel_input, read_config
 from certcli.models.hints import Hints
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.errors import ArchitectureError, CheckpointError
 
 CONFIG = "config.json"
 TIMM = "timm's own"
@@ -56,7 +56,7 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
     if not config.is_file():
         return None, []
     try:
-        stated = _decoded(config)
+        stated = read_config(config, decode_config, "it needs what timm writes: architecture, num_classes, ...")
     except CheckpointError as failure:
         if hints.arch is None:
             raise
@@ -115,18 +115,6 @@ def _same(given: Any, said: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _decoded(config: Path) -> ConfigFields:
-    """Read timm's config.json; CheckpointError for a file that is not one."""
-    try:
-        if config.stat().st_size > LONGEST_RECORD:
-            raise Refused(f"more than {LONGEST_RECORD:,} bytes")
-        return decode_config(config.read_bytes())
-    except (Refused, OSError) as failure:
-        raise CheckpointError(
-            f"{config} cannot be used: {one_line(failure)}", "it needs what timm writes: architecture, num_classes, ..."
-        ) from failure
 
 
 def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]) -> Description:

@@ -107,12 +107,8 @@ def _certify(result: Any, about: Any) -> str:
     promise = _chance(result) or "proven"
     radius = result.average_radius
     mean = f", average radius {proven_radius(radius, 4)}" if isinstance(radius, float) else ""
-    return f"{text} ({_method(result)}, {promise}){mean}"
-
-
-def _method(result: Any) -> str:
-    """With the procedure, where the certificate is about a defended classifier."""
-    return f"{result.method}: {result.options.procedure}" if result.norm == "patch" else str(result.method)
+    method = f"{result.method}: {result.options.procedure}" if result.norm == "patch" else result.method
+    return f"{text} ({method}, {promise}){mean}"
 
 
 def _chance(result: Any) -> str:

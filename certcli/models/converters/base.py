@@ -3,17 +3,20 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.schema import require_pixels
-from certcli.system.errors import ArchitectureError, Refused, one_line
+from certcli.checkpoint.schema import LONGEST_RECORD, require_pixels
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 """Rows (regular expression, replacement), applied to a name one after the other."""
+
+T = TypeVar("T")
 
 COMPUTED = r"relative_position_index$|relative_coords_table$"
 """Tensors that timm's network computes itself."""
@@ -55,6 +58,16 @@ def require_whole_windows(side: int, patch: int, stages: int, window: int, *, sh
             f"windows of {window}: timm's Swin would compute another function",
             "the image size that it was trained with: --arch-arg img_size=... for torchvision's",
         )
+
+
+def read_config(config: Path, read: Callable[[bytes], T], hint: str) -> T:
+    """Return what a config beside a file says, by `read`; CheckpointError for one that is too long, unreadable or Refused."""
+    try:
+        if config.stat().st_size > LONGEST_RECORD:
+            raise Refused(f"more than {LONGEST_RECORD:,} bytes")
+        return read(config.read_bytes())
+    except (Refused, OSError) as failure:
+        raise CheckpointError(f"{config} cannot be used: {one_line(failure)}", hint) from failure
 
 
 def pixel_input(

@@ -1,16 +1,16 @@
 """The two configs of transformers beside a file, as typed values: the architecture, and how images become its input."""
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
 from certcli.checkpoint.record import InputSpec
-from certcli.checkpoint.schema import LONGEST_RECORD, MOST_CLASSES, Channels, Json, Name, PerChannel, Side, decode
-from certcli.models.converters.base import pixel_input
+from certcli.checkpoint.schema import MOST_CLASSES, Channels, Json, Name, PerChannel, Side, decode
+from certcli.models.converters.base import T, pixel_input, read_config
 from certcli.models.hints import Hints
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.errors import ArchitectureError
 
 CONFIG = "config.json"
 PIXELS = "preprocessor_config.json"
@@ -101,22 +101,8 @@ class Pixels(Struct, kw_only=True):
     crop_pct: Annotated[float, Meta(ge=0.25, le=4)] | None = None
 
 
-T = TypeVar("T")
-
-
-def _bytes(config: Path) -> bytes:
-    if config.stat().st_size > LONGEST_RECORD:
-        raise Refused(f"more than {LONGEST_RECORD:,} bytes")
-    return config.read_bytes()
-
-
 def decoded(config: Path, wanted: type[T]) -> T:
-    try:
-        return decode(_bytes(config), wanted)
-    except (Refused, OSError) as failure:
-        raise CheckpointError(
-            f"{config} cannot be used: {one_line(failure)}", "fetch it again, as transformers wrote it"
-        ) from failure
+    return read_config(config, lambda text: decode(text, wanted), "fetch it again, as transformers wrote it")
 
 
 def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[str, str], list[str]]:
