@@ -63,7 +63,7 @@ class Attacking:
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
-        (self.stage,) = (stage.with_draws(settings.seed, classes, settings.precision),)
+        self.stage = stage.with_draws(settings.seed, classes, settings.precision)
         self.model, self.images, self.radii, self.settings, self.team = model, images, radii, settings, team
         steps = sum(entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan)
         passes = PASSES_A_STEP * steps * settings.restarts * (1 + LATER * (len(radii) - 1))
