@@ -11,6 +11,7 @@ from certcli.certify.executed import as_executed
 from certcli.certify.local_options import Local
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS, REAL
+from certcli.cli.certify import verify
 from certcli.cli.certify.run import PROVING as SPOKEN_OF
 from certcli.rounding import PRECISIONS
 from certcli.system.errors import UsageError
@@ -53,14 +54,17 @@ def test_radii_as_executed_are_what_rounding_leaves_of_real_ones() -> None:
 
 
 @pytest.mark.parametrize("method", ["lipschitz", "local", *["bcp"] * EVERY])
-def test_records_of_another_arithmetic_are_refuted(method: str, workshop: Path, tmp_path: Path) -> None:
+def test_records_of_another_arithmetic_are_refuted(
+    method: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "STEPS", 4)  # of attacks inside radii, which find nothing here
     checkpoint, records = workshop / "certified.safetensors", tmp_path / "records.jsonl"
     if method == "bcp":
         checkpoint = tmp_path / "chain.safetensors"
         certvit("init", "certvit_4c3f", "--arch-arg", "img_size=8", "-o", checkpoint)
     elif method == "local":
         checkpoint = workshop / "plain.safetensors"
-    given = ("--limit", 6, "--dataset", "digits", "--arithmetic", "float32", "--records", records, "--effort", "norms")
+    given = ("--limit", 3, "--dataset", "digits", "--arithmetic", "float32", "--records", records, "--effort", "norms")
     found = document("certify", checkpoint, "--method", method, *given)
     assert found["arithmetic"] == "float32"
     certvit("certify", checkpoint, "--dataset", "digits", "--verify", records)

@@ -67,6 +67,24 @@ FORGERIES: dict[str, Callable[[Row], None]] = {
 }
 
 
+NINE = ("--limit", 9, "--batch-size", 3)
+BEYOND = ("--limit", 20, "-e", 5)
+HONEST: dict[str, tuple[object, ...]] = {
+    "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 50, "-e", 0.05),
+    "norms": ("--method", "local", "--effort", "norms", "-e", 0.001),
+}
+
+
+@pytest.fixture(scope="module")
+def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whole files of records: of `BEYOND`, and of each honest run."""
+    folder = tmp_path_factory.mktemp("records")
+    document("certify", workshop / "certified.safetensors", *BEYOND, "--records", folder / "beyond.jsonl")
+    for name, given in HONEST.items():
+        document("certify", workshop / "plain.safetensors", *NINE, *given, "--records", folder / f"{name}.jsonl")
+    return folder
+
+
 WAYS: dict[str, tuple[str, ...]] = {"gate": ("--min-certified", "1"), "evidence": ("-o", "n.safetensors"), "alone": ()}
 
 
@@ -74,33 +92,28 @@ WAYS: dict[str, tuple[str, ...]] = {"gate": ("--min-certified", "1"), "evidence"
     ("kind", "way"), [*((kind, "gate") for kind in FORGERIES), ("radius 9.9", "evidence"), ("radius 9.9", "alone")]
 )
 def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
-    workshop: Path, tmp_path: Path, kind: str, way: str
+    workshop: Path, made: Path, tmp_path: Path, kind: str, way: str
 ) -> None:
-    net, path, made = workshop / "certified.safetensors", tmp_path / "r.jsonl", tmp_path / "n.safetensors"
-    run = ("certify", net, "--limit", 20, "-e", 5, "--records", path)
-    document(*run)
-    head, *rows = map(json.loads, path.read_text().splitlines())
+    path, output = tmp_path / "r.jsonl", tmp_path / "n.safetensors"
+    head, *rows = map(json.loads, (made / "beyond.jsonl").read_text().splitlines())
     for row in rows:
         FORGERIES[kind](row)
     path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
-    done = attempt(*run, "--resume", *(made if word == "n.safetensors" else word for word in WAYS[way]))
+    words = (output if word == "n.safetensors" else word for word in WAYS[way])
+    run = ("certify", workshop / "certified.safetensors", *BEYOND, "--records", path)
+    done = attempt(*run, "--resume", *words)
     assert getattr(done.exception, "code", None) == 6, done.output
-    assert not made.exists()
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(("method", "way"), [*(("smoothing", way) for way in WAYS), ("norms", "gate")])
 def test_honest_records_of_methods_that_draw_or_search_agree(
-    workshop: Path, tmp_path: Path, method: str, way: str
+    workshop: Path, made: Path, tmp_path: Path, method: str, way: str
 ) -> None:
     """Though noisy images share other batches than before, and a search began elsewhere."""
-    given = {
-        "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 50, "-e", 0.05),
-        "norms": ("--method", "local", "--effort", "norms", "-e", 0.001),
-    }[method]
     path = tmp_path / "r.jsonl"
-    run = ("certify", workshop / "plain.safetensors", "--limit", 9, *given, "--records", path, "--batch-size", 3)
-    document(*run)
-    lines = path.read_text().splitlines(keepends=True)
+    run = ("certify", workshop / "plain.safetensors", *NINE, *HONEST[method], "--records", path)
+    lines = (made / f"{method}.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:8]))
     words = [tmp_path / word if word == "n.safetensors" else "0" if word == "1" else word for word in WAYS[way]]
     found = document(*run, "--resume", *words)
