@@ -20,7 +20,7 @@ def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         part for suffix in ("json", "html", "sarif", "xml", "md", "csv") for part in ("--report", made / f"a.{suffix}")
     ]
     gates = ("--fail-on", "patched@1<0.01", "--fail-on", "patched@1<0.99")
-    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 6, "--patch", "1", *gates)
+    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 12, "--patch", "1", *gates)
     certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
     return made
 
@@ -29,7 +29,7 @@ def test_the_audit_says_what_certify_finds(folder: Path, workshop: Path) -> None
     audit = from_json((folder / "a.json").read_text())
     assert audit.patched is not None
     kept = audit.patched.certified["1x1"]
-    assert 0 < kept.hits < kept.images == 6
+    assert 0 < kept.hits < kept.images == 12
     assert any(
         f"no 1 x 1 patch changes the answer for {kept.hits} of {kept.images} images" in line for line in audit.verdict
     )
@@ -39,7 +39,7 @@ def test_the_audit_says_what_certify_finds(folder: Path, workshop: Path) -> None
     assert any(f"a patch of 1 x 1 pixels fooled {fell} of" in line for line in audit.verdict)
     assert ("at this place it changes the class" in (folder / "a.html").read_text()) is (fell > 0)
     assert sum(row.proven == ["1x1"] for row in audit.records) == kept.hits
-    same = ("certify", workshop / "certified.safetensors", "--method", "patch", "--patch", "1", "--limit", 6, "--json")
+    same = ("certify", workshop / "certified.safetensors", "--method", "patch", "--patch", "1", "--limit", 12, "--json")
     assert json.loads(certvit(*same).stdout)["certified"] == {"1x1": kept.share}
 
 
