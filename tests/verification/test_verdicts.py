@@ -145,10 +145,10 @@ def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) 
     checkpoint: Any = Fields(record=Fields(lineage=[Fields(seed=3), Fields(seed=7)]))
     entry: Any = Fields(
         result=Fields(dataset=None, arithmetic="real", clean=0.0, certified=0.0),
-        parameters=Fields(images=4, epsilon=0.2),
+        parameters=Fields(images=total, epsilon=0.2),
     )
     list(claims._training(checkpoint, entry, "", certify))
-    assert (asked[0].limit, asked[0].seed) == (4, 7)
+    assert (asked[0].limit, asked[0].seed) == (total, 7)
     *_, mean = claims._again("", 0.0, [], 0.1, None, {}, asked[0], certify)
     assert mean.asked is (total == 4)
 

@@ -96,9 +96,9 @@ def verify_checkpoints(
 ) -> list[list[Claim]]:
     """Print and return the claims of each checkpoint; the gate demands that each of them is verified."""
     from certcli.models.build import with_network
-    from certcli.verification.claims import check, compare_lineages, verdict
+    from certcli.verification.claims import check, compare_lineages, remake_means, verdict
 
-    linked = list(compare_lineages(read))
+    linked = [*compare_lineages(read), *remake_means(read)]
     found = []
     for name, checkpoint in read.items():
         checkpoint = with_network(checkpoint)
