@@ -251,9 +251,10 @@ def _again(
     for threat, share in shares:
         statement = f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
         yield Claim(where, statement, *_judge(threat, share, again))
-    if mean is not None:
-        whole = len(again.rows) == again.total  # who asks for a sample does not ask for what no sample can tell
-        yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again), asked=whole)
+    if len(again.rows) < again.total:  # who asks for a sample does not ask for what no sample can tell
+        yield Claim(where, "the counts themselves", "not checked", "a sample bounds shares, and no mean", asked=False)
+    elif mean is not None:
+        yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again))
 
 
 def _named(where: str, images: JudgedImages | None, again: Again, request: Request) -> Claim:
@@ -296,8 +297,6 @@ def _hits(threat: Threat | None, rows: Sequence[tuple[bool, Held]]) -> int:
 
 
 def _judge_mean(mean: float, again: Again) -> tuple[Status, str]:
-    if len(again.rows) < again.total:
-        return "not checked", "a sample bounds no mean of radii"
     radii = [held if correct else 0.0 for correct, held in again.rows if not isinstance(held, tuple)]
     finite = [radius for radius in radii if radius < float("inf")]
     found = sum(finite) / len(finite) if finite else 0.0
@@ -369,7 +368,7 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
                 parts = (steps[max(0, end - len(own)) : end] for end in ends)
             same, step = own in parts, f"lineage, step {number + 1}"
             why = f"{parent} tells the same steps" if same else f"its parent is {parent}, whose own lineage is another"
-            yield name, Claim(step, steps[number].command, "verified" if same else "refuted", why, asked=False)
+            yield name, Claim(step, "what came before", "verified" if same else "refuted", why, asked=False)
 
 
 def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
@@ -396,4 +395,4 @@ def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, C
             except CertvitError as failure:
                 same, why = False, why + f"refused: {failure.message}"
             status: Status = "verified" if same else "refuted"
-            yield name, Claim(f"lineage, step {number + 1}", step.command, status, why, asked=False)
+            yield name, Claim(f"lineage, step {number + 1}", "the mean", status, why, asked=False)

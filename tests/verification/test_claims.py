@@ -388,7 +388,7 @@ def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path)
     assert shares
     assert all("of a sample of 40 images: between" in claim["why"] for claim in shares)
     statuses = {entry["command"]: entry["status"] for entry in told["evidence"] if not entry["stale"]}
-    assert statuses.items() >= {("certify", "not checked"), ("finetune", "verified"), ("lipschitz", "verified")}
+    assert statuses.items() >= {("certify", "not checked"), ("finetune", "not checked"), ("lipschitz", "verified")}
     change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
         tmp_path / "f.safetensors"
     )

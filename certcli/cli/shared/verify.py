@@ -71,7 +71,7 @@ def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> 
         about = ", a bound of features" if report.bound_of == "features" else ""
         sink.text(
             f"verified{about}: {found.nodes} steps hold, {found.theorems} of them proven again from the weights of "
-            f"{source.ckpt}; whatever else the report holds (lower, attention_weight, formulas, network) was not checked"
+            f"{source.ckpt}; nothing else of it (lower, attention_weight, formulas, network, gate, shapes) was checked"
         )
     else:
         sink.text(
