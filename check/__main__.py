@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for found in verdicts(parser.parse_args(arguments)):
             counts[found.status] += 1
-            print(f"{found.status:12} {found.where}: {found.why}")
+            print(f"{found.status:12}", f"{found.where}: {found.why}".encode("unicode_escape").decode())
     except SystemExit as stop:
         return 3 if stop.code else 0
     except (Unreadable, OSError) as failure:

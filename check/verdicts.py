@@ -43,7 +43,7 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
     stack, seen, top = [(len(rows) - 1, root)], set[tuple[int, int]](), rows[-1][2]
     while stack:
         number, node = stack.pop()
-        (path, law, stated, parts), where = rows[number], f"node {number} ({rows[number][0]})"
+        (path, law, stated, parts), where = rows[number], f"node {number} ({node.path})"
         if (number, id(node)) in seen:
             continue
         seen.add((number, id(node)))

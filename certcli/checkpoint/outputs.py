@@ -14,7 +14,7 @@ from pathlib import Path
 
 from certcli.checkpoint.shards import ENDING, INDEX, PART_OF, belonging, is_index, metadata_of, named, part_names
 from certcli.system.errors import CheckpointError, UsageError
-from certcli.system.files import is_stream, require_absent, sweep
+from certcli.system.files import is_stream, open_alone, require_absent, sweep
 
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as the format's own reader limits them."""
@@ -183,6 +183,14 @@ def require_state_of(path: Path, identity: str, stated: str) -> None:
             f"{path} belongs to a run with other settings, other images or another starting checkpoint",
             "repeat the command with the options of that run, or drop --resume",
         )
+
+
+def hold_state(path: Path, held: contextlib.ExitStack) -> None:
+    """Refuse other runs of this output until `held` closes: each saved state is a new file, locked in its turn."""
+    if path.exists():
+        held.close()
+        with contextlib.suppress(OSError):  # a state that may only be read is replaced all the same
+            held.enter_context(open_alone(path))
 
 
 def is_state_of(path: Path, key: str, identity: str) -> bool:

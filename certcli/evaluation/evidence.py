@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Dataset, Digest, Json, Log10, Share, Text, convert
 from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm, confidence
-from certcli.evaluation.record_lines import PatchKey, PatchOptions
+from certcli.evaluation.record_lines import Draws, PatchKey, PatchOptions
 from certcli.evaluation.threat import Kind, Patch, Threat
 from certcli.system.errors import Refused
 
@@ -93,20 +93,24 @@ class LocalOptions(_Closed):
     norm: Norm
     symbols: Annotated[int, Meta(ge=0, le=10**6)]
     steps: Annotated[int, Meta(ge=0, le=64)]
-    at: Annotated[list[Radius], Meta(max_length=64)] | UnsetType = UNSET
+    at: Annotated[list[Radius], Meta(max_length=MOST_RADII)] | UnsetType = UNSET
 
 
 class SmoothingOptions(_Closed):
-    sigma: Annotated[float, Meta(gt=0, le=1e6)]
-    n0: Annotated[int, Meta(ge=1, le=10**7)]
-    samples: Annotated[int, Meta(ge=1, le=10**7)]
+    sigma: Annotated[float, Meta(gt=0)]
+    n0: Draws
+    samples: Draws
     alpha: Annotated[float, Meta(gt=0, lt=1)]
     enough: Radius | None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    seed: Annotated[int, Meta(ge=0)]
     precision: Literal["float32", "bf16"]
     noise: Text
     decide: bool | UnsetType = UNSET
     denoiser: Digest | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if self.seed >= 1 << 64:
+            raise ValueError("its seed is not below 2^64")
 
 
 OPTIONS: Mapping[str, type[Struct]] = {
@@ -117,7 +121,7 @@ OPTIONS: Mapping[str, type[Struct]] = {
     "smoothing": SmoothingOptions,
     "patch": PatchOptions,
 }
-"""Parameters of each certificate method; a test keeps it equal to the registry."""
+"""Parameters of each certificate method, in evidence and in the header of records; a test keeps it equal to the registry."""
 
 
 class CertifyResult(_Closed):
@@ -268,7 +272,7 @@ COMMANDS: Mapping[str, tuple[type[Struct], type[Struct]]] = {
 
 AUTHORS_WORD: Mapping[str, tuple[str, ...]] = {
     "lipschitz": ("parameters", "result.lower", "result.attention_weight", "result.why"),
-    "finetune": ("parameters.images",),
+    "finetune": (),
     "certify": ("parameters.limit", "parameters.seed"),
     "attack": ("parameters", "result"),
     "adapt": ("parameters", "result"),

@@ -155,37 +155,6 @@ RECORDS: dict[tuple[str, bool], type[Struct]] = {
 """By command, and whether its threat is a patch."""
 
 
-class ProofParameters(_Fields):
-    promise: Text
-    arithmetic: Text
-    domain: Text
-
-
-class LocalParameters(ProofParameters):
-    effort: Name
-    norm: Norm
-    symbols: Index
-    steps: Annotated[int, Meta(ge=1, le=64)]
-    at: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(max_length=256)] = []
-
-
-class SmoothingParameters(ProofParameters):
-    sigma: Annotated[float, Meta(gt=0)]
-    n0: Draws
-    samples: Draws
-    alpha: Annotated[float, Meta(gt=0, lt=1)]
-    enough: Length | None
-    seed: Annotated[int, Meta(ge=0)]
-    precision: Name
-    noise: Text
-    decide: bool = False
-    denoiser: Digest | None = None
-
-    def __post_init__(self) -> None:
-        if self.seed >= 1 << 64:
-            raise ValueError("its seed is not below 2^64")
-
-
 class PatchOptions(_Fields):
     """Parameters of a classifier that is defended against patches. cell: (height, width) of what is hidden together."""
 
@@ -202,23 +171,6 @@ class PatchOptions(_Fields):
         given = tuple(part is not UNSET for part in (self.masks, self.bands, self.band_width))
         if given != ((True, False, False) if self.procedure == "double-masking" else (False, True, True)):
             raise ValueError(f"these are not the parameters of {self.procedure}")
-
-
-class PatchParameters(PatchOptions, kw_only=True):
-    promise: Text
-    arithmetic: Text
-    domain: Text
-
-
-PARAMETERS: dict[str, type[Struct]] = {
-    "lipschitz": ProofParameters,
-    "local": LocalParameters,
-    "local-lip": ProofParameters,
-    "bcp": ProofParameters,
-    "smoothing": SmoothingParameters,
-    "patch": PatchParameters,
-}
-"""What each method of certify states of itself in a header; a test keeps this table and the methods' equal."""
 
 
 def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:

@@ -60,5 +60,6 @@ def mean_tensors(members: Sequence[Mapping[str, Tensor]], mirror: bool) -> dict[
         found |= {f"members.{number}.{name}": t for name, t in tensors.items() if not name.startswith("head.out.")}
     views = 1 + mirror
     weights = torch.cat([tensors["head.out.weight"] for tensors in members], dim=1) / (len(members) * views)
-    bias = torch.stack([tensors["head.out.bias"] for tensors in members]).mean(dim=0)
+    # one by one, since an order of sums that depends on the processor would be another file there
+    bias = sum((tensors["head.out.bias"] for tensors in members), torch.zeros(())) / len(members)
     return found | {"head.weight": weights.repeat(1, views), "head.bias": bias}

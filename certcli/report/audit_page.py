@@ -99,7 +99,7 @@ def _tables(audit: Audit) -> Iterator[Table]:
         told.append(f"largest weight of attention in a residual sum {audit.attention_weight:.2g} (measured)")
     yield Table("What was found", COLUMNS, [row.cells for row in share_rows(audit)], NUMBERS, "; ".join(told))
     changed = [compare.cells(change) for change in audit.changes]
-    yield Table("What changed since the earlier audit", compare.COLUMNS, changed)
+    yield Table(compare.TITLE, compare.COLUMNS, changed)
     rows = [[found.method, found.about, found.title, found.statement] for found in audit.certificates]
     if (behind := audit.patched) is not None:
         rows.append(["patch", "the network behind masks", behind.title, behind.statement])

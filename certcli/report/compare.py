@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from certcli.report.document import Audit, Change
 from certcli.report.shares import ShareRow, share_rows
 
+TITLE = "Changed since the earlier audit; what was before, and of which images, is the word of that file"
 COLUMNS = ["figure", "before", "after", "compared"]
 
 

@@ -216,7 +216,7 @@ class Machine(_Part):
 
 
 class Change(_Part):
-    """One figure of two audits. alike: whether both are about the same threat and the same images; else `why` says it."""
+    """One figure of two audits; before: by the word of the earlier one. alike: of the same threat and images, else `why`."""
 
     figure: str
     before: str

@@ -30,6 +30,8 @@ from certcli.evaluation.threat import Threat
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
+from certcli.models.build import with_network
+from certcli.models.mean import mean_of
 from certcli.system.errors import CertvitError, Refused
 from certcli.verification.report import SLACK, below, below_log10, below_text
 
@@ -235,7 +237,7 @@ def _again(
     except CertvitError as failure:
         yield Claim(where, "certificates", "not checked", failure.message)
         return
-    total = again.total if images is None else images.images
+    total = request.limit or again.total if images is None else images.images
     if total != again.total:
         yield Claim(where, f"{total} images", "refuted", f"they are {again.total}")
         return
@@ -249,9 +251,10 @@ def _again(
     for threat, share in shares:
         statement = f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
         yield Claim(where, statement, *_judge(threat, share, again))
-    if mean is not None:
-        whole = len(again.rows) == again.total  # who asks for a sample does not ask for what no sample can tell
-        yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again), asked=whole)
+    if len(again.rows) < again.total:  # who asks for a sample does not ask for what no sample can tell
+        yield Claim(where, "the counts themselves", "not checked", "a sample bounds shares, and no mean", asked=False)
+    elif mean is not None:
+        yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again))
 
 
 def _named(where: str, images: JudgedImages | None, again: Again, request: Request) -> Claim:
@@ -294,8 +297,6 @@ def _hits(threat: Threat | None, rows: Sequence[tuple[bool, Held]]) -> int:
 
 
 def _judge_mean(mean: float, again: Again) -> tuple[Status, str]:
-    if len(again.rows) < again.total:
-        return "not checked", "a sample bounds no mean of radii"
     radii = [held if correct else 0.0 for correct, held in again.rows if not isinstance(held, tuple)]
     finite = [radius for radius in radii if radius < float("inf")]
     found = sum(finite) / len(finite) if finite else 0.0
@@ -336,9 +337,12 @@ def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
 def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
     """(number, digest) of each step's parent, and of each member that a mean is of, as the step tells them."""
     for number, step in enumerate(steps):
-        told = step.parameters.get("members") if step.command == MEAN else None
-        members = [digest for digest in told if isinstance(digest, str)] if isinstance(told, list | tuple) else []
-        yield from ((number, digest) for digest in dict.fromkeys([step.parent or "", *members]))
+        yield from ((number, digest) for digest in dict.fromkeys([step.parent or "", *_members(step)]))
+
+
+def _members(step: Step) -> list[str]:
+    told = step.parameters.get("members") if step.command == MEAN else None
+    return [digest for digest in told if isinstance(digest, str)] if isinstance(told, list | tuple) else []
 
 
 def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
@@ -364,4 +368,31 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
                 parts = (steps[max(0, end - len(own)) : end] for end in ends)
             same, step = own in parts, f"lineage, step {number + 1}"
             why = f"{parent} tells the same steps" if same else f"its parent is {parent}, whose own lineage is another"
-            yield name, Claim(step, steps[number].command, "verified" if same else "refuted", why, asked=False)
+            yield name, Claim(step, "what came before", "verified" if same else "refuted", why, asked=False)
+
+
+def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
+    """(file, claim) for each mean whose members are all among the files: made of them again, it must be the same network.
+
+    A later step's parent is the mean. Networks are the same where their digests are, so each bit of the tensors counts.
+    """
+    by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
+    for name, checkpoint in checkpoints.items():
+        steps = checkpoint.record.lineage
+        for number, step in enumerate(steps):
+            told = _members(step)
+            if not told or not by_digest.keys() >= set(told):
+                continue
+            after = [later.parent for later in steps[number + 1 :]] or [checkpoint.digest]
+            members = [checkpoints[by_digest[digest]] for digest in told]
+            why = f"the mean of {', '.join(by_digest[digest] for digest in told)}, made again, is "
+            try:
+                made = mean_of(
+                    checkpoint.record.arch, list(map(with_network, members)), step.parameters.get("mirror", False)
+                )
+                same = made.digest == after[0]
+                why += "the same, bit for bit" if same else f"network {made.digest[:16]}, not that of this step"
+            except CertvitError as failure:
+                same, why = False, why + f"refused: {failure.message}"
+            status: Status = "verified" if same else "refuted"
+            yield name, Claim(f"lineage, step {number + 1}", "the mean", status, why, asked=False)

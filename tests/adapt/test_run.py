@@ -92,6 +92,27 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     assert not state.exists()
 
 
+def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [workshop / "plain.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 2]
+    words += ["-o", tmp_path / "o.safetensors"]
+    living, refused = Adapter.run, []
+
+    def run(self: Adapter) -> Any:
+        for record in living(self):
+            yield record
+            if len(refused) < 2:
+                with monkeypatch.context() as patch:
+                    patch.setattr(Adapter, "run", living)
+                    refused.append(attempt("adapt", *words, *(["--resume"] if refused else [])).exception)
+
+    monkeypatch.setattr(Adapter, "run", run)
+    certvit("adapt", *words)
+    assert [("another run" in str(failure), getattr(failure, "code", 0)) for failure in refused] == [(True, 8)] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"o.safetensors"}
+
+
 def test_the_plan_says_what_would_be_done(plain: Checkpoint) -> None:
     found = preview(plain, AdaptSettings("certify", norm="floor"))
     assert {(change.before, change.after) for change in found.changes} == {

@@ -14,7 +14,7 @@ import pytest
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.lipschitz.bound import LAWS, bound_document
-from certcli.lipschitz.numerics.real import Real
+from certcli.lipschitz.numerics.real import INF, Real
 from check.__main__ import main
 from tests.check.conftest import FAMILIES
 from tests.helpers.grids import crossed
@@ -153,6 +153,14 @@ def test_it_refutes_laws_that_do_not_hold_and_headlines_below_the_root(case: Any
         forged = copy.deepcopy(report)
         edit(forged["proof"])
         assert run(path, forged)[0] == 1
+
+
+def test_a_verdict_names_the_networks_own_node(case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, report = case("lip")
+    rows = [{**row, "value": ["inf", 0], "path": "of the file"} for row in report["proof"]]
+    (tmp_path / "p.json").write_text(json.dumps({**report, **bound_document(INF), "proof": rows}))
+    assert main([str(path), str(tmp_path / "p.json")]) == 0  # it states nothing
+    assert "of the file" not in capsys.readouterr().out
 
 
 def test_weights_that_were_edited_by_2_to_the_minus_10_refute_the_proof(case: Any, run: Any, tmp_path: Path) -> None:

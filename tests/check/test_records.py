@@ -46,6 +46,7 @@ def test_certificates_are_found_again_from_its_own_logits(judge: Any, records: A
         assert (code, len(lines)) == (1, 1), wrong
         assert lines[0].startswith(f"refute       image {records[3]['index']}")
     assert judge(prediction=(records[3]["prediction"] + 1) % 10)[0] == 1
+    assert len(judge(prediction="0\nof the file")[1]) == 1  # a line is a verdict
     assert judge(header={"checkpoint": "0" * 64})[0] == 1
 
 

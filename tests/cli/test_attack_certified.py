@@ -48,6 +48,8 @@ def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_p
     assert found["own_radii"]["smallest"] == found["epsilon"] == min(r for r in radii.values() if r > 0)
     assert "certified above attacked" in found["checks"]
     assert found["flags"] == []
+    assert found["authors_word"] == ["certified_only", "own_radii"]  # nothing here certifies again
+    assert "certified as their records say" in certvit("attack", *words, "--no-checks").stdout
     found = document("attack", *words, "-e", 0.2, "-e", 0.5, "--no-checks")
     for part, radius in zip(found["parts"], (0.2, 0.5), strict=True):
         assert (part["epsilon"], part["robust"]) == (radius, 1.0)

@@ -12,7 +12,7 @@ import pytest
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import resumed
-from certcli.evaluation.record_lines import PARAMETERS
+from certcli.evaluation.evidence import OPTIONS
 from tests.helpers.commands import attempt, document
 
 
@@ -54,7 +54,7 @@ def test_as_much_is_computed_again_as_the_demand_takes(
 
 
 def test_every_method_states_known_parameters(certified: Checkpoint) -> None:
-    assert set(PARAMETERS) == set(methods.METHODS.names())
+    assert set(OPTIONS) == set(methods.METHODS.names())
 
 
 Row = dict[str, Any]

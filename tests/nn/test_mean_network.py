@@ -16,8 +16,8 @@ from certcli.models.build import OpenCheckpoint, PixelModel, create, initialise,
 from certcli.models.mean import mean_of
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import ArchitectureError
-from certcli.verification.claims import compare_lineages
-from tests.helpers.commands import certvit
+from certcli.verification.claims import compare_lineages, remake_means
+from tests.helpers.commands import certvit, document
 
 MEMBERS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
     "two": ("certvit_lip_digits", [{}, {}], False),
@@ -116,6 +116,42 @@ def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_
     late.write(tmp_path / "late.safetensors")
     assert "only begins" in certvit("log", tmp_path / "late.safetensors", "--verify", code=7).output
     certvit("certify", mean, "--dataset", "digits", "--limit", 20, "-e", 0.1, "--arithmetic", "float32")
+
+
+def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "mean.safetensors"
+    certvit("init", "certvit_lip_digits", "--member", files[0], "--member", files[1], "-o", path)
+    mean, members = Checkpoint.read(path), {file.name: Checkpoint.read(file) for file in files}
+    record, first = mean.record, members["0.safetensors"]
+    *before, step = record.lineage
+
+    def told(**parameters: Any) -> Checkpoint:
+        edited = replace(step, parameters={**step.parameters, **parameters})
+        return Checkpoint(mean.tensors, replace(record, lineage=(*before, edited)))
+
+    trained = mean.derive({**mean.tensors, "head.bias": mean.tensors["head.bias"] + 1}, "finetune", {})
+    bit = mean.tensors["head.weight"].clone()
+    bit[0, 0] = bit[0, 0].nextafter(torch.tensor(1.0))
+    found: dict[str, tuple[Checkpoint, list[str]]] = {
+        "honest": (mean, ["verified"]),
+        "trained after it": (trained, ["verified"]),
+        "one bit": (Checkpoint({**mean.tensors, "head.weight": bit}, record), ["refuted"]),
+        "one bit, trained after it": (
+            Checkpoint({**mean.tensors, "head.weight": bit}, record).derive(trained.tensors, "finetune", {}),
+            ["refuted"],
+        ),
+        "other order": (told(members=step.parameters["members"][::-1]), ["refuted"]),
+        "mirrored": (told(mirror=True), ["refuted"]),
+        "mirrored by a word": (told(mirror="yes"), ["refuted"]),
+        "another architecture": (Checkpoint(mean.tensors, replace(record, arch="certvit_lip_mnist")), ["refuted"]),
+        "a member that is not here": (told(members=[first.digest, "0" * 64]), []),
+    }
+    for case, (checkpoint, statuses) in found.items():
+        claims = list(remake_means({**members, path.name: checkpoint}))
+        assert [(name, claim.status) for name, claim in claims] == [(path.name, status) for status in statuses], case
+    found["one bit"][0].write(tmp_path / "bit.safetensors")
+    whole = document("log", tmp_path / "bit.safetensors", *files, "--verify", code=7)
+    assert any("not that of this step" in reason for reason in whole["gate"]["reasons"])
 
 
 def test_what_makes_no_mean_is_refused_before_anything_is_written(files: list[Path], tmp_path: Path) -> None:

@@ -248,6 +248,21 @@ def mean_a_little_above(checkpoint: Checkpoint) -> Checkpoint:
     return change("certify", "average_radius", value=1.001 * mean)(checkpoint)
 
 
+def trained_on_more(checkpoint: Checkpoint) -> Checkpoint:
+    """As an older version wrote it, without the images: their number is then what the parameters say."""
+    entries = [
+        replace(
+            entry,
+            parameters={**entry.parameters, "images": 10_000},
+            result={name: value for name, value in entry.result.items() if name != "dataset"},
+        )
+        if entry.command == "finetune"
+        else entry
+        for entry in checkpoint.record.evidence
+    ]
+    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=tuple(entries)))
+
+
 def without_evidence(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=()))
 
@@ -308,6 +323,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
     ("finetune arithmetic", change("finetune", "arithmetic", value="bf16"), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
+    ("finetune images", trained_on_more, "refuted"),
     ("attack", attacked(0.8), "not checked"),
     ("adapt", lambda checkpoint: checkpoint.with_evidence("adapt", {"calibration": "digits"}, KEPT), "not checked"),
     ("certify for ever", change("certify", "parameters", value={"samples": 10**12}), "refuted"),
@@ -372,7 +388,7 @@ def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path)
     assert shares
     assert all("of a sample of 40 images: between" in claim["why"] for claim in shares)
     statuses = {entry["command"]: entry["status"] for entry in told["evidence"] if not entry["stale"]}
-    assert statuses.items() >= {("certify", "not checked"), ("finetune", "verified"), ("lipschitz", "verified")}
+    assert statuses.items() >= {("certify", "not checked"), ("finetune", "not checked"), ("lipschitz", "verified")}
     change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
         tmp_path / "f.safetensors"
     )

@@ -1,5 +1,6 @@
 """certvit adapt: replace parts of a vision transformer by Lipschitz parts."""
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,7 @@ def adapt(
     from certcli.adapt.pixels import compact
     from certcli.adapt.plan import plan
     from certcli.adapt.state import KEY
-    from certcli.checkpoint.outputs import discard_state, require_own_state
+    from certcli.checkpoint.outputs import discard_state, hold_state, require_own_state
     from certcli.cli.adapt.dry_run import open_for_plan, show_plan
     from certcli.evaluation.seen import remember
     from certcli.images.calibration import hold_out
@@ -76,14 +77,16 @@ def adapt(
     learnt, choosing = hold_out(seen, 3) if settings.keep is not None and settings.keep < 1 else (seen, None)
     pixels = compact(batch for _, batch, _ in learnt.batches(256))
     adapter = run.make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
+    held = contextlib.ExitStack()
     if not team().leads:
-        run.fit(adapter, state_path, mode.resume, sink)
+        run.fit(adapter, state_path, mode.resume, held, sink)
         proves = team().rank == team().size - 1
         team().everyone(_proven("upper_before", adapter.teacher, checkpoint) if proves else None)
         return
     reference = fidelity.measure_reference(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
     require_own_state(state_path, KEY, adapter.identity, output.force or mode.resume)
-    run.fit(adapter, state_path, mode.resume, sink)
+    hold_state(state_path, held)
+    run.fit(adapter, state_path, mode.resume, held, sink)
     result = remember(adapter.result(), seen)  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(
         reference, adapter.student, checkpoint.record, took_part=not len(unseen), refitted=settings.refit

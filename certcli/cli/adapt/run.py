@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +80,11 @@ def make_adapter(
     return keeper
 
 
-def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, sink: Sink) -> None:
-    """Run the adapter, and save its state after each step; --goal keep is too quick to need that."""
+def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, held: ExitStack, sink: Sink) -> None:
+    """Run the adapter, save its state after each step, and let `held` hold it; --goal keep is too quick to need that."""
     from certcli.adapt.keep import Keeper
     from certcli.adapt.state import load_state, save_state
+    from certcli.checkpoint.outputs import hold_state
 
     if isinstance(adapter, Keeper):
         if resume:
@@ -99,6 +101,7 @@ def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, sink: Sink)
         for record in adapter.run():
             if team().leads:
                 save_state(state_path, adapter.state())
+                hold_state(state_path, held)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 

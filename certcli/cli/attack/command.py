@@ -74,8 +74,9 @@ def attack(
         return
     findings, found = outcome
     document = session.document(findings)
+    unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
     run.gate_of(findings, results.minimum, gate)
-    sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
+    sink.document({**document, **unchecked, "seen": seen, "doubts": sink.doubts}, gate)
     run.table(sink, findings, f"{images.name} ({images.split})", crafted_on is not None, certificates is not None)
     if certificates is None:
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)

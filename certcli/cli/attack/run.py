@@ -181,7 +181,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
             ]
             nearest = "" if summary.median_norm is None else f"{summary.median_norm:.4g}"
             rows.append(("", "all (worst case)", percent(summary.robust), between["robust"], nearest))
-    title = f"{images}, {findings.first.images}{' certified' if certified else ''} images"
+    title = f"{images}, {findings.first.images} images{', certified as their records say' if certified else ''}"
     sink.table(
         title + (", crafted on another network" if transfer else ""),
         ["radius (pixel)", "correct after", "share", "95 % interval", "median norm found"],
@@ -191,9 +191,8 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
         sink.text(f"{findings.resumed}")
     for part in findings.parts:
         if part.own is not None:
-            sink.text(
-                "each image at its certified radius: smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
-            )
+            told = "smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
+            sink.text(f"each image at the radius that its record states (certify --verify checks them): {told}")
 
 
 def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str, images: Images) -> None:

@@ -57,7 +57,7 @@ def show(document: Audit, further: Sequence[str], again: str, reading: str, sink
 
     further, again: what to do next, and the same once more, as they can be typed here.
     """
-    from certcli.report.compare import COLUMNS, cells
+    from certcli.report.compare import COLUMNS, TITLE, cells
     from certcli.report.document import to_json
     from certcli.report.shares import share_rows
 
@@ -76,7 +76,7 @@ def show(document: Audit, further: Sequence[str], again: str, reading: str, sink
     rows = [(row.name, row.percent, str(row.share.images), row.between, row.holds) for row in share_rows(document)]
     sink.table(_title(document), ["what", "result", "n", "95 % interval", "holds"], [*_constants(document), *rows])
     if document.changes:
-        sink.table("Changed since the earlier audit", COLUMNS, [cells(change) for change in document.changes])
+        sink.table(TITLE, COLUMNS, [cells(change) for change in document.changes])
     _details(document, again, reading, sink)
 
 

@@ -30,6 +30,8 @@ SHOWN = 20
 """Refuted records that a person is shown; --json holds all."""
 ALLOWED_DRAWS = 100_000
 """An image; what papers draw. A file that states more is checked where --samples says so: it is not the file's time."""
+STATED = ("promise", "arithmetic", "domain")
+"""Parameters of every method; whether they are so, `require_same_way` finds."""
 STEPS, SMOOTH_STEPS, PATCH_STEPS = 40, 10, 3
 """Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes; behind masks up to 32."""
 
@@ -132,16 +134,16 @@ def verify_records(options: Options, sink: Sink) -> None:
 def _stated(run: Run, path: Path, options: Options) -> tuple[str, Mapping[str, Any]]:
     """Method and parameters as the header has them; DataError when they are none of a method's, or ask for too much."""
     from certcli.checkpoint.schema import convert
-    from certcli.evaluation.record_lines import PARAMETERS
+    from certcli.evaluation.evidence import OPTIONS
     from certcli.system.errors import Refused
 
-    if not isinstance(run.method, str) or run.method not in PARAMETERS:
+    if not isinstance(run.method, str) or run.method not in OPTIONS:
         raise DataError(f"{path} names no method of certify", "certvit certify ... --records FILE writes them")
     allowed = max(ALLOWED_DRAWS, options.smoothing.samples)
     if options.target.methods not in (["lipschitz"], [run.method]):
         raise UsageError(f"{path} holds records of {run.method}", "leave out --method: the file names it")
     try:
-        convert(run.parameters, PARAMETERS[run.method])
+        convert({name: value for name, value in run.parameters.items() if name not in STATED}, OPTIONS[run.method])
     except Refused as refusal:
         raise DataError(f"{path} states parameters that no {run.method} has: {refusal}") from refusal
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))

@@ -8,14 +8,13 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from certcli.checkpoint.outputs import discard_state, last_command, remove, require_own_state
+from certcli.checkpoint.outputs import discard_state, hold_state, last_command, remove, require_own_state
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Threat
-from certcli.system.files import open_alone
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -86,7 +85,8 @@ class Training:
             model, self.settings, self.checkpoint.record.classes, run, teacher, team(), order.shard_weights
         )
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
-        self._hold_state()
+        if team().leads:
+            hold_state(self.state_path, self.held)
         if order.resume and self.state_path.exists():
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
@@ -187,13 +187,6 @@ class Training:
                     self.remarked = time.perf_counter()
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
-    def _hold_state(self) -> None:
-        """Refuse other runs of this output while this one lives: each saved state is a new file, locked in its turn."""
-        if team().leads and self.state_path.exists():
-            self.held.close()
-            with contextlib.suppress(OSError):  # a state that may only be read is replaced all the same
-                self.held.enter_context(open_alone(self.state_path))
-
     def _save_state(self, trainer: Trainer) -> None:
         """Save the state; on a full disk warn once and go on: hours of training are worth more than --resume."""
         from certcli.finetune.state import save_state
@@ -203,7 +196,8 @@ class Training:
             return
         try:
             save_state(self.state_path, trainer.state(), team())
-            self._hold_state()
+            if team().leads:
+                hold_state(self.state_path, self.held)
         except OutputError as failure:
             if self.savable:
                 self.sink.warn(f"{failure.message}; training goes on, but --resume will lack these epochs")

@@ -91,9 +91,10 @@ def log(
         sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
         page.write(read, found, sink)
         gate.enforce()
+        by = "" if verification.sample is None else f" (shares by samples of {verification.sample} images)"
         sink.text(
-            "verified: all that the evidence states as proven of this network; measured figures, lineage and results about "
-            "other networks are the author's word"
+            f"verified{by}: all that the evidence states as proven of this network; measured figures, lineage and results "
+            "about other networks are the author's word"
         )
         return
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})

@@ -72,7 +72,7 @@ def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> 
         about = ", a bound of features" if report.bound_of == "features" else ""
         sink.text(
             f"verified{about}: {found.nodes} steps hold, {found.theorems} of them proven again from the weights of "
-            f"{source.ckpt}; whatever else the report holds (lower, attention_weight, formulas, network) was not checked"
+            f"{source.ckpt}; nothing else of it (lower, attention_weight, formulas, network, gate, shapes) was checked"
         )
     else:
         sink.text(
@@ -86,9 +86,9 @@ def verify_checkpoints(
 ) -> list[list[Claim]]:
     """Print and return the claims of each checkpoint; the gate demands that each of them is verified."""
     from certcli.models.build import with_network
-    from certcli.verification.claims import check, compare_lineages, verdict
+    from certcli.verification.claims import check, compare_lineages, remake_means, verdict
 
-    linked = list(compare_lineages(read))
+    linked = [*compare_lineages(read), *remake_means(read)]
     found = []
     for name, checkpoint in read.items():
         checkpoint = with_network(checkpoint)
