@@ -201,6 +201,7 @@ class Scores:
         shifted: Whether the constant may differ from 0.
         moving: A tensor of the scores' shape that is added to them and depends on the image.
         replaced: Whether finite constants replace scores in fixed places.
+        hidden: Whether -inf does.
     """
 
     query: "Value"
@@ -209,6 +210,7 @@ class Scores:
     shifted: bool = False
     moving: "Value | None" = None
     replaced: bool = False
+    hidden: bool = False
 
 
 @dataclass(frozen=True)

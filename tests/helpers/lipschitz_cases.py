@@ -1,6 +1,5 @@
 """The table of cases: every rule of the bound as a small network, shared by the laws over it."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -19,9 +18,6 @@ from timm.models.convit import GPSA
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.lipschitz.value import Value
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
@@ -31,7 +27,6 @@ from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMax
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers import forwards
-from tests.helpers.slopes import IMAGE
 
 D = 8
 
@@ -147,7 +142,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "conv-dilated": lambda: nn.Conv2d(2, 3, 2, dilation=2, padding="same"),
     "conv-groups": lambda: nn.Conv2d(2, 4, 3, padding=1, groups=2),
     "conv-transposed": lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 3, 2, 1)),
-    "conv-after-norm": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 3, padding=1)),
+    "conv-after-norm": lambda: nn.Sequential(PixelNormalize((0.4,), (0.2,)), nn.Conv2d(2, 3, 3, padding=1)),
     "conv-same-uneven": lambda: nn.Conv2d(2, 3, 2, padding="same"),
     "conv1d": lambda: f(lambda m, x: m.parts[0](x.flatten(2)), nn.Conv1d(2, 3, 3, padding=1)),
     "batch-norm": lambda: statistics(nn.BatchNorm2d(2)),
@@ -180,6 +175,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "floor-norm-linear": lambda: on_tokens(FloorNorm(8, 2.0), nn.Linear(8, 3)),
     "center-norm-folded": lambda: on_tokens(nn.Linear(8, 8), CenterNorm(8), nn.Linear(8, 4)),
     "layer-scale": lambda: on_tokens(nn.Linear(8, 8), timm_layers.LayerScale(8, 0.3)),
+    "layer-scale-of-one": lambda: nn.Sequential(
+        nn.Flatten(), timm_layers.LayerScale(1, 0.3), timm_layers.LayerScale(32, 0.3), nn.Linear(32, 3)
+    ),
     "layer-scale-2d": lambda: nn.Sequential(nn.Conv2d(2, 4, 2, 2), timm_layers.LayerScale2d(4, 2.0)),
     "gelu": lambda: on_tokens(nn.GELU()),
     "gelu-tanh": lambda: on_tokens(nn.GELU(approximate="tanh")),
@@ -226,7 +224,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "roll-pad-flip": lambda: f(lambda m, x: functional.pad(torch.roll(x, (1, 2), (2, 3)).flip(2), (1, 0, 2, 1))),
     "pad-channels": lambda: f(lambda m, x: functional.pad(x * m.t, (0, 0, 0, 0, 1, 1)), t=torch.rand(2, 1, 1)),
     "roll-flat": lambda: on_tokens(
-        nn.LayerNorm(8, eps=1e-2), f(lambda m, x: torch.roll(x.reshape(1, 4, 8), 3)), nn.Linear(8, 3)
+        nn.LayerNorm(8, eps=1e-2), f(lambda m, x: x.reshape(1, 4, 8).roll(3) + x.roll(5, ())), nn.Linear(8, 3)
     ),
     "masked": lambda: on_tokens(f(lambda m, x: x.masked_fill(m.mask, 5.0), mask=torch.rand(1, 4, 8) > 0.5)),
     "upsample": lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Upsample((5, 3), mode="bilinear")),
@@ -321,6 +319,10 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "sort-between-linear": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2), nn.Linear(8, 3)),
     "sort-partly": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 1, across=4), nn.Linear(8, 3)),
+    "sort-shift-of-one": lambda: f(
+        lambda m, x: m.parts[0](functional.normalize(x.flatten(1)[:, :20].reshape(-1, 4, 5) - 0.5, dim=1, eps=0.5)),
+        TokenMaxMin(4, 1, 1),
+    ),
     "rolled": lambda: on_tokens(ChannelRoll(2, 8)),
     "rolled-between-linear": lambda: on_tokens(nn.Linear(8, 8), ChannelRoll(2, 8, back=True), nn.Linear(8, 3)),
     "soft-pairs": lambda: on_tokens(TokenMaxMin(4, 8, 1, soft=True)),
@@ -381,11 +383,3 @@ def build(name: str, seed: int = 0) -> nn.Module:
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     return net
-
-
-@functools.cache
-def walked(name: str) -> tuple[nn.Module, Value]:
-    """Return a case and its settled logits in the rigorous arithmetic, once for all laws that read them."""
-    net = build(name)
-    outcome = propagate(trace_network(net, IMAGE), RigorousArithmetic())
-    return net, outcome.context.settle(outcome.logits)

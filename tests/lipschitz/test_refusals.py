@@ -12,6 +12,7 @@ import certcli.system.compat  # noqa: F401
 
 # isort: split
 import timm.layers as timm_layers
+from timm.layers.grn import GlobalResponseNorm
 
 from certcli.lipschitz.network import bound_network
 from certcli.nn.activations import MaxMin
@@ -132,6 +133,12 @@ def left_out(net: nn.Module, x: Tensor) -> Tensor:
     return torch.where(torch.eye(4) > 0, rows @ rows.transpose(1, 2), -torch.inf).clamp_min(-50.0) @ rows
 
 
+def turned(net: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor], fill: float = -torch.inf) -> Tensor:
+    rows = functional.normalize(x.reshape(1, 4, 8), dim=-1)
+    scores = (rows @ rows.transpose(1, 2)).masked_fill(torch.ones(4, 4).triu(1) > 0, fill)
+    return change(scores).softmax(dim=-1) @ rows
+
+
 def infinite(net: nn.Module, what: str = "weight") -> nn.Module:
     for name, parameter in net.named_parameters():
         if name.endswith(what):
@@ -172,6 +179,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
     "norm of groups without eps": (lambda: nn.GroupNorm(1, 2, eps=0.0), "eps"),
+    "norm of another width": (
+        lambda: Net(lambda m, x: m.odd(x), odd=timm_layers.SimpleNorm(100, affine=False)),
+        "of another width",
+    ),
+    "norm over two axes": (
+        lambda: Net(lambda m, x: m.odd(x), odd=timm_layers.SimpleNorm((4, 4), affine=False)),
+        "over several axes",
+    ),
+    "norm of one channel for two": (
+        lambda: Net(lambda m, x: m.odd(x), odd=timm_layers.RmsNorm2d(1, affine=False)),
+        "of another width",
+    ),
+    "response norm of one channel for two": (
+        lambda: Net(lambda m, x: m.odd(x), odd=GlobalResponseNorm(1, channels_last=False)),
+        "of another width",
+    ),
+    "masked scores turned": (lambda: Net(lambda m, x: turned(m, x, lambda y: 1 - y)), "masked scores"),
+    "masked scores times 0": (lambda: Net(lambda m, x: turned(m, x, lambda y: (y - m.scale) * 0)), "masked scores"),
+    "scores that a constant masks, times constants": (
+        lambda: Net(
+            lambda m, x: turned(m, x, lambda y: (y + torch.full((4, 4), -torch.inf).triu(1)) * -torch.ones(1), 0.0)
+        ),
+        "masked scores",
+    ),
     "batch statistics": (lambda: nn.BatchNorm2d(2, track_running_stats=False), "batch statistics"),
     "a number without axes": (lambda: Net(lambda m, x: x.mean()), "single number"),
     "scores of unknown size as logits": (

@@ -126,7 +126,8 @@ def shifted(ctx: Context, x: Value, shift: Any) -> Value:
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
         # softmax of scores plus any constant: the attention theorems hold for every constant
-        return replace(x, waiting=replace(x.waiting, shifted=True))
+        hidden = x.waiting.hidden or not bool(torch.isfinite(as_tensor(ctx, shift)).all())
+        return replace(x, waiting=replace(x.waiting, shifted=True, hidden=hidden))
     x = ctx.spread(ctx.settle(x), shape)
     tensor = as_tensor(ctx, shift)
     old, arith = x.size, ctx.arith
@@ -168,7 +169,8 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
     filling = float(ctx.constant_tensor(value)) if not isinstance(value, (int, float)) else float(value)
     ctx.require(not math.isnan(filling) and filling != math.inf, f"filling with {filling}")
     if isinstance(x.waiting, Scores):
-        return replace(x, waiting=replace(x.waiting, shifted=True, replaced=x.waiting.replaced or filling > -math.inf))
+        kind = {"replaced": True} if filling > -math.inf else {"hidden": True}
+        return replace(x, waiting=replace(x.waiting, shifted=True, **kind))
     ctx.require(filling > -math.inf, "filling with -inf")
     x = ctx.settle(x)
     old = x.size

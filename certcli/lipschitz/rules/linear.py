@@ -44,9 +44,10 @@ def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Valu
 def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     """x -> (x - mean) / std: a pending gain 1 / std on the channel axis, which the first convolution takes in."""
     ctx.require(x.waiting is None, "normalisation is not the first layer")
-    std = module.std.double().flatten()
+    std = module.std.double().flatten().expand(x.shape[-3])
     gain = 1.0 / std
-    bias = -module.mean.double().flatten() * gain
+    mean = module.mean.double().flatten()
+    bias = -mean * gain
     # one float64 rounding in 1 / std: stepping away from 0 makes every |gain| an upper bound of the exact one
     gain = torch.nextafter(gain, gain.sign() * float("inf"))
     shift = ctx.arith.matrix(bias.reshape(-1, 1))
@@ -54,7 +55,6 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
         shift = replace(shift, error=up(2.0**-51 * frobenius_norm(bias)))
     pending = Affine(axis=-3, width=len(std), gain=gain, bias=shift, source=(ctx.path,))
     # a pixel in [0, 1] becomes a number in [-mean / std, (1 - mean) / std]
-    mean = module.mean.double().flatten()
     reach = float((torch.maximum(mean, 1 - mean) * gain.abs()).max()) * (1 + 1e-12)
     box = Size(ctx.arith, x.shape, peak=lambda: ctx.arith.const(reach)) if ctx.box(x) else None
     pending = replace(pending, result=box)

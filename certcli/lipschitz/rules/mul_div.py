@@ -46,8 +46,15 @@ def multiply(ctx: Context, a: Any, b: Any) -> Value:
     return by_number(ctx, x, float(factor))
 
 
+def _require_numbers(ctx: Context, x: Value, positive: bool) -> None:
+    """Raise NoRule for scores of -inf times 0, which are NaN, and times -1, whose softmax is."""
+    hidden = isinstance(x.waiting, Scores) and x.waiting.hidden
+    ctx.require(positive or not hidden, "masked scores (-inf) times a number that is not positive")
+
+
 def by_number(ctx: Context, x: Value, factor: float) -> Value:
     """Return factor * x, multiplied into the linear map or the scores that wait there."""
+    _require_numbers(ctx, x, factor > 0)
     if isinstance(x.waiting, Scores) and x.waiting.moving is None:
         return replace(x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor))))
     pending, arith = x.pending, ctx.arith
@@ -65,6 +72,7 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
 
 def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
     """Return a constant tensor times x: its largest entry, or folded into the waiting map if it varies along its axis."""
+    _require_numbers(ctx, x, bool((factor > 0).all()))
     shape = tuple(ctx.shape)
     scores = x.waiting if isinstance(x.waiting, Scores) and x.waiting.moving is None else None
     if scores is not None and tuple(x.shape) == shape and factor.numel():
@@ -74,10 +82,9 @@ def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
             return replace(x, waiting=replace(scores, scale=scores.scale * largest))
     axes = [a - factor.dim() for a, n in enumerate(factor.shape) if n > 1]
     axis = feature_axis(x)
-    if len(axes) == 1 and tuple(x.shape) == shape and axes[0] in (axis, -1, 1 - len(shape)):
-        return scale_features(ctx, x, factor, axes[0])
-    if factor.numel() == 1 and tuple(x.shape) == shape and axis is not None:
-        return scale_features(ctx, x, factor.reshape(1).expand(shape[axis]), axis)
+    place = (axes or [axis])[0]
+    if place is not None and len(axes) <= 1 and tuple(x.shape) == shape and place in (axis, -1, 1 - len(shape)):
+        return scale_features(ctx, x, factor, place)
     if factor.numel() == 1 and tuple(x.shape) == shape and not ctx.arith.rigorous:
         return scaled(ctx, x, factor.abs().reshape(()), "multiplied by a constant")
     x = ctx.spread(ctx.settle(x), shape)

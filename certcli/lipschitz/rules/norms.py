@@ -53,11 +53,10 @@ def normalise(
     Source: Theorems 4.1 and 4.2.
     """
     sizes = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-    ctx.require(len(sizes) == 1, "a norm over more than the last axis")
+    ctx.require(sizes == [x.shape[-1]], "a norm over several axes, or of another width")
     ctx.require(eps is not None and eps > 0, "a norm with eps = 0 is not Lipschitz")
     x = ctx.settle(x)
-    d = int(sizes[0])
-    arith = ctx.arith
+    d, arith = x.shape[-1], ctx.arith
     if d == 1 and centered:
         zero = arith.const(0.0)
         normal = ctx.chain(x, zero, "LayerNorm over one feature is constant", lambda: zero, shape=x.shape)
@@ -136,7 +135,8 @@ def simple_norm_2d(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
 def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7; gamma stays pending."""
     x, arith = ctx.settle(x), ctx.arith
-    d, eps = int(module.normalized_shape[0]), float(module.eps)
+    d, eps = x.shape[axis], float(module.eps)
+    ctx.require(tuple(module.normalized_shape) == (d,), "a norm over several axes, or of another width")
     ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
     longest = x.size.fibre_along(axis)
     if arith.rigorous and not longest.finite:
@@ -211,6 +211,7 @@ def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> 
     x = ctx.settle(x)
     arith = ctx.arith
     channels = float(module.weight.numel())
+    ctx.require(channels == x.shape[module.channel_dim], "a norm of another width")  # its weight would be repeated
     largest = ctx.largest_entry(module.weight)
     slope = arith.const(1.0) + largest * arith.const(up(2 * channels + channels * math.sqrt(channels), 4))
     bias = ctx.largest_entry(module.bias) * arith.const(up(math.sqrt(math.prod(x.shape)), 2))

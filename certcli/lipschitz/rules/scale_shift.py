@@ -59,7 +59,7 @@ def layer_scale(ctx: Context, module: LayerScale, x: Value) -> Value:
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     """Return gain * x along an axis, multiplied into the linear map or convolution that waits there, else pending."""
     x = _with_features(ctx, x, axis)
-    gain = gain.reshape(-1)
+    gain = gain.reshape(-1).expand(x.shape[axis])  # one number may stand for all features
     waiting = x.waiting
     if isinstance(waiting, (Affine, Convolution)):
         return replace(x, waiting=waiting.scaled(ctx.arith, gain, ctx.path))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, with_attributes
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix
 from certcli.lipschitz.numerics.spectral import up
@@ -187,9 +187,7 @@ def reshape(ctx: Context, x: Any, *shape: Any, **options: Any) -> Value:
     return reshaped(ctx, x, ctx.shape)
 
 
-@rules.module(nn.Flatten, nn.Unflatten)
-def reshape_module(ctx: Context, module: nn.Module, x: Value) -> Value:
-    return reshaped(ctx, x, ctx.shape)
+rules.module(nn.Flatten, nn.Unflatten)(with_attributes(reshape))
 
 
 def _flat(items: Sequence[Any]) -> list[int]:
@@ -245,7 +243,7 @@ def matrix_transpose(ctx: Context, x: Value) -> Value:
 @rules.function(torch.roll)
 def roll(ctx: Context, x: Value, shifts: Any, dims: Any = None) -> Value:
     """A permutation of entries. Along given axes it leaves the norms of fibres as they are."""
-    if dims is None:  # rolls the flattened tensor
+    if dims is None or not _flat([dims]):  # rolls the flattened tensor
         x = ctx.settle(x)
         return replace(x, size=x.size.arranged(x.shape, None))
     return _along_tokens(ctx, x, _flat([dims]))
@@ -266,13 +264,10 @@ def _along_tokens(ctx: Context, x: Value, dims: list[int]) -> Value:
     return ctx.settle(x)
 
 
-@rules.module(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
-def shuffle(ctx: Context, module: nn.Module, x: Value) -> Value:
-    x = ctx.settle(x)
-    return replace(x, shape=tuple(ctx.shape), size=x.size.arranged(tuple(ctx.shape), None))
-
-
 @rules.function(functional.pixel_shuffle, functional.pixel_unshuffle, functional.channel_shuffle)
-def shuffle_function(ctx: Context, x: Value, *_: Any) -> Value:
+def shuffle(ctx: Context, x: Value, *_: Any) -> Value:
     x = ctx.settle(x)
     return replace(x, shape=tuple(ctx.shape), size=x.size.arranged(tuple(ctx.shape), None))
+
+
+rules.module(nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)(with_attributes(shuffle))

@@ -110,7 +110,7 @@ def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     if isinstance(module.pair, SoftMaxMin):
         ctx.require(bool(module.pair.log_temperature.detach().abs() < LARGEST), "a temperature that is 0 or infinite")
         how = "softmax averages of pairs of tokens in each channel, their distance divided by the largest slope"
-    return _mixed(ctx, x, ctx.arith.const(1.0), module.shift, how, columns=module.across == module.shift.shape[1])
+    return _mixed(ctx, x, ctx.arith.const(1.0), module.shift, how, columns=module.across == x.shape[-1])
 
 
 def _mixed(

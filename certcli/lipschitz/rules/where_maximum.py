@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.add_sub import shifted
+from certcli.lipschitz.rules.add_sub import as_tensor, shifted
 from certcli.lipschitz.rules.reduce import extreme
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
@@ -25,13 +24,13 @@ def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     x, fixed = (input, other) if isinstance(input, Value) else (other, input)
     ctx.require(isinstance(x, Value), "a choice between constants")
     replaced = ~mask if x is input else mask
-    constant = _tensor(ctx, fixed)
+    constant = as_tensor(ctx, fixed).detach().double()
     filled = torch.where(replaced, constant, torch.zeros_like(constant)).expand(shape)
     everywhere = replaced.expand(shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape and bool((filled[everywhere] == -torch.inf).all()):
         # a softmax leaves out scores of -inf: Theorem 5.2 holds, if a score is left in every row
         ctx.require(not bool(everywhere.all(dim=-1).any()), "a softmax over nothing (a row masked altogether)")
-        return replace(x, waiting=replace(x.waiting, shifted=True))
+        return replace(x, waiting=replace(x.waiting, shifted=True, hidden=True))
     x = ctx.spread(ctx.settle(x), shape)
     if not bool(torch.isfinite(filled).all()):
         return replace(x, size=Size(ctx.arith, shape))  # constants of no finite size
@@ -51,7 +50,7 @@ def larger(ctx: Context, a: Any, b: Any) -> Value:
         return _of_two(ctx, a, b, "a maximum of two has slope 1 of both together")
     x, fixed = (a, b) if isinstance(a, Value) else (b, a)
     ctx.require(isinstance(x, Value), "a maximum of constants")
-    constant = _tensor(ctx, fixed)
+    constant = as_tensor(ctx, fixed).detach().double()
     ctx.require(bool(torch.isfinite(constant).all()), "a maximum with infinite or NaN entries")
     x = ctx.spread(ctx.settle(x), tuple(ctx.shape))
     # |max(x, c)| <= |x| + |c|: no larger than the sum
@@ -68,12 +67,6 @@ def largest(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
     one = len(other) == 1 and not named and isinstance(other[0], (Value, Constant))
     ctx.require(one, "a maximum that returns indices (amax and amin do not)")
     return larger(ctx, x, other[0])
-
-
-def _tensor(ctx: Context, fixed: Any) -> Tensor:
-    if isinstance(fixed, (int, float)):
-        return torch.tensor(float(fixed), dtype=torch.float64)
-    return ctx.constant_tensor(fixed).detach().double()
 
 
 def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
