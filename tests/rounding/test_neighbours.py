@@ -323,9 +323,9 @@ def _farthest(trace: Trace, values: dict[Any, Any], image: Tensor, radius: float
 
 def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkpoint) -> None:
     model = build.load_double(certified, torch.device("cpu"))
-    pixels = datasets.load("digits", certified.record.input, "test").fetch(list(range(24))).double()
+    pixels = datasets.load("digits", certified.record.input, "test").fetch(list(range(12))).double()
     claims = {name: _claims(model, pixels, name) for name in ("float64", "float32", "fp16")}
-    assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 12
+    assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 6
     for name in ("float32", "fp16"):
         _hold(model, pixels, claims[name], name)
     real = {row.index: row.radius for row in claims["float64"]}

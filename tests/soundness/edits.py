@@ -132,8 +132,8 @@ Case = Callable[[random.Random], tuple[str, list[str]]]
 """One edit and its trial: how it ended, and the laws that it broke."""
 
 
-def campaign(case: Case, count: int, seed: int = 0) -> Raw:
-    """Try `count` cases, each with a generator of its own.
+def campaign(case: Case, count: int, seed: int = 0, enough: Callable[[list[str]], bool] = lambda _: False) -> Raw:
+    """Try `count` cases, each with a generator of its own, or fewer once there are findings `enough`.
 
     Returns:
         edits; outcomes, counted; findings: each broken law, and each exception that is not certvit's own.
@@ -148,6 +148,8 @@ def campaign(case: Case, count: int, seed: int = 0) -> Raw:
             outcome, broken = "bug", [traceback.format_exc(limit=-3)]
         outcomes[outcome] += 1
         findings += [f"{number}: {law}" for law in broken]
+        if enough(findings):
+            break
         if number % 1000 == 999:
             print(f"{number + 1} edits, {len(findings)} findings", file=sys.stderr, flush=True)
     return {"edits": count, "outcomes": dict(sorted(outcomes.items())), "findings": findings}

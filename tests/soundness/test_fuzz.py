@@ -33,6 +33,11 @@ def ended(report: Raw, word: str) -> int:
     return sum(count for outcome, count in report["outcomes"].items() if word in outcome)
 
 
+def told(findings: list[str]) -> set[str]:
+    """The commands that findings are about."""
+    return {finding.split()[1] for finding in findings}
+
+
 def test_hostile_files_are_read_or_refused(tmp_path: Path) -> None:
     with file_fuzz.hostile_files(tmp_path) as case:
         report = campaign(case, 200)
@@ -61,7 +66,8 @@ def test_no_edit_of_records_makes_a_network_better(workshop: Path, monkeypatch: 
         assert 30 < ended(report, "refused") < 60
         for module in (certify_resumed, attack_resumed):  # without this check, lies of both commands pass
             monkeypatch.setattr(module, "to_compute_again", lambda *_: [])
-        assert {lie.split()[1] for lie in campaign(case, 200, seed=1)["findings"]} == {"certify", "attack"}
+        found = campaign(case, 200, seed=1, enough=lambda lies: told(lies) == {"certify", "attack"})["findings"]
+        assert told(found) == {"certify", "attack"}
 
 
 def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:
@@ -77,7 +83,7 @@ def test_a_check_that_is_left_out_is_found(lab: Laboratory, monkeypatch: pytest.
     unchecked = Claim("evidence", "anything", "verified", "")
     monkeypatch.setattr(claims, check, lambda *_: unchecked if check == "_named" else ("verified", ""))
     with edited_evidence(lab) as case:
-        assert campaign(case, 150, seed=1)["findings"]
+        assert campaign(case, 150, seed=1, enough=bool)["findings"]
 
 
 def test_honest_evidence_of_every_kind_is_verified(lab: Laboratory) -> None:
