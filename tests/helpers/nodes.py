@@ -49,9 +49,9 @@ class Claims:
             self.context, self.values = domain.last, domain.values
             self.logits: Value = self.context.settle(logits)
 
-    def images(self) -> Tensor:
+    def images(self, seed: int = 0) -> Tensor:
         """Return noise, corners of the box, and the one towards which an entry of the output grows."""
-        noise = torch.rand(4, *self.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        noise = torch.rand(4, *self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         start = noise[:1].clone().requires_grad_(True)
         *_, (_, result) = executed(self.traced, start)
         (upwards,) = torch.autograd.grad(result.abs().max(), start)
@@ -124,7 +124,7 @@ def _before(value: Value, pending: Affine, found: Tensor, apart: Tensor) -> Iter
     if not rows.shape[-1] == len(matrix) == len(shift):
         yield f"a map to {len(matrix)} features, shifted by {len(shift)}, of {rows.shape[-1]}"
         return
-    rows = rows.flatten(1, -2) - shift.flatten()
+    rows = rows.reshape(len(found), -1, len(matrix)) - shift.flatten()
     inverse = torch.linalg.pinv(matrix, rtol=LOST)
     inputs = rows @ inverse.T
     steepest, error = float(matrix.norm()), 0.0 if pending.bias is None else pending.bias.error
@@ -132,7 +132,7 @@ def _before(value: Value, pending: Affine, found: Tensor, apart: Tensor) -> Iter
     radius = float(inverse.norm()) * error  # of the inputs, where the shift is known up to a ball
     fibre, total, count = float(value.size.fibre), float(value.size.total), rows.shape[1] ** 0.5
     rest = float((rows - inputs @ matrix.T).norm(dim=-1).max())
-    if not rest <= error + LOST * steepest * fibre + lost * steepest:
+    if not rest <= error + LOST * (steepest * fibre + float(found.abs().max())):
         yield f"a result {rest:.6g} beside the map's range"
     measured = {
         "fibre": (inputs.norm(dim=-1), fibre + radius + lost),

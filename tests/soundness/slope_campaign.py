@@ -3,8 +3,8 @@
     python -m tests.soundness.slope_campaign --checks 1000000 --seed 0
 
 Each round draws every case of tests/helpers/lipschitz_cases.py with new weights, climbs its slope (Jacobians) and measures it
-between pairs of images, near and far, at once in a batch. Prints a table of rules by their tightest ratio of slope to bound;
-exits 1 at a slope above its bound.
+between pairs of images, near and far, at once in a batch; and holds every tensor of it, and of random programs, to what is
+claimed about it. Prints a table of rules by their tightest ratio of slope to bound; exits 1 at a claim that does not hold.
 """
 
 import argparse
@@ -17,11 +17,13 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from certcli.lipschitz.network import bound_network
+from certcli.engine.table import NoRule
 from tests.helpers.lipschitz_cases import RULES, build
+from tests.helpers.nodes import Claims
 from tests.helpers.slopes import IMAGE, steepest
+from tests.soundness.local_programs import SIZE, program
 
-PAIRS, ALONE, STEPS = 400, 10, 4
+PAIRS, ALONE, STEPS, PROGRAMS = 400, 10, 4, 20
 EDGES = (0.999, 0.9, 0.5, 0.1)
 """Of the ratios, for the table."""
 
@@ -57,15 +59,27 @@ def main() -> int:
     while checked.total() < asked.checks:
         for name in RULES:
             net = build(name, seed)
-            upper = float(bound_network(net, IMAGE, 3).upper)
+            known = Claims(net)
+            upper, wrong = float(known.logits.base), list(known.faults(known.images(seed)))
             pairs = slopes_of_pairs(net, seed)
             found = max(steepest(net, steps=STEPS, seed=seed), float(pairs.max()))
             checked[name] += len(pairs) + 1
+            if wrong:
+                print(f"VIOLATED: {name}, seed {seed}: {wrong}")
+                return 1
             if not found <= upper * (1 + 1e-9):  # rounding of the measured slope
                 print(f"VIOLATED: {name}, seed {seed}: a slope of {found:.9g} above {upper:.9g}")
                 return 1
             if upper:
                 tightest[name] = max(tightest[name], found / upper)
+        for number in range(seed * PROGRAMS, (seed + 1) * PROGRAMS):
+            try:
+                known = Claims(program(number), SIZE)
+            except NoRule:  # attention to tokens of unbounded norm
+                continue
+            if wrong := list(known.faults(known.images(seed))):
+                print(f"VIOLATED: program {number}: {wrong}")
+                return 1
         seed += 1
         print(f"seed {seed}: {checked.total():,} slopes, {time.monotonic() - started:.0f} s", flush=True)
     for high, low in itertools.pairwise((math.inf, *EDGES, -1.0)):

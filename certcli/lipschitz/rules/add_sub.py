@@ -169,8 +169,9 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
     filling = float(ctx.constant_tensor(value)) if not isinstance(value, (int, float)) else float(value)
     ctx.require(not math.isnan(filling) and filling != math.inf, f"filling with {filling}")
     if isinstance(x.waiting, Scores):
-        kind = {"replaced": True} if filling > -math.inf else {"hidden": True}
-        return replace(x, waiting=replace(x.waiting, shifted=True, **kind))
+        hides, scores = filling == -math.inf, x.waiting
+        found = replace(scores, shifted=True, replaced=scores.replaced or not hides, hidden=scores.hidden or hides)
+        return replace(x, waiting=found)
     ctx.require(filling > -math.inf, "filling with -inf")
     x = ctx.settle(x)
     old = x.size

@@ -82,7 +82,7 @@ def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
             return replace(x, waiting=replace(scores, scale=scores.scale * largest))
     axes = [a - factor.dim() for a, n in enumerate(factor.shape) if n > 1]
     axis = feature_axis(x)
-    place = (axes or [axis])[0]
+    place = axes[0] if axes else axis
     if place is not None and len(axes) <= 1 and tuple(x.shape) == shape and place in (axis, -1, 1 - len(shape)):
         return scale_features(ctx, x, factor, place)
     if factor.numel() == 1 and tuple(x.shape) == shape and not ctx.arith.rigorous:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from certcli.engine.table import with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import up
@@ -89,9 +90,7 @@ def mirror_pad(ctx: Context, module: nn.Module, x: Value) -> Value:
     )
 
 
-@rules.module(nn.ZeroPad2d)
-def zero_pad(ctx: Context, module: nn.Module, x: Value) -> Value:
-    return pad(ctx, x, module.padding)
+rules.module(nn.ZeroPad2d)(with_attributes(pad, "padding"))
 
 
 def pair(value: Any) -> tuple[int, int]:
