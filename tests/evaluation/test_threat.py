@@ -27,7 +27,7 @@ def test_a_key_reads_back_and_screens_round_to_what_holds(threat: Threat) -> Non
         with pytest.raises(TypeError):
             _ = threat.radius
     else:
-        assert float(threat.proven(3)) <= threat.radius <= float(threat.attacked(3))
+        assert float(threat.proven()) <= threat.radius <= float(threat.attacked())
 
 
 def test_what_a_person_writes() -> None:
