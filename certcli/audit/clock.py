@@ -11,6 +11,8 @@ from certcli.system.processes import ALONE, Team
 
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
+AGAIN = 5.0
+"""Seconds between two rings: Python drops what is raised while it deletes an object, and with it the first one."""
 
 
 class OutOfTime(BaseException):
@@ -73,7 +75,7 @@ class StageTime:
             raise OutOfTime
 
         before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(self.left, 1e-3))
+        signal.setitimer(signal.ITIMER_REAL, max(self.left, 1e-3), AGAIN)
         try:
             yield
         finally:

@@ -218,6 +218,23 @@ def test_a_stage_is_broken_off_and_the_timer_is_given_back() -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ring_that_is_lost_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what a handler raises inside `__del__`: the stage would have gone on for ever."""
+
+    class Deaf:
+        def __del__(self) -> None:
+            turn_for_ever()
+
+    def work() -> None:
+        Deaf()
+        turn_for_ever()
+
+    monkeypatch.setattr("certcli.audit.clock.AGAIN", 0.2)
+    with pytest.raises(OutOfTime), Clock(1.0).part(0.05).ended():
+        work()
+
+
 def test_wrong_words_are_refused_before_any_work(workshop: Path, tmp_path: Path) -> None:
     path = workshop / "plain.safetensors"
     before = path.read_bytes()
