@@ -381,7 +381,7 @@ def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, C
         steps = checkpoint.record.lineage
         for number, step in enumerate(steps):
             told = _members(step)
-            if not told or not by_digest.keys() >= set(told):
+            if not told or set(told) - by_digest.keys():
                 continue
             after = [later.parent for later in steps[number + 1 :]] or [checkpoint.digest]
             members = [checkpoints[by_digest[digest]] for digest in told]

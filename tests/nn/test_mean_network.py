@@ -149,6 +149,7 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
     for case, (checkpoint, statuses) in found.items():
         claims = list(remake_means({**members, path.name: checkpoint}))
         assert [(name, claim.status) for name, claim in claims] == [(path.name, status) for status in statuses], case
+        assert not any(claim.asked for _, claim in claims), "history, which proves no figure"
     found["one bit"][0].write(tmp_path / "bit.safetensors")
     whole = document("log", tmp_path / "bit.safetensors", *files, "--verify", code=7)
     assert any("not that of this step" in reason for reason in whole["gate"]["reasons"])
