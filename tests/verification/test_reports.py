@@ -1,0 +1,167 @@
+"""`lipschitz --verify` refutes a report that does not follow from the weights, and says what was not checked."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.lipschitz.bound import LAWS, bound_document
+from certcli.lipschitz.numerics.real import Real
+from tests.helpers.commands import Done, console
+
+pytestmark = pytest.mark.usefixtures("proven_once")
+
+Raw = dict[str, Any]
+
+
+def follow(raw: Raw) -> None:
+    """Make every other number of a report follow from its leaves, as a careful forger would."""
+    values: list[Real] = []
+    for row in raw["proof"]:
+        if row["law"] != "theorem":
+            row["value"] = LAWS[row["law"]]([values[part] for part in row["parts"]]).to_json()
+        values.append(Real.from_json(row["value"]))
+        row["log10_upper"] = bound_document(values[-1])["log10_upper"]
+    raw.update(bound_document(values[-1]))
+
+
+def leaf(raw: Raw) -> Raw:
+    """The largest leaf."""
+    leaves = [row for row in raw["proof"] if row["law"] == "theorem"]
+    return max(leaves, key=lambda row: Real.from_json(row["value"]))
+
+
+def lowered(raw: Raw) -> None:
+    leaf(raw)["value"][1] -= 1
+    follow(raw)
+
+
+def lowered_a_little(raw: Raw) -> None:
+    leaf(raw)["value"][0] *= 1 - 1e-5
+    follow(raw)
+
+
+def assumed(raw: Raw) -> None:
+    leaf(raw).update(law="identity", parts=[])
+    follow(raw)
+
+
+def dropped(raw: Raw) -> None:
+    position = raw["proof"].index(leaf(raw))
+    for row in raw["proof"]:
+        row["parts"] = [part for part in row["parts"] if part != position]
+    follow(raw)
+
+
+def removed(raw: Raw) -> None:
+    position = raw["proof"].index(leaf(raw))
+    for row in raw["proof"]:
+        row["parts"] = [part - (part > position) for part in row["parts"] if part != position]
+    del raw["proof"][position]
+    follow(raw)
+
+
+def of_layer(**fields: Any) -> Callable[[Raw], object]:
+    return lambda raw: raw["layers"][0].update(fields)
+
+
+REPORTS: dict[str, tuple[Callable[[Raw], object], bool]] = {
+    "lowered": (lowered, True),
+    "lowered a little": (lowered_a_little, True),
+    "assumed": (assumed, True),
+    "dropped": (dropped, False),
+    "removed": (removed, True),
+    "empty": (lambda raw: raw.update(proof=[]), False),
+    "headline": (lambda raw: raw.update(upper=raw["upper"] / 2), False),
+    "headline's logarithm": (lambda raw: raw.update(log10_upper=raw["log10_upper"] - 1), False),
+    "headline's logarithm, above": (lambda raw: raw.update(log10_upper=raw["log10_upper"] + 1), False),
+    "no logarithm": (lambda raw: raw.update(log10_upper=None), False),
+    "headline's text": (lambda raw: raw.update(upper_text="0.1"), False),
+    "infinite": (lambda raw: raw.update(upper="inf", log10_upper=None, upper_finite=False, upper_text="inf"), False),
+    "layer": (lambda raw: of_layer(log10_upper=raw["layers"][0]["log10_upper"] - 1)(raw), True),
+    "layer's text": (of_layer(upper_text="0.0001"), True),
+    "layer without logarithm": (of_layer(log10_upper=None), True),
+    "layer's why": (of_layer(why="proven to be less than 1"), True),
+    "node's logarithm": (lambda raw: raw["proof"][0].update(log10_upper=-9), False),
+    "node's logarithm, above": (lambda raw: raw["proof"][0].update(log10_upper=9), False),
+    "node's why": (lambda raw: raw["proof"][0].update(why="proven to be less than 1"), True),
+    "a layer fewer": (lambda raw: raw["layers"].pop(), True),
+    "other size": (lambda raw: raw.update(input=[1, 9, 9]), True),
+    "other network": (lambda raw: raw.update(checkpoint="0" * 64), True),
+    "other function": (lambda raw: raw["function"].update(mean=[0.25]), True),
+}
+"""Forgeries, and whether a report without its checkpoint can still hide them: leaves, layers and names are unchecked then."""
+
+
+def report(lab: Path, folder: Path, spoil: Callable[[Raw], object] | None, *words: str) -> tuple[Done, Raw]:
+    raw = json.loads((lab / "report.json").read_text())
+    if spoil is not None:
+        spoil(raw)
+    (folder / "r.json").write_text(json.dumps(raw))
+    done = console("lipschitz", "--verify", "r.json", *words, "--json", folder=folder)
+    return done, json.loads(done.out)
+
+
+def test_a_report_is_proven_again_from_the_weights(lab: Path, tmp_path: Path) -> None:
+    done, told = report(lab, tmp_path, None, str(lab / "m.safetensors"))
+    assert done.code == 0, told
+    assert (told["verified"], told["checked"]) == (True, "laws and leaves")
+
+
+def test_without_the_checkpoint_nothing_is_called_verified(lab: Path, tmp_path: Path) -> None:
+    done, told = report(lab, tmp_path, None)
+    assert done.code == 0
+    assert (told["verified"], told["checked"], told["leaves"], told["laws_hold"]) == (
+        False,
+        "laws only",
+        "unchecked",
+        True,
+    )
+    assert "laws only, leaves unchecked" in console("lipschitz", "--verify", "r.json", folder=tmp_path).out
+
+
+@pytest.mark.parametrize(("spoil", "hidden"), REPORTS.values(), ids=REPORTS)
+def test_a_forged_report_is_refuted(lab: Path, tmp_path: Path, spoil: Callable[[Raw], object], hidden: bool) -> None:
+    done, told = report(lab, tmp_path, spoil, str(lab / "m.safetensors"))
+    assert done.code == 7, told
+    assert not told["verified"]
+    assert told["problems"]
+    assert told["gate"]["passed"] is False
+    done, told = report(lab, tmp_path, spoil)
+    assert done.code == (0 if hidden else 7), told
+    assert not told["verified"]
+
+
+def test_an_infinite_bound_keeps_the_laws(lab: Path, tmp_path: Path) -> None:
+    def infinite(raw: Raw) -> None:
+        leaf(raw)["value"] = ["inf", 0]
+        follow(raw)
+
+    done, told = report(lab, tmp_path, infinite)
+    assert done.code == 0, told
+    assert told["laws_hold"]
+
+
+def test_the_proof_of_other_weights_is_refuted(lab: Path, workshop: Path, tmp_path: Path) -> None:
+    """Weights a little smaller have a smaller bound; their report, under this checkpoint's digest."""
+    checkpoint = Checkpoint.read(lab / "m.safetensors")
+    tensors = {name: value * 0.99 if name.endswith("weight") else value for name, value in checkpoint.tensors.items()}
+    Checkpoint(tensors, checkpoint.record).write(tmp_path / "small.safetensors")
+    other = json.loads(console("lipschitz", "small.safetensors", "--no-estimate", "--json", folder=tmp_path).out)
+    for name in (checkpoint.digest, other["checkpoint"]):
+        (tmp_path / "r.json").write_text(json.dumps({**other, "checkpoint": name}))
+        assert console("lipschitz", str(lab / "m.safetensors"), "--verify", "r.json", folder=tmp_path).code == 7
+
+
+def test_what_is_no_report_is_refused(lab: Path, tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", "[" * 99_999, '{"proof": [{"value": 3}]}'):
+        (tmp_path / "r.json").write_text(text)
+        assert console("lipschitz", "--verify", "r.json", folder=tmp_path).code == 3
+    raw = json.loads((lab / "report.json").read_text())
+    for value in (["0.5", 1], [0.5], [0.5, 10**12], [None, 0], 0.5):
+        raw["proof"][0]["value"] = value
+        (tmp_path / "r.json").write_text(json.dumps(raw))
+        assert console("lipschitz", "--verify", "r.json", folder=tmp_path).code == 3
