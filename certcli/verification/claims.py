@@ -384,12 +384,11 @@ def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, C
             if not told or set(told) - by_digest.keys():
                 continue
             after = [later.parent for later in steps[number + 1 :]] or [checkpoint.digest]
-            members = [checkpoints[by_digest[digest]] for digest in told]
-            why = f"the mean of {', '.join(by_digest[digest] for digest in told)}, made again, is "
+            why = f"the mean of {', '.join(by_digest[digest] for digest in dict.fromkeys(told))}, made again, is "
             try:
-                made = mean_of(
-                    checkpoint.record.arch, list(map(with_network, members)), step.parameters.get("mirror", False)
-                )
+                opened = {digest: with_network(checkpoints[by_digest[digest]]) for digest in set(told)}  # each once
+                members, mirror = [opened[digest] for digest in told], step.parameters.get("mirror", False)
+                made = mean_of(checkpoint.record.arch, members, mirror)
                 same = made.digest == after[0]
                 why += "the same, bit for bit" if same else f"network {made.digest[:16]}, not that of this step"
             except CertvitError as failure:

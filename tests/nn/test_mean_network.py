@@ -142,6 +142,7 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
         ),
         "other order": (told(members=step.parameters["members"][::-1]), ["refuted"]),
         "mirrored": (told(mirror=True), ["refuted"]),
+        "more members than a mean may have": (told(members=[first.digest] * 5000), ["refuted"]),
         "mirrored by a word": (told(mirror="yes"), ["refuted"]),
         "another architecture": (Checkpoint(mean.tensors, replace(record, arch="certvit_lip_mnist")), ["refuted"]),
         "a member that is not here": (told(members=[first.digest, "0" * 64]), []),
