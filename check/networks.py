@@ -3,17 +3,19 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from check.norms import ONE, Array, Unknown, extreme, length
+from check.norms import ONE, Array, Interval, Unknown, extreme, length
 from check.tensors import GELU_SLOPE, Layers, Node, Tensor, fit
 
 HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "digits": 4, "mnist": 4, "cifar10": 6, "cifar100": 6,
          "tinyimagenet": 6, "ibp": 3, "pgd": 3}  # fmt: skip
-SHAPES = "num_classes|img_size|in_chans|depth|embed_dim|patch_size|mlp_ratio|qkv_bias|init_values|width|heads?|patch"
+SHAPES = ("num_classes|img_size|in_chans|depths?|embed_dim|patch_size|mlp_ratio|qkv_bias|init_values|widths?|windows|heads?|"
+          "patch")  # fmt: skip
 
 
 def sort_pairs(t: Array, distance: int = 0, across: int = 0) -> Array:
@@ -36,15 +38,16 @@ def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: A
         options = {name: value for name, value in options.items() if name not in ("depths", "num_heads", "window_size")}
     elif re.fullmatch(r"certvit_[468]c[23]f", arch):
         found = convnet(layers, x, function)
-    elif match := re.fullmatch(r"certvit_(lip|sort|mix|lip_attention)_(digits|mnist|cifar10)", arch):
+    elif match := re.fullmatch(r"certvit_(lip|sort|mix|lip_attention|lip_pyramid)_(digits|mnist|cifar10)", arch):
         across = int(options.pop("across", 128)) if match[1] == "lip_attention" else 0
         mixing = "roll" if options.pop("rolls", 0) else options.pop("mixing", match[1])
+        features = pyramid if match[1] == "lip_pyramid" else partial(mixer, mixing=mixing, across=across)
         members = layers.each("members.{}")  # side by side, each at the image and, if asked, at its mirror image (11.5)
         fit("members", len(members) or 1, options.pop("members", 1))
         mirrored = replace(x, batch=None if images is None else images[..., ::-1])
         views = [x, mirrored] if options.pop("mirror", False) else [x]
         paths = [f"{path}." for path in members] or [""]
-        parts = [mixer(layers, view, function, mixing, across, path) for view in views for path in paths]
+        parts = [features(layers, view, function, at=path) for view in views for path in paths]
         found = layers.linear(parts[0].beside(*parts[1:]), "head" if members else "head.out")
     else:
         raise Unknown(f"the architecture {arch}")
@@ -108,9 +111,7 @@ def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, a
         if mixing in ("orthogonal", "mix"):
             x = layers.mixing(x, f"{at}mixings.{number}", patches)
         elif mixing == "roll":  # quarters of the channels move by a token: none, down, right and both (11.4)
-            s, grid = (-1) ** number, np.arange(patches * x.width).reshape(round(patches**0.5), -1, 4, x.width // 4)
-            order = np.stack([np.roll(grid[:, :, i], (s * (i & 1), s * (i >> 1)), (0, 1)) for i in range(4)], 2).ravel()
-            x = x.curved(f"{at}rolls.{number}", ONE, lambda t, o=order: t.reshape(len(t), -1)[:, o].reshape(t.shape))  # type: ignore[misc]
+            x = rolled(x, f"{at}rolls.{number}", number, patches)
         elif placed or mixing != "lip":
             x = x.shifted(layers.weight(f"{at}mixings.{number}.shift", 2), patches)
         if mixing in ("sort", "lip_attention"):
@@ -118,6 +119,51 @@ def mixer(layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, a
             x = x.curved(f"{at}mixings.{number}", ONE, partial(sort_pairs, distance=distance, across=across))
         x = x if placed else layers.linear(x, path).curved(f"{at}act", ONE, sort_pairs)
     x = replace(x, width=x.width * patches) if placed or mixing in ("lip", "roll") else x.mean("", patches)
+    return flat_head(layers, x, at)
+
+
+def rolled(x: Tensor, path: str, number: int, tokens: int) -> Tensor:
+    """Quarters of the channels move by a token, none, down, right and both; back where `number` is odd (11.4)."""
+    s, grid = (-1) ** number, np.arange(tokens * x.width).reshape(round(tokens**0.5), -1, 4, x.width // 4)
+    order = np.stack([np.roll(grid[:, :, i], (s * (i & 1), s * (i >> 1)), (0, 1)) for i in range(4)], 2).ravel()
+    return x.curved(path, ONE, lambda t: t.reshape(len(t), -1)[:, order].reshape(t.shape))
+
+
+def pyramid(layers: Layers, x: Tensor, function: Mapping[str, Any], at: str) -> Tensor:
+    """Stages of rolled channels, linear layers and MaxMin, between them 2 x 2 tokens merged; lengths over windows (11.6)."""
+    x, tokens = layers.patches(x, f"{at}embed", function)
+    side = round(tokens**0.5)
+    for number, stage in enumerate(layers.each(f"{at}stages.{{}}")):
+        if number:
+            fit(stage, side % 2, 0)
+            x, side = in_windows(x, side, side // 2), side // 2
+            x = layers.linear(x, f"{stage}.merge")
+        x = x.shifted(layers.weight(f"{stage}.position", 2), side**2)
+        x = x.curved(f"{stage}.act", ONE, sort_pairs) if number else x
+        for place, path in enumerate(layers.each(f"{stage}.layers.{{}}")):
+            x = layers.linear(rolled(x, f"{stage}.rolls.{place}", place, side**2), path)
+            x = x.curved(f"{stage}.act", ONE, sort_pairs)
+    first = layers.tensors.get(f"{at}head.hidden.0.weight", layers.tensors.get("head.out.weight", np.zeros((1, 1))))
+    windows = round((first.shape[-1] / x.width) ** 0.5)
+    fit(f"{at}pool", (windows > 0 and side % windows, windows**2 * x.width), (0, first.shape[-1]))
+    plain, reach, width = in_windows(x.settled(), side, windows), side // windows, x.width
+    lengths = lambda t: np.sqrt((t.reshape(*t.shape[:2], reach**2, width) ** 2).sum(axis=2))  # noqa: E731
+    x = plain.charged(f"{at}pool", ONE).at(plain, lengths, reach**2, Fraction(1))
+    return flat_head(layers, replace(x, width=windows**2 * width), at)
+
+
+def in_windows(x: Tensor, side: int, windows: int) -> Tensor:
+    """Put the tokens of each of windows x windows windows side by side, row by row: entries move, and tokens get longer."""
+    reach = side // windows
+    grid, width = (-1, windows, reach, windows, reach, x.width), reach**2 * x.width
+    batch = None
+    if x.batch is not None:
+        batch = x.batch.reshape(grid).transpose(0, 1, 3, 2, 4, 5).reshape(-1, windows**2, width)
+    return replace(x, batch=batch, size=lambda: Interval.of(reach) * x.size(), width=width)
+
+
+def flat_head(layers: Layers, x: Tensor, at: str) -> Tensor:
+    """Linear layers and MaxMin on all tokens side by side, up to the last layer."""
     x = replace(x, batch=None if x.batch is None else x.batch.reshape(len(x.batch), -1))
     for path in layers.each(f"{at}head.hidden.{{}}"):
         x = layers.linear(x, path).curved(f"{at}head.act", ONE, sort_pairs)

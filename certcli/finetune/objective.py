@@ -71,7 +71,7 @@ class Objective:
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
         """Fetch, augment, mix, mask and attack the images at these positions, at this share of the training.
 
-        The teacher sees whole images.
+        The teacher sees whole images, without noise.
         """
         settings = self.settings
         images = sent(train.fetch(positions.tolist()), self.device)
@@ -79,12 +79,12 @@ class Objective:
         if settings.augment:
             images = augment(images, settings.augment, self.model.normalize.mean, self.generator)
         images, mixed = mix(images, labels, settings, self.generator)
-        if settings.noise > 0:
-            images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)
         taught = None
         if self.teacher is not None:
             with torch.no_grad():
                 taught = self.teacher(images).float()
+        if settings.noise > 0:
+            images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)
         batch = Batch(images, labels, mixed, taught)
         if self.hiding is not None:
             batch = replace(batch, views=self._views(self.hiding, batch))

@@ -43,7 +43,7 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         first, second = inputs[0].chunk(2, dim=-1)
-        ctx.save_for_backward((first >= second).to(inputs[0].dtype))
+        ctx.save_for_backward(first.clone().ge_(second))  # 1 or 0 at once: a mask that is converted takes twice as long
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

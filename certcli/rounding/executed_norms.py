@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
+from certcli.nn.heads import L2Pool
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import FLOAT32, compounded
@@ -141,6 +142,21 @@ def normalize(
     def rounding(sizes: Sizes) -> Real:
         longest = sizes(x).total
         return total + op.underflow() if known.fits(longest * longest) else INF
+
+    return rounding
+
+
+@rules.module(L2Pool)
+def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
+    """Sums of squares, where nothing cancels, and their roots: relative errors of lengths, and what underflows."""
+    p, reach = op.precision, module.side // module.windows
+    # two sums of `reach` terms, in any order; a root halves the relative error of a sum, and adds its own
+    relative = compounded(p.products(reach) * 2.0 + p.function + 4 * p.unit)
+    lost = (as_real(reach * reach + 8) * p.tiny).sqrt() * as_real(float(op.entries)).sqrt()
+
+    def rounding(sizes: Sizes) -> Real:
+        size = sizes(x).total
+        return size * relative + lost * 2.0 if p.fits(size * size * 2.0) else INF
 
     return rounding
 

@@ -15,6 +15,7 @@ from tests.helpers.commands import document
 SMALL = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3, "num_classes": 10}
 SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": [2, 1], "num_heads": [3, 6], "num_classes": 10}
 TOKENS = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "head": [8]}
+PYRAMID = {"img_size": 16, "widths": [8, 12], "depths": [1, 2], "windows": 1, "head": [8]}
 PLACES = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "across": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lip": ("certvit_lip_digits", {}),
@@ -22,6 +23,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mean": (
         "certvit_lip_digits",
         {"width": 16, "head": [12], "rolls": True, "members": 2, "mirror": True, "head_2": [8]},
+    ),
+    "pyramid": ("certvit_lip_pyramid_cifar10", PYRAMID),
+    "mean of pyramids": (
+        "certvit_lip_pyramid_cifar10",
+        {**PYRAMID, "windows": 2, "members": 2, "mirror": True, "head_2": [4]},
     ),
     "sort": ("certvit_sort_mnist", TOKENS),
     "mix": ("certvit_mix_mnist", {**TOKENS, "heads": 4}),

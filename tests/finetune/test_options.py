@@ -219,6 +219,16 @@ def test_a_teacher_with_the_same_answers_adds_nothing(tiny: Checkpoint, sets: Se
     assert alone > 1
 
 
+def test_a_teacher_sees_no_noise(tiny: Checkpoint, sets: Sets) -> None:
+    taught = []
+    for noise in (0.0, 1.0):
+        run = trainer(tiny, teacher=True, noise=noise)
+        batch = run.objective.prepare(sets[0], torch.arange(8), 0.0)
+        taught.append(batch.taught)
+    assert bool((batch.images < 0).any())
+    assert torch.equal(*taught)
+
+
 def test_teachers_of_another_task_are_refused(tiny: Checkpoint) -> None:
     other = initialised("certvit_vit_digits", {**tiny.record.arch_args, "num_classes": 7})
     larger = initialised("certvit_vit_digits", {**tiny.record.arch_args, "img_size": 16})

@@ -21,6 +21,7 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
+from certcli.nn.heads import L2Pool
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
@@ -325,6 +326,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "rolled": lambda: on_tokens(ChannelRoll(2, 8)),
     "rolled-between-linear": lambda: on_tokens(nn.Linear(8, 8), ChannelRoll(2, 8, back=True), nn.Linear(8, 3)),
+    "l2-pool": lambda: on_tokens(L2Pool(2, 1), nn.Linear(8, 3)),
+    "l2-pool-of-equal-tokens": lambda: on_tokens(f(lambda m, x: x[:, :1].expand(-1, 4, -1)), L2Pool(2, 1)),
+    "l2-pool-of-one-token": lambda: on_tokens(nn.Linear(8, 8), L2Pool(2, 2), nn.Linear(8, 3)),
     "soft-pairs": lambda: on_tokens(TokenMaxMin(4, 8, 1, soft=True)),
     "soft-pairs-partly": lambda: on_tokens(nn.Linear(8, 8), TokenMaxMin(4, 8, 2, across=6, soft=True), nn.Linear(8, 3)),
     "attention-pool": lambda: on_tokens(nn.LayerNorm(8, eps=0.1), timm_layers.AttentionPoolLatent(8, num_heads=2)),

@@ -12,8 +12,9 @@ from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.nn.activations import SOFTMAX_SLOPE
+from certcli.nn.heads import L2Pool
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
-from certcli.nn.reference import LipschitzMixer, TokenMixer
+from certcli.nn.reference import LipschitzMixer, LipschitzPyramid, TokenMixer
 from certcli.system.errors import ArchitectureError
 
 
@@ -85,6 +86,41 @@ def test_rolled_channels_show_a_linear_layer_its_window_of_tokens() -> None:
     assert 1 <= float(base) <= 1 + 1e-8  # seven proven norms, each rounded up by 5e-10; the last layer is pending
 
 
+def test_a_pyramid_merges_neighbours_and_has_the_constant_1_while_orthogonal() -> None:
+    shape = {"img_size": 16, "widths": [8, 12], "depths": [1, 2], "windows": 1, "head": [8]}
+    net = build.create("certvit_lip_pyramid_cifar10", shape, initialise=True).double()
+    orthogonalise(net)
+    matrices = {id(parameter) for parameter in orthogonal_parameters(net)}
+    assert {name for name, p in net.named_parameters() if p.dim() > 1 and id(p) not in matrices} == {
+        *(f"stages.{stage}.position" for stage in range(2)),
+        "head.out.weight",
+    }
+    base = propagate(trace_network(net, (3, 16, 16)), RigorousArithmetic()).logits.base
+    assert 1 <= float(base) <= 1 + 1e-8  # six proven norms, each rounded up by 5e-10; the last layer is pending
+    seen: list[torch.Tensor] = []
+    net.stages[1].merge.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    net.stages[0].register_forward_hook(
+        lambda module, inputs, output: torch.arange(16.0).view(1, 16, 1).expand(1, 16, 8).double()
+    )
+    net(torch.rand(1, 3, 16, 16, dtype=torch.float64))
+    assert seen[0][0, :, ::8].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+
+
+def test_the_lengths_of_channels_have_a_gradient_everywhere() -> None:
+    tokens = torch.randn(2, 16, 3, dtype=torch.float64, requires_grad=True)
+    pool = L2Pool(4, 2)
+    windows = tokens.view(2, 2, 2, 2, 2, 3)
+    expected = torch.linalg.vector_norm(windows, dim=(2, 4)).view(2, 4, 3)
+    torch.testing.assert_close(pool(tokens), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(pool(tokens), expected)
+    torch.autograd.gradcheck(pool, (tokens,))
+    silent = torch.zeros(1, 16, 3, requires_grad=True)
+    pool(silent).sum().backward()
+    assert silent.grad is not None
+    assert not silent.grad.any()
+
+
 @pytest.mark.parametrize("arch", ["certvit_sort_mnist", "certvit_mix_mnist"])
 def test_reference_nets_have_the_constant_of_their_pooling_while_orthogonal(arch: str) -> None:
     net = build.create(arch, {"width": 16, "head": [8], "depth": 2, "heads": 2}, initialise=True)
@@ -117,6 +153,10 @@ def test_without_mixing_no_token_depends_on_another() -> None:
         lambda: TokenMaxMin(6, 8, 2),
         lambda: ChannelRoll(2, 6),
         lambda: LipschitzMixer(1, 8, 2, 8, 1, [8], 3, rolls="no"),
+        lambda: L2Pool(4, 3),
+        lambda: L2Pool(4, 0),
+        lambda: LipschitzPyramid(1, 8, 2, [8, 8], [1], 1, [8], 3),
+        lambda: LipschitzPyramid(1, 8, 2, [8, 8, 8, 8], [1, 1, 1, 1], 1, [8], 3),
         lambda: TokenMaxMin(4, 8, 2, across=5),
         lambda: TokenMixer(1, 8, 4, 8, 2, "softmax", 2, [8], 3),
     ],

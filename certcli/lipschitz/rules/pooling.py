@@ -14,6 +14,7 @@ from certcli.lipschitz.rules.reduce import mean
 from certcli.lipschitz.rules.repeat_pad import copied, pair, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
+from certcli.nn.heads import L2Pool
 
 
 @rules.function(functional.max_pool2d, torch.max_pool2d)
@@ -37,6 +38,23 @@ def max_pool(
     ctx.require(bool(torch.isfinite(pooled).all()), "a window of max pooling that lies in the padding")
     count = math.prod(windows_of(k, s, d) for k, s, d in zip(kernel, steps, pair(dilation), strict=True))
     return copied(ctx, x, count, f"a pixel lies in at most {count} windows: sqrt({count})")
+
+
+@rules.module(L2Pool)
+def l2_pool(ctx: Context, module: L2Pool, x: Value) -> Value:
+    """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest entry, and so for tokens."""
+    reach, rest = divmod(module.side, module.windows)
+    ctx.require(not rest and x.shape[-2] == module.side**2, "windows that do not hold each token once")
+    x, arith = ctx.settle(x), ctx.arith
+    root = arith.const(float(reach))
+    return ctx.chain(
+        x,
+        arith.const(1.0),
+        "the length of each channel over each window: slope 1",
+        lambda: root * x.size.fibre_along(-1),
+        total=lambda: x.size.total,
+        peak=lambda: root * x.size.peak,
+    )
 
 
 _WINDOWS = "kernel_size", "stride", "padding", "ceil_mode"
