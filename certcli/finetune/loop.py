@@ -32,6 +32,7 @@ from certcli.finetune.shards import Shares, Stored
 from certcli.finetune.state import TrainingState
 from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
+from certcli.finetune.teacher import Teacher
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
@@ -101,7 +102,7 @@ class Trainer:
         settings: FinetuneSettings,
         classes: int,
         run_identity: str,
-        teacher: PixelModel | None = None,
+        teacher: Teacher | None = None,
         team: Team = ALONE,
         sharded: bool = False,
     ) -> None:
@@ -139,7 +140,7 @@ class Trainer:
         self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in NEEDS_CHAIN else None
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
-        self.objective = Objective(model, settings, draws, teacher, classes, self.chain)
+        self.objective = Objective(model, settings, draws, teacher, self.chain)
         self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team, self.shares)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.best_net = self._net_state()

@@ -14,9 +14,10 @@ from certcli.finetune.hiding import Hiding
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.teacher import Teacher
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
-from certcli.system.errors import ArchitectureError, UsageError
+from certcli.system.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Objective:
 
     Raises:
         UsageError: the device lacks the precision.
-        ArchitectureError: the teacher has other images or classes.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class Objective:
         model: PixelModel,
         settings: FinetuneSettings,
         generator: Generator,
-        teacher: PixelModel | None,
-        classes: int,
+        teacher: Teacher | None,
         chain: ChainBound | None = None,
     ) -> None:
         self.model, self.settings, self.generator, self.teacher = model, settings, generator, teacher
@@ -65,8 +64,6 @@ class Objective:
         self.hiding = Hiding(model, settings.hiding, generator) if settings.hiding else None
         if settings.precision == "fp16" and self.device.type != "cuda":
             raise UsageError(f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16")
-        if teacher is not None:
-            _require_same_task(model, teacher, classes)
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
         """Fetch, augment, mix, mask and attack the images at these positions, at this share of the training.
@@ -79,10 +76,7 @@ class Objective:
         if settings.augment:
             images = augment(images, settings.augment, self.model.normalize.mean, self.generator)
         images, mixed = mix(images, labels, settings, self.generator)
-        taught = None
-        if self.teacher is not None:
-            with torch.no_grad():
-                taught = self.teacher(images).float()
+        taught = None if self.teacher is None else self.teacher(images)
         if settings.noise > 0:
             images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)
         batch = Batch(images, labels, mixed, taught)
@@ -188,22 +182,6 @@ class Objective:
 def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
     """Return KL(softmax(reference) || softmax(logits)), summed over images: (b, k) x 2 -> ()."""
     return kl_div(log_softmax(logits, dim=1), softmax(reference, dim=1), reduction="sum")
-
-
-def _require_same_task(model: PixelModel, teacher: PixelModel, classes: int) -> None:
-    if tuple(teacher.input_size) != tuple(model.input_size):
-        raise ArchitectureError(
-            f"the teacher takes images of size {'x'.join(map(str, teacher.input_size))}, "
-            f"the network {'x'.join(map(str, model.input_size))}",
-            "choose a teacher for the same images",
-        )
-    example = torch.zeros(1, *teacher.input_size, device=next(teacher.parameters()).device)
-    with torch.no_grad():
-        taught = teacher(example).shape[-1]
-    if taught != classes:
-        raise ArchitectureError(
-            f"the teacher knows {taught} classes, the network {classes}", "choose a teacher for the same classes"
-        )
 
 
 def checkpoint_activations(net: nn.Module) -> None:

@@ -47,8 +47,8 @@ def require_classes(images: Images, classes: int, class_names: Sequence[str] | N
 
     Folders of ImageNet synset names are mapped to the indices of a 1,000-class model.
     """
-    if classes == 1000 and len(images.classes) <= 1000 and all(_is_synset(name) for name in images.classes):
-        mapping = _imagenet_indices(images.classes)
+    mapping = imagenet_indices(images.classes) if classes == 1000 else None
+    if mapping is not None:
         return replace(
             images,
             labels=mapping[images.labels],
@@ -68,24 +68,27 @@ def _is_synset(name: str) -> bool:
     return len(name) == 9 and name[0] == "n" and name[1:].isdigit()
 
 
-def _imagenet_indices(synsets: Sequence[str]) -> Tensor:
+def imagenet_indices(names: Sequence[str]) -> Tensor | None:
+    """Return ImageNet's indices of synsets (n01440764, ...), None for other names. DataError for an unknown synset."""
+    if len(names) > 1000 or not all(map(_is_synset, names)):
+        return None
     import certcli.system.compat  # noqa: F401
 
     # isort: split
     from timm.data import ImageNetInfo
 
     known = {synset: index for index, synset in enumerate(ImageNetInfo("imagenet-1k").label_names())}
-    strange = [name for name in synsets if name not in known]
+    strange = [name for name in names if name not in known]
     if strange:
         raise DataError(f"folder '{strange[0]}' is not one of ImageNet's 1,000 synsets")
-    return torch.tensor([known[name] for name in synsets])
+    return torch.tensor([known[name] for name in names])
 
 
 def _in_memory(
     name: str, split: str, classes: Sequence[str], pixels: Tensor, labels: Tensor, scale: float, spec: InputSpec
 ) -> Images:
     """Return images from integer pixels (n, c, h, w), whose white is `scale`."""
-    fit, note = _resizer(tuple(pixels.shape[1:]), spec)
+    fit, note = resizer(tuple(pixels.shape[1:]), spec)
     return Images(
         name=name,
         split=split,
@@ -97,7 +100,7 @@ def _in_memory(
     )
 
 
-def _resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor], Tensor], str]:
+def resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor], Tensor], str]:
     """Return the map from stored images to the network's input size, and a note where it is not the identity."""
     if size == spec.size:
         return (lambda images: images), ""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.ema import Average
@@ -16,6 +17,7 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.finetune.step import Diverged
 from certcli.finetune.stiefel import polar_factor
+from certcli.finetune.teacher import Teacher
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import ArchitectureError, DataError, UsageError
@@ -36,12 +38,16 @@ def lipschitz() -> Checkpoint:
     return initialised("certvit_lip_digits", LIPSCHITZ)
 
 
+def taught_by(teacher: Checkpoint, student: Checkpoint, classes: tuple[str, ...] = ()) -> Teacher:
+    return Teacher(build.load(teacher), teacher.record, student.record, classes)
+
+
 def trainer(checkpoint: Checkpoint, teacher: bool = False, **options: object) -> Trainer:
     plain = {"loss": "ce", "epochs": 2, "batch_size": 32, "lr": 0.01}
     settings = FinetuneSettings(**{**plain, **options})  # type: ignore[arg-type]
     taught = None
     if teacher:
-        taught = build.load(initialised(checkpoint.record.arch, dict(checkpoint.record.arch_args), seed=1))
+        taught = taught_by(initialised(checkpoint.record.arch, dict(checkpoint.record.arch_args), seed=1), checkpoint)
     return Trainer(build.load(checkpoint, writable=True), settings, 10, "test", taught)
 
 
@@ -211,7 +217,7 @@ def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
 
 def test_a_teacher_with_the_same_answers_adds_nothing(tiny: Checkpoint, sets: Sets) -> None:
     run = trainer(tiny, lr=1e-12, epochs=1)
-    run.objective.teacher = build.load(tiny)
+    run.objective.teacher = taught_by(tiny, tiny)
     batch = run.objective.prepare(sets[0], torch.arange(32), 0.0)
     alone = float(run.objective.value(batch, lambda: None, 0.5).detach())
     run.objective.settings = FinetuneSettings(loss="ce", distill_weight=1.0)
@@ -229,12 +235,41 @@ def test_a_teacher_sees_no_noise(tiny: Checkpoint, sets: Sets) -> None:
     assert torch.equal(*taught)
 
 
+def test_a_teacher_of_other_sizes_sees_the_images_resized(tiny: Checkpoint, sets: Sets) -> None:
+    larger = initialised("certvit_vit_cifar10", {"depth": 1, "embed_dim": 24, "num_heads": 3})
+    teacher, images = taught_by(larger, tiny), sets[0].fetch(range(4))
+    assert teacher.note == "images of size 1x8x8 were resized to 3x32x32"
+    wide = interpolate(images, (32, 32), mode="bilinear", antialias=True).repeat(1, 3, 1, 1)
+    torch.testing.assert_close(teacher(images), build.load(larger)(wide))
+    run = Trainer(build.load(tiny, writable=True), FinetuneSettings(loss="ce", epochs=1), 10, "x", teacher)
+    assert list(run.run(*sets))
+
+
+def test_a_teacher_of_imagenet_teaches_the_classes_that_folders_name(tiny: Checkpoint, sets: Sets) -> None:
+    arguments = dict(tiny.record.arch_args)
+    imagenet = initialised("certvit_vit_digits", {**arguments, "num_classes": 1000})
+    synsets = ("n01440764", "n03888257", *(f"n01{number}" for number in (443537, 484850, 491361, 494475)))
+    student = initialised("certvit_vit_digits", {**arguments, "num_classes": 6})
+    teacher, images = taught_by(imagenet, student, synsets), sets[0].fetch(range(4))
+    assert teacher.note == "6 of its 1,000 classes count"
+    expected = build.load(imagenet)(images)[:, [0, 701, 1, 2, 3, 4]]
+    torch.testing.assert_close(teacher(images), expected)
+
+
 def test_teachers_of_another_task_are_refused(tiny: Checkpoint) -> None:
-    other = initialised("certvit_vit_digits", {**tiny.record.arch_args, "num_classes": 7})
-    larger = initialised("certvit_vit_digits", {**tiny.record.arch_args, "img_size": 16})
-    for checkpoint, match in ((other, "7 classes"), (larger, "1x16x16")):
+    arguments = dict(tiny.record.arch_args)
+    seven = initialised("certvit_vit_digits", {**arguments, "num_classes": 7})
+    imagenet = initialised("certvit_vit_digits", {**arguments, "num_classes": 1000})
+    two, three = (initialised("certvit_vit_digits", {**arguments, "in_chans": channels}) for channels in (2, 3))
+    names = tuple(map(str, range(10)))
+    for teacher, student, classes, match in (
+        (seven, tiny, names, "7 classes"),
+        (imagenet, tiny, names, "1000 classes"),
+        (imagenet, tiny, ("n01440764",), "1000 classes"),
+        (two, three, names, "2 channels"),
+    ):
         with pytest.raises(ArchitectureError, match=match):
-            Trainer(build.load(tiny, writable=True), FinetuneSettings(loss="ce"), 10, "x", build.load(checkpoint))
+            taught_by(teacher, student, classes)
 
 
 def test_checkpointing_gives_the_same_gradients(tiny: Checkpoint, sets: Sets) -> None:

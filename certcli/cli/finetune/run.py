@@ -58,6 +58,7 @@ class Training:
         from certcli.finetune.shards import share_out
         from certcli.finetune.state import KEY, load_state
         from certcli.finetune.step import Diverged
+        from certcli.finetune.teacher import Teacher
         from certcli.models import build
         from certcli.models.hints import Hints
         from certcli.models.open import open_checkpoint
@@ -74,7 +75,10 @@ class Training:
         if order.teacher is not None:
             teaching = open_checkpoint(order.teacher, Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
-            teacher = build.load(teaching, device)
+            student = self.checkpoint.record
+            teacher = Teacher(build.load(teaching, device), teaching.record, student, train.classes)
+            if teacher.note:
+                sink.note(f"the teacher: {teacher.note}")
         # sharded weights stay in the file until each process takes its rows
         model = build.load(self.checkpoint, "cpu" if order.shard_weights else device, writable=not order.shard_weights)
         if order.shard_weights:
