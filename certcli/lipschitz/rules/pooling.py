@@ -43,10 +43,10 @@ def max_pool(
 @rules.module(L2Pool)
 def l2_pool(ctx: Context, module: L2Pool, x: Value) -> Value:
     """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest entry, and so for tokens."""
-    reach, rest = divmod(module.side, module.windows)
-    ctx.require(not rest and x.shape[-2] == module.side**2, "windows that do not hold each token once")
+    side, windows = module.side, module.windows
+    ctx.require(x.shape[1:-1] == (side * side,) and windows > 0 and side % windows == 0, "tokens in no square windows")
     x, arith = ctx.settle(x), ctx.arith
-    root = arith.const(float(reach))
+    root = arith.const(float(side // windows))
     return ctx.chain(
         x,
         arith.const(1.0),
