@@ -9,13 +9,12 @@ out=${2:-cifar10-output}
 mkdir -p "$out"
 cd "$out"
 
-flags=(--dataset "$data" --loss margin --epsilon 36/255 --stiefel-lr 0.03 --precision bf16 --force)
-certvit init certvit_lip_cifar10 --arch-arg head=[512,512,256] -o first-init.safetensors --force
-certvit finetune first-init.safetensors "${flags[@]}" --epochs 86 --augment shift,warp,flip -o first.safetensors
-certvit init certvit_lip_cifar10 --seed 1 -o second-init.safetensors --force
-certvit finetune second-init.safetensors "${flags[@]}" --seed 1 --epochs 100 --augment shift,warp,flip,cutout:1x8 \
-    -o second.safetensors
-certvit init certvit_lip_cifar10 --member first.safetensors --member second.safetensors --arch-arg mirror=true \
+flags=(--dataset "$data" --loss margin --stiefel-lr 0.03 --precision bf16 --augment shift,warp,flip --force)
+certvit init certvit_lip_pyramid_cifar10 --arch-arg widths=[96,384] --arch-arg depths=[2,3] -o first-init.safetensors --force
+certvit finetune first-init.safetensors "${flags[@]}" --epsilon 54/255 --epochs 100 -o first.safetensors
+certvit init certvit_lip_pyramid_cifar10 --seed 1 -o second-init.safetensors --force
+certvit finetune second-init.safetensors "${flags[@]}" --epsilon 45/255 --seed 1 --epochs 170 -o second.safetensors
+certvit init certvit_lip_pyramid_cifar10 --member first.safetensors --member second.safetensors --arch-arg mirror=true \
     -o certified.safetensors --force
 certvit certify certified.safetensors --dataset "$data" --split test -e 36/255 -e 72/255 --records certified.jsonl --force
 certvit attack certified.safetensors --dataset "$data" --split test -e 36/255 -a pgd-50 -a margin-pgd-50 --limit 1000

@@ -283,7 +283,7 @@ def _ours() -> Iterator[Row]:
         "certvit-1/cifar10/lip",
         (
             "CIFAR-10 (JPEG)",
-            "certvit_lip_cifar10",
+            "certvit_lip_pyramid_cifar10",
             "orthogonal, margin loss, mean of two: examples/cifar10.sh (ours)",
         ),
         figures=figures("0.141176"),

@@ -50,25 +50,21 @@ class L2Pool(nn.Module):
         tokens = x.unflatten(1, (self.windows, reach, self.windows, reach))
         if torch.is_grad_enabled() and x.requires_grad:
             return _Lengths.apply(tokens).flatten(1, 2)
-        return _lengths(tokens).flatten(1, 2)
+        return torch.linalg.vector_norm(tokens, dim=(2, 4)).flatten(1, 2)
 
     def extra_repr(self) -> str:
         return f"side={self.side}, windows={self.windows}"
 
 
-def _lengths(tokens: Tensor) -> Tensor:
-    """The l2 length along the second and the fourth axis behind the batch; torch's own takes ten times as long."""
-    return tokens.square().sum(4).sum(2).sqrt()
-
-
 class _Lengths(torch.autograd.Function):
-    """`_lengths`, with the gradient 0 where a length is 0: the square root's is infinite there."""
+    """l2 lengths along dim 2 and 4, with the gradient 0 where a length is 0. torch's own along two axes takes ten times as
+    long; it is what a proof follows, since the error of a length has no bound that is known from that of its square."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(tokens: Tensor) -> Tensor:
-        return _lengths(tokens)
+        return tokens.square().sum(4).sum(2).sqrt()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -14,7 +14,8 @@ from certcli.models import build
 from certcli.nn.activations import SOFTMAX_SLOPE
 from certcli.nn.heads import L2Pool
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
-from certcli.nn.reference import LipschitzMixer, LipschitzPyramid, TokenMixer
+from certcli.nn.pyramid import LipschitzPyramid
+from certcli.nn.reference import LipschitzMixer, TokenMixer
 from certcli.system.errors import ArchitectureError
 
 
