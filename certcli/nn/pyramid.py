@@ -38,7 +38,6 @@ class LipschitzPyramid(nn.Module):
             raise ArchitectureError(f"{len(widths)} widths and {len(depths)} depths: each stage has one of both")
         self.num_classes = classes
         self.embed = nn.Conv2d(channels, widths[0], patch, stride=patch)
-        self.act = MaxMin()
         self.stages = nn.ModuleList()
         side //= patch
         for number, (width, depth) in enumerate(zip(widths, depths, strict=True)):

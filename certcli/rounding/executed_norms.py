@@ -150,8 +150,8 @@ def normalize(
 def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
     """Sums of squares, where nothing cancels, and their roots: relative errors of lengths, and what underflows."""
     p, reach = op.precision, module.side // module.windows
-    # two sums of `reach` terms, in any order; a root halves the relative error of a sum, and adds its own
-    relative = compounded(p.products(reach) * 2.0 + p.function + 4 * p.unit)
+    # one sum of all squares of a window, in any order, or one of each row and then one of these
+    relative = compounded(p.products(reach * reach) + p.function + 4 * p.unit)
     lost = (as_real(reach * reach + 8) * p.tiny).sqrt() * as_real(float(op.entries)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
