@@ -38,7 +38,9 @@ def rebuild(tensors: Mapping[str, Array], function: Mapping[str, Any], images: A
         options = {name: value for name, value in options.items() if name not in ("depths", "num_heads", "window_size")}
     elif re.fullmatch(r"certvit_[468]c[23]f", arch):
         found = convnet(layers, x, function)
-    elif match := re.fullmatch(r"certvit_(lip|sort|mix|lip_attention|lip_pyramid)_(digits|mnist|cifar10)", arch):
+    elif match := re.fullmatch(
+        r"certvit_(lip|sort|mix|lip_attention|lip_pyramid)_(digits|mnist|cifar10)(_small|_base|_large)?", arch
+    ):
         across = int(options.pop("across", 128)) if match[1] == "lip_attention" else 0
         mixing = "roll" if options.pop("rolls", 0) else options.pop("mixing", match[1])
         features = pyramid if match[1] == "lip_pyramid" else partial(mixer, mixing=mixing, across=across)

@@ -7,8 +7,9 @@
 - `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
 - `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention. With
   `--arch-arg rolls=true`, as `certvit_lip_cifar10` has it, neighbours exchange channels before each layer.
-- `certvit_lip_pyramid_cifar10`: rolled channels in stages (`widths`, `depths`), 2 x 2 tokens merged between them, and the
-  length of each channel over windows of tokens before the head.
+- `certvit_lip_pyramid_cifar10_small` (1.3 million weights), `_base` (2.2) and `_large` (6.8): rolled channels in stages
+  (`widths`, `depths`), 2 x 2 tokens merged between them, and the length of each channel over windows of tokens before the
+  head. Without a size in its name: the one before these, 1.4 million.
 - `certvit_lip_attention_mnist`: `certvit_lip_mnist` with hard attention between linear maps of each place, and one linear
   layer over all tokens: it needs its attention. `--arch-arg mixing=soft` makes that softmax, `none` takes it out.
 - `certvit_sort_mnist`: Lipschitz by design; tokens are mixed by hard attention only: each channel of a token attends to
@@ -278,6 +279,11 @@ def _shape(patch: int, width: int, depth: int, heads: int, ratio: float) -> dict
     return {"patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": heads, "mlp_ratio": ratio}
 
 
+def _pyramid(widths: Sequence[int], depths: Sequence[int], given: dict[str, Any]) -> nn.Module:
+    shape = {"patch": 4, "widths": widths, "depths": depths, "windows": 4, "head": [256]}
+    return _sized(LipschitzPyramid, _config(3, 32, 10, *_COLOUR), shape, given)
+
+
 _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     # plain ViTs; all but the first have the sizes of CertViT's Table 4
     "vit_digits": partial(_vit, _config(1, 8, 10, (0.5,), (0.5,)), _shape(2, 64, 2, 4, 2.0)),
@@ -324,12 +330,10 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
         _config(3, 32, 10, *_COLOUR),
         {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]},
     ),
-    "lip_pyramid_cifar10": partial(
-        _sized,
-        LipschitzPyramid,
-        _config(3, 32, 10, *_COLOUR),
-        {"patch": 4, "widths": [64, 256], "depths": [2, 4], "windows": 4, "head": [256]},
-    ),
+    "lip_pyramid_cifar10": partial(_pyramid, [64, 256], [2, 4]),
+    "lip_pyramid_cifar10_small": partial(_pyramid, [64, 256], [2, 3]),
+    "lip_pyramid_cifar10_base": partial(_pyramid, [96, 384], [2, 3]),
+    "lip_pyramid_cifar10_large": partial(_pyramid, [192, 768], [3, 5]),
     "lip_attention_mnist": partial(
         _sized,
         PlaceMixer,

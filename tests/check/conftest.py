@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "certvit_lip_digits",
         {"width": 16, "head": [12], "rolls": True, "members": 2, "mirror": True, "head_2": [8]},
     ),
-    "pyramid": ("certvit_lip_pyramid_cifar10", PYRAMID),
+    "pyramid": ("certvit_lip_pyramid_cifar10_base", PYRAMID),
     "mean of pyramids": (
         "certvit_lip_pyramid_cifar10",
         {**PYRAMID, "windows": 2, "members": 2, "mirror": True, "head_2": [4]},
