@@ -25,6 +25,7 @@ from certcli.models.build import PixelModel, replace_module
 
 SPEC = InputSpec(size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25))
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
+PYRAMID = {"img_size": 16, "widths": [8, 12], "depths": [1, 2], "windows": 2, "head": [8], "num_classes": 5}
 
 
 def vit(surgery: dict[str, str] | None = None, **options: Any) -> nn.Module:
@@ -67,6 +68,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "squeeze-excite": named("seresnet18", channels=(8, 8, 8, 8), layers=(1, 1, 1, 1)),
     "lipschitz": lambda: models.create(
         "certvit_lip_cifar10", {"img_size": 16, "width": 8, "head": [8], "num_classes": 5}, initialise=True
+    ),
+    "pyramid": lambda: models.create("certvit_lip_pyramid_cifar10_base", PYRAMID, initialise=True),
+    "pyramid, pooled": lambda: models.create(
+        "certvit_lip_pyramid_cifar10_base", {**PYRAMID, "windows": 1}, initialise=True
     ),
     "mean": lambda: models.create(
         "certvit_lip_cifar10",

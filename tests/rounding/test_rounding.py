@@ -7,6 +7,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
+from timm import list_models
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -258,13 +259,11 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
 @pytest.mark.parametrize(
     ("arch", "arguments"),
     [
-        ("certvit_lip_digits", {}),
-        ("certvit_lip_digits", {"members": 2, "mirror": True}),
+        *((name, {}) for kind in ("lip", "sort", "mix") for name in list_models(f"certvit_{kind}_*")),  # by design, all
         ("certvit_vit_digits", {}),
         ("certvit_vit_pgd_2_3_16", {}),
-        ("certvit_sort_mnist", {}),
-        ("certvit_mix_mnist", {}),
-        ("certvit_lip_attention_mnist", {}),
+        ("certvit_lip_digits", {"members": 2, "mirror": True}),
+        ("certvit_lip_pyramid_cifar10_small", {"windows": 1}),
         ("certvit_lip_attention_mnist", {"mixing": "soft"}),
     ],
 )
