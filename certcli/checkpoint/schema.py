@@ -155,6 +155,7 @@ class TrainingFields(StrictStruct):
     validation_limit: Count | None
     optimisers: list[OptimiserFields]
     parts: list[Name]
+    changes: list[tuple[Count, Count]] = []
 
 
 class AdaptFields(StrictStruct):

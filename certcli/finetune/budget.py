@@ -1,9 +1,9 @@
-"""Turn a time budget (`--time-budget 10m`) into a number of steps, from a few measured ones."""
+"""Turn a time budget (`--time-budget 10m`) into a number of steps: from a few measured ones, then from each epoch's pace."""
 
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from certcli.system.errors import UsageError
@@ -17,6 +17,8 @@ WARM_UP_STEPS = 2
 MEASURED_STEPS = (5, 40)
 """The fewest and the most; between them measuring stops after `MEASURED_SHARE` of the budget."""
 MEASURED_SHARE = 0.02
+TOLERANCE = 0.1
+"""A plan stands while the steps that are left differ from those that fit by at most this share."""
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -83,3 +85,32 @@ def affordable_steps(available: float, costs: Costs, batches: int, validation: i
     rest = left - whole * (batches * costs.step + around) - around
     begun = min(batches - 1, int(max(0.0, rest) / costs.step))
     return Plan(max(1, whole * batches + begun), None if images == validation else images)
+
+
+def changed_total(step: int, total: int, pace: float, left: float, batches: int) -> int:
+    """Return the steps of a run that fit after an epoch's end: `total` while those left are right to TOLERANCE.
+
+    Machines change their speed by factors of two within minutes, so that a plan from a few steps may leave half of the
+    time unused, or take twice of it.
+
+    Args:
+        pace: seconds a step so far, evaluation and saving included.
+        left: seconds of the budget that are left for steps.
+        batches: steps an epoch; the run ends with a whole one, where one fits.
+    """
+    fitting = int(max(0.0, left * MARGIN) / pace)
+    if abs(fitting - (total - step)) <= TOLERANCE * (total - step):
+        return total
+    return step + (fitting - fitting % batches if fitting >= batches else fitting)
+
+
+def share_done(step: int, total: int, changes: Sequence[tuple[int, int]] = ()) -> float:
+    """Return the share of the schedule before a step: linear in the steps, and continuous where the plan changed.
+
+    changes: for each earlier plan, the step at which it ended and the total that it had.
+    """
+    begun, done = 0, 0.0
+    for changed, former in changes:
+        done += (1 - done) * (changed - begun) / (former - begun)
+        begun = changed
+    return done + (1 - done) * (step - begun) / (total - begun)

@@ -20,7 +20,7 @@ from certcli.checkpoint.mapped import Spool
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune import shards
-from certcli.finetune.budget import Costs, affordable_steps, measure_steps
+from certcli.finetune.budget import Costs, affordable_steps, measure_steps, share_done
 from certcli.finetune.ema import Average
 from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
@@ -112,6 +112,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.best, self.best_epoch = -1.0, -1
         self.epoch = self.step = 0
+        self.changes: list[tuple[int, int]] = []
         model.eval()
         for parameter in model.parameters():
             parameter.requires_grad_(True)
@@ -185,8 +186,8 @@ class Trainer:
                     "use the dataset that the network was made for",
                 )
         validation = validation.limit(settings.validation_limit, settings.seed)
-        total, patience = self.total_steps(train), math.inf if settings.patience is None else settings.patience
-        while self.step < total and self.epoch - max(self.best_epoch, 0) < patience:
+        patience = math.inf if settings.patience is None else settings.patience
+        while self.step < (total := self.total_steps(train)) and self.epoch - max(self.best_epoch, 0) < patience:
             started, losses, seen, before = time.perf_counter(), 0.0, 0, self.step
             self.model.train()
             held = self.model.net.state_dict().values()
@@ -195,7 +196,7 @@ class Trainer:
             steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
             for number, positions in enumerate(steps):
                 self.descent.expect(train, *steps[number : number + 2])
-                losses += self._learn(train, positions, total)
+                losses += self._learn(train, positions, share_done(self.step, total, self.changes))
                 seen += len(positions)
                 watch(self.step, losses / (self.step - before))
             self.model.eval()
@@ -236,8 +237,7 @@ class Trainer:
         if bad:
             raise Diverged(f"the weights '{bad[0]}' became NaN or infinite by step {self.step}")
 
-    def _learn(self, train: Images, positions: Tensor, total: int) -> float:
-        share = self.step / total
+    def _learn(self, train: Images, positions: Tensor, share: float) -> float:
         self.rates.set(share)
         loss = self.descent.step(train, positions, share, f"step {self.step} (epoch {self.epoch + 1})", self.step)
         if self.average is not None:
@@ -298,7 +298,7 @@ class Trainer:
         size = self.settings.batch_size * self.settings.accumulate
         parts = torch.randperm(len(train), generator=self.generator).split(size)
         self.model.train()
-        step_seconds = measure_steps(lambda: self._learn(train, parts[self.step % len(parts)], 1_000_000), budget)
+        step_seconds = measure_steps(lambda: self._learn(train, parts[self.step % len(parts)], 0.0), budget)
         self.model.eval()
         sample = validation.limit(256)
         self.evaluate(sample)
@@ -310,6 +310,11 @@ class Trainer:
         made = affordable_steps(budget - (time.perf_counter() - started), costs, self.batches(train), len(validation))
         limit = self.settings.validation_limit or made.validation_limit
         self.settings = replace(self.settings, steps=made.steps, validation_limit=limit)
+
+    def change_plan(self, train: Images, steps: int) -> None:
+        """Make `steps` those of the whole run; the schedule goes on from where it is."""
+        self.changes.append((self.step, self.total_steps(train)))
+        self.settings = replace(self.settings, steps=steps)
 
     def _net_state(self) -> dict[str, Stored]:
         return {name: shards.stored_copy(value) for name, value in self.model.net.state_dict().items()}
@@ -330,6 +335,7 @@ class Trainer:
             best_epoch=self.best_epoch,
             steps=self.settings.steps,
             validation_limit=self.settings.validation_limit,
+            changes=list(self.changes),
             net=self._net_state(),
             best_net=self.best_net,
             optimisers=optimisers,
@@ -343,7 +349,7 @@ class Trainer:
         held = self.model.net.state_dict()
         try:
             self.settings = replace(self.settings, steps=state.steps, validation_limit=state.validation_limit)
-            self.epoch, self.step = state.epoch, state.step
+            self.epoch, self.step, self.changes = state.epoch, state.step, list(state.changes)
             best = {name: shards.stored_as(value, state.best_net[name], self.team) for name, value in held.items()}
             self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
             for name, value in held.items():

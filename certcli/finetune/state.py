@@ -22,7 +22,7 @@ from certcli.system.errors import CheckpointError, OutputError, Refused
 from certcli.system.processes import ALONE, Team
 
 KEY = "certvit-state"
-PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit")
+PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit", "changes")
 
 
 @dataclass
@@ -32,6 +32,7 @@ class TrainingState:
     Args:
         identity: digest of the starting weights, the settings and the images; the state of another run is refused.
         steps, validation_limit: the plan of a time budget.
+        changes: the steps at which earlier plans ended, and their totals.
         parts: tensors of optional parts, by name: the averaged weights, the vectors of penalties and projections, the
             scale of half-precision gradients.
     """
@@ -43,6 +44,7 @@ class TrainingState:
     best_epoch: int
     steps: int | None
     validation_limit: int | None
+    changes: list[tuple[int, int]]
     net: Mapping[str, Stored]
     best_net: Mapping[str, Stored]
     optimisers: list[dict[str, Any]]

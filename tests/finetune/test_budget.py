@@ -12,15 +12,18 @@ import certcli.checkpoint.file
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
 from certcli.evaluation.seen import seen_by, shares
-from certcli.finetune import loop
+from certcli.finetune import budget, loop
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
     FEWEST_VALIDATION_IMAGES,
     MARGIN,
+    TOLERANCE,
     Costs,
     affordable_steps,
+    changed_total,
     measure_steps,
     parse_duration,
+    share_done,
 )
 from certcli.finetune.evaluate import Quality
 from certcli.finetune.loop import Trainer
@@ -113,6 +116,7 @@ def test_measuring_counts_steps_after_a_warm_up() -> None:
 def test_the_lineage_holds_the_steps_and_they_repeat_the_run(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LONGEST_START", 0.0)  # the test's process is older than the command
     folder = start.parent
+    monkeypatch.setattr(budget, "changed_total", lambda step, total, *rest: total)  # a machine that keeps its pace
     planned = finetune(start, "--time-budget", "1s", "-o", folder / "a.safetensors")
     made = Checkpoint.read(folder / "a.safetensors")
     parameters = made.record.lineage[-1].parameters
@@ -121,6 +125,68 @@ def test_the_lineage_holds_the_steps_and_they_repeat_the_run(start: Path, monkey
     words = ["--validation-limit", parameters["validation_limit"]] if "validation_limit" in parameters else []
     finetune(start, "--steps", parameters["steps"], *words, "-o", folder / "b.safetensors")
     assert Checkpoint.read(folder / "b.safetensors").digest == made.digest
+
+
+@pytest.mark.parametrize("step", [1, 37, 3700])
+@pytest.mark.parametrize("total", [38, 3701, 100_000])
+@pytest.mark.parametrize("faster", [1e-3, 0.5, 0.95, 1.0, 1.05, 2.0, 1e3])
+def test_what_is_left_is_planned_again_where_the_pace_changed(step: int, total: int, faster: float) -> None:
+    if step >= total:
+        return
+    batches, pace = 37, 0.25
+    left = (total - step) * faster * pace / MARGIN
+    changed = changed_total(step, total, pace, left, batches)
+    if changed == total:  # right to the tolerance; or to one epoch, since the run ends with a whole one
+        assert abs(faster - 1) <= TOLERANCE + 1 / (total - step) or abs(faster - 1) * (total - step) <= batches
+    else:
+        assert changed >= step
+        assert (changed - step) * pace <= MARGIN * left * (1 + 1e-9)
+        assert (changed - step + 1) * pace > MARGIN * left * (1 - 1e-9) or (changed - step) % batches == 0
+        assert (changed - step + batches) * pace > MARGIN * left * (1 - 1e-9)
+    assert changed_total(step, total, pace, -1.0, batches) == step
+
+
+def test_a_schedule_goes_on_from_where_it_is() -> None:
+    assert [share_done(step, 7) for step in range(8)] == [step / 7 for step in range(8)]
+    changes = [(10, 40), (30, 200), (100, 150)]
+    totals = [former for _, former in changes] + [120]
+    begins = [0] + [begun for begun, _ in changes]
+    for number, (begun, total) in enumerate(zip(begins, totals, strict=True)):
+        earlier = changes[:number]
+        before = share_done(begun, totals[number - 1], changes[: number - 1]) if number else 0.0
+        assert share_done(begun, total, earlier) == pytest.approx(before, abs=1e-15)
+        assert share_done(total, total, earlier) == pytest.approx(1.0, abs=1e-15)
+        shares = [share_done(step, total, earlier) for step in range(begun, total + 1)]
+        assert shares == sorted(shares)
+
+
+def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps an epoch: eight, after the first epoch sixteen. Stopped after the second, it ends in the same bytes."""
+    monkeypatch.setattr(training, "LONGEST_START", 0.0)
+    plan = budget.Plan(8, None)
+    monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: plan)
+    monkeypatch.setattr(budget, "changed_total", lambda step, total, *rest: 16 if step == 4 else total)
+    out = start.parent / "o.safetensors"
+    words = [start, "--time-budget", "1s", "-o", out]
+    assert finetune(*words)[-1]["steps"] == 16
+    made = Checkpoint.read(out)
+    assert made.record.lineage[-1].parameters["steps"] == 16
+    assert made.record.lineage[-1].parameters["plan_changes"] == [[4, 8]]
+    whole, ends = Trainer.run, start.parent / "p.safetensors"
+
+    def cut(self: Trainer, *sets: Any) -> Any:
+        for epoch in whole(self, *sets):
+            if epoch.epoch == 3:
+                raise OSError("power cut")
+            yield epoch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", cut)
+        finetune(start, "--time-budget", "1s", "-o", ends, fails=OSError)
+    finetune(start, "--time-budget", "1s", "-o", ends, "--resume")
+    assert Checkpoint.read(ends).digest == made.digest
 
 
 def test_the_given_validation_images_validate_whatever_the_budget(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,11 +96,12 @@ class Training:
             sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to go on from: starting at the beginning")
+        end: float | None = None  # a run that goes on keeps to its last plan: what it took before is not known
         if self.settings.time_budget is not None and trainer.settings.steps is None:
-            self._plan(trainer, self.settings.time_budget, train, validation)
+            end = self._plan(trainer, self.settings.time_budget, train, validation)
         diverged: Diverged | None = None
         try:
-            self._learn(trainer, train, validation)
+            self._learn(trainer, train, validation, end)
         except Diverged as failure:
             if trainer.best_epoch < 0:
                 if team().leads:
@@ -148,15 +149,16 @@ class Training:
         doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
-    def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> None:
-        """Turn the time budget into a number of steps."""
+    def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
+        """Turn the time budget into a number of steps, and return when they should end, in seconds of the clock."""
         from certcli.finetune.budget import Costs, parse_duration
 
         clock = time.perf_counter()
         self._save_state(trainer)
         saving = time.perf_counter() - clock
         bound, certificate = _proof_seconds(self.checkpoint, validation.limit(128))
-        left = parse_duration(budget) - (time.perf_counter() - self.started)
+        end = self.started + parse_duration(budget)
+        left = end - time.perf_counter()
         trainer.plan(train, validation, left, Costs(0.0, 0.0, saving, bound, certificate))
         epochs, limit = trainer.total_steps(train) / trainer.batches(train), trainer.settings.validation_limit
         self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
@@ -165,11 +167,17 @@ class Training:
         if limit is not None and limit < len(validation):
             self.sink.note(f"validating on {limit} of {len(validation)} images, to save time")
         self._save_state(trainer)  # a resumed run must keep to the plan
+        return end - bound - (len(validation) if limit is None else limit) * certificate
 
-    def _learn(self, trainer: Trainer, train: Images, validation: Images) -> None:
-        """Train to the end, with a progress bar, or a remark now and then in a log file; save each epoch's state."""
-        total = trainer.total_steps(train)
-        with self.sink.progress("finetune", total=total) as bar:
+    def _learn(self, trainer: Trainer, train: Images, validation: Images, end: float | None) -> None:
+        """Train to the end, with a progress bar, or a remark now and then in a log file; save each epoch's state.
+
+        end: when the steps of a time budget should end; each epoch's pace corrects their number.
+        """
+        from certcli.finetune.budget import changed_total
+
+        begun, first = time.perf_counter(), trainer.step
+        with self.sink.progress("finetune", total=trainer.total_steps(train)) as bar:
             bar.advance(trainer.step)
             done = trainer.step
             remark = ""
@@ -180,6 +188,15 @@ class Training:
                 done = step
 
             for epoch in trainer.run(train, validation, watch):
+                total = trainer.total_steps(train)
+                if end is not None and trainer.step < total:
+                    now = time.perf_counter()
+                    pace = (now - begun) / (trainer.step - first)
+                    steps = changed_total(trainer.step, total, pace, end - now, trainer.batches(train))
+                    if steps != total:
+                        self.sink.note(f"planned again: {steps} steps, {steps / trainer.batches(train):.2f} epochs")
+                        trainer.change_plan(train, steps)
+                        bar.aim(total := steps)
                 self._save_state(trainer)
                 self.sink.record(asdict(epoch))
                 estimate = epoch.certified_estimate
@@ -240,6 +257,8 @@ class Training:
         from certcli.cli.shared.inputs import remember_dataset
 
         parameters = {**trainer.settings.parameters(), "dataset": train.name, "images": len(train), SEEN: self.seen}
+        if trainer.changes:
+            parameters["plan_changes"] = trainer.changes
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
         return replace(derived, record=remember_dataset(derived.record, train))
 

@@ -183,7 +183,7 @@ class Lines:
     """A line of progress every minute."""
 
     def __init__(self, sink: Sink, label: str, total: int, known: int) -> None:
-        self._sink, self._label, self._total, self._known = sink, label, total, known
+        self._sink, self._label, self.total, self._known = sink, label, total, known
         self._begun = self._last = sink.clock()
         self.done = 0.0
 
@@ -193,8 +193,8 @@ class Lines:
         if now < self._last + EVERY:
             return
         self._last, new = now, done - self._known
-        left = f", about {_minutes((now - self._begun) * (self._total - done) / new)} left" if new > 0 else ""
-        shown = percent(done / self._total, 0)
+        left = f", about {_minutes((now - self._begun) * (self.total - done) / new)} left" if new > 0 else ""
+        shown = percent(done / self.total, 0)
         self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{left}")
 
 
@@ -209,6 +209,11 @@ class Bar:
         if self._lines is not None:
             self._lines.done += steps
             self._lines.show()
+
+    def aim(self, total: int) -> None:
+        self._progress.update(self._task, total=total)
+        if self._lines is not None:
+            self._lines.total = total
 
     def reach(self, completed: int, remark: str = "") -> None:
         self._progress.update(self._task, completed=completed, remark=plain(remark))
