@@ -1,6 +1,7 @@
 """Turn training images into the loss: augmentation, attack, forward pass, loss, distillation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -68,7 +69,7 @@ class Objective:
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
         """Fetch, augment, mix, mask and attack the images at these positions, at this share of the training.
 
-        The teacher sees whole images, without noise.
+        The teacher sees whole images, without noise, and runs in the precision of the settings.
         """
         settings = self.settings
         images = sent(train.fetch(positions.tolist()), self.device)
@@ -76,7 +77,8 @@ class Objective:
         if settings.augment:
             images = augment(images, settings.augment, self.model.normalize.mean, self.generator)
         images, mixed = mix(images, labels, settings, self.generator)
-        taught = None if self.teacher is None else self.teacher(images)
+        with self._precision():
+            taught = None if self.teacher is None else self.teacher(images)
         if settings.noise > 0:
             images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)
         batch = Batch(images, labels, mixed, taught)
@@ -119,18 +121,18 @@ class Objective:
 
         The network runs in the precision of the settings.
         """
+        with self._precision() as narrow:
+            logits = self.model(images) if views is None or self.hiding is None else self.hiding.logits(images, views)
+        return logits.float() if narrow else logits
 
-        def run() -> Tensor:
-            if views is None or self.hiding is None:
-                return self.model(images)
-            return self.hiding.logits(images, views)
-
+    @contextmanager
+    def _precision(self) -> Iterator[bool]:
+        """Passes inside the block run in the precision of the settings. True: it is a half precision."""
         if self.settings.precision == "float32":
-            return run()
-        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
-        with torch.autocast(self.device.type, dtype):
-            logits = run()
-        return logits.float()
+            yield False
+            return
+        with torch.autocast(self.device.type, torch.bfloat16 if self.settings.precision == "bf16" else torch.float16):
+            yield True
 
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
         """Return the mean loss of the batch: ().
