@@ -24,30 +24,36 @@ _HINT = "--method smoothing takes any network"
 
 
 def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor, nearby: Tensor | None = None) -> Tensor:
-    """r = min_{j != i} (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for the top class i: (b, k), ..., (k, k) -> (b,).
+    """r = min_{j != i} r_ij of `pair_radii`, for the top class i: (b, k), ..., (k, k) -> (b,)."""
+    found = pair_radii(logits, errors, pairs, logits.argmax(dim=1), nearby)
+    return found.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
 
-    K_ij bounds the slope of z_i - z_j, so no image within r changes the sign of any margin. Every step rounds down; the
-    quotient is multiplied by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and a positive margin never changes.
-    Source: Tsuzuku et al. 2018, Prop. 1, per pair.
+
+def pair_radii(logits: Tensor, errors: Tensor, pairs: Tensor, classes: Tensor, nearby: Tensor | None = None) -> Tensor:
+    """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for the class i of each image: (b, k), ..., (k, k) -> (b, k).
+
+    K_ij bounds the slope of z_i - z_j, so no image within r_ij changes the sign of this margin; 0 where it is not positive,
+    infinite for j = i. Every step rounds down; the quotient is multiplied by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and
+    a positive margin never changes. Source: Tsuzuku et al. 2018, Prop. 1, per pair.
 
     Args:
         errors: How far each logit may lie from that of real arithmetic, (b, k or 1).
-        nearby: E_ij of the top class i, (b, k): how far z_i - z_j as executed at any neighbour may lie from the real one.
+        classes: i, (b,).
+        nearby: E_ij of the class i, (b, k): how far z_i - z_j as executed at any neighbour may lie from the real one.
     """
     if not logits.dtype == errors.dtype == pairs.dtype == torch.float64:
         raise TypeError("certificates are computed in float64")
-    top, errors = logits.argmax(dim=1, keepdim=True), errors.expand_as(logits)
+    top, errors = classes[:, None], errors.expand_as(logits)
     plain = logits.gather(1, top) - logits
     lost = (errors.gather(1, top) + errors) * (1 + 2.0**-40) + plain.abs() * 2.0**-50
     margins = plain - (lost if nearby is None else (lost + nearby) * (1 + 2.0**-40))
-    slopes = pairs[top.squeeze(1)]
+    slopes = pairs[classes]
     radii = torch.where(
         margins > 0,  # not where it is NaN
         torch.where(slopes > 0, margins / slopes, torch.where(slopes == 0, torch.inf, 0.0)),
         0.0,
     )
-    radii = radii.scatter(1, top, torch.inf) * (1 - 2.0**-40)
-    return radii.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
+    return (radii.scatter(1, top, torch.inf) * (1 - 2.0**-40)).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 class LipschitzCertifier(ProvingCertifier):

@@ -26,6 +26,12 @@ METHODS = Registry(
         "Tsuzuku et al. 2018, Lipschitz-margin training",
     ),
     Entry(
+        "box",
+        "certcli.certify.box.certifier:prepare",
+        "the same bound from a second image for each pair of classes, for pixels that end at 0 and 1, proven",
+        "ours",
+    ),
+    Entry(
         "local",
         "certcli.certify.local:prepare",
         "small networks as they are: an enclosure of each image's neighbourhood, proven, seconds to minutes an image",

@@ -115,6 +115,7 @@ class SmoothingOptions(_Closed):
 
 OPTIONS: Mapping[str, type[Struct]] = {
     "lipschitz": NoOptions,
+    "box": NoOptions,
     "local": LocalOptions,
     "local-lip": NoOptions,
     "bcp": NoOptions,

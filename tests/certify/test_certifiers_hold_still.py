@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
@@ -33,6 +34,7 @@ def network() -> PixelModel:
 
 CERTIFIERS = {
     "lipschitz": lambda model: LipschitzCertifier(model, prove(model, 3)),
+    "box": lambda model: BoxCertifier(model, prove(model, 3)),
     "zonotope": lambda model: LocalCertifier(model, SIZE, Local(effort="zonotope"), steps=1),
     "norms": lambda model: LocalCertifier(model, SIZE, Local(effort="norms"), steps=1),
     "local-lip": lambda model: LocalLipCertifier(model, 3, SIZE),

@@ -16,6 +16,7 @@ from certcli.certify.certificate import Certificate, Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.executed import ProvingCertifier
+from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import BACKWARD, EFFORTS, NORMS, ZONOTOPE, Local
@@ -117,6 +118,7 @@ def local(effort: str, at: tuple[float, ...] = ()) -> Callable[[PixelModel, int,
 
 PROVING: dict[str, Callable[[PixelModel, int, str], ProvingCertifier]] = {
     "lipschitz": lambda model, classes, name: LipschitzCertifier(model, prove(model, classes), name),
+    "box": lambda model, classes, name: BoxCertifier(model, prove(model, classes), name),
     "local-lip": lambda model, classes, name: LocalLipCertifier(model, classes, model.input_size, name),
     "bcp": lambda model, classes, name: BcpCertifier(model, classes, model.input_size, name),
     "norms": local(NORMS),

@@ -27,6 +27,7 @@ from timm.models.vision_transformer import VisionTransformer
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import EFFORTS, Local
@@ -113,7 +114,8 @@ def proving(method: str, arithmetic: str) -> Callable[[PixelModel], Certifier]:
         classes, name = classes_of(model), Proof(arithmetic).arithmetic
         if method in chains:
             return chains[method](model, classes, model.input_size, name)
-        return LipschitzCertifier(model, prove(model, classes), name)
+        kind = BoxCertifier if method == "box" else LipschitzCertifier
+        return kind(model, prove(model, classes), name)
 
     return make
 
@@ -129,7 +131,7 @@ def against_patches(procedure: str, size: str) -> Callable[[PixelModel], Certifi
 
 
 ROWS = (
-    *(Row("lipschitz", name, proving("lipschitz", name), anything) for name in ARITHMETICS),
+    *(Row(method, name, proving(method, name), anything) for method in ("lipschitz", "box") for name in ARITHMETICS),
     *(Row(method, name, proving(method, name), chain) for method in ("local-lip", "bcp") for name in ARITHMETICS),
     *(
         Row("local", f"{effort} {norm} {name}", local(effort, norm, name), small, 200)

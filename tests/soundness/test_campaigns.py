@@ -19,7 +19,7 @@ from tests.certify.test_certificate_law import PatchClaiming
 from tests.soundness import coverage_campaign
 from tests.soundness.attack_campaign import COUNTED_ELSEWHERE, ROWS, Row, Seen, attack, built
 
-BALLS = ("lipschitz", "local", "local-lip", "bcp")
+BALLS = ("lipschitz", "box", "local", "local-lip", "bcp")
 
 
 def test_every_method_and_arithmetic_has_a_row() -> None:

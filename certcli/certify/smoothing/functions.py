@@ -23,7 +23,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.kind, self.precision = DTYPES[precision], precision
         self.normalize, self.net = model.normalize, build.converted(model, self.kind).net
-        self.denoiser = None if denoiser is None else denoiser.to(self.kind)
+        self.denoiser = None if denoiser is None else denoiser.to(self.kind).to(memory_format=torch.channels_last)
         self.eval()
 
     def forward(self, noisy: Tensor) -> Tensor:

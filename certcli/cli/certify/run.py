@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-PROVING = ("lipschitz", "local", "local-lip", "bcp")
+PROVING = ("lipschitz", "box", "local", "local-lip", "bcp")
 """Methods that prove for an arithmetic, whichever --arithmetic names."""
 NOT_DRAWN_FOR = "not drawn for"
 """In place of a share at a radius beyond --enough: images reach it by chance only."""

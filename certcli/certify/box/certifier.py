@@ -1,0 +1,131 @@
+"""Certificates from the global bound that know that pixels end at 0 and 1.
+
+A margin of slope K that is m(a) at an image a of the box is positive at every x' with |x' - a| < m(a) / K. So an image x is
+certified at r for a pair of classes if one such ball, around any a, holds all images of the box within r of x
+(`geometry.reach`). a = x gives the certificate of `lipschitz`; where pixels of x are 0 or 1, others give more: the margin may
+rise along them, and no x' lies on the far side. Source: ours; the theorem: docs/bounds.md, section 12.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certcli.certify.box.climb import STEPS, climb
+from certcli.certify.box.geometry import reach
+from certcli.certify.certificate import AGAIN, Certificate, Confirmation, Doubt, require_logits
+from certcli.certify.executed import as_executed
+from certcli.certify.lipschitz import METHOD as GLOBAL
+from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
+from certcli.certify.proof_options import Proof
+from certcli.checkpoint.file import Checkpoint
+from certcli.engine.trace import example_of
+from certcli.images.labelled import sent
+from certcli.lipschitz.network import prove
+from certcli.models.build import load_double
+
+METHOD = "box"
+FURTHEST = 1.5
+"""Anchors are sought for the pairs of classes whose radius is below this multiple of the image's."""
+_LESS = 0.002
+"""Relative: what is stated stays this far below what was found, so that a search on another machine finds it, too."""
+_AT_ONCE = 256
+"""Pairs that are climbed together."""
+
+
+class BoxCertifier(LipschitzCertifier):
+    """`LipschitzCertifier` with an anchor for each pair of classes; its radii are never less."""
+
+    method = METHOD
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.title = f"global bound {self.bound.upper}, per-pair margins, from second images of the box"
+
+    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+        return self._certified(indices, pixels, labels, STEPS)
+
+    def _certified(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int], steps: int
+    ) -> list[Certificate]:
+        plain = super().batch(indices, pixels, labels)
+        images = sent(pixels, self._device).double()
+        begun = torch.tensor([row.radius for row in plain], dtype=torch.float64, device=self._device)
+        tops = torch.tensor([row.prediction for row in plain], device=self._device)
+        right = tops == torch.tensor(labels, device=self._device)
+        rows = (right & (begun > 0) & begun.isfinite()).nonzero().squeeze(1)
+        found = torch.zeros_like(begun)
+        if len(rows):
+            found[rows] = self._radii(images[rows], tops[rows], begun[rows], steps) * (1 - _LESS)
+        return [
+            replace(row, method=METHOD, radius=max(row.radius, new), rung=METHOD if new > row.radius else GLOBAL)
+            for row, new in zip(plain, found.tolist(), strict=True)
+        ]
+
+    @torch.no_grad()
+    def _radii(self, images: Tensor, tops: Tensor, begun: Tensor, steps: int) -> Tensor:
+        """Return what all pairs of classes allow: the pairs that are near by their anchors, the others by the image."""
+        logits, errors = self.evaluated(images)
+        on_box = None if self._neighbours is None else self._neighbours.on_box[tops]
+        pairs = pair_radii(logits, errors, self._pairs, tops, on_box)
+        rows, others = (pair_radii(logits, errors, self._pairs, tops) < FURTHEST * begun[:, None]).nonzero(
+            as_tuple=True
+        )
+        for part in range(0, len(rows), _AT_ONCE):
+            row, other = rows[part : part + _AT_ONCE], others[part : part + _AT_ONCE]
+            anchors = self._anchors(images[row], tops[row], other, begun[row], steps)
+            within = self._within(anchors, tops[row], other)
+            new = reach(images[row].flatten(1), anchors.flatten(1), within)
+            pairs[row, other] = torch.maximum(pairs[row, other], new)
+        return pairs.amin(1)
+
+    def _anchors(self, images: Tensor, tops: Tensor, others: Tensor, begun: Tensor, steps: int) -> Tensor:
+        slopes = self._pairs[tops, others].float()
+
+        def margins(anchors: Tensor) -> Tensor:
+            logits = self._climbed(anchors.view(images.shape))
+            found = logits.gather(1, tops[:, None]) - logits.gather(1, others[:, None])
+            return found.squeeze(1) / slopes
+
+        found = climb(margins, images.flatten(1).float(), begun.float(), steps)
+        return found.double().clamp(0.0, 1.0).view(images.shape)
+
+    def _within(self, anchors: Tensor, tops: Tensor, others: Tensor) -> Tensor:
+        """Return the radius around each anchor within which its pair of classes keeps its order, as executed."""
+        logits, errors = self.evaluated(anchors)
+        require_logits(logits, anchors)
+
+        def of_pair(rows: Tensor, nearby: Tensor | None = None) -> Tensor:
+            found = pair_radii(logits[rows], errors[rows], self._pairs, tops[rows], nearby)
+            return found.gather(1, others[rows, None]).squeeze(1)
+
+        every = torch.arange(len(anchors), device=self._device)
+        return as_executed(self._neighbours, anchors, tops, of_pair(every), of_pair)
+
+    @cached_property
+    def _climbed(self) -> Callable[[Tensor], Tensor]:
+        """The network in float32, which is enough to search."""
+        return copy.deepcopy(self.model).float().eval().requires_grad_(False)
+
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        """Search again, twice as long where it falls short."""
+        first = super().confirm(claims, pixels, doubt)
+        found = []
+        for claim, image, confirmed in zip(claims, pixels, first, strict=True):
+            if confirmed.status == "refuted" and claim.prediction is not None:
+                (again,) = self._certified([claim.index], image[None], [claim.prediction], 2 * STEPS)
+                if claim.prediction == again.prediction and claim.radius <= again.radius * (1 + AGAIN):
+                    confirmed = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
+            found.append(confirmed)
+        return found
+
+
+def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BoxCertifier:
+    """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
+    model = load_double(checkpoint, device)
+    certifier = BoxCertifier(model, prove(model, checkpoint.record.classes), options.arithmetic)
+    certifier.evaluated(example_of(model, model.input_size))
+    return certifier

@@ -1,0 +1,67 @@
+"""A search for the anchors from which a pair of classes is certified furthest. What it finds is a hope: `reach` proves.
+
+For a margin m of slope K and an anchor a, every image x' of the box within r of x has m(x') >= m(a) - K |x' - a|. So the
+search climbs m(a) / K - D(a, r), D the largest such distance, with r raised until that is 0.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from certcli.certify.box.geometry import distance
+
+STEPS = 24
+STRIDE = 0.15
+"""Length of the first step, in radii; it falls to 0 along a line."""
+_KEPT = 0.5
+"""Share of the last direction in the next one."""
+_EDGE = 0.02
+"""Pixels this near 0 or 1 count as at the edge when the search begins."""
+_STEEPEST = 0.95
+"""Share of the slope at the edge at which the first guess ends: its length grows without limit towards 1."""
+
+
+def climb(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor, steps: int = STEPS) -> Tensor:
+    """Return an anchor in the box for each row: (b, n), (b,) -> (b, n).
+
+    Args:
+        margins: (b, n) -> m / K of each row, with gradient.
+        images: x of each row; in float32 or float64, as the search is to be made.
+        radii: certified already, m(x) / K.
+    """
+    anchors, r = _begun(margins, images, radii), radii.clone()
+    best, highest = images.clone(), radii.clone()
+    direction = torch.zeros_like(images)
+    for step in range(steps + 1):
+        value, slope = _with_gradient(margins, anchors)
+        found = distance(images, anchors, r)
+        far = found.squared.sqrt()
+        now = r + (value - far) * far / (r * (1 + found.mu)).clamp(
+            min=1e-12
+        )  # one step of Newton to D(a, r) = m(a) / K
+        better = (now > highest) & (now <= value)  # a far guess may leave the range of the bound; NaN is no better
+        best, highest = torch.where(better[:, None], anchors, best), torch.where(better, now, highest)
+        r = torch.maximum(r, highest)
+        uphill = slope - (anchors - images - found.furthest) / far[:, None].clamp(min=1e-12)
+        direction = _KEPT * direction + (1 - _KEPT) * uphill / uphill.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        anchors = (anchors + STRIDE * (1 - step / (steps + 1)) * r[:, None] * direction).clamp(0.0, 1.0)
+    return best
+
+
+def _begun(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor) -> Tensor:
+    """Move the pixels at the edge along the gradient g as far as pays before a plane: m s / (1 - s^2), s = |g there|."""
+    _, slope = _with_gradient(margins, images)
+    free = slope * (((images <= _EDGE) & (slope > 0)) | ((images >= 1 - _EDGE) & (slope < 0)))
+    s = free.norm(dim=1, keepdim=True)
+    share = s.clamp(max=_STEEPEST)
+    length = radii[:, None] * share / (1 - share.square())
+    return (images + length * free / s.clamp(min=1e-12)).clamp(0.0, 1.0)
+
+
+def _with_gradient(margins: Callable[[Tensor], Tensor], anchors: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        moving = anchors.detach().requires_grad_(True)
+        value = margins(moving)
+        (slope,) = torch.autograd.grad(value.sum(), moving)
+    return value.detach(), slope
