@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local

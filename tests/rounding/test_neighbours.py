@@ -12,11 +12,11 @@ from timm.layers import LayerScale
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
+from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, Doubt
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.executed import ProvingCertifier
-from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import BACKWARD, EFFORTS, NORMS, ZONOTOPE, Local

@@ -24,10 +24,10 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.models.vision_transformer import VisionTransformer
 
+from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import EFFORTS, Local

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from certcli.certify.box.climb import STEPS, climb
 from certcli.certify.box.geometry import reach
-from certcli.certify.certificate import AGAIN, Certificate, Confirmation, Doubt, require_logits
+from certcli.certify.certificate import AGAIN, Certificate, Confirmation, Doubt, require_logits, whole_batch
 from certcli.certify.executed import as_executed
 from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
@@ -28,12 +28,14 @@ from certcli.lipschitz.network import prove
 from certcli.models.build import load_double
 
 METHOD = "box"
-FURTHEST = 1.5
-"""Anchors are sought for the pairs of classes whose radius is below this multiple of the image's."""
+SMALLEST = 1 / 255
+"""Radius from which on anchors are sought: nearer than a grey level of one pixel there is no other image of 8 bits."""
+FURTHEST, MOST = 1.5, 16
+"""Anchors are sought for the pairs of classes whose radius is below this multiple of the image's, and for so many at most."""
 _LESS = 0.002
 """Relative: what is stated stays this far below what was found, so that a search on another machine finds it, too."""
-_AT_ONCE = 256
-"""Pairs that are climbed together."""
+_AT_ONCE, _PIXELS = 256, 2**22
+"""Pairs that are climbed together, and pixels of all their images, at most."""
 
 
 class BoxCertifier(LipschitzCertifier):
@@ -56,7 +58,7 @@ class BoxCertifier(LipschitzCertifier):
         begun = torch.tensor([row.radius for row in plain], dtype=torch.float64, device=self._device)
         tops = torch.tensor([row.prediction for row in plain], device=self._device)
         right = tops == torch.tensor(labels, device=self._device)
-        rows = (right & (begun > 0) & begun.isfinite()).nonzero().squeeze(1)
+        rows = (right & (begun >= SMALLEST) & begun.isfinite()).nonzero().squeeze(1)
         found = torch.zeros_like(begun)
         if len(rows):
             found[rows] = self._radii(images[rows], tops[rows], begun[rows], steps) * (1 - _LESS)
@@ -71,11 +73,12 @@ class BoxCertifier(LipschitzCertifier):
         logits, errors = self.evaluated(images)
         on_box = None if self._neighbours is None else self._neighbours.on_box[tops]
         pairs = pair_radii(logits, errors, self._pairs, tops, on_box)
-        rows, others = (pair_radii(logits, errors, self._pairs, tops) < FURTHEST * begun[:, None]).nonzero(
-            as_tuple=True
-        )
-        for part in range(0, len(rows), _AT_ONCE):
-            row, other = rows[part : part + _AT_ONCE], others[part : part + _AT_ONCE]
+        nearest = pair_radii(logits, errors, self._pairs, tops)
+        last = nearest.kthvalue(min(MOST, nearest.shape[1]), dim=1, keepdim=True).values
+        near = nearest <= FURTHEST * nearest.amin(1, keepdim=True)
+        rows, others = (near & (nearest <= last)).nonzero(as_tuple=True)
+        step = min(_AT_ONCE, max(1, _PIXELS // images[0].numel()))
+        for row, other in zip(rows.split(step), others.split(step), strict=True):
             anchors = self._anchors(images[row], tops[row], other, begun[row], steps)
             within = self._within(anchors, tops[row], other)
             new = reach(images[row].flatten(1), anchors.flatten(1), within)
@@ -86,7 +89,8 @@ class BoxCertifier(LipschitzCertifier):
         slopes = self._pairs[tops, others].float()
 
         def margins(anchors: Tensor) -> Tensor:
-            logits = self._climbed(anchors.view(images.shape))
+            with whole_batch(images):
+                logits = self._climbed(anchors.view(images.shape))
             found = logits.gather(1, tops[:, None]) - logits.gather(1, others[:, None])
             return found.squeeze(1) / slopes
 
