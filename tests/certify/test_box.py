@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -71,6 +72,22 @@ def test_what_is_reached_lies_within(seed: int) -> None:
     at_home = reach(images, images, within)
     assert (at_home <= within).all()
     assert torch.allclose(at_home, within, rtol=1e-8)
+
+
+def test_the_distance_is_rounded_up() -> None:
+    """Not below r^2 + |u|^2 + 2 (the dual at mu), in rational numbers, where the dual is taken at its own best points."""
+    images, anchors, radii = drawn(7)
+    found = distance(images, anchors, radii)
+    assert (found.squared[0] < 1.001 * radii[0] ** 2).all()  # an anchor next to the image: nothing else hides rounding
+    for image, anchor, r, squared, mu in zip(images, anchors, radii, found.squared, found.mu, strict=True):
+        square, weight = Fraction(float(r)) ** 2, Fraction(float(mu))
+        exact = square * (1 + weight)
+        for x, a in zip(map(Fraction, image.tolist()), map(Fraction, anchor.tolist()), strict=True):
+            u = x - a
+            best = min(max(u / weight, -x), 1 - x)
+            exact += u * u + 2 * (u * best - weight * best * best / 2)
+        assert Fraction(float(squared)) >= exact
+        assert float(squared) <= float(exact) * (1 + 1e-9)
 
 
 def test_what_reaches_nowhere() -> None:
