@@ -9,9 +9,10 @@ mkdir -p "$out"
 cd "$out"
 
 certvit init certvit_lip_mnist -o init.safetensors --force
-certvit finetune init.safetensors --dataset torch/mnist --data-dir "$data" --loss margin --epsilon 1.58 \
+certvit finetune init.safetensors --dataset torch/mnist --data-dir "$data" --loss margin --epsilon 1.42 \
     --optimiser stiefel --lr 0.01 --stiefel-lr 0.02 --ema 0.995 --augment warp --epochs 60 --batch-size 256 \
     -o certified.safetensors --force
-certvit certify certified.safetensors --data-dir "$data" -e 0.5 -e 1.58 --records certified.jsonl --force
+# Most pixels are 0 or 1, which --method box knows: training at a smaller radius certifies more at 1.58 then.
+certvit certify certified.safetensors --data-dir "$data" --method box -e 0.5 -e 1.58 --records certified.jsonl --force
 certvit attack certified.safetensors --data-dir "$data" -e 1.58 -a pgd-50 -a margin-pgd-50 --limit 1000
 certvit attack certified.safetensors --data-dir "$data" --only-certified certified.jsonl -a margin-pgd-50 --limit 1000
