@@ -321,7 +321,11 @@ def _ours() -> Iterator[Row]:
     at = recipe.replace("-e 1.58", "-e 1.42")
     yield Row(
         "certvit-1/mnist/lip/box",
-        ("MNIST", "certvit_lip_mnist, 4 tokens", "the same with a loss at 1.42, certificate box: examples/mnist.sh (ours)"),
+        (
+            "MNIST",
+            "certvit_lip_mnist, 4 tokens",
+            "the same with a loss at 1.42, certificate box: examples/mnist.sh (ours)",
+        ),
         trained(images, "certvit_lip_mnist", f"{at} --augment warp --epochs 60")
         | judged("--data-dir {mnist}", "1.58", method=" --method box"),
         figures("1.58"),
