@@ -1,7 +1,7 @@
 """Certificates from the global bound: a margin divided by how fast it can shrink."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class LipschitzCertifier(ProvingCertifier):
 
     method = METHOD
     domain = "box"
+    taken_at: ClassVar[str] = ""
 
     def __init__(self, model: PixelModel, bound: NetworkBound, arithmetic: str | None = None) -> None:
         if bound.pairs is None:
@@ -81,7 +82,7 @@ class LipschitzCertifier(ProvingCertifier):
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
         super().__init__(model, model.input_size, arithmetic, traced=bound.traced)
         self._pairs = bound.pairs.double().to(self._device)
-        self.title = f"global bound {bound.upper}, per-pair margins"
+        self.title = f"global bound {bound.upper}, per-pair margins{self.taken_at}"
         self.statement = f"certificates: {self.spoken_of}; the bound is proven on [0, 1] images"
 
     @property

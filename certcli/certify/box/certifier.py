@@ -42,10 +42,7 @@ class BoxCertifier(LipschitzCertifier):
     """`LipschitzCertifier` with an anchor for each pair of classes; its radii are never less."""
 
     method = METHOD
-
-    def __init__(self, *arguments: object, **named: object) -> None:
-        super().__init__(*arguments, **named)  # type: ignore[arg-type]
-        self.title = f"global bound {self.bound.upper}, per-pair margins, from second images of the box"
+    taken_at = ", from second images of the box"
 
     def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
         return self._certified(indices, pixels, labels, STEPS)

@@ -37,9 +37,8 @@ def climb(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor, st
         value, slope = _with_gradient(margins, anchors)
         found = distance(images, anchors, r)
         far = found.squared.sqrt()
-        now = r + (value - far) * far / (r * (1 + found.mu)).clamp(
-            min=1e-12
-        )  # one step of Newton to D(a, r) = m(a) / K
+        growth = (r * (1 + found.mu)).clamp(min=1e-12) / far
+        now = r + (value - far) / growth  # one step of Newton to D(a, r) = m(a) / K
         better = (now > highest) & (now <= value)  # a far guess may leave the range of the bound; NaN is no better
         best, highest = torch.where(better[:, None], anchors, best), torch.where(better, now, highest)
         r = torch.maximum(r, highest)
