@@ -92,7 +92,9 @@ class Certifier(ABC):
     what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
     norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records. reach: no radius beyond it
     can be certified, whatever the network. drawn_to: beyond this radius it ends its search, so that a share says nothing.
-    remark: what happened on the way that a person should know. within: called in a batch, with the images' worth done.
+    kept_back: relative, how much less than it found a method states, so that a search on another machine finds it; who
+    checks sets it to 0. remark: what happened on the way that a person should know. within: called in a batch, with the
+    images' worth done.
     """
 
     method: ClassVar[str]
@@ -105,6 +107,7 @@ class Certifier(ABC):
     certificate: ClassVar[type[Certificate]] = Certificate
     reach: float = math.inf
     drawn_to: float = math.inf
+    kept_back: float = 0.0
     within: Callable[[float], None] | None = None
     title: str = ""
     statement: str = ""

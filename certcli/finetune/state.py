@@ -111,6 +111,9 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
     except Refused as refusal:
         raise CheckpointError(f"{path} is not the state of a training run ({refusal})") from refusal
     require_state_of(path, identity, about.identity)
+    later = [*(step for step, _ in about.changes[1:]), about.step]
+    if any(not 0 < step < total or step > after for (step, total), after in zip(about.changes, later, strict=False)):
+        raise CheckpointError(f"{path} is not the state of a training run (plans that no run makes)", "drop --resume")
     if "generator" not in tensors:
         raise CheckpointError(f"{path} is not the state of a training run (it holds no generator)")
     optimisers: list[dict[str, Any]] = []

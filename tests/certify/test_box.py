@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -162,6 +163,19 @@ def test_radii_are_never_less_and_are_found_again_alone(arithmetic: str | None) 
         for row, image in zip(found, images, strict=True):
             (again,) = certifier.confirm([row], image[None], Doubt(0, 0.0))
             assert again.status == "verified", (row, again)
+
+
+def test_what_is_kept_back_is_for_the_one_who_checks() -> None:
+    model = network(0)
+    images = drawn(0)[0].view(-1, 1, 4, 6)
+    certifier = BoxCertifier(model, prove(model, 4))
+    rows = certifier.batch(range(len(images)), images, model(images).argmax(1).tolist())
+    (row, image) = next((row, image) for row, image in zip(rows, images, strict=True) if row.rung == "box")
+    for factor, status in ((1 + certifier.kept_back / 2, "verified"), (1 + 4 * certifier.kept_back, "refuted")):
+        claim = replace(row, radius=row.radius * factor)
+        assert certifier.confirm([claim], image[None], Doubt(0, 0.0))[0].status == status
+    assert certifier.kept_back == BoxCertifier.kept_back > 0
+    assert certifier.batch([row.index], image[None], [row.label])[0].radius == pytest.approx(row.radius, rel=1e-6)
 
 
 def test_what_the_search_makes_of_a_margin_that_is_no_number() -> None:

@@ -29,10 +29,11 @@ from certcli.finetune.evaluate import Quality
 from certcli.finetune.loop import Trainer
 from certcli.finetune.optimisers import default_batch
 from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.state import KEY
 from certcli.finetune.step import Diverged
 from certcli.images import datasets
 from certcli.models import build
-from certcli.system.errors import DataError, OutputError, UsageError
+from certcli.system.errors import CheckpointError, DataError, OutputError, UsageError
 from tests.helpers.commands import attempt
 
 LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
@@ -187,6 +188,29 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
         finetune(start, "--time-budget", "1s", "-o", ends, fails=OSError)
     finetune(start, "--time-budget", "1s", "-o", ends, "--resume")
     assert Checkpoint.read(ends).digest == made.digest
+
+
+@pytest.mark.parametrize("changes", [[[0, 0]], [[5, 5]], [[4, 2]], [[9, 16]], [[3, 9], [2, 9]]])
+def test_a_state_with_plans_that_no_run_makes_is_refused(
+    start: Path, monkeypatch: pytest.MonkeyPatch, changes: list[list[int]]
+) -> None:
+    """Stopped at step 4; shares of such a schedule would divide by zero or lie outside of it."""
+    out, state = start.parent / "o.safetensors", start.parent / "o.state.safetensors"
+    whole = Trainer.run
+
+    def cut(self: Trainer, *sets: Any) -> Any:
+        yield next(whole(self, *sets))
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", cut)
+        finetune(start, "--epochs", 3, "-o", out, fails=OSError)
+    tensors, metadata = certcli.checkpoint.file.read_tensors(state)
+    about = json.loads(metadata[KEY])
+    assert about["step"] == 4
+    forged = json.dumps({**about, "changes": changes})
+    certcli.checkpoint.file.write_safetensors(state, dict(tensors), {**metadata, KEY: forged}, True)
+    assert "plans" in str(finetune(start, "--epochs", 3, "-o", out, "--resume", fails=CheckpointError))
 
 
 def test_the_given_validation_images_validate_whatever_the_budget(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ def certify_again(
             return replace(
                 whose, rows=rows, stated={"promise": "proof", "failure": 0.0, "arithmetic": "real", "parameters": {}}
             )
+        certifier.kept_back = 0.0
         with sink.progress("certify again", total=len(chosen)) as bar:
             for found in certify(certifier, chosen, batch):
                 rows += [(certificate.correct, certificate.held) for certificate in found]
