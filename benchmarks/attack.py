@@ -69,11 +69,17 @@ def apgd(net: nn.Module, region: Region) -> Callable[[Tensor, Tensor], Tensor]:
 WORKLOADS: dict[str, tuple[list[str], int, Plain]] = {
     "PGD-20, one run": (["pgd-20"], 1, lambda net, region: [pgd(net, region)]),
     "PGD-20, 5 restarts": (["pgd-20"], 5, lambda net, region: [pgd(net, region)] * 5),
-    "PGD-20, then APGD-CE-20": (["pgd-20", "apgd-ce-20"], 1, lambda net, region: [pgd(net, region), apgd(net, region)]),
+    "PGD-20, then APGD-CE-20": (
+        ["pgd-20", "apgd-ce-20"],
+        1,
+        lambda net, region: [pgd(net, region), apgd(net, region)],
+    ),
 }
 
 
-def plainly(attacks: list[Callable[[Tensor, Tensor], Tensor]], net: nn.Module, batches: list[Batch]) -> float:
+def plainly(
+    attacks: list[Callable[[Tensor, Tensor], Tensor]], net: nn.Module, batches: list[Batch]
+) -> float:
     robust = total = 0
     torch.manual_seed(0)
     for _, images, labels in batches:
@@ -109,13 +115,19 @@ def ensemble(net: nn.Module, region: Region, batches: list[Batch]) -> set[int]:
     return robust
 
 
-def compare(net: nn.Module, batches: list[Batch], radii: list[float], clock: Callable[[], float]) -> None:
+def compare(
+    net: nn.Module, batches: list[Batch], radii: list[float], clock: Callable[[], float]
+) -> None:
     """AutoAttack, three ways."""
-    print(f"{'radius':>6} {'attack':22} {'withstand':>9} {'seconds':>8} {'times':>6}  differs from torchattacks on")
+    print(
+        f"{'radius':>6} {'attack':22} {'withstand':>9} {'seconds':>8} {'times':>6}  differs from torchattacks on"
+    )
     for radius in radii:
         region, settings = Region("l2", radius), AttackSettings()
 
-        def ours(name: str, region: Region = region, settings: AttackSettings = settings) -> set[int]:
+        def ours(
+            name: str, region: Region = region, settings: AttackSettings = settings
+        ) -> set[int]:
             rows = attack_images(net, batches, [name], region, settings)
             return {row.index for row in rows if row.withstood}
 
@@ -124,7 +136,10 @@ def compare(net: nn.Module, batches: list[Batch], radii: list[float], clock: Cal
         for name in ("autoattack-full", "autoattack"):
             seconds, found = timed(lambda name=name, ours=ours: ours(name), clock)
             differs = f"{len(first - found)} broken here only, {len(found - first)} there only"
-            print(f"{radius:6g} {name:22} {len(found):9} {seconds:8.1f} {slow / seconds:6.2f}  {differs}", flush=True)
+            print(
+                f"{radius:6g} {name:22} {len(found):9} {seconds:8.1f} {slow / seconds:6.2f}  {differs}",
+                flush=True,
+            )
 
 
 def timed(work: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:
@@ -134,11 +149,15 @@ def timed(work: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=397)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--autoattack", type=int, metavar="N", help="compare AutoAttack on the first N test images")
+    parser.add_argument(
+        "--autoattack", type=int, metavar="N", help="compare AutoAttack on the first N test images"
+    )
     parser.add_argument("--radii", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -146,12 +165,16 @@ def main() -> None:
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     net = train(0).to(options.device)
     images = datasets.load("digits", SPEC, "test").limit(options.autoattack or options.images)
-    batches = [(index, x.to(options.device), y.to(options.device)) for index, x, y in images.batches(BATCH)]
+    batches = [
+        (index, x.to(options.device), y.to(options.device)) for index, x, y in images.batches(BATCH)
+    ]
     if options.autoattack:
         compare(net, batches, options.radii, clock)
         return
     region = Region("l2", RADIUS)
-    print(f"{len(images)} test images, l2 radius {RADIUS}, batches of {BATCH}, {options.threads} thread(s)")
+    print(
+        f"{len(images)} test images, l2 radius {RADIUS}, batches of {BATCH}, {options.threads} thread(s)"
+    )
     print(
         f"{'workload':28} {'clean':>6} {'robust plain':>13} {'certvit':>8} {'plain s':>8} {'certvit s':>9} {'ratio':>6}"
     )

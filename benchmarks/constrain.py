@@ -44,7 +44,9 @@ from certcli.constrain.statistics import LayerStatistics, collect_in_passes, ene
 ETAS = (0.05, 0.1, 0.2, 0.4)
 
 
-def collect(model: torch.nn.Module, batches: Any, paths: list[str], **options: Any) -> dict[str, LayerStatistics]:
+def collect(
+    model: torch.nn.Module, batches: Any, paths: list[str], **options: Any
+) -> dict[str, LayerStatistics]:
     """Return the statistics of all passes."""
     passes = collect_in_passes(model, batches, paths, **options)
     return {path: layer.widened() for part in passes for path, layer in part.items()}
@@ -64,7 +66,11 @@ def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float
 def random_model(size: int, patch: int) -> torch.nn.Module:
     torch.manual_seed(0)
     return timm.create_model(
-        "vit_tiny_patch16_224", img_size=size, patch_size=patch, class_token=False, global_pool="avg"
+        "vit_tiny_patch16_224",
+        img_size=size,
+        patch_size=patch,
+        class_token=False,
+        global_pool="avg",
     ).eval()
 
 
@@ -107,14 +113,18 @@ def seconds(action: Callable[[], object], repeats: int = 5) -> float:
 def capture(model: torch.nn.Module, path: str, images: Tensor) -> Tensor:
     """The layer's input tokens on a batch: (tokens, in)."""
     kept: list[Tensor] = []
-    handle = model.get_submodule(path).register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
+    handle = model.get_submodule(path).register_forward_pre_hook(
+        lambda _, args: kept.append(args[0].detach())
+    )
     with torch.no_grad():
         model(images)
     handle.remove()
     return kept[0].flatten(0, -2)
 
 
-def steps(model: torch.nn.Module, images: Tensor, path: str, eta: float, code_scaling: bool, limit: int) -> None:
+def steps(
+    model: torch.nn.Module, images: Tensor, path: str, eta: float, code_scaling: bool, limit: int
+) -> None:
     model.requires_grad_(True)
 
     def forward_backward() -> None:
@@ -149,7 +159,9 @@ def steps(model: torch.nn.Module, images: Tensor, path: str, eta: float, code_sc
         cut = towards * (excess / (2 * float((towards * towards).sum()))) if excess > 0 else towards
         return _outer_step(first, current, cut) if excess > 0 else current, excess
 
-    def until_feasible(cut: Callable[[Tensor], tuple[Tensor, float]], current: Tensor) -> tuple[int, float, float]:
+    def until_feasible(
+        cut: Callable[[Tensor], tuple[Tensor, float]], current: Tensor
+    ) -> tuple[int, float, float]:
         """(steps, final error / allowed error, seconds)"""
         begun = clock()
         for count in range(limit + 1):
@@ -161,7 +173,10 @@ def steps(model: torch.nn.Module, images: Tensor, path: str, eta: float, code_sc
         return count, math.sqrt(max(0.0, 1 + excess / budget)), clock() - begun
 
     passes = seconds(forward_backward, 3)
-    step, gram_step = seconds(lambda: published_cut(start - weight)), seconds(lambda: gram_cut(first), 15)
+    step, gram_step = (
+        seconds(lambda: published_cut(start - weight)),
+        seconds(lambda: gram_cut(first), 15),
+    )
     taken, ratio, spent = until_feasible(published_cut, start - weight)
     gram_taken, gram_ratio, gram_spent = until_feasible(gram_cut, first)
     basis_time = seconds(lambda: eigenbasis(gram))
@@ -176,37 +191,62 @@ def steps(model: torch.nn.Module, images: Tensor, path: str, eta: float, code_sc
         print(f"  {what:40} {1e3 * time:9.2f} ms   {note}", flush=True)
 
     def against(time: float) -> str:
-        return f"{step / time:.0f} x, with the published loop's passes {(step + passes) / time:.0f} x"
+        return (
+            f"{step / time:.0f} x, with the published loop's passes {(step + passes) / time:.0f} x"
+        )
 
     def arrival(count: int, ratio: float) -> str:
-        return f"{count} cuts, " + ("feasible" if ratio <= 1.005 else f"still {ratio:.2f} x the allowed error")
+        return f"{count} cuts, " + (
+            "feasible" if ratio <= 1.005 else f"still {ratio:.2f} x the allowed error"
+        )
 
     milliseconds("forward and backward pass", passes)
-    milliseconds("published cut, activations at hand", step, f"with its pass {1e3 * (step + passes):.0f} ms")
+    milliseconds(
+        "published cut, activations at hand", step, f"with its pass {1e3 * (step + passes):.0f} ms"
+    )
     milliseconds("Gram cut", gram_step, against(gram_step))
     milliseconds("exact projection", exact, against(exact))
     total = taken * (passes + step)
-    milliseconds("published loop, from a harsh start", total, f"{arrival(taken, ratio)} ({spent:.1f} s without passes)")
+    milliseconds(
+        "published loop, from a harsh start",
+        total,
+        f"{arrival(taken, ratio)} ({spent:.1f} s without passes)",
+    )
     milliseconds("statistics, once", collecting)
     for what, own, note in (
         ("Gram cuts, to a feasible point", gram_spent, arrival(gram_taken, gram_ratio)),
         ("eigenbasis and exact projection", basis_time + exact, "feasible"),
-        ("Douglas-Rachford to its end", whole, f"gap {result.gap:.0e}, norm x {result.after / result.before:.3f}"),
+        (
+            "Douglas-Rachford to its end",
+            whole,
+            f"gap {result.gap:.0e}, norm x {result.after / result.before:.3f}",
+        ),
     ):
-        milliseconds(what, own, f"{note}: {total / own:.0f} x, with statistics {total / (own + collecting):.0f} x")
+        milliseconds(
+            what,
+            own,
+            f"{note}: {total / own:.0f} x, with statistics {total / (own + collecting):.0f} x",
+        )
 
 
 def norms(layers: dict[str, LayerStatistics], etas: tuple[float, ...], names: list[str]) -> None:
-    print(f"\nnorm after / before, geometric mean over {len(layers)} layers (held-out error, geometric mean; seconds)")
+    print(
+        f"\nnorm after / before, geometric mean over {len(layers)} layers (held-out error, geometric mean; seconds)"
+    )
     print("  error   " + "".join(f"{name:>26}" for name in names))
     for eta in etas:
         cells = []
         for name in names:
             begun = time.perf_counter()
-            results = [constrain_layer(layer, ConstrainSettings(name, eta=eta)) for layer in layers.values()]
+            results = [
+                constrain_layer(layer, ConstrainSettings(name, eta=eta))
+                for layer in layers.values()
+            ]
             spent = time.perf_counter() - begun
             assert all(result.feasible for result in results)
-            ratio = math.exp(average.fmean(math.log(result.after / result.before) for result in results))
+            ratio = math.exp(
+                average.fmean(math.log(result.after / result.before) for result in results)
+            )
             held = [math.log(result.held_out_error) for result in results if result.held_out_error]
             unseen = f"{100 * math.exp(average.fmean(held)):.1f} %" if held else "-"
             cells.append(f"{ratio:.4f} ({unseen}; {spent:.0f} s)")
@@ -226,39 +266,60 @@ def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
     results = [constrain_layer(layer, ConstrainSettings()) for layer in layers.values()]
     solving, worked = time.perf_counter() - begun, clock() - worked
     gaps = [result.gap for result in results if result.gap is not None]
-    print(f"\nwhole network: {len(results)} layers, {len(images)} images, {torch.get_num_threads()} threads")
+    print(
+        f"\nwhole network: {len(results)} layers, {len(images)} images, {torch.get_num_threads()} threads"
+    )
     print(
         f"  forward pass alone {forward:.1f} s, statistics {collecting:.1f} s, layers {solving:.1f} s ({worked:.1f} s of CPU)"
     )
-    print(f"  largest optimality gap {max(gaps):.1e}, most iterations {max(result.iterations for result in results)}")
+    print(
+        f"  largest optimality gap {max(gaps):.1e}, most iterations {max(result.iterations for result in results)}"
+    )
 
 
-def precision(model: torch.nn.Module, images: Tensor, batch: int, layers: dict[str, LayerStatistics]) -> None:
+def precision(
+    model: torch.nn.Module, images: Tensor, batch: int, layers: dict[str, LayerStatistics]
+) -> None:
     """Solve with Gram matrices of float32 products (summed in float64), measure with the float64 ones."""
     print("\nGram matrices from float32 products: error allowed 1 %, error made")
     for path, layer in layers.items():
         gram = sum(
-            (part.T @ part).double() for part in (capture(model, path, images) for images in images.split(batch))
+            (part.T @ part).double()
+            for part in (capture(model, path, images) for images in images.split(batch))
         )
-        result = constrain_layer(replace(layer, grams=gram[None], held_out=None), ConstrainSettings(eta=0.01))
+        result = constrain_layer(
+            replace(layer, grams=gram[None], held_out=None), ConstrainSettings(eta=0.01)
+        )
         change = result.weight.double().flatten(1) - layer.weight
         made = float((energy(change, layer.grams)[0] / layer.energies[0]).sqrt())
         lowest = float(torch.linalg.eigvalsh(gram)[0] / torch.linalg.eigvalsh(layer.grams[0])[0])
-        print(f"  {path:24} {100 * made:.5f} %   smallest eigenvalue float32 / float64 {lowest:.6f}", flush=True)
+        print(
+            f"  {path:24} {100 * made:.5f} %   smallest eigenvalue float32 / float64 {lowest:.6f}",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint-dir")
     parser.add_argument("--data-dir")
     parser.add_argument("--images", type=int, default=500)
-    parser.add_argument("--step-images", type=int, default=500, help="images of the mini-batch in `steps`")
+    parser.add_argument(
+        "--step-images", type=int, default=500, help="images of the mini-batch in `steps`"
+    )
     parser.add_argument("--eta", type=float, default=0.05, help="allowed error in `steps`")
     parser.add_argument("--limit", type=int, default=2000, help="most cuts in `steps`")
     parser.add_argument("--code-scaling", action="store_true")
-    parser.add_argument("--every", type=int, default=1, help="use every so-many-th layer in `norms`")
     parser.add_argument(
-        "--prox", nargs="+", default=["l1", "clip", "nuclear", "spectral", "ball"], choices=METHODS.names()
+        "--every", type=int, default=1, help="use every so-many-th layer in `norms`"
+    )
+    parser.add_argument(
+        "--prox",
+        nargs="+",
+        default=["l1", "clip", "nuclear", "spectral", "ball"],
+        choices=METHODS.names(),
     )
     parser.add_argument("--threads", type=int, default=1)
     parts = ["steps", "norms", "network", "precision"]
@@ -282,7 +343,14 @@ def main() -> None:
         else:
             for name in ("attn.qkv", "mlp.fc1", "mlp.fc2"):
                 path = f"net.blocks.6.{name}"
-                steps(model, images[: options.step_images], path, options.eta, options.code_scaling, options.limit)
+                steps(
+                    model,
+                    images[: options.step_images],
+                    path,
+                    options.eta,
+                    options.code_scaling,
+                    options.limit,
+                )
     if "network" in options.parts:
         network(model, images, 25)
     if {"norms", "precision"} & set(options.parts):

@@ -49,12 +49,17 @@ def surgery(depth: int) -> tuple[Replacement, ...]:
     """L2 attention, centre norms and convex residuals in every block."""
     found = []
     for block in (f"blocks.{index}" for index in range(depth)):
-        found += [Replacement(f"{block}.norm1", "center-norm"), Replacement(f"{block}.norm2", "center-norm")]
+        found += [
+            Replacement(f"{block}.norm1", "center-norm"),
+            Replacement(f"{block}.norm2", "center-norm"),
+        ]
         found += [Replacement(f"{block}.attn", "l2-attention"), Replacement(block, "convex-block")]
     return (*found, Replacement("norm", "center-norm"))
 
 
-def build(arch: str, arch_args: dict, network: str, device: torch.device, seed: int) -> models.PixelModel:
+def build(
+    arch: str, arch_args: dict, network: str, device: torch.device, seed: int
+) -> models.PixelModel:
     torch.manual_seed(seed)
     net = models.create(arch, arch_args, initialise=True)
     record = Record(arch=arch, arch_args=arch_args, input=models.spec_of(net), classes=10)
@@ -69,15 +74,23 @@ def random_images(count: int, size: tuple[int, int, int], seed: int) -> Images:
     pixels = torch.rand(count, *size, generator=generator)
     labels = torch.randint(0, 10, (count,), generator=generator)
     classes = tuple(map(str, range(10)))
-    return Images("random", "train", classes, labels, torch.arange(count), lambda wanted: pixels[list(wanted)])
+    return Images(
+        "random", "train", classes, labels, torch.arange(count), lambda wanted: pixels[list(wanted)]
+    )
 
 
 def stepper(variant: str, options: argparse.Namespace, device: torch.device) -> Callable[[], float]:
     """A function that makes --steps steps and returns the seconds of one."""
-    model = build(options.arch, parse_arguments(options.arch_arg), options.network, device, options.seed)
+    model = build(
+        options.arch, parse_arguments(options.arch_arg), options.network, device, options.seed
+    )
     images = random_images(options.batch_size, model.input_size, options.seed)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    step = plain_loop(model, images) if variant == "loop" else certvit_step(variant, model, images, options)
+    step = (
+        plain_loop(model, images)
+        if variant == "loop"
+        else certvit_step(variant, model, images, options)
+    )
 
     def steps() -> float:
         started = clock()
@@ -106,7 +119,9 @@ def plain_loop(model: models.PixelModel, images: Images) -> Callable[[], None]:
 def certvit_step(
     variant: str, model: models.PixelModel, images: Images, options: argparse.Namespace
 ) -> Callable[[], None]:
-    settings = FinetuneSettings(batch_size=options.batch_size, precision=options.precision, **VARIANTS[variant][1])
+    settings = FinetuneSettings(
+        batch_size=options.batch_size, precision=options.precision, **VARIANTS[variant][1]
+    )
     trainer = Trainer(model, settings, 10, "benchmark")
     trainer.model.train()
     positions, number = torch.arange(options.batch_size), iter(range(10**9))
@@ -120,13 +135,21 @@ def certvit_step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--network", choices=("adapted", "plain"), default="adapted")
     parser.add_argument("--arch", default=ARCHITECTURE)
     parser.add_argument("--arch-arg", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--without-amx", action="store_true", help="no products in bfloat16: as on a CPU without AMX")
     parser.add_argument(
-        "--variants", default=",".join(VARIANTS), help="comma-separated, and what they are compared with"
+        "--without-amx",
+        action="store_true",
+        help="no products in bfloat16: as on a CPU without AMX",
+    )
+    parser.add_argument(
+        "--variants",
+        default=",".join(VARIANTS),
+        help="comma-separated, and what they are compared with",
     )
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--precision", default="float32")
@@ -158,7 +181,9 @@ def main() -> None:
         base = VARIANTS[name][0]
         ratios = [mine / other for mine, other in zip(times, seconds[base], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        print(f"{name:22} {statistics.median(times):8.3f}  {base:14} {middle:6.3f}  {low:.3f} .. {high:.3f}")
+        print(
+            f"{name:22} {statistics.median(times):8.3f}  {base:14} {middle:6.3f}  {low:.3f} .. {high:.3f}"
+        )
 
 
 if __name__ == "__main__":

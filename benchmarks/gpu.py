@@ -64,9 +64,21 @@ def rows(count: int, batch: int) -> list[Row]:
     certify, norms = ("certify", "plain.safetensors", *judged), min(count, 8)
     return [
         Row("lipschitz", ("lipschitz", "plain.safetensors", "--json"), 0, True),
-        Row("audit", ("audit", "plain.safetensors", *judged, "--method", "lipschitz", "-a", "pgd-20"), count),
-        Row("adapt", ("adapt", "plain.safetensors", "--dataset", "images", "-o", "adapted.safetensors"), count),
-        Row("constrain", ("constrain", "adapted.safetensors", "--dataset", "images", "-o", "small.safetensors"), count),
+        Row(
+            "audit",
+            ("audit", "plain.safetensors", *judged, "--method", "lipschitz", "-a", "pgd-20"),
+            count,
+        ),
+        Row(
+            "adapt",
+            ("adapt", "plain.safetensors", "--dataset", "images", "-o", "adapted.safetensors"),
+            count,
+        ),
+        Row(
+            "constrain",
+            ("constrain", "adapted.safetensors", "--dataset", "images", "-o", "small.safetensors"),
+            count,
+        ),
         Row(
             "certify lipschitz",
             ("certify", "adapted.safetensors", *judged, "--method", "lipschitz"),
@@ -74,7 +86,11 @@ def rows(count: int, batch: int) -> list[Row]:
             True,
             "bound.jsonl",
         ),
-        Row("certify smoothing", (*certify, "--method", "smoothing", "--sigma", "0.25", "--samples", "1000"), count),
+        Row(
+            "certify smoothing",
+            (*certify, "--method", "smoothing", "--sigma", "0.25", "--samples", "1000"),
+            count,
+        ),
         Row(
             "certify local norms",
             (*certify, "--method", "local", "--effort", "norms", "--limit", str(norms)),
@@ -85,7 +101,17 @@ def rows(count: int, batch: int) -> list[Row]:
         Row("attack pgd-20", ("attack", "plain.safetensors", *judged, "-a", "pgd-20"), count),
         Row(
             "finetune, an epoch",
-            ("finetune", "plain.safetensors", *data, "--loss", "ce", "--epochs", "1", "-o", "tuned.safetensors"),
+            (
+                "finetune",
+                "plain.safetensors",
+                *data,
+                "--loss",
+                "ce",
+                "--epochs",
+                "1",
+                "-o",
+                "tuned.safetensors",
+            ),
             count,
         ),
     ]
@@ -99,7 +125,9 @@ def make_images(folder: Path, side: int, count: int, channels: int) -> None:
             place = folder / part / f"class{number % CLASSES}"
             place.mkdir(parents=True, exist_ok=True)
             pixels = generator.integers(0, 256, (side, side, 3), dtype=np.uint8)
-            Image.fromarray(pixels if channels == 3 else pixels[..., 0]).save(place / f"{number}.png")
+            Image.fromarray(pixels if channels == 3 else pixels[..., 0]).save(
+                place / f"{number}.png"
+            )
 
 
 _RUN = """
@@ -124,10 +152,18 @@ def take(row: Row, folder: Path, device: str) -> Taken:
     again = ["--force"] if files or "-o" in row.words else []
     words = [*row.words, "--quiet", "--device", device, *files, *again]
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", _RUN, *words], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     seconds = time.perf_counter() - started
     if done.returncode:
-        raise RuntimeError(f"certvit {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
+        raise RuntimeError(
+            f"certvit {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()[-400:]}"
+        )
     about = json.loads((folder / "taken.json").read_text())
     output = json.loads(done.stdout) if "--json" in row.words else {}
     lines = [] if row.records is None else (folder / row.records).read_text().splitlines()[1:]
@@ -140,13 +176,21 @@ def disagreement(here: object, there: object, path: str = "") -> str | None:
         if here.keys() != there.keys():
             return f"{path}: other fields"
         pairs = ((f"{path}.{key}", here[key], there[key]) for key in here if key not in MEASURED)
-        return next((found for key, one, other in pairs if (found := disagreement(one, other, key))), None)
+        return next(
+            (found for key, one, other in pairs if (found := disagreement(one, other, key))), None
+        )
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
         pairs = ((f"{path}[{number}]", one, there[number]) for number, one in enumerate(here))
-        return next((found for key, one, other in pairs if (found := disagreement(one, other, key))), None)
+        return next(
+            (found for key, one, other in pairs if (found := disagreement(one, other, key))), None
+        )
     if isinstance(here, float) and isinstance(there, float):
         limit = SAME_RADIUS if "radius" in path else SAME_BOUND
-        return None if here == there or abs(here - there) <= limit * abs(there) else f"{path}: {here} and {there}"
+        return (
+            None
+            if here == there or abs(here - there) <= limit * abs(there)
+            else f"{path}: {here} and {there}"
+        )
     return None if here == there else f"{path}: {here} and {there}"
 
 
@@ -154,7 +198,9 @@ def proven(taken: Taken) -> dict:
     """What a row proves: bounds, shares, and of every image whether it is certified. What was measured may differ."""
     names = ("upper", "log10_upper", "clean", "certified", "bound")
     found = {name: taken.output[name] for name in names if name in taken.output}
-    return found | {"record": [{**row, "holds": float(row["radius"]) > RADIUS} for row in taken.records]}
+    return found | {
+        "record": [{**row, "holds": float(row["radius"]) > RADIUS} for row in taken.records]
+    }
 
 
 def beside(here: Taken, there: Taken) -> str:
@@ -178,7 +224,9 @@ def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
     arguments = {"num_classes": CLASSES, **parse_arguments(options.arch_arg)}
     net = build.create(options.arch, arguments, initialise=False)
     spec = build.spec_of(net, size=build.input_size_of(net))
-    build.initialise(options.arch, arguments, spec, CLASSES, 0).write(folder / "plain.safetensors", force=True)
+    build.initialise(options.arch, arguments, spec, CLASSES, 0).write(
+        folder / "plain.safetensors", force=True
+    )
     make_images(folder / "images", spec.size[1], options.images, spec.size[0])
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
     lines = [
@@ -193,23 +241,31 @@ def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
         if wanted is not None and row.name not in wanted:
             continue
         taken = take(row, folder, device)
-        compared = beside(taken, take(row, folder, "cpu")) if options.against_cpu and row.proves else ""
+        compared = (
+            beside(taken, take(row, folder, "cpu")) if options.against_cpu and row.proves else ""
+        )
         rate = f"{row.images / taken.seconds:.2f}" if row.images else ""
         gpu = "" if taken.gpu is None else f"{taken.gpu / 2**30:.2f}"
-        lines.append(f"| {row.name} | {taken.seconds:.1f} | {rate} | {gpu} | {taken.host / 2**30:.2f} | {compared} |")
+        lines.append(
+            f"| {row.name} | {taken.seconds:.1f} | {rate} | {gpu} | {taken.host / 2**30:.2f} | {compared} |"
+        )
         print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", default="vit_base_patch16_224")
     parser.add_argument("--arch-arg", action="append", default=[])
     parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--against-cpu", action="store_true")
-    parser.add_argument("--only", help="names of rows, comma-separated; each finds what those before it wrote")
+    parser.add_argument(
+        "--only", help="names of rows, comma-separated; each finds what those before it wrote"
+    )
     options = parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured (--device cpu tries the rows on the CPU)")

@@ -37,9 +37,17 @@ SPREAD = 0.02
 PROCESS_MADVISE, PIDFD_OPEN, PAGE_OUT = 440, 434, 21  # of Linux, on every architecture
 
 
-def make(folder: Path, width: int, depth: int, side: int, ratio: int, dtype: torch.dtype, shard: int) -> None:
+def make(
+    folder: Path, width: int, depth: int, side: int, ratio: int, dtype: torch.dtype, shard: int
+) -> None:
     """The shards, the index and config.json."""
-    arguments = {"embed_dim": width, "depth": depth, "num_heads": width // 64, "img_size": side, "mlp_ratio": ratio}
+    arguments = {
+        "embed_dim": width,
+        "depth": depth,
+        "num_heads": width // 64,
+        "img_size": side,
+        "mlp_ratio": ratio,
+    }
     with torch.device("meta"):
         net = build.create(ARCH, arguments, initialise=False)
     shapes = {name: tuple(value.shape) for name, value in sorted(net.state_dict().items())}
@@ -60,15 +68,29 @@ def make(folder: Path, width: int, depth: int, side: int, ratio: int, dtype: tor
         _write(folder / file, part, dtype, generator)
         place |= dict.fromkeys(part, file)
     (folder / INDEX).write_text(json.dumps({"weight_map": place}))
-    pixels = {"input_size": [3, side, side], "mean": [0.5] * 3, "std": [0.5] * 3, "num_classes": 1000}
+    pixels = {
+        "input_size": [3, side, side],
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "num_classes": 1000,
+    }
     (folder / "config.json").write_text(
-        json.dumps({"architecture": ARCH, "num_classes": 1000, "model_args": arguments, "pretrained_cfg": pixels})
+        json.dumps(
+            {
+                "architecture": ARCH,
+                "num_classes": 1000,
+                "model_args": arguments,
+                "pretrained_cfg": pixels,
+            }
+        )
     )
     total = sum(math.prod(shape) for shape in shapes.values())
     print(f"{total:,} numbers, {total * dtype.itemsize / 1e9:.2f} GB in {len(parts)} files")
 
 
-def _write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator) -> None:
+def _write(
+    path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """One safetensors file; a tensor is made, written and forgotten."""
     kind = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
     header, offset = {}, 0
@@ -118,10 +140,14 @@ def run(folder: Path, words: list[str], most: int | None, limit: int | None) -> 
     print(f"peak: {told}" + ("" if most is None else f"; pages dropped {drops} times"))
     if group is not None:
         top, allowed = (_number(group, f"{name}_in_bytes") / 1e9 for name in ("max_usage", "limit"))
-        print(f"group: peak {top:.2f} of {allowed:.2f} GB, {_number(group, 'failcnt'):,} times at the limit")
+        print(
+            f"group: peak {top:.2f} of {allowed:.2f} GB, {_number(group, 'failcnt'):,} times at the limit"
+        )
         print(f"exit code {process.returncode}")
         group.rmdir()
-    print(f"{used.ru_utime + used.ru_stime:.0f} CPU seconds, {time.perf_counter() - started:.0f} s by the clock")
+    print(
+        f"{used.ru_utime + used.ru_stime:.0f} CPU seconds, {time.perf_counter() - started:.0f} s by the clock"
+    )
     return process.returncode
 
 
@@ -193,10 +219,23 @@ def main() -> int:
     given = parser.parse_args()
     if given.part == "make":
         shard = size_in_bytes("--shard-size", given.shard_size)
-        make(given.folder, given.width, given.depth, given.side, given.mlp_ratio, getattr(torch, given.dtype), shard)
+        make(
+            given.folder,
+            given.width,
+            given.depth,
+            given.side,
+            given.mlp_ratio,
+            getattr(torch, given.dtype),
+            shard,
+        )
         return 0
     most = None if given.most is None else size_in_bytes("--most", given.most)
-    return run(given.folder, given.words, most, None if given.limit is None else size_in_bytes("--limit", given.limit))
+    return run(
+        given.folder,
+        given.words,
+        most,
+        None if given.limit is None else size_in_bytes("--limit", given.limit),
+    )
 
 
 if __name__ == "__main__":

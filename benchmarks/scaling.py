@@ -31,7 +31,11 @@ AXES: Mapping[str, tuple[int, ...]] = {
     "classes": (100, 1000, 4096, 21841),
 }
 """What is varied, the others as in BASE; along `width` and `tokens` a single block."""
-NAMED = {"ViT-Ti/16": (12, 192, 196, 1000), "ViT-S/16": (12, 384, 196, 1000), "ViT-B/16": (12, 768, 196, 1000)}
+NAMED = {
+    "ViT-Ti/16": (12, 192, 196, 1000),
+    "ViT-S/16": (12, 384, 196, 1000),
+    "ViT-B/16": (12, 768, 196, 1000),
+}
 """Depth, width, tokens, classes."""
 
 
@@ -42,7 +46,13 @@ SHORT, SHORT_RUNS = 1.0, 5
 def network(depth: int, width: int, tokens: int, classes: int) -> build.PixelModel:
     """Return a ViT with heads of 64, patches of 16 and `tokens` tokens beside the class token."""
     side = 16 * math.isqrt(tokens)
-    size = {"embed_dim": width, "depth": depth, "num_heads": width // 64, "img_size": side, "num_classes": classes}
+    size = {
+        "embed_dim": width,
+        "depth": depth,
+        "num_heads": width // 64,
+        "img_size": side,
+        "num_classes": classes,
+    }
     arch = "vit_base_patch16_224"
     net = build.create(arch, size, initialise=False)
     spec = build.spec_of(net, size=build.input_size_of(net))
@@ -78,7 +88,9 @@ def measure(size: Mapping[str, int], work: str, answer: Any) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: that of making the network
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # forget the peak so far: that of making the network
     before, started = memory("VmRSS"), time.process_time()
     run(model, size["classes"])
     spent, risen = time.process_time() - started, memory("VmHWM") - before
@@ -92,7 +104,9 @@ def measure(size: Mapping[str, int], work: str, answer: Any) -> None:
 
 def memory(name: str) -> float:
     """MiB that Linux tells of this process: VmRSS now, VmHWM at most."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    (line,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    ]
     return int(line.split()[1]) / 2**10
 
 
@@ -111,7 +125,9 @@ def slope(points: list[tuple[float, float]]) -> float:
     """The exponent e of y ~ x^e by least squares."""
     xs, ys = [math.log(x) for x, _ in points], [math.log(max(y, 1e-9)) for _, y in points]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum((x - mean_x) ** 2 for x in xs)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum(
+        (x - mean_x) ** 2 for x in xs
+    )
 
 
 def main() -> None:
@@ -128,15 +144,28 @@ def main() -> None:
         for axis in given.axis:
             times = []
             for value in AXES[axis]:
-                size = {**BASE, "depth": 1 if axis in ("width", "tokens") else BASE["depth"], axis: value}
+                size = {
+                    **BASE,
+                    "depth": 1 if axis in ("width", "tokens") else BASE["depth"],
+                    axis: value,
+                }
                 spent, risen, parameters = apart(size, work)
                 times.append((float(value), spent))
-                row = {"work": work, **size, "parameters": parameters, "seconds": spent, "MiB": risen}
+                row = {
+                    "work": work,
+                    **size,
+                    "parameters": parameters,
+                    "seconds": spent,
+                    "MiB": risen,
+                }
                 told = ", ".join(f"{name} {size[name]}" for name in BASE)
                 text = f"{work:<9} {told:<48} {parameters / 1e6:7.1f} M parameters: {spent:8.3f} s, {risen:7.0f} MiB"
                 print(json.dumps(row) if given.json else text, flush=True)
             if not given.json:
-                print(f"{work:<9} time ~ {axis}^{slope(times):.2f}, at the end ^{slope(times[-2:]):.2f}", flush=True)
+                print(
+                    f"{work:<9} time ~ {axis}^{slope(times):.2f}, at the end ^{slope(times[-2:]):.2f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

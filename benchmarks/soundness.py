@@ -194,7 +194,11 @@ def reductions(d: Draw, x: Tensor) -> Step:
 def norms(d: Draw, x: Tensor) -> Step:
     width, eps, axis = x.shape[-1], d.number(1e-2, 0.3), d.axis(x)
     order = d.number(2.0, 2.0, 1.0)
-    scale, shift, per_channel = d.normal(width), d.number(None, d.normal(width)), d.normal(x.shape[1])
+    scale, shift, per_channel = (
+        d.normal(width),
+        d.number(None, d.normal(width)),
+        d.normal(x.shape[1]),
+    )
     statistics = nn.BatchNorm2d(x.shape[1]).double().eval().requires_grad_(False)
     statistics.weight.data, statistics.running_mean = per_channel, d.normal(x.shape[1])
     groups = nn.GroupNorm(d.number(1, 2), x.shape[1], eps=eps).double().requires_grad_(False)
@@ -212,7 +216,11 @@ def norms(d: Draw, x: Tensor) -> Step:
 def images(d: Draw, x: Tensor) -> Step:
     channels = x.shape[1]
     kernel, stride, padding = d.number(1, 2, 3), d.number(1, 2, 3), d.number(0, 1)
-    dilation, ceil, size = d.number(1, 2), d.number(True, False), (d.number(1, 2, 3, 5), d.number(1, 4))
+    dilation, ceil, size = (
+        d.number(1, 2),
+        d.number(True, False),
+        (d.number(1, 2, 3, 5), d.number(1, 4)),
+    )
     groups = d.number(1, 1, channels)
     mode = d.number("zeros", "zeros", "reflect", "circular")
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
@@ -241,7 +249,9 @@ def images(d: Draw, x: Tensor) -> Step:
 class SelfAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.inner = nn.MultiheadAttention(width, heads, batch_first=True).double().requires_grad_(False)
+        self.inner = (
+            nn.MultiheadAttention(width, heads, batch_first=True).double().requires_grad_(False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
@@ -277,7 +287,9 @@ def products(d: Draw, x: Tensor) -> Step:
         lambda y: y * y.mean(-1, keepdim=True),
         lambda y: y + y[..., :1],
         lambda y: torch.einsum(f"{labels},{labels}->{labels}", y, y.sum(-1, keepdim=True)),
-        lambda y: torch.einsum(f"{labels},{labels[-1]}z->{labels[:-1]}z", y.sum(-1, keepdim=True), maps[0]),
+        lambda y: torch.einsum(
+            f"{labels},{labels[-1]}z->{labels[:-1]}z", y.sum(-1, keepdim=True), maps[0]
+        ),
         lambda y: torch.einsum(f"{labels},z{labels[-1]}->{labels[:-1]}z", y, narrow),
         lambda y: torch.where(mask[: y.shape[-2], : y.shape[-1]], y, 0.5),
         lambda y: y.masked_fill(filled, number),
@@ -317,7 +329,12 @@ def network(seed: int, length: int) -> tuple[nn.Module, list[str]]:
         try:
             step = family(d, x)
             made = step(x)
-            if made.shape[0] != 2 or not 0 < made.numel() <= 2 * LARGEST or not made.isfinite().all() or made.dim() < 2:
+            if (
+                made.shape[0] != 2
+                or not 0 < made.numel() <= 2 * LARGEST
+                or not made.isfinite().all()
+                or made.dim() < 2
+            ):
                 continue
         except Exception:  # torch does not take these options here
             continue
@@ -336,7 +353,9 @@ def steepest(net: nn.Module, seed: int) -> float:
     found = 0.0
     for image in (*noise, noise[0].round(), 0.5 + 0.003 * noise[1], 0.5 + 1e-6 * noise[2]):
         try:
-            jacobian = torch.autograd.functional.jacobian(lambda y: net(y[None]).flatten(), image).flatten(1)
+            jacobian = torch.autograd.functional.jacobian(
+                lambda y: net(y[None]).flatten(), image
+            ).flatten(1)
             if jacobian.isfinite().all():
                 found = max(found, float(torch.linalg.matrix_norm(jacobian, 2)))
         except RuntimeError:
@@ -347,8 +366,12 @@ def steepest(net: nn.Module, seed: int) -> float:
                 other = (image + step * direction / direction.norm()).clamp(0, 1)
                 here, there = net(image[None]), net(other[None])
                 # rounding of the two results, so that their difference counts as what it is
-                rounding = 1e-12 * float(here.abs().max() + there.abs().max()) * math.sqrt(here.numel())
-                found = max(found, (float((here - there).norm()) - rounding) / float((image - other).norm()))
+                rounding = (
+                    1e-12 * float(here.abs().max() + there.abs().max()) * math.sqrt(here.numel())
+                )
+                found = max(
+                    found, (float((here - there).norm()) - rounding) / float((image - other).norm())
+                )
     return found
 
 
@@ -361,12 +384,18 @@ def campaign(seconds: float, seed: int, length: int) -> Iterator[dict[str, Any]]
         try:
             result = bound_network(net, IMAGE, 3)
             upper = float(result.upper)
-            record |= {"upper": upper, "why": result.bound.why, "state": "finite" if result.upper.finite else "refused"}
+            record |= {
+                "upper": upper,
+                "why": result.bound.why,
+                "state": "finite" if result.upper.finite else "refused",
+            }
             if result.upper.finite:
                 record["slope"] = steepest(net, seed)
                 # 1e-8: rounding of the measured singular value, of Jacobians with a few hundred thousand entries
                 # and 1e-12: of a constant map, whose slope is rounding alone
-                if record["slope"] > upper * (1 + 1e-8) + 1e-12 or check_proof(result.bound.to_json()):
+                if record["slope"] > upper * (1 + 1e-8) + 1e-12 or check_proof(
+                    result.bound.to_json()
+                ):
                     record["state"] = "broken"
         except Exception as failure:
             record |= {"state": "crash", "why": f"{type(failure).__name__}: {str(failure)[:200]}"}
@@ -379,7 +408,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--refusals", action="store_true", help="print why networks are refused, with how often")
+    parser.add_argument(
+        "--refusals", action="store_true", help="print why networks are refused, with how often"
+    )
     options = parser.parse_args()
     states: Counter[str] = Counter()
     reasons: Counter[str] = Counter()

@@ -37,7 +37,11 @@ def matrix_shapes(name: str) -> list[tuple[int, int]]:
     """Shapes (out, in) of all linear and convolution weights of a timm model, kernels reshaped."""
     with torch.device("meta"):
         model = timm.create_model(name)
-    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d)]
+    weights = [
+        m.weight
+        for m in model.modules()
+        if isinstance(m, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d)
+    ]
     return [tuple(weight.flatten(1).shape) for weight in weights]
 
 
@@ -90,7 +94,11 @@ def alone(model: torch.nn.Module) -> Any:
 def against_svd(name: str) -> None:
     """The whole network's bound, with and without the replay, and every matrix's SVD."""
     model = timm.create_model(name).eval()
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d)]
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d)
+    ]
     matrices = [layer.weight.detach().flatten(1) for layer in layers]
     whole, bare = least(lambda: bound_network(model, SIZE, 1000)), least(lambda: alone(model))
     norms = least(lambda: [spectral_norm(matrix) for matrix in matrices])
@@ -98,7 +106,11 @@ def against_svd(name: str) -> None:
     count = Counter(matrix.shape for matrix in matrices)
     svds = sum(count[shape] * least(lambda: svd(matrix), 2) for shape, matrix in shapes.items())  # noqa: B023
     print(f"{name}, {len(matrices)} matrices: float64 SVD of each {svds:.2f} CPU seconds")
-    for what, seconds in (("bound", whole), ("without replay", bare), ("proven norms of the same matrices", norms)):
+    for what, seconds in (
+        ("bound", whole),
+        ("without replay", bare),
+        ("proven norms of the same matrices", norms),
+    ):
         print(f"  {what:36} {seconds:8.2f} {svds / seconds:8.2f} times faster")
 
 
@@ -111,14 +123,20 @@ def growth() -> None:
             model = timm.create_model(
                 "vit_tiny_patch16_224", depth=depth, embed_dim=width, num_heads=width // 64
             ).eval()
-            found.append((math.log(size), math.log(least(lambda: bound_network(model, SIZE, 1000)))))  # noqa: B023
+            found.append(
+                (math.log(size), math.log(least(lambda: bound_network(model, SIZE, 1000))))  # noqa: B023
+            )
         x, y = (torch.tensor(column) for column in zip(*found))
         slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
-        print(f"{what} {sizes}: {', '.join(f'{math.exp(log):.2f}' for log in y.tolist())} s, power {slope:.2f}")
+        print(
+            f"{what} {sizes}: {', '.join(f'{math.exp(log):.2f}' for log in y.tolist())} s, power {slope:.2f}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="vit_base_patch16_224")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)

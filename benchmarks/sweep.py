@@ -49,7 +49,9 @@ def sampled() -> list[tuple[str, str]]:
         names = timm.list_models(module=family, pretrained=False)
         small = sorted(names, key=lambda name: (_size_hint(name), len(name), name))
         limit = PER_FAMILY * (4 if family in CORE else 1)
-        kept = [n for i, n in enumerate(small[:limit]) if i < 2 or _size_hint(n) <= _HINTS.index("base")]
+        kept = [
+            n for i, n in enumerate(small[:limit]) if i < 2 or _size_hint(n) <= _HINTS.index("base")
+        ]
         chosen += [(number, family, name) for number, name in enumerate(kept)]
     # the smallest of every family first: an interrupted sweep has seen all of them
     return [(family, name) for _, family, name in sorted(chosen)]
@@ -64,7 +66,12 @@ _HINTS = (
 
 def _size_hint(name: str) -> int:
     large = next(
-        (i for i, hint in enumerate(_HINTS) if i > _HINTS.index("") and hint in name and "small" not in name), 0
+        (
+            i
+            for i, hint in enumerate(_HINTS)
+            if i > _HINTS.index("") and hint in name and "small" not in name
+        ),
+        0,
     )
     return large or next(i for i, hint in enumerate(_HINTS) if hint in name)
 
@@ -122,12 +129,21 @@ def _work(queue: Any, family: str, name: str) -> None:
         queue.put(audit(family, name))
     except Exception as failure:  # a traceback is what the sweep looks for
         queue.put(
-            {"family": family, "name": name, "state": "crash", "why": f"{type(failure).__name__}: {failure}"[:300]}
+            {
+                "family": family,
+                "name": name,
+                "state": "crash",
+                "why": f"{type(failure).__name__}: {failure}"[:300],
+            }
         )
 
 
 def run(path: Path, only: list[str], seconds: float) -> Iterator[dict[str, Any]]:
-    done = {json.loads(line)["name"] for line in path.read_text().splitlines()} if path.exists() else set()
+    done = (
+        {json.loads(line)["name"] for line in path.read_text().splitlines()}
+        if path.exists()
+        else set()
+    )
     context = multiprocessing.get_context("fork")
     for family, name in sampled():
         if name in done or (only and not any(fnmatch(name, p) or fnmatch(family, p) for p in only)):
@@ -139,7 +155,12 @@ def run(path: Path, only: list[str], seconds: float) -> Iterator[dict[str, Any]]
             record = queue.get(timeout=seconds)
         except Empty:
             process.kill()
-            record = {"family": family, "name": name, "state": "too slow", "why": f"more than {seconds:g} s"}
+            record = {
+                "family": family,
+                "name": name,
+                "state": "too slow",
+                "why": f"more than {seconds:g} s",
+            }
         process.join()
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -166,7 +187,9 @@ def table(path: Path) -> Iterator[str]:
     yield f"- ViT, DeiT, Swin, BEiT, Mixer, ConvNeXt, ResNet: {share} finite."
     crashes = [r for r in built if r["state"] == "crash"]
     yield f"- {len(crashes)} tracebacks, {sum(r.get('proof_problems', 0) > 0 for r in built)} proofs that do not re-check."
-    above = [r for r in slopes if r["log10_slope"] is not None and r["log10_slope"] > r["log10"] + 1e-9]
+    above = [
+        r for r in slopes if r["log10_slope"] is not None and r["log10_slope"] > r["log10"] + 1e-9
+    ]
     yield f"- Slope searched on {len(slopes)} networks below {MEASURE_BELOW:,} parameters: {len(above)} exceed their bound."
     skipped = [r for r in records if r["state"] in ("not built", "too slow")]
     names = ", ".join(f"{r['name']} ({r['state']})" for r in skipped) or "none"
@@ -186,7 +209,9 @@ def table(path: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["run", "table", "list"])
     parser.add_argument("records", type=Path, nargs="?")
     parser.add_argument("--only", nargs="*", default=[])

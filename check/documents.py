@@ -10,8 +10,25 @@ from typing import Any
 import numpy as np
 import safetensors
 
-TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
-FUNCTION = ("arch", "arch_args", "classes", "surgery", "size", "mean", "std", "interpolation", "crop_pct")
+TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "BOOL": "bool",
+}
+FUNCTION = (
+    "arch",
+    "arch_args",
+    "classes",
+    "surgery",
+    "size",
+    "mean",
+    "std",
+    "interpolation",
+    "crop_pct",
+)
 
 
 class Unreadable(Exception):
@@ -32,14 +49,24 @@ def read_json(text: bytes | str, where: object) -> dict[str, Any]:
         raise Unreadable(f"{where}: no JSON object ({failure})") from failure
 
 
-def read_checkpoint(path: Path, proof: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any], str]:
+def read_checkpoint(
+    path: Path, proof: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, Any], str]:
     """Return the tensors in float64, their function by the file's record (else by the proof), and the digest of both."""
-    data, hasher, tensors = (path / "model.safetensors" if path.is_dir() else path).read_bytes(), sha256(), {}
+    data, hasher, tensors = (
+        (path / "model.safetensors" if path.is_dir() else path).read_bytes(),
+        sha256(),
+        {},
+    )
     try:
         found = dict(safetensors.deserialize(data))
         header = read_json(data[8 : 8 + int.from_bytes(data[:8], "little")], path)
         text = header.get("__metadata__", {}).get("certvit")
-        record = {"input": {}, **proof["function"]} if text is None else read_json(text, "the checkpoint's record")
+        record = (
+            {"input": {}, **proof["function"]}
+            if text is None
+            else read_json(text, "the checkpoint's record")
+        )
         function = {name: {**record, **record["input"]}[name] for name in FUNCTION}
         for name in sorted(found):
             kind, shape = TYPES[found[name]["dtype"]], tuple(found[name]["shape"])
@@ -47,8 +74,16 @@ def read_checkpoint(path: Path, proof: Mapping[str, Any]) -> tuple[dict[str, np.
             hasher.update(f"{name}\0torch.{kind}\0{shape}\0".encode() + values.tobytes())
             wide = (values.astype("<u4") << 16).view("<f4") if kind == "bfloat16" else values
             tensors[name] = wide.astype(np.float64).reshape(shape)
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as failure:
-        raise Unreadable(f"{path}: no checkpoint that can be read ({type(failure).__name__}: {failure})") from failure
+    except (
+        safetensors.SafetensorError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as failure:
+        raise Unreadable(
+            f"{path}: no checkpoint that can be read ({type(failure).__name__}: {failure})"
+        ) from failure
     about = json.dumps([function, hasher.hexdigest()], sort_keys=True, separators=(",", ":"))
     return tensors, function, sha256(about.encode()).hexdigest()
 
@@ -58,7 +93,12 @@ def read_value(pair: Any) -> Fraction | None:
     mantissa, exponent = pair
     if mantissa == "inf":
         return None
-    if type(mantissa) not in (int, float) or type(exponent) is not int or mantissa < 0 or abs(exponent) > 2**20:
+    if (
+        type(mantissa) not in (int, float)
+        or type(exponent) is not int
+        or mantissa < 0
+        or abs(exponent) > 2**20
+    ):
         raise ValueError(f"{pair} is no value")
     return Fraction(mantissa) * Fraction(2) ** exponent
 
@@ -66,8 +106,16 @@ def read_value(pair: Any) -> Fraction | None:
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the header and the records of `certvit certify --records`."""
     lines = [read_json(line, path) for line in path.read_bytes().splitlines()]
-    fields = (("index", int), ("label", int), ("radius", (int, float, str)), ("method", str), ("pixels", str))
-    if not lines or any(not isinstance(row.get(name), kind) for row in lines[1:] for name, kind in fields):
+    fields = (
+        ("index", int),
+        ("label", int),
+        ("radius", (int, float, str)),
+        ("method", str),
+        ("pixels", str),
+    )
+    if not lines or any(
+        not isinstance(row.get(name), kind) for row in lines[1:] for name, kind in fields
+    ):
         raise Unreadable(f"{path}: no records of certificates")
     return lines[0], lines[1:]
 
@@ -76,7 +124,12 @@ def read_images(path: Path, size: list[int]) -> list[np.ndarray]:
     """Return the images of a .npz (`images`) or of MNIST's format: (n, c, h, w) float32, once for each scale that fits."""
     try:
         npz = path.suffix == ".npz"
-        found = (np.load(path)["images"] if npz else np.fromfile(path, np.uint8, offset=16)).reshape(-1, *size)
-        return [found.astype(np.float32) / np.float32(s) for s in ((255, 16) if found.dtype.kind == "u" else (1,))]
+        found = (
+            np.load(path)["images"] if npz else np.fromfile(path, np.uint8, offset=16)
+        ).reshape(-1, *size)
+        return [
+            found.astype(np.float32) / np.float32(s)
+            for s in ((255, 16) if found.dtype.kind == "u" else (1,))
+        ]
     except Exception as failure:  # numpy's readers raise errors of any type
         raise Unreadable(f"{path}: no images of {size} ({failure})") from failure

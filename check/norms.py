@@ -56,7 +56,9 @@ class Interval:
 
     def wider(self, error: Fraction) -> "Interval":
         """Return the interval of all numbers >= 0 within `error` of these."""
-        return Interval(rounded(max(Fraction(0), self.low - error), False), rounded(self.high + error, True))
+        return Interval(
+            rounded(max(Fraction(0), self.low - error), False), rounded(self.high + error, True)
+        )
 
 
 ONE = Interval.of(1)
@@ -82,7 +84,10 @@ def gamma(terms: int) -> Fraction:
 def length(array: Array, error: Fraction = NONE) -> Interval:
     """Return the root of the sum of squares of every array within `error` of this one: `fsum` rounds only once."""
     square = Fraction(fsum(np.square(array.ravel()).tolist()))
-    low, high = max(NONE, square * (1 - 4 * U) - TINY), square * (1 + 4 * U) + (TINY if array.any() else 0)
+    low, high = (
+        max(NONE, square * (1 - 4 * U) - TINY),
+        square * (1 + 4 * U) + (TINY if array.any() else 0),
+    )
     return Interval(root(low, False), root(high, True)).wider(error)
 
 
@@ -100,11 +105,16 @@ def largest_eigenvalue(grams: NDArray) -> tuple[Fraction, NDArray]:
     values, vectors = np.linalg.eigh(grams)
     adjoint, scaled = np.conj(np.swapaxes(vectors, -1, -2)), vectors * values[..., None, :]
     rest, angle = grams - scaled @ adjoint, adjoint @ vectors - np.eye(grams.shape[-1])
-    highest, gap = NONE, 4 * gamma(2 * grams.shape[-1] + 8)  # 4: parts of complex products, and two more roundings
+    highest, gap = (
+        NONE,
+        4 * gamma(2 * grams.shape[-1] + 8),
+    )  # 4: parts of complex products, and two more roundings
     for d, v, s, r, a, g in zip(values, vectors, scaled, rest, angle, grams):
         size = frobenius(v)
         lost = frobenius(r) + gap * (frobenius(s) * size + frobenius(g))
-        highest = max(highest, Fraction(float(np.abs(d).max())) * (1 + frobenius(a) + gap * size**2) + lost)
+        highest = max(
+            highest, Fraction(float(np.abs(d).max())) * (1 + frobenius(a) + gap * size**2) + lost
+        )
     return highest, vectors
 
 
@@ -117,18 +127,29 @@ def spectral(matrix: Array, error: Fraction = NONE) -> Interval:
     square, vectors = largest_eigenvalue((matrix @ matrix.T)[None])
     high = root(square + gamma(matrix.shape[1] + 2) * size**2 + TINY, True)
     vector = vectors[0, :, -1]
-    low = length(vector @ matrix).low / max(length(vector).high, TINY) - gamma(len(matrix) + 2) * size - TINY
+    low = (
+        length(vector @ matrix).low / max(length(vector).high, TINY)
+        - gamma(len(matrix) + 2) * size
+        - TINY
+    )
     return Interval(max(NONE, low), high).wider(error)
 
 
 def of_product(a: Array, b: Array, errors: tuple[Fraction, Fraction]) -> Interval:
     """Return |A^T B| of A, B (m, d), each within its error, from |R B| with A^T = Q R + rest and Q^T Q = I + angle."""
     q, r = np.linalg.qr(a.T)
-    of_a, of_b, of_r, rounding = frobenius(a), frobenius(b), frobenius(r), 2 * gamma(max(a.shape) + 2)
+    of_a, of_b, of_r, rounding = (
+        frobenius(a),
+        frobenius(b),
+        frobenius(r),
+        2 * gamma(max(a.shape) + 2),
+    )
     angle = frobenius(q.T @ q - np.eye(len(r))) + rounding * frobenius(q) ** 2
     rest = frobenius(a.T - q @ r) + rounding * (frobenius(q) * of_r + of_a) + TINY
     across = spectral(r @ b, rounding * of_r * of_b + TINY)
-    found = Interval(across.low * max(NONE, 1 - angle), across.high * (1 + angle)).wider(rest * of_b)
+    found = Interval(across.low * max(NONE, 1 - angle), across.high * (1 + angle)).wider(
+        rest * of_b
+    )
     return found.wider(errors[0] * of_b + errors[1] * of_a + errors[0] * errors[1])
 
 
@@ -144,16 +165,26 @@ def convolution(weight: Array, stride: int, size: tuple[int, int]) -> Interval:
     shifts = list(pairs(*(range(-(-k // stride)) for k in taps)))
     polyphase = np.zeros((len(shifts), out, channels, stride, stride))
     for i, j in pairs(*map(range, taps)):
-        polyphase[shifts.index((i // stride, j // stride)), :, :, i % stride, j % stride] = weight[:, :, i, j]
+        polyphase[shifts.index((i // stride, j // stride)), :, :, i % stride, j % stride] = weight[
+            :, :, i, j
+        ]
     matrices = polyphase.reshape(windows, out, -1)
     matrices = matrices if matrices.shape[1] <= matrices.shape[2] else np.swapaxes(matrices, 1, 2)
-    grid, common = np.array(list(pairs(range(sides[0]), range(sides[1] // 2 + 1)))), lcm(*sides)  # the rest: conjugates
+    grid, common = (
+        np.array(list(pairs(range(sides[0]), range(sides[1] // 2 + 1)))),
+        lcm(*sides),
+    )  # the rest: conjugates
     turns = (grid * [common // side for side in sides]) @ np.array(shifts).T % common
-    phases, square = np.exp(2j * np.pi * (np.where(2 * turns > common, turns - common, turns) / common)), NONE
+    phases, square = (
+        np.exp(2j * np.pi * (np.where(2 * turns > common, turns - common, turns) / common)),
+        NONE,
+    )
     for part in np.array_split(phases, -(-len(phases) // 64)):
         blocks = np.tensordot(part, matrices, axes=1)
         sums = 2 * gamma(2 * blocks.shape[2] + 2) * max(frobenius(block) ** 2 for block in blocks)
-        square = max(square, largest_eigenvalue(blocks @ np.conj(np.swapaxes(blocks, 1, 2)))[0] + sums)
+        square = max(
+            square, largest_eigenvalue(blocks @ np.conj(np.swapaxes(blocks, 1, 2)))[0] + sums
+        )
     spread = frobenius(np.abs(matrices).sum(axis=0)) * (Fraction(1, 2**49) + 2 * gamma(windows + 2))
     high = min(whole.high * root(Fraction(windows), True), root(square + TINY, True) + spread)
     return Interval(whole.low if all(n >= k for n, k in zip(size, taps)) else NONE, high)

@@ -10,9 +10,24 @@ from typing import Any
 import numpy as np
 
 from check import norms
-from check.norms import NONE, ONE, Array, Interval, U, Unknown, extreme, frobenius, gamma, length, root_sum, spectral
+from check.norms import (
+    NONE,
+    ONE,
+    Array,
+    Interval,
+    U,
+    Unknown,
+    extreme,
+    frobenius,
+    gamma,
+    length,
+    root_sum,
+    spectral,
+)
 
-GELU_SLOPE = Interval(Fraction("1.12890414"), Fraction("1.12890415"))  # Phi(sqrt 2) + sqrt 2 phi(sqrt 2)
+GELU_SLOPE = Interval(
+    Fraction("1.12890414"), Fraction("1.12890415")
+)  # Phi(sqrt 2) + sqrt 2 phi(sqrt 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +59,25 @@ class Map:
         return length(self.bias, self.bias_error)
 
     def scaled(self, path: str, gain: Array) -> "Map":
-        matrix, bias, most = self.matrix * gain[:, None], self.bias * gain, Fraction(float(np.abs(gain).max()))
-        errors = (self.error * most + U * frobenius(matrix), self.bias_error * most + U * frobenius(bias))
+        matrix, bias, most = (
+            self.matrix * gain[:, None],
+            self.bias * gain,
+            Fraction(float(np.abs(gain).max())),
+        )
+        errors = (
+            self.error * most + U * frobenius(matrix),
+            self.bias_error * most + U * frobenius(bias),
+        )
         return Map(path, matrix, bias, *errors)
 
     def then(self, path: str, matrix: Array, bias: Array) -> "Map":
         rounding, size = gamma(matrix.shape[1] + 2), frobenius(matrix)
         carried = matrix @ self.bias
-        off = size * self.bias_error + rounding * size * frobenius(self.bias) + U * frobenius(carried + bias)
+        off = (
+            size * self.bias_error
+            + rounding * size * frobenius(self.bias)
+            + U * frobenius(carried + bias)
+        )
         error = size * self.error + rounding * size * frobenius(self.matrix)
         return Map(path, matrix @ self.matrix, carried + bias, error, off)
 
@@ -74,12 +100,25 @@ class Tensor:
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", cache(self.size))  # a residual asks twice
 
-    def charged(self, path: str, slope: Interval, size: Callable[[], Interval] | None = None) -> "Tensor":
+    def charged(
+        self, path: str, slope: Interval, size: Callable[[], Interval] | None = None
+    ) -> "Tensor":
         """Return the tensor after a map of this slope; its values are the caller's to follow."""
-        node = Node(path, "composition", slope * self.node.value, (Node(path, "theorem", slope), self.node))
-        return Tensor(node, size or self.size, self.pending, None, self.lost * slope.high, self.width)
+        node = Node(
+            path, "composition", slope * self.node.value, (Node(path, "theorem", slope), self.node)
+        )
+        return Tensor(
+            node, size or self.size, self.pending, None, self.lost * slope.high, self.width
+        )
 
-    def at(self, old: "Tensor", follow: Follow, terms: int = 0, factor: Fraction = NONE, last: Map = ZERO) -> "Tensor":
+    def at(
+        self,
+        old: "Tensor",
+        follow: Follow,
+        terms: int = 0,
+        factor: Fraction = NONE,
+        last: Map = ZERO,
+    ) -> "Tensor":
         """Return the tensor with its values: sums of `terms` products, up to factor |x|, plus the bias of the last map."""
         if old.batch is None:
             return self
@@ -95,13 +134,17 @@ class Tensor:
             return self
         plain, (_, terms) = replace(self, pending=None), last.matrix.shape
         found = plain.charged(last.path, last.norm, lambda: last.norm * self.size() + last.shift)
-        return found.at(self, lambda t: t @ last.matrix.T + last.bias, terms, frobenius(last.matrix), last)
+        return found.at(
+            self, lambda t: t @ last.matrix.T + last.bias, terms, frobenius(last.matrix), last
+        )
 
     def shifted(self, shift: Array, tokens: int) -> "Tensor":
         """Add a constant to every image."""
         fit("a shift of tokens", (tokens, self.width), shift.shape)
         x, longest, last = self.settled(), extreme(max, *map(length, shift)), Map("", shift, shift)
-        return replace(x, size=lambda: x.size() + longest).at(x, lambda t: t + shift, 1, Fraction(1), last)
+        return replace(x, size=lambda: x.size() + longest).at(
+            x, lambda t: t + shift, 1, Fraction(1), last
+        )
 
     def curved(self, path: str, slope: Interval, follow: Follow) -> "Tensor":
         """Act on entries with this slope, |f(t)| <= |t| (3), or move entries: MaxMin, sorting (3.2, 11.2)."""
@@ -111,7 +154,9 @@ class Tensor:
     def mean(self, path: str, tokens: int) -> "Tensor":
         """Return the mean of all tokens: 1/sqrt(n) (8.5); a map that is pending on each token commutes with it."""
         share = Fraction(1, tokens)
-        return self.charged(path, Interval.of(share).sqrt()).at(self, lambda t: t.mean(axis=1), tokens, Fraction(1))
+        return self.charged(path, Interval.of(share).sqrt()).at(
+            self, lambda t: t.mean(axis=1), tokens, Fraction(1)
+        )
 
     def plus(self, branch: "Tensor", path: str) -> "Tensor":
         """x + f (8.2); values are not followed further."""
@@ -123,9 +168,18 @@ class Tensor:
     def beside(self, *others: "Tensor") -> "Tensor":
         """Return tensors without tokens side by side: squares add (8.3)."""
         parts = (self, *others)
-        value, size = root_sum(part.node.value for part in parts), lambda: root_sum(part.size() for part in parts)
-        node = Node("", "concatenation", value, tuple(part.node for part in parts)) if others else self.node
-        values = None if self.batch is None else np.concatenate([part.batch for part in parts], axis=1)
+        value, size = (
+            root_sum(part.node.value for part in parts),
+            lambda: root_sum(part.size() for part in parts),
+        )
+        node = (
+            Node("", "concatenation", value, tuple(part.node for part in parts))
+            if others
+            else self.node
+        )
+        values = (
+            None if self.batch is None else np.concatenate([part.batch for part in parts], axis=1)
+        )
         lost, width = sum((part.lost for part in parts), NONE), sum(part.width for part in parts)
         return Tensor(node, size, None, values, lost, width)
 
@@ -154,7 +208,9 @@ class Layers:
     def each(self, pattern: str, step: int = 1) -> list[str]:
         """Return `pattern` with 0, step, ... in place of {} while tensors begin with it."""
         paths = (pattern.format(number) for number in count(0, step))
-        return list(takewhile(lambda path: any(name.startswith(path + ".") for name in self.tensors), paths))
+        return list(
+            takewhile(lambda path: any(name.startswith(path + ".") for name in self.tensors), paths)
+        )
 
     def linear(self, x: Tensor, path: str) -> Tensor:
         matrix = self.weight(f"{path}.weight", 2)
@@ -164,34 +220,60 @@ class Layers:
         return replace(x, pending=pending, width=len(matrix))
 
     def mlp(self, x: Tensor, path: str, slope: Interval) -> Tensor:
-        return self.linear(self.linear(x, f"{path}.fc1").curved(f"{path}.act", slope, np.copy), f"{path}.fc2")
+        return self.linear(
+            self.linear(x, f"{path}.fc1").curved(f"{path}.act", slope, np.copy), f"{path}.fc2"
+        )
 
     def norm(self, x: Tensor, path: str, eps: float) -> Tensor:
         """LayerNorm: 1/sqrt(eps), tokens of norm below sqrt(d) (4.1); scale, centring and shift stay pending."""
         gain, shift = self.weight(f"{path}.weight", 1), self.weight(f"{path}.bias", 1)
         fit(path, (x.width, x.width, True), (len(gain), len(shift), len(gain) > 1))
         matrix = np.diag(gain) - gain[:, None] / len(gain)
-        found = x.settled().charged(path, Interval.of(1 / Fraction(eps)).sqrt(), Interval.of(len(gain)).sqrt)
+        found = x.settled().charged(
+            path, Interval.of(1 / Fraction(eps)).sqrt(), Interval.of(len(gain)).sqrt
+        )
         return replace(found, pending=Map(path, matrix, shift, 3 * U * frobenius(matrix)))
 
     def patches(self, x: Tensor, path: str, function: Mapping[str, Any]) -> tuple[Tensor, int]:
         """Return tokens, linear maps of patches of normalised pixels (2.3), and the number of patches."""
         weight, mean, std = self.weight(f"{path}.weight", 4), function["mean"], function["std"]
         (out, channels, high, wide), size = weight.shape, function["size"]
-        fit(path, (len(mean), len(std), size[0], size[1] % high, size[2] % wide), (channels, channels, channels, 0, 0))
+        fit(
+            path,
+            (len(mean), len(std), size[0], size[1] % high, size[2] % wide),
+            (channels, channels, channels, 0, 0),
+        )
         plain, bias = weight.reshape(out, -1), self.bias(path, out)
         fit(path, (len(bias), min(std) > 0), (out, True))
-        deviation, middle = (np.repeat(np.array(values, dtype=np.float64), high * wide) for values in (std, mean))
+        deviation, middle = (
+            np.repeat(np.array(values, dtype=np.float64), high * wide) for values in (std, mean)
+        )
         matrix = plain / deviation
         extent, moved = frobenius(matrix), matrix @ middle
         off = gamma(plain.shape[1] + 4) * extent * frobenius(middle) + U * frobenius(bias - moved)
-        reach = max(max(abs(Fraction(m)), abs(1 - Fraction(m))) / Fraction(s) for m, s in zip(mean, std))
+        reach = max(
+            max(abs(Fraction(m)), abs(1 - Fraction(m))) / Fraction(s) for m, s in zip(mean, std)
+        )
         pending, batch = Map(path, matrix, bias - moved, 2 * U * extent, off), x.batch
         if batch is not None:
-            grid = (len(batch), channels, batch.shape[2] // high, high, batch.shape[3] // wide, wide)
-            batch = batch.reshape(grid).transpose(0, 2, 4, 1, 3, 5).reshape(len(batch), -1, plain.shape[1])
+            grid = (
+                len(batch),
+                channels,
+                batch.shape[2] // high,
+                high,
+                batch.shape[3] // wide,
+                wide,
+            )
+            batch = (
+                batch.reshape(grid)
+                .transpose(0, 2, 4, 1, 3, 5)
+                .reshape(len(batch), -1, plain.shape[1])
+            )
         found = replace(x, pending=pending, batch=batch, width=out).settled()
-        longest, tokens = Interval.of(reach) * Interval.of(plain.shape[1]).sqrt(), size[1] // high * (size[2] // wide)
+        longest, tokens = (
+            Interval.of(reach) * Interval.of(plain.shape[1]).sqrt(),
+            size[1] // high * (size[2] // wide),
+        )
         return replace(found, size=lambda: spectral(plain) * longest + length(bias)), tokens
 
     def convolution(self, x: Tensor, path: str, stride: int, size: tuple[int, int]) -> Tensor:
@@ -202,13 +284,24 @@ class Layers:
 
     def mixing(self, x: Tensor, path: str, tokens: int, placed: bool = False) -> Tensor:
         """Each head's channels times a matrix over tokens, or (placed) each token's by its own: the largest norm (11.1)."""
-        x, maps = x.settled(), [self.weight(f"{part}.weight", 2) for part in self.each(f"{path}.maps.{{}}")]
+        x, maps = (
+            x.settled(),
+            [self.weight(f"{part}.weight", 2) for part in self.each(f"{path}.maps.{{}}")],
+        )
         shift, most = self.weight(f"{path}.shift", 2), extreme(max, *map(spectral, maps))
         axis, side, shift = (1, x.width, shift.T) if placed else (2, tokens, shift)
-        fit(path, (tokens * x.width // side % len(maps), {m.shape for m in maps}), (0, {(side, side)}))
+        fit(
+            path,
+            (tokens * x.width // side % len(maps), {m.shape for m in maps}),
+            (0, {(side, side)}),
+        )
         times = (lambda m, s: s @ m.T) if placed else np.matmul
         follow = lambda t: np.concatenate([*map(times, maps, np.split(t, len(maps), axis))], axis)  # noqa: E731
-        return x.charged(path, most).at(x, follow, side, max(map(frobenius, maps))).shifted(shift, tokens)
+        return (
+            x.charged(path, most)
+            .at(x, follow, side, max(map(frobenius, maps)))
+            .shifted(shift, tokens)
+        )
 
     def attention(self, x: Tensor, path: str, heads: int, tokens: int, theorem: str) -> Tensor:
         """Dot-product attention of tokens of norm at most R, by theorem 5.1, 5.2 or 7.2, and its output map, pending."""
@@ -216,7 +309,10 @@ class Layers:
         assert pending is not None
         width = len(pending.matrix) // (3 * heads)
         fit(path, (3 * heads * width, width > 0), (len(pending.matrix), heads > 0))
-        starts, plain = range(0, 3 * heads * width, width), replace(x, pending=None, width=heads * width)
+        starts, plain = (
+            range(0, 3 * heads * width, width),
+            replace(x, pending=None, width=heads * width),
+        )
         of = lambda i, j: replace(pending, matrix=pending.matrix[i:j], bias=pending.bias[i:j])  # noqa: E731
         rows = [of(start, start + width) for start in starts]
         query, key, value = rows[:heads], rows[heads : 2 * heads], rows[2 * heads :]
@@ -224,18 +320,31 @@ class Layers:
         if theorem == "7.2":
             return self.linear(self._products(plain, path, whole, width, tokens), f"{path}.proj")
         radius, scale = x.size(), Interval.of(Fraction(1, width)).sqrt().wider(U)
-        pull, constant = Interval.of(Fraction(tokens, 2)).sqrt(), Interval.of(tokens).sqrt() * whole[2].norm
+        pull, constant = (
+            Interval.of(Fraction(tokens, 2)).sqrt(),
+            Interval.of(tokens).sqrt() * whole[2].norm,
+        )
         sizes = [v.norm * radius + v.shift for v in value]
         if theorem == "5.2":
             of_query = [v.norm * radius * scale * k.norm * radius for v, k in zip(value, key)]
-            of_key = [v.norm * radius * scale * pull * (q.norm * radius + q.shift) for v, q in zip(value, query)]
+            of_key = [
+                v.norm * radius * scale * pull * (q.norm * radius + q.shift)
+                for v, q in zip(value, query)
+            ]
             for weights, parts, together in ((of_query, query, whole[0]), (of_key, key, whole[1])):
                 each = root_sum(w * part.norm for w, part in zip(weights, parts))
                 constant = constant + extreme(min, each, extreme(max, *weights) * together.norm)
-            return self.linear(plain.charged(path, constant, lambda: extreme(max, *sizes)), f"{path}.proj")
-        scores = [norms.of_product(k.matrix, q.matrix, (k.error, q.error)) * scale for k, q in zip(key, query)]
+            return self.linear(
+                plain.charged(path, constant, lambda: extreme(max, *sizes)), f"{path}.proj"
+            )
+        scores = [
+            norms.of_product(k.matrix, q.matrix, (k.error, q.error)) * scale
+            for k, q in zip(key, query)
+        ]
         offsets = [q.then("", k.matrix.T, np.zeros(k.matrix.shape[1])) for k, q in zip(key, query)]
-        shifts = [o.shift.wider(k.error * q.shift.high) * scale for o, k, q in zip(offsets, key, query)]
+        shifts = [
+            o.shift.wider(k.error * q.shift.high) * scale for o, k, q in zip(offsets, key, query)
+        ]
         constant = constant + radius * radius * root_sum(v.norm * a for v, a in zip(value, scores))
         moves = (v.norm * (radius * a + shift) for v, a, shift in zip(value, scores, shifts))
         constant = constant + pull * radius * root_sum(moves)
@@ -248,9 +357,13 @@ class Layers:
         query, key, value = (replace(x, pending=part).settled() for part in maps)
 
         def of_two(a: Tensor, b: Tensor, size_a: Interval, size_b: Interval) -> Tensor:
-            first, second = (t.charged(path, other * times).node for t, other in ((a, size_b), (b, size_a)))
+            first, second = (
+                t.charged(path, other * times).node for t, other in ((a, size_b), (b, size_a))
+            )
             node = Node(path, "sum", first.value + second.value, (first, second))
             return Tensor(node, lambda: size_a * size_b * times, width=x.width)
 
-        chances = of_two(query, key, query.size(), key.size()).charged(f"{path}.softmax", Interval.of(0.5))
+        chances = of_two(query, key, query.size(), key.size()).charged(
+            f"{path}.softmax", Interval.of(0.5)
+        )
         return of_two(chances, value, ONE, value.size())

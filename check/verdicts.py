@@ -26,19 +26,36 @@ def shown(value: Fraction | None) -> str:
 def judge(where: str, stated: Fraction | None, own: Interval) -> Verdict:
     """A stated bound agrees at or above the own upper bound, and is refuted below the own lower bound."""
     status = AGREE if stated is None or stated >= own.high else REFUTE if stated < own.low else OPEN
-    return Verdict(where, status, f"{shown(stated)} stated, {shown(own.low)} to {shown(own.high)} found")
+    return Verdict(
+        where, status, f"{shown(stated)} stated, {shown(own.low)} to {shown(own.high)} found"
+    )
 
 
 def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
     """Yield a verdict on each leaf, on each node that is not the network's or breaks its law, and on the headline."""
     try:
-        rows = [(str(r["path"]), str(r["law"]), read_value(r["value"]), list(r["parts"])) for r in document["proof"]]
-        upper, text = read_value([document["upper"], 0]), str(document.get("upper_text", "inf"))[:24].lower()
-        heads = [upper, None if text == "inf" else Fraction(text if len(text.partition("e")[2]) < 8 else "too long")]
+        rows = [
+            (str(r["path"]), str(r["law"]), read_value(r["value"]), list(r["parts"]))
+            for r in document["proof"]
+        ]
+        upper, text = (
+            read_value([document["upper"], 0]),
+            str(document.get("upper_text", "inf"))[:24].lower(),
+        )
+        heads = [
+            upper,
+            None
+            if text == "inf"
+            else Fraction(text if len(text.partition("e")[2]) < 8 else "too long"),
+        ]
         log10 = float("inf" if (stated := document.get("log10_upper")) is None else stated) + 1e-9
     except (KeyError, TypeError, ValueError, ArithmeticError) as failure:
-        raise Unreadable(f"the proof cannot be read ({type(failure).__name__}: {failure})") from failure
-    if not rows or any(type(p) is not int or not 0 <= p < number for number, row in enumerate(rows) for p in row[3]):
+        raise Unreadable(
+            f"the proof cannot be read ({type(failure).__name__}: {failure})"
+        ) from failure
+    if not rows or any(
+        type(p) is not int or not 0 <= p < number for number, row in enumerate(rows) for p in row[3]
+    ):
         raise Unreadable("the proof is empty, or a node refers to one that does not come before it")
     stack, seen, top = [(len(rows) - 1, root)], set[tuple[int, int]](), rows[-1][2]
     while stack:
@@ -56,25 +73,38 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
             yield judge(where, stated, node.value)
         elif stated is not None:
             values = [value for part in parts if (value := rows[part][2]) is not None]
-            power, adds = 1 + (law == "concatenation"), law in ("sum", "concatenation")  # side by side squares add
+            power, adds = (
+                1 + (law == "concatenation"),
+                law in ("sum", "concatenation"),
+            )  # side by side squares add
             low = Fraction(sum(value**power for value in values) if adds else prod(values))
             if len(values) < len(parts) or stated**power < low:
-                yield Verdict(where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives more")
+                yield Verdict(
+                    where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives more"
+                )
     if len({number for number, _ in seen}) < len(rows):
         yield Verdict("proof", REFUTE, "it has nodes that no part of the network leads to")
-    digits = float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())
-    if not log10 >= digits or any(head is not None and (top is None or head < top) for head in heads):
+    digits = (
+        float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())
+    )
+    if not log10 >= digits or any(
+        head is not None and (top is None or head < top) for head in heads
+    ):
         yield Verdict("headline", REFUTE, f"the root is {shown(top)}, above what is stated")
     yield judge("root", top, root.value)
 
 
-def find_images(rows: Sequence[Mapping[str, Any]], batches: Sequence[np.ndarray]) -> list[Array | None]:
+def find_images(
+    rows: Sequence[Mapping[str, Any]], batches: Sequence[np.ndarray]
+) -> list[Array | None]:
     """Return each record's image, by the digest of label and pixels that it carries; none is two records' own."""
     wanted, labels = {(row["label"], row["pixels"]) for row in rows}, {row["label"] for row in rows}
     found: dict[tuple[int, str], list[Array]] = {key: [] for key in wanted}
     for image in (image for batch in batches for image in batch):
         data = f"{image.dtype.str}\0{image.shape}\0".encode() + image.tobytes()
-        for key in wanted & {(label, sha256(f"{label}\0".encode() + data).hexdigest()[:16]) for label in labels}:
+        for key in wanted & {
+            (label, sha256(f"{label}\0".encode() + data).hexdigest()[:16]) for label in labels
+        }:
             found[key].append(image.astype(np.float64))
     return [pool.pop() if (pool := found[row["label"], row["pixels"]]) else None for row in rows]
 
@@ -85,18 +115,31 @@ def judge_radii(tensor: Tensor, rows: Sequence[Mapping[str, Any]]) -> Iterator[V
     if last is None or logits.batch is None:
         raise Unknown("logits behind attention, norms or convolutions")
     off, error = float(logits.lost) * 2.01 + 1e-300, 2.01 * float(last.error) + 1e-150
-    slack = 2.0**-40 + last.matrix.shape[1] * 2.0**-50  # of lengths of rows, quotients and conversions
+    slack = (
+        2.0**-40 + last.matrix.shape[1] * 2.0**-50
+    )  # of lengths of rows, quotients and conversions
     for row, z in zip(rows, logits.batch):
         top, radius, where = int(z.argmax()), float(row["radius"]), f"image {row['index']}"
         others = np.arange(len(z)) != top
-        margins, apart = z[top] - z[others], np.linalg.norm(last.matrix[others] - last.matrix[top], axis=1)
+        margins, apart = (
+            z[top] - z[others],
+            np.linalg.norm(last.matrix[others] - last.matrix[top], axis=1),
+        )
         with np.errstate(divide="ignore", over="ignore"):
             steepest = (apart * (1 + slack) + error) * (float(slope.high) * (1 + slack)) + 1e-290
             gentlest = np.fmax(apart * (1 - slack) - error, 0.0) * (float(slope.low) * (1 - slack))
             low = np.fmax((margins * (1 - slack) - off) / steepest, 0.0).min() * (1 - slack)
             high = ((margins * (1 + slack) + off) / gentlest).min() * (1 + slack)
         if row.get("prediction") != top:
-            yield Verdict(where, REFUTE if low > 0 else OPEN, f"class {row.get('prediction')} stated, {top} found")
+            yield Verdict(
+                where,
+                REFUTE if low > 0 else OPEN,
+                f"class {row.get('prediction')} stated, {top} found",
+            )
         else:
             status = AGREE if radius <= low else OPEN if radius <= high else REFUTE
-            yield Verdict(where, status, f"radius {radius:.9g} stated, {low:.9g} to {high:.9g} in real arithmetic")
+            yield Verdict(
+                where,
+                status,
+                f"radius {radius:.9g} stated, {low:.9g} to {high:.9g} in real arithmetic",
+            )

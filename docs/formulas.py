@@ -36,8 +36,24 @@ _SIGNS = {
     "−": "-",
     "Σ": r"\sum ",
 }
-_GREEK = ("alpha", "beta", "gamma", "delta", "epsilon", "eta", "lambda", "mu", "nu", "rho", "sigma", "tau", "Phi")
-_COMMANDS = {name: name for name in (*_GREEK, "max", "min", "sup", "log", "exp", "sum", "det")} | {"inf": "infty"}
+_GREEK = (
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "eta",
+    "lambda",
+    "mu",
+    "nu",
+    "rho",
+    "sigma",
+    "tau",
+    "Phi",
+)
+_COMMANDS = {name: name for name in (*_GREEK, "max", "min", "sup", "log", "exp", "sum", "det")} | {
+    "inf": "infty"
+}
 _NAMES = ("diag", "softmax", "Lip", "Cov", "var", "sqrt", "fl", "tr", "ceil", "floor")
 _CODE = ("certvit ", "torch.", "`", "==", '"')
 
@@ -52,7 +68,9 @@ _ATOM = re.compile(
 _RELATIONS = ("<", ">", ".")
 """Signs that count where they stand between spaces."""
 _SIGN = re.compile(
-    r"[‖|∣√Σ≤≥≠=·∞→∝∘∈⁰¹²³⁴-⁹⁻ᵀ₀-₉−+]| [<>] |[\w\])][_^]|\b(?:[A-Za-zα-ω]|" + _NAMED + r")\(|^\w/\w$|^\[.*, .*\]$"
+    r"[‖|∣√Σ≤≥≠=·∞→∝∘∈⁰¹²³⁴-⁹⁻ᵀ₀-₉−+]| [<>] |[\w\])][_^]|\b(?:[A-Za-zα-ω]|"
+    + _NAMED
+    + r")\(|^\w/\w$|^\[.*, .*\]$"
 )
 _LINE = 24
 """Signs of a formula that never breaks: on a telephone, two of them fill a line."""
@@ -76,7 +94,9 @@ def _block(found: re.Match[str]) -> str:
     text = found.group()
     if any(sign in text for sign in _CODE) or not re.search(r"[≤=√Σ]|<=|\^2", text):
         return text
-    return "".join(f'<div class="formula">{_mathml(line, "block")}</div>\n' for line in text.splitlines())
+    return "".join(
+        f'<div class="formula">{_mathml(line, "block")}</div>\n' for line in text.splitlines()
+    )
 
 
 def inline(markdown: str) -> str:
@@ -87,11 +107,20 @@ def inline(markdown: str) -> str:
         start = last = end
         prose = text[start : skipped.start() if skipped else len(text)]
         for first, after in find(prose):
-            formula, mark = " ".join(prose[first:after].split()), re.match(r"[,.;:)]*", prose[after:])
-            lines = " ".join(
-                f'<span class="{_kind(part)}">{_mathml(part, "inline")}</span>' for part in _parts(formula)
+            formula, mark = (
+                " ".join(prose[first:after].split()),
+                re.match(r"[,.;:)]*", prose[after:]),
             )
-            made += [text[last : start + first], lines.removesuffix("</span>"), mark.group() if mark else "", "</span>"]
+            lines = " ".join(
+                f'<span class="{_kind(part)}">{_mathml(part, "inline")}</span>'
+                for part in _parts(formula)
+            )
+            made += [
+                text[last : start + first],
+                lines.removesuffix("</span>"),
+                mark.group() if mark else "",
+                "</span>",
+            ]
             last = start + after + (mark.end() if mark else 0)
         end = skipped.end() if skipped else len(text)
         made.append(text[last:end])
@@ -110,7 +139,10 @@ def find(text: str) -> Iterator[tuple[int, int]]:
     while number < len(words):
         start, stop = words[number]
         brackets = re.match(r"[(\"]*", text[start:stop])
-        runs = (_run(text, words, number, start + skip) for skip in range(brackets.end() + 1 if brackets else 1))
+        runs = (
+            _run(text, words, number, start + skip)
+            for skip in range(brackets.end() + 1 if brackets else 1)
+        )
         end, number = next((run for run in runs if run), (start, number))
         start, end = _trim(text, start, end)
         formula = text[start:end]
@@ -119,19 +151,26 @@ def find(text: str) -> Iterator[tuple[int, int]]:
         number += 1
 
 
-def _run(text: str, words: list[tuple[int, int]], number: int, start: int) -> tuple[int, int] | None:
+def _run(
+    text: str, words: list[tuple[int, int]], number: int, start: int
+) -> tuple[int, int] | None:
     """Return the end of the longest formula from `start`, in word `number`, and the number of its last word."""
     longest = None
     for last in range(number, len(words)):
         first, stop = max(words[last][0], start), words[last][1]
         word = text[first:stop]
         bare = word if word == "." else re.sub(r'((?:\.\.\.)?)[.,;:"]*$', r"\1", word)
-        for inner in (bare, bare[:-1].rstrip(".,;:"), bare[:-2].rstrip(".,;:")) if bare.endswith(")") else (bare,):
+        for inner in (
+            (bare, bare[:-1].rstrip(".,;:"), bare[:-2].rstrip(".,;:"))
+            if bare.endswith(")")
+            else (bare,)
+        ):
             if inner and _reads(inner) and _balances(text[start : first + len(inner)]):
                 longest = first + len(inner), last
                 break
         if not _reads(bare) or (
-            bare != word and (word[len(bare) :] != "," or _balances(text[start : first + len(bare)]))
+            bare != word
+            and (word[len(bare) :] != "," or _balances(text[start : first + len(bare)]))
         ):
             break
     return longest
@@ -160,7 +199,9 @@ def _balances(text: str) -> bool:
 
 _PLAIN_BEFORE = re.compile(r"\d\s+$")
 """A letter behind a number is no formula of its own: 3 x 3."""
-_BEFORE = re.compile(r"(?:[aAI](?! (?:[=<>≤≥≠·→∝∘∈×+−/]|<=|>=|->))|\([a-z]\)|\(?\d+\.\d+\)?(?= \()|[-−+.,/])\s+")
+_BEFORE = re.compile(
+    r"(?:[aAI](?! (?:[=<>≤≥≠·→∝∘∈×+−/]|<=|>=|->))|\([a-z]\)|\(?\d+\.\d+\)?(?= \()|[-−+.,/])\s+"
+)
 _BEHIND = re.compile(r"\s+(?:(?<![=<>≤≥·→+−/] )[aI]|[-−+×.,/=<>≤≥→]|<=|>=|->|\(\d+(?:\.\d+)*\))$")
 
 
@@ -211,7 +252,11 @@ def tex(line: str) -> str:
     text = re.sub("(.)\u0304", r"\\bar{\1}", text)
     text = unicodedata.normalize("NFC", text)
     for signs, mark in ((_RAISED, "^"), (_LOWERED, "_")):
-        text = re.sub(f"[{''.join(signs)}]+", lambda run: f"{mark}{{{''.join(signs[c] for c in run.group())}}}", text)  # noqa: B023
+        text = re.sub(
+            f"[{''.join(signs)}]+",
+            lambda run: f"{mark}{{{''.join(signs[c] for c in run.group())}}}",  # noqa: B023
+            text,
+        )
     text = re.sub(r"([_^])\(([^()]*)\)", r"\1{\2}", text)
     text = re.sub(r"([_^])(-?[A-Za-z0-9]+(?:,[A-Za-z0-9]+)*)", r"\1{\2}", text)
     text = _roots(re.sub(r" {3,}", r" \\quad ", text))

@@ -42,7 +42,10 @@ MERMAID = Path(os.environ.get("MERMAID", ""))
 
 def on_config(config: Any) -> Any:
     """Commands in the navigation: the list of all, then one page each; pages that no section names at the end."""
-    pages: list[Any] = [{"All on one page": "commands.md"}, *({name: f"commands/{name}.md"} for name in COMMANDS)]
+    pages: list[Any] = [
+        {"All on one page": "commands.md"},
+        *({name: f"commands/{name}.md"} for name in COMMANDS),
+    ]
     for entry in config.nav:
         if "All options" in entry:
             entry["All options"] = pages
@@ -67,7 +70,9 @@ def _titles(nav: list[Any]) -> dict[str, str]:
 
 def on_files(files: Files, config: Any) -> Files:
     for name, command in COMMANDS.items():
-        files.append(File.generated(config, f"commands/{name}.md", content=page(name, command, "../")))
+        files.append(
+            File.generated(config, f"commands/{name}.md", content=page(name, command, "../"))
+        )
     for name in AT_THE_ROOT:
         text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
         files.append(File.generated(config, name, content=text))
@@ -88,8 +93,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = _first_page(markdown)
     if page.file.src_uri in WITH_FORMULAS:
         markdown = formulas.inline(markdown)
-    markdown = re.sub(r"^- \[(examples/ci/[\w.-]+)\]\(.*\)$", _shown, formulas.display(markdown), flags=re.MULTILINE)
-    markdown = re.sub(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)", partial(_titled, page.file.src_uri), markdown)
+    markdown = re.sub(
+        r"^- \[(examples/ci/[\w.-]+)\]\(.*\)$",
+        _shown,
+        formulas.display(markdown),
+        flags=re.MULTILINE,
+    )
+    markdown = re.sub(
+        r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)", partial(_titled, page.file.src_uri), markdown
+    )
     up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_ROOT:
         markdown = markdown.replace(f"]({up}../{name}", f"]({up}{name}")

@@ -27,25 +27,41 @@ EVERY = 200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ckpt")
     parser.add_argument("dataset", help="its training images are used")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--sigma", type=float, required=True, help="of the noise, on pixels in [0, 1]")
+    parser.add_argument(
+        "--sigma", type=float, required=True, help="of the noise, on pixels in [0, 1]"
+    )
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--steps", type=int, default=10_000, help="of the first stage")
     parser.add_argument("--stable-steps", type=int, default=300, help="of the second stage")
-    parser.add_argument("--start", type=Path, help="a denoiser to go on from, in place of the first stage")
+    parser.add_argument(
+        "--start", type=Path, help="a denoiser to go on from, in place of the first stage"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     torch.manual_seed(0)
     checkpoint = open_checkpoint(options.ckpt, Hints())
     spec = checkpoint.record.input
-    pixels = (load(options.dataset, spec, "train", options.data_dir).tensors()[0] * 255).round().to(torch.uint8)
+    pixels = (
+        (load(options.dataset, spec, "train", options.data_dir).tensors()[0] * 255)
+        .round()
+        .to(torch.uint8)
+    )
     net = Denoiser(spec.size[0], options.width, options.depth).to(memory_format=torch.channels_last)
     if options.start is None:
-        train(net, options.steps, 1e-3, options.output, lambda: error(net, crops(pixels), options.sigma))
+        train(
+            net,
+            options.steps,
+            1e-3,
+            options.output,
+            lambda: error(net, crops(pixels), options.sigma),
+        )
     else:
         net.load_state_dict(load_file(options.start))
     classifier = build(checkpoint).eval().requires_grad_(False)
@@ -68,8 +84,13 @@ def train(net: Denoiser, steps: int, rate: float, output: Path, loss_of) -> None
         schedule.step()
         mean += (loss.item() - mean) / min(step, EVERY)
         if step % EVERY == 0 or step == steps:
-            save_file({name: tensor.contiguous() for name, tensor in net.state_dict().items()}, output)
-            print(f"step {step}: loss {mean:.5f}, {time.process_time() - started:.0f} CPU s", flush=True)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in net.state_dict().items()}, output
+            )
+            print(
+                f"step {step}: loss {mean:.5f}, {time.process_time() - started:.0f} CPU s",
+                flush=True,
+            )
 
 
 def error(net: Denoiser, clean: Tensor, sigma: float) -> Tensor:
@@ -89,7 +110,9 @@ def crops(images: Tensor) -> Tensor:
     side = min(CROP, height, width)
     which = torch.randint(0, len(images), (CROPS,)).tolist()
     tops, lefts = (torch.randint(0, size - side + 1, (CROPS,)).tolist() for size in (height, width))
-    found = [images[i, :, y : y + side, x : x + side] for i, y, x in zip(which, tops, lefts, strict=True)]
+    found = [
+        images[i, :, y : y + side, x : x + side] for i, y, x in zip(which, tops, lefts, strict=True)
+    ]
     return (torch.stack(found).float() / 255).contiguous(memory_format=torch.channels_last)
 
 

@@ -28,7 +28,13 @@ def run(command: str, folder: Path) -> str:
     """What a terminal of 80 columns shows."""
     environment = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run(
-        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
         raise SystemExit(f"{command}\n{done.stdout}\nexit {done.returncode}")
@@ -44,7 +50,9 @@ def typed_again(page: str, folder: Path, only: str = "") -> str:
         for part in re.split(r"^\$ ", found.group(1), flags=re.MULTILINE)[1:]:
             command, _, before = part.partition("\n")
             again = command.startswith(only)
-            shown.append(f"$ {command}\n{run(command, folder) if again else before.rstrip() + chr(10)}")
+            shown.append(
+                f"$ {command}\n{run(command, folder) if again else before.rstrip() + chr(10)}"
+            )
         return "```console\n" + "\n".join(shown) + "```"
 
     written = BLOCK.sub(block, page)
@@ -63,7 +71,11 @@ def answers(page: str) -> str:
     for block in BLOCK.findall(page):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE):
             if part.startswith("certvit audit "):
-                words = re.search(r"^images: .*?\n(.*?)(?=^For comparison|^Next: )", part, re.DOTALL | re.MULTILINE)
+                words = re.search(
+                    r"^images: .*?\n(.*?)(?=^For comparison|^Next: )",
+                    part,
+                    re.DOTALL | re.MULTILINE,
+                )
                 told.append(textwrap.fill(" ".join(words.group(1).split()), 118) if words else "")
     return "\n\n".join(told)
 
@@ -84,7 +96,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=DOCS / "tutorial.md")
     parser.add_argument("--folder", type=Path, help="keep the files here; an empty folder")
     parser.add_argument(
-        "--only", default="", help="type only commands that begin so, in the --folder of an earlier run"
+        "--only",
+        default="",
+        help="type only commands that begin so, in the --folder of an earlier run",
     )
     asked = parser.parse_args()
     page = asked.page.read_text()

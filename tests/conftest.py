@@ -47,7 +47,9 @@ def _prepare() -> None:
     from certcli.cli.shared.output import Sink
 
     if not torch.cuda.is_available():
-        torch.cuda.manual_seed_all = lambda seed: None  # it keeps a stack trace for later in each call
+        torch.cuda.manual_seed_all = lambda seed: (
+            None
+        )  # it keeps a stack trace for later in each call
 
     Sink.clock = staticmethod(float)  # it stands at 0: no output depends on how fast a machine is
 
@@ -100,7 +102,9 @@ def _restore(before: dict[str, Any]) -> None:
     torch.set_grad_enabled(before["gradients"])
     os.chdir(before["folder"])
     os.environ.clear()
-    os.environ.update({os.fsdecode(name): os.fsdecode(text) for name, text in before["environment"].items()})
+    os.environ.update(
+        {os.fsdecode(name): os.fsdecode(text) for name, text in before["environment"].items()}
+    )
     sys.argv[:] = before["arguments"]
 
 

@@ -20,14 +20,22 @@ from certcli.api.errors import in_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build
-from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, DataError, UsageError
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    CheckpointError,
+    DataError,
+    UsageError,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 DIGITS = {"mean": 0.5, "std": 0.5, "input_size": (1, 8, 8)}
 
 
-def test_the_code_of_the_page_runs(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_page_runs(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.safetensors").write_bytes((workshop / "certified.safetensors").read_bytes())
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -51,7 +59,11 @@ def test_the_notebook_runs() -> None:
 
 
 def test_every_function_is_documented_and_in_certvit() -> None:
-    own = {name for name, value in vars(api).items() if getattr(value, "__module__", "") == api.__name__}
+    own = {
+        name
+        for name, value in vars(api).items()
+        if getattr(value, "__module__", "") == api.__name__
+    }
     assert {name for name in own if name[0] != "_"} == set(api.FUNCTIONS)
     for name in api.FUNCTIONS:
         assert f"`{name}(" in PAGE.read_text()
@@ -65,7 +77,9 @@ def test_the_wheel_holds_both_names() -> None:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     hatch = tools.get("hatch", {}).get("build", {}).get("targets", {}).get("wheel", {})
     setuptools = tools.get("setuptools", {}).get("packages", {}).get("find", {})
-    packages = {name.rstrip("*") for name in (*hatch.get("packages", ()), *setuptools.get("include", ()))}
+    packages = {
+        name.rstrip("*") for name in (*hatch.get("packages", ()), *setuptools.get("include", ()))
+    }
     assert {"certcli", "certvit"} <= packages
 
 
@@ -74,7 +88,9 @@ def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
     share = testing.assert_certified(certified, images, labels, radius=0.05, at_least=0.1)
     assert share.images == 20
     wrong = (labels + 1) % 10
-    with pytest.raises(AssertionError, match=r"\d+ of 20 images \(95 % interval .*50 % were demanded"):
+    with pytest.raises(
+        AssertionError, match=r"\d+ of 20 images \(95 % interval .*50 % were demanded"
+    ):
         testing.assert_certified(certified, images, wrong, radius=0.05, at_least=0.5)
     with pytest.raises(AssertionError, match="the proven bound is"):
         testing.assert_bound(certified, 1e-3)
@@ -178,12 +194,27 @@ MODULES: dict[str, tuple[nn.Module, dict[str, Any], type[CertvitError], str]] = 
     "no statistics": (perceptron(), {}, UsageError, "which images does the Sequential take"),
     "statistics of 255": (perceptron(), {**DIGITS, "std": 127.5}, UsageError, "another scale"),
     "size of two": (perceptron(), {**DIGITS, "input_size": (8, 8)}, UsageError, "which images"),
-    "another size": (perceptron(), {**DIGITS, "input_size": (1, 9, 9)}, ArchitectureError, "no classifier of images"),
+    "another size": (
+        perceptron(),
+        {**DIGITS, "input_size": (1, 9, 9)},
+        ArchitectureError,
+        "no classifier of images",
+    ),
     "no logits": (nn.Conv2d(1, 4, 3), DIGITS, ArchitectureError, "one row of logits"),
     "one logit": (perceptron(classes=1), DIGITS, ArchitectureError, "one logit"),
-    "NaN": (nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)), DIGITS, CheckpointError, "NaN"),
+    "NaN": (
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3)),
+        DIGITS,
+        CheckpointError,
+        "NaN",
+    ),
     "no values": (perceptron().to("meta"), DIGITS, ArchitectureError, "cannot be copied"),
-    "hidden weights": (nn.Sequential(nn.Flatten(), Hidden(64, 3)), DIGITS, ArchitectureError, "no tensor of its state"),
+    "hidden weights": (
+        nn.Sequential(nn.Flatten(), Hidden(64, 3)),
+        DIGITS,
+        ArchitectureError,
+        "no tensor of its state",
+    ),
     "options of files": (perceptron(), {**DIGITS, "arch": "vit"}, UsageError, "no option 'arch'"),
 }
 nn.init.constant_(MODULES["NaN"][0][2].running_var, float("nan"))  # type: ignore[index]
@@ -198,17 +229,32 @@ def test_a_module_is_refused_in_one_line(name: str) -> None:
 
 
 CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "certify": (lambda net: certvit.certify(net, "digits", effrot=1), "lipschitz has no option 'effrot'"),
-    "local": (lambda net: certvit.certify(net, "digits", method="local", effrot=1), "did you mean 'effort'"),
-    "predict": (lambda net: certvit.predict(net, torch.rand(1, 1, 8, 8), mask=3), "did you mean 'masks'"),
+    "certify": (
+        lambda net: certvit.certify(net, "digits", effrot=1),
+        "lipschitz has no option 'effrot'",
+    ),
+    "local": (
+        lambda net: certvit.certify(net, "digits", method="local", effrot=1),
+        "did you mean 'effort'",
+    ),
+    "predict": (
+        lambda net: certvit.predict(net, torch.rand(1, 1, 8, 8), mask=3),
+        "did you mean 'masks'",
+    ),
     "attack": (lambda net: certvit.attack(net, "digits", step=3), "did you mean 'steps'"),
     "audit": (lambda net: certvit.audit(net, "digits", radi=3), "did you mean 'radii'"),
     "open": (lambda net: certvit.load(net, mean=0.5), "no option 'mean'"),
-    "file": (lambda net: certvit.load("x.safetensors", input_size=(1, 8, 8)), "arch_args={'img_size'"),
+    "file": (
+        lambda net: certvit.load("x.safetensors", input_size=(1, 8, 8)),
+        "arch_args={'img_size'",
+    ),
     "nothing": (lambda net: certvit.load("x.safetensors"), "no file x.safetensors"),
     "patch": (lambda net: certvit.certify(net, "digits", method="patch"), 'patches=["32"]'),
     "dataset": (lambda net: certvit.images(net, "torch/mnist"), "needs data_dir"),
-    "save": (lambda net: certvit.save(certvit.load(perceptron(), **DIGITS), "x"), "no architecture"),
+    "save": (
+        lambda net: certvit.save(certvit.load(perceptron(), **DIGITS), "x"),
+        "no architecture",
+    ),
 }
 
 
@@ -226,8 +272,14 @@ def test_errors_speak_python(certified: Checkpoint, name: str) -> None:
     ("text", "expected"),
     [
         ("check --arch and --arch-arg", "check arch and arch_args"),
-        ("--as-stated if it is; --arch NAME for another", "as_stated=True if it is; arch=NAME for another"),
-        ("--arch-arg num_heads=4, or pass --force", "arch_args={'num_heads': 4}, or pass force=True"),
+        (
+            "--as-stated if it is; --arch NAME for another",
+            "as_stated=True if it is; arch=NAME for another",
+        ),
+        (
+            "--arch-arg num_heads=4, or pass --force",
+            "arch_args={'num_heads': 4}, or pass force=True",
+        ),
         ("certvit finetune --noise first", "certvit finetune --noise first"),
         ("choose another -o", "choose another path"),
     ],

@@ -25,7 +25,11 @@ from benchmarks.tables.run import RowFailed, missing_data, run_row
 
 def chosen(rows: list[str], quick: bool) -> list[Row]:
     """The rows asked for, and before them those whose files they read."""
-    names = [row.name for row in ROWS if (quick and row.quick) or any(fnmatch.fnmatch(row.name, p) for p in rows)]
+    names = [
+        row.name
+        for row in ROWS
+        if (quick and row.quick) or any(fnmatch.fnmatch(row.name, p) for p in rows)
+    ]
     found: list[str] = []
 
     def take(name: str) -> None:
@@ -68,7 +72,9 @@ def chains(rows: list[Row]) -> list[list[Row]]:
     return found
 
 
-def run_chain(tasks: list[tuple[Row, int]], data: dict[str, str], work: Path, again: bool, file: Path) -> int:
+def run_chain(
+    tasks: list[tuple[Row, int]], data: dict[str, str], work: Path, again: bool, file: Path
+) -> int:
     """Rows that start from one another, in order; how many failed. One that is in the results is run for its files alone."""
     failed = 0
     known = results.read(file)
@@ -89,26 +95,44 @@ def there(row: Row, seed: int, known: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="every row marked quick, three seeds at most")
-    parser.add_argument("--row", action="append", default=[], help="rows by name, * and ? allowed")
-    parser.add_argument("--data", action="append", default=[], metavar="NAME=DIR", help=f"one of {', '.join(DATA)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tables", description=__doc__.split("\n")[0]
+    )
     parser.add_argument(
-        "--work", type=Path, default=Path("tables-output"), help="checkpoints and documents of the steps"
+        "--quick", action="store_true", help="every row marked quick, three seeds at most"
+    )
+    parser.add_argument("--row", action="append", default=[], help="rows by name, * and ? allowed")
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="NAME=DIR", help=f"one of {', '.join(DATA)}"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("tables-output"),
+        help="checkpoints and documents of the steps",
     )
     parser.add_argument("--seed", type=int, action="append", help="only these seeds")
     parser.add_argument("--jobs", type=int, default=1, help="rows side by side, each on one thread")
-    parser.add_argument("--again", action="store_true", help="run rows that are in the results already")
-    parser.add_argument("--results", type=Path, default=results.PATH, help="another file than the page's")
+    parser.add_argument(
+        "--again", action="store_true", help="run rows that are in the results already"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=results.PATH, help="another file than the page's"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--render", action="store_true")
     given = parser.parse_args()
     if given.list:
         for row in ROWS:
-            print(f"\n{row.name}{' (quick)' if row.quick else ''}, seeds {', '.join(map(str, row.seeds))}")
+            print(
+                f"\n{row.name}{' (quick)' if row.quick else ''}, seeds {', '.join(map(str, row.seeds))}"
+            )
             print("\n".join(f"  {command}" for command in row.steps.values()) or "  no command yet")
         return 0
-    data = {name: str(Path(path).resolve()) for name, _, path in (entry.partition("=") for entry in given.data)}
+    data = {
+        name: str(Path(path).resolve())
+        for name, _, path in (entry.partition("=") for entry in given.data)
+    }
     if unknown := set(data) - set(DATA):
         parser.error(f"--data knows {', '.join(DATA)}, not {', '.join(sorted(unknown))}")
     rows = [] if given.render else chosen(given.row, given.quick)
@@ -116,12 +140,17 @@ def main() -> int:
         parser.error("no such row: --list shows them")
     jobs = []
     for chain in chains(rows):
-        wanted = {row.name: given.seed or row.seeds[: QUICK_SEEDS if given.quick else None] for row in chain}
+        wanted = {
+            row.name: given.seed or row.seeds[: QUICK_SEEDS if given.quick else None]
+            for row in chain
+        }
         for seed in sorted({seed for seeds in wanted.values() for seed in seeds}):
             tasks = [(row, seed) for row in chain if seed in wanted[row.name]]
             jobs.append((tasks, data, given.work.resolve(), given.again, given.results))
     known = results.read(given.results)
-    whole = given.again or not any(there(row, seed, known) for tasks, *_ in jobs for row, seed in tasks)
+    whole = given.again or not any(
+        there(row, seed, known) for tasks, *_ in jobs for row, seed in tasks
+    )
     started = time.perf_counter()
     with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
         failed = sum(pool.starmap(run_chain, jobs, chunksize=1))

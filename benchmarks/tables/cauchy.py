@@ -62,9 +62,7 @@ def rows() -> Iterator[Row]:
             for optimiser, (tool, options) in _OPTIMISERS.items():
                 made = small.made(options, pooled, halved=optimiser == "sam")
                 if mixing == "covit":
-                    mixed = (
-                        f"certvit adapt init.safetensors {small.images} --attention conv --norm keep --residual keep "
-                    )
+                    mixed = f"certvit adapt init.safetensors {small.images} --attention conv --norm keep --residual keep "
                     made["train"] = made["train"].replace("init.safetensors", "covit.safetensors")
                     made = {
                         "init": made["init"],
@@ -81,17 +79,23 @@ def rows() -> Iterator[Row]:
                     quick=small.quick,
                 )
                 yield row
-                yield Row(row.name.replace("cauchy-1", "cauchy-2"), (f"{label}, {tool}",), same=row.name)
+                yield Row(
+                    row.name.replace("cauchy-1", "cauchy-2"), (f"{label}, {tool}",), same=row.name
+                )
     for group in (("t1", "t2"), ("t3", "t4")):
         for mixing in ("vit", "covit"):
             for size in group:
                 yield Row(
-                    f"cauchy-1/{mixing}-{size}", (f"{_LABEL[mixing]}-{size.upper()}", "SAM with SGD"), note=_UNKNOWN
+                    f"cauchy-1/{mixing}-{size}",
+                    (f"{_LABEL[mixing]}-{size.upper()}", "SAM with SGD"),
+                    note=_UNKNOWN,
                 )
     sizes = {"vit": "s1 s2 s3 s4 m1 m2 m3 l", "covit": "s1 s2 s3 s4 s5 m1 m2 m3 m4 m5 l1 l2"}
     for mixing, names in sizes.items():
         for size in names.split():
-            yield Row(f"cauchy-2/{mixing}-{size}", (f"{_LABEL[mixing]}-{size.upper()}",), note=_UNKNOWN)
+            yield Row(
+                f"cauchy-2/{mixing}-{size}", (f"{_LABEL[mixing]}-{size.upper()}",), note=_UNKNOWN
+            )
 
 
 _OPTIMISERS = {

@@ -9,7 +9,9 @@ from benchmarks.tables import results
 from benchmarks.tables.layout import Claim
 
 
-def _claims(root: str, theirs: tuple[str, ...], *lines: tuple[str, str, str, str, int]) -> list[Claim]:
+def _claims(
+    root: str, theirs: tuple[str, ...], *lines: tuple[str, str, str, str, int]
+) -> list[Claim]:
     """lines: (sentence, better, worse, column, sign), rows of the folder `root`.
 
     theirs: folders of the paper's rows, named as ours or `our name>their name`.
@@ -21,7 +23,9 @@ def _claims(root: str, theirs: tuple[str, ...], *lines: tuple[str, str, str, str
             path, _, renamed = folder.partition(":")
             names = dict(entry.split(">") for entry in renamed.split(",") if entry)
             if not renamed or {better, worse} <= set(names):
-                pairs.append((f"{path}/{names.get(better, better)}", f"{path}/{names.get(worse, worse)}"))
+                pairs.append(
+                    (f"{path}/{names.get(better, better)}", f"{path}/{names.get(worse, worse)}")
+                )
         found.append(Claim(text, f"{root}/{better}", f"{root}/{worse}", column, sign, tuple(pairs)))
     return found
 
@@ -53,7 +57,13 @@ CLAIMS = (
         (f"{_ROBUSTER} (FGSM, lambda 1e-4)", "msvp", "none", "fgsm", 1),
         ("and more accurate (lambda 1e-4)", "msvp", "none", "clean", 1),
         (f"{_ROBUSTER} (PGD-2, lambda 1e-3)", "msvp-1e-3", "none", "pgd2", 1),
-        (f"{_ROBUSTER} (PGD-2, lambda 1e-2, which the paper calls too large)", "msvp-1e-2", "none", "pgd2", 1),
+        (
+            f"{_ROBUSTER} (PGD-2, lambda 1e-2, which the paper calls too large)",
+            "msvp-1e-2",
+            "none",
+            "pgd2",
+            1,
+        ),
         ("MSVP lowers the bound (lambda 1e-3)", "msvp-1e-3", "none", "upper", -1),
     ),
     *_claims(
@@ -67,13 +77,31 @@ CLAIMS = (
         tuple(f"cauchy-1:vit-sam>vit-t{size},covit-sam>covit-t{size}" for size in range(1, 5)),
         ("SAM gives more accurate ViTs at equal cost", "vit-sam", "vit-adamw", "clean", 1),
         ("and more robust ones at equal cost (PGD-7, linf)", "vit-sam", "vit-adamw", "pgd7", 1),
-        ("SAM gives more accurate ViTs at equal steps, twice the cost", "vit-sam-steps", "vit-adamw", "clean", 1),
-        ("and more robust ones at equal steps (PGD-7, linf)", "vit-sam-steps", "vit-adamw", "pgd7", 1),
+        (
+            "SAM gives more accurate ViTs at equal steps, twice the cost",
+            "vit-sam-steps",
+            "vit-adamw",
+            "clean",
+            1,
+        ),
+        (
+            "and more robust ones at equal steps (PGD-7, linf)",
+            "vit-sam-steps",
+            "vit-adamw",
+            "pgd7",
+            1,
+        ),
         ("CoViT is more accurate than ViT (SAM)", "covit-sam", "vit-sam", "clean", 1),
         ("CoViT is more robust than ViT (SAM; PGD-20, l2)", "covit-sam", "vit-sam", "pgd20", 1),
         ("CoViT has smaller singular values (SAM)", "covit-sam", "vit-sam", "sigma", -1),
         ("CoViT is more accurate than ViT (AdamW)", "covit-adamw", "vit-adamw", "clean", 1),
-        ("CoViT is more robust than ViT (AdamW; PGD-20, l2)", "covit-adamw", "vit-adamw", "pgd20", 1),
+        (
+            "CoViT is more robust than ViT (AdamW; PGD-20, l2)",
+            "covit-adamw",
+            "vit-adamw",
+            "pgd20",
+            1,
+        ),
         ("CoViT has smaller singular values (AdamW)", "covit-adamw", "vit-adamw", "sigma", -1),
     ),
 )

@@ -54,7 +54,10 @@ FIGURES = {
 
 
 def judged(
-    images: str, radius: str, limits: tuple[str, str] = (" --limit 1000", " --limit 100"), method: str = ""
+    images: str,
+    radius: str,
+    limits: tuple[str, str] = (" --limit 1000", " --limit 100"),
+    method: str = "",
 ) -> dict[str, str]:
     """certify and attack, on samples that fit a quick run."""
     return {
@@ -109,9 +112,13 @@ class Data:
     def judged(self, method: str = "", row: str = "") -> dict[str, str]:
         """method: of the certificate, in place of the global bound; on fewer images, since it looks at each."""
         if row in self.long:
-            return judged(self.test, self.radius, (" --limit 1000" if method else "", " --limit 1000"), method)
+            return judged(
+                self.test, self.radius, (" --limit 1000" if method else "", " --limit 1000"), method
+            )
         certify, attack = ("", "") if self.name == "digits" else (" --limit 1000", " --limit 100")
-        return judged(self.test, self.radius, (" --limit 200" if method else certify, attack), method)
+        return judged(
+            self.test, self.radius, (" --limit 200" if method else certify, attack), method
+        )
 
     @property
     def test(self) -> str:
@@ -173,7 +180,12 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
     yield Row(
         f"{name}/standard",
         (*label, "standard"),
-        trained(data.images, arch, f"--loss ce {long.get('standard', f'{tool} --epochs {plain}')}", arguments)
+        trained(
+            data.images,
+            arch,
+            f"--loss ce {long.get('standard', f'{tool} --epochs {plain}')}",
+            arguments,
+        )
         | data.judged(row="standard"),
         shown,
         data.seeds + data.further,
@@ -199,7 +211,9 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
             note=f"certified by {loss} itself" if chain else "",
         )
     start = f"{{{name}/standard}}/net.safetensors"
-    constrain = f"certvit constrain {start} {data.images} --beta 0.01 --prox l1 --eta 0.1 --relaxation 1.2"
+    constrain = (
+        f"certvit constrain {start} {data.images} --beta 0.01 --prox l1 --eta 0.1 --relaxation 1.2"
+    )
     train = (
         f"certvit finetune constrained.safetensors {data.images} --loss margin -e {data.radius} "
         f"{long.get('certvit', f'{tool} --epochs {after}')}"
@@ -240,7 +254,11 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
                     "certify": f"certvit certify {{{begun}}}/net.safetensors {data.test} -e {data.radius} --limit 200 "
                     f"--method {method}"
                 },
-                {key: where for key, where in shown.items() if key in ("clean", "certified", "radius")},
+                {
+                    key: where
+                    for key, where in shown.items()
+                    if key in ("clean", "certified", "radius")
+                },
                 after=(begun,),
                 quick=quick,
                 note="200 images",
@@ -289,19 +307,23 @@ def _ours() -> Iterator[Row]:
         figures=figures("0.141176"),
         note="no attention",
     )
-    recipe = "--loss margin -e 1.58 --optimiser stiefel --lr 0.01 --stiefel-lr 0.05 --batch-size 256"
+    recipe = (
+        "--loss margin -e 1.58 --optimiser stiefel --lr 0.01 --stiefel-lr 0.05 --batch-size 256"
+    )
     first = " --arch-arg patch=7 --arch-arg width=64 --arch-arg depth=2"
     yield Row(
         "certvit-1/mnist/lip/short",
         ("MNIST", "certvit_lip_mnist", "orthogonal, margin loss, 2 epochs (ours)"),
-        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 2", first) | judged("--data-dir {mnist}", "1.58"),
+        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 2", first)
+        | judged("--data-dir {mnist}", "1.58"),
         figures("1.58"),
         note="no attention",
     )
     yield Row(
         "certvit-1/mnist/lip/long",
         ("MNIST", "certvit_lip_mnist", "the same, 12 epochs (ours)"),
-        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 12", first) | judged("--data-dir {mnist}", "1.58"),
+        trained(images, "certvit_lip_mnist", f"{recipe} --epochs 12", first)
+        | judged("--data-dir {mnist}", "1.58"),
         figures("1.58"),
         note="no attention",
     )

@@ -20,7 +20,11 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
 from certcli.models import build as models
 
-ATTENTION = {"l2former": "l2-attention", "lnformer": "lnorm-attention", "lipsformer": "scsa-attention"}
+ATTENTION = {
+    "l2former": "l2-attention",
+    "lnformer": "lnorm-attention",
+    "lipsformer": "scsa-attention",
+}
 ATTACKED = {"adversarial": "pgd", "attack_epsilon": 8 / 255, "attack_steps": 10}
 SIZE = (3, 32, 32)
 
@@ -38,14 +42,18 @@ def build(method: str) -> models.PixelModel:
 def stepper(method: str, attacked: bool, batch: int) -> Callable[[], float]:
     """A function that makes one step and returns its CPU seconds."""
     penalty = {"msvp": (1e-4, 1e-4, 1e-4)} if method == "specformer" else {}
-    settings = FinetuneSettings(loss="ce", batch_size=batch, **penalty, **(ATTACKED if attacked else {}))
+    settings = FinetuneSettings(
+        loss="ce", batch_size=batch, **penalty, **(ATTACKED if attacked else {})
+    )
     trainer = Trainer(build(method), settings, 10, "benchmark")
     trainer.model.train()
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(batch, *SIZE, generator=generator)
     labels = torch.randint(0, 10, (batch,), generator=generator)
     classes = tuple(map(str, range(10)))
-    images = Images("random", "train", classes, labels, torch.arange(batch), lambda wanted: pixels[list(wanted)])
+    images = Images(
+        "random", "train", classes, labels, torch.arange(batch), lambda wanted: pixels[list(wanted)]
+    )
     positions, number = torch.arange(batch), iter(range(10**9))
 
     def step() -> float:

@@ -16,7 +16,11 @@ IMAGENET = 1_281_167
 def key_parameters(net: Any) -> int:
     """Parameters of the keys: what L2 attention saves by W_K = W_Q. A third of each qkv projection."""
     projections = [module.qkv for module in net.modules() if hasattr(module, "qkv")]
-    return sum(parameter.numel() // 3 for projection in projections for parameter in projection.parameters())
+    return sum(
+        parameter.numel() // 3
+        for projection in projections
+        for parameter in projection.parameters()
+    )
 
 
 def count(arch: str, epochs: int) -> dict[str, Any]:

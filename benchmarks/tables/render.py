@@ -47,7 +47,9 @@ def shown(column: Column, value: float) -> str:
         return f"{100 * value:.1f}"
     if column.kind == "power":
         return power(value)
-    return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
+    return (
+        f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
+    )
 
 
 def power(log10: float) -> str:
@@ -84,7 +86,12 @@ def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping
         cells += [ours(column, mine), theirs(column, published.get(row.name, {}))]
     seconds = [sum(run["cpu_seconds"].values()) for run in mine]
     found = status(table, row, runs, published.get(row.name, {}))
-    cells += [found, f"{statistics.fmean(seconds):.0f}" if any(seconds) else "", row.note, f"`{row.same or row.name}`"]
+    cells += [
+        found,
+        f"{statistics.fmean(seconds):.0f}" if any(seconds) else "",
+        row.note,
+        f"`{row.same or row.name}`",
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -104,14 +111,20 @@ def status(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[s
     for key, value in published.items():
         if columns[key].promise in (COUNTED, ASSUMED):
             close = abs(mine[0]["figures"][key] / value - 1) <= CLOSE
-            verdict = "reproduced" if close else "refuted" if columns[key].promise == COUNTED else "not decided"
+            verdict = (
+                "reproduced"
+                if close
+                else "refuted"
+                if columns[key].promise == COUNTED
+                else "not decided"
+            )
             said.setdefault(verdict, []).append(columns[key].heading.partition(",")[0])
     for key in ("clean", "attacked", "certified"):
         if row.full and key in published:
             best = max(share_interval(*hits_of(row, key, run))[1] for run in mine)
-            said.setdefault("reached" if 100 * best >= published[key] else "not reached", []).append(
-                columns[key].heading
-            )
+            said.setdefault(
+                "reached" if 100 * best >= published[key] else "not reached", []
+            ).append(columns[key].heading)
     for claim in CLAIMS:
         if claim.better == (row.same or row.name) and claim.column in columns:
             verdict = claims.verdict(claim, claims.differences(claim, runs))
@@ -145,7 +158,9 @@ def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, A
     return [*lines, "", *agreement_lines(table, runs, found["rows"])]
 
 
-def agreement_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+def agreement_lines(
+    table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]
+) -> list[str]:
     """How far counted figures are from the paper's: they need no training and no luck."""
     lines = []
     for column in [column for column in table.columns if column.promise in (COUNTED, ASSUMED)]:
@@ -158,10 +173,10 @@ def agreement_lines(table: Table, runs: Mapping[str, Any], published: Mapping[st
             middle = statistics.median(ratio for ratio, _ in pairs)
             close = sum(abs(ratio - 1) <= CLOSE for ratio, _ in pairs)
             away, row = max(pairs, key=lambda pair: abs(pair[0] - 1))
-            text = (
-                f"{column.heading}: ours over the paper's {middle:.3f} in the median, {close} of {len(pairs)} within "
+            text = f"{column.heading}: ours over the paper's {middle:.3f} in the median, {close} of {len(pairs)} within "
+            lines += textwrap.wrap(
+                f"- {text}{100 * CLOSE:.0f} %; farthest `{row}`, {away:.3f}.", 118
             )
-            lines += textwrap.wrap(f"- {text}{100 * CLOSE:.0f} %; farthest `{row}`, {away:.3f}.", 118)
     return [*lines, ""] if lines else []
 
 
@@ -174,7 +189,9 @@ def claim_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[s
         "table, and how many of them lie within the interval: where none does, there is no effect of that size here. Seeds "
         "beyond three were added where three had not decided; that makes 95 % a little less."
     )
-    rows = {name: figures for table in published.values() for name, figures in table["rows"].items()}
+    rows = {
+        name: figures for table in published.values() for name, figures in table["rows"].items()
+    }
     lines = ["## What the papers claim, and what came out", "", *textwrap.wrap(text, 118), ""]
     lines += [
         "| claim | row | against | seeds | difference (95 %) | the paper's | within | verdict |",
@@ -187,9 +204,17 @@ def claim_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[s
         if found is not None:
             mean, half = found
             shown = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
-            within = f"{sum(abs(value - mean) <= half for value in paper)} of {len(paper)}" if paper else ""
+            within = (
+                f"{sum(abs(value - mean) <= half for value in paper)} of {len(paper)}"
+                if paper
+                else ""
+            )
         cells = [claim.text, f"`{claim.better}`", f"`{claim.worse}`", str(len(values)), shown]
-        cells += [", ".join(f"{value:+g}" for value in paper), within, claims.verdict(claim, values)]
+        cells += [
+            ", ".join(f"{value:+g}" for value in paper),
+            within,
+            claims.verdict(claim, values),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -200,13 +225,30 @@ VERDICTS = ("refuted", "reproduced", "not reached", "reached", "not decided", "r
 def summary_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
     """How many rows of each table have which verdict; of several the first in the order of VERDICTS."""
     text = "Rows of each table by verdict; a row with several counts under the first of them."
-    lines = ["## In short", "", text, "", f"| table | {' | '.join(VERDICTS)} |", "|" + "---|" * (1 + len(VERDICTS))]
+    lines = [
+        "## In short",
+        "",
+        text,
+        "",
+        f"| table | {' | '.join(VERDICTS)} |",
+        "|" + "---|" * (1 + len(VERDICTS)),
+    ]
     for table in TABLES:
         figures = published.get(table.name, {"rows": {}})["rows"]
-        said = [status(table, row, runs, figures.get(row.name, {})) for row in ROWS if row.table == table.name]
+        said = [
+            status(table, row, runs, figures.get(row.name, {}))
+            for row in ROWS
+            if row.table == table.name
+        ]
         counts = dict.fromkeys(VERDICTS, 0)
         for entry in said:
-            counts[next(verdict for verdict in VERDICTS if entry.startswith(verdict) or f"; {verdict}" in entry)] += 1
+            counts[
+                next(
+                    verdict
+                    for verdict in VERDICTS
+                    if entry.startswith(verdict) or f"; {verdict}" in entry
+                )
+            ] += 1
         lines.append(f"| {table.title} | {' | '.join(str(count) for count in counts.values())} |")
     return [*lines, ""]
 
@@ -232,8 +274,15 @@ def quick_lines(runs: Mapping[str, Any], whole: Mapping[str, Any] | None) -> lis
 
 def machine_lines(runs: Mapping[str, Any]) -> list[str]:
     found = {tuple(sorted(run["machine"].items())) for run in runs.values() if "machine" in run}
-    lines = [", ".join(f"{name} {value}" for name, value in machine) for machine in sorted(found, key=str)]
-    return ["## Machines", "", *[line for entry in lines for line in textwrap.wrap(f"- {entry}", 118)]]
+    lines = [
+        ", ".join(f"{name} {value}" for name, value in machine)
+        for machine in sorted(found, key=str)
+    ]
+    return [
+        "## Machines",
+        "",
+        *[line for entry in lines for line in textwrap.wrap(f"- {entry}", 118)],
+    ]
 
 
 def page(runs: Mapping[str, Any] | None = None, quick: Mapping[str, Any] | None = None) -> str:

@@ -52,7 +52,9 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def change(edit: Callable[[dict[str, Any]], None], path: Path = PATH, quick: dict[str, Any] | None = None) -> None:
+def change(
+    edit: Callable[[dict[str, Any]], None], path: Path = PATH, quick: dict[str, Any] | None = None
+) -> None:
     """Read, edit the runs, write at once; several processes may do so side by side. quick: of the function of that name."""
     with _locked(path.parent):
         document = _document(path)
@@ -75,8 +77,15 @@ def machine() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        model = next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         pass
     packages = {name: metadata.version(name) for name in ("torch", "timm")}
-    return {"cpu": model, "cores": os.cpu_count(), "threads": int(os.environ.get("OMP_NUM_THREADS", "1")), **packages}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
+        **packages,
+    }

@@ -9,5 +9,7 @@ TABLES = (
     *(convolutional.TABLE, convolutional.PICTURE),
     *(table for paper in (pretrained, specformer, cauchy) for table in paper.TABLES),
 )
-ROWS = tuple(row for paper in (convolutional, pretrained, specformer, cauchy) for row in paper.rows())
+ROWS = tuple(
+    row for paper in (convolutional, pretrained, specformer, cauchy) for row in paper.rows()
+)
 BY_NAME = {row.name: row for row in ROWS}

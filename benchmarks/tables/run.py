@@ -44,10 +44,16 @@ def _filled(word: str, names: Mapping[str, str]) -> str:
 
 def missing_data(row: Row, data: Mapping[str, str], known: tuple[str, ...]) -> list[str]:
     """Data sets that the row needs and that were not given."""
-    return [name for name in known if name not in data and any("{" + name + "}" in step for step in row.steps.values())]
+    return [
+        name
+        for name in known
+        if name not in data and any("{" + name + "}" in step for step in row.steps.values())
+    ]
 
 
-def step(commands: Sequence[str], names: Mapping[str, str], folder: Path, name: str) -> dict[str, Any]:
+def step(
+    commands: Sequence[str], names: Mapping[str, str], folder: Path, name: str
+) -> dict[str, Any]:
     """{"commands", "document", "cpu_seconds"} of the last of the commands, from its file when all were the same there.
 
     commands: those that made the files which the step reads, then its own.
@@ -64,7 +70,9 @@ def step(commands: Sequence[str], names: Mapping[str, str], folder: Path, name: 
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code:
-        raise RowFailed(f"{command}\nended with {code}: {(err.read_text() or out.read_text())[-800:]}")
+        raise RowFailed(
+            f"{command}\nended with {code}: {(err.read_text() or out.read_text())[-800:]}"
+        )
     found = {
         "commands": list(commands),
         "document": json.loads(out.read_text().strip().splitlines()[-1]),
@@ -113,7 +121,9 @@ def figure(documents: Mapping[str, Any], where: str) -> Any:
 
 def made_by(row: Row) -> list[str]:
     """All commands of the rows whose files the row reads, then its own."""
-    return [command for other in row.after for command in made_by(BY_NAME[other])] + list(row.steps.values())
+    return [command for other in row.after for command in made_by(BY_NAME[other])] + list(
+        row.steps.values()
+    )
 
 
 def run_row(row: Row, seed: int, data: Mapping[str, str], work: Path) -> dict[str, Any]:
@@ -125,12 +135,15 @@ def run_row(row: Row, seed: int, data: Mapping[str, str], work: Path) -> dict[st
     commands = made_by(row)
     first = len(commands) - len(row.steps)
     steps = {
-        name: step(commands[: first + place], names, folder, name) for place, name in enumerate(row.steps, start=1)
+        name: step(commands[: first + place], names, folder, name)
+        for place, name in enumerate(row.steps, start=1)
     }
     documents = {name: found["document"] for name, found in steps.items()}
     return {
         "figures": {column: figure(documents, where) for column, where in row.figures.items()},
-        "images": {name: document["images"] for name, document in documents.items() if "images" in document},
+        "images": {
+            name: document["images"] for name, document in documents.items() if "images" in document
+        },
         "commands": dict(row.steps),
         "cpu_seconds": {name: found["cpu_seconds"] for name, found in steps.items()},
         "machine": results.machine(),

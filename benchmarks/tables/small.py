@@ -42,7 +42,9 @@ class Small:
 
     def judged_as_by_cauchy(self) -> dict[str, str]:
         """The paper's preset, or where images bear other radii its PGDs at those."""
-        bound = {"bound": f"certvit lipschitz net.safetensors {self.images} --no-estimate --jacobian --limit 40"}
+        bound = {
+            "bound": f"certvit lipschitz net.safetensors {self.images} --no-estimate --jacobian --limit 40"
+        }
         if not self.radius:
             return {"attack": f"{self.attack} --preset cauchy", **bound}
         linf = f"{self.attack} --norm linf -e {self.radius} -a fgsm -a pgd-7 --independent"

@@ -76,7 +76,14 @@ def rows() -> Iterator[Row]:
         root = f"specformer-1/{small.name}"
         for name, (label, options) in _VARIANTS.items():
             steps = small.made(options) | small.judged("specformer-standard")
-            yield Row(f"{root}/{name}", (small.label, label), steps, _SHOWN, small.seeds, quick=small.quick)
+            yield Row(
+                f"{root}/{name}",
+                (small.label, label),
+                steps,
+                _SHOWN,
+                small.seeds,
+                quick=small.quick,
+            )
         for name, (label, parts) in _REPLACED.items():
             made = small.made()
             adapt = f"certvit adapt init.safetensors {small.images} {parts} --epochs 0 --distill 0 --limit 100 "
@@ -91,7 +98,10 @@ def rows() -> Iterator[Row]:
             for table in ("specformer-1", "specformer-2"):
                 yield Row(f"{table}/{backbone}/{method.lower()}", (label, method))
     yield from _adversarial()
-    for method, label in (*((name, label) for name, (label, _) in _REPLACED.items()), ("specformer", "SpecFormer")):
+    for method, label in (
+        *((name, label) for name, (label, _) in _REPLACED.items()),
+        ("specformer", "SpecFormer"),
+    ):
         yield Row(
             f"specformer-3/{method}",
             (label,),
@@ -100,15 +110,23 @@ def rows() -> Iterator[Row]:
             quick=True,
         )
     digits = SMALL[0]
-    shared = {"1e-4,1e-4,1e-4": "msvp", "1e-3,1e-3,1e-3": "msvp-1e-3", "1e-2,1e-2,1e-2": "msvp-1e-2"}
+    shared = {
+        "1e-4,1e-4,1e-4": "msvp",
+        "1e-3,1e-3,1e-3": "msvp-1e-3",
+        "1e-2,1e-2,1e-2": "msvp-1e-2",
+    }
     for weight in _WEIGHTS:
         same = f"specformer-1/digits/{shared[weight]}" if weight in shared else ""
-        steps = {} if same else digits.made(f" --msvp {weight}") | digits.judged("specformer-standard")
+        steps = (
+            {} if same else digits.made(f" --msvp {weight}") | digits.judged("specformer-standard")
+        )
         yield Row(f"specformer-5/{weight}", (weight,), steps, _SHOWN, same=same)
 
 
 def _adversarial() -> Iterator[Row]:
-    attacked = "--adversarial pgd --attack-epsilon 24/255 --attack-steps 10 --attack-step-size 6/255"
+    attacked = (
+        "--adversarial pgd --attack-epsilon 24/255 --attack-steps 10 --attack-step-size 6/255"
+    )
     options = {
         "none": ("ViT", ""),
         "msvp": ("SpecFormer, lambda 1e-4", " --msvp 1e-4"),

@@ -74,7 +74,9 @@ def record_inputs(
     """Return run(rows), and the inputs of each part that it called."""
     found: dict[str, PartInputs] = {}
 
-    def record(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def record(
+        path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         inputs = found.setdefault(path, PartInputs())
         if isinstance(module, FloorNorm):
             inputs.deviations.append(deviations(args[0]))
@@ -95,13 +97,18 @@ def floor_candidates(path: str, norm: FloorNorm, inputs: PartInputs) -> Iterator
         if floor > present:
             family = f"floor above {100 * share:.0f} % of rows"
             digits, place = math.log10(floor / present), partial(norm.floor.fill_, floor)
-            yield Candidate(path, FLOOR, f"floor {floor:.3g}", digits, place, family=family, floor=floor)
+            yield Candidate(
+                path, FLOOR, f"floor {floor:.3g}", digits, place, family=family, floor=floor
+            )
 
 
 def new_attention(attention: str, old: nn.Module) -> Any:
     """Return the attention of that name in the shape of `old`, its weights not yet set."""
     return (
-        REPLACEMENTS.load(replacement(attention))(old).requires_grad_(False).eval().to(AttentionWeights.of(old).query)
+        REPLACEMENTS.load(replacement(attention))(old)
+        .requires_grad_(False)
+        .eval()
+        .to(AttentionWeights.of(old).query)
     )
 
 
@@ -115,7 +122,9 @@ def fit_attention(attention: str, old: nn.Module, inputs: PartInputs) -> Any:
     """Return a new attention whose output map is fitted to the old outputs on the same inputs."""
     weights, new = AttentionWeights.of(old), new_attention(attention, old)
     new.start(weights)
-    solver = LeastSquares(new.proj.in_features, new.proj.out_features, weights.query.device, new.proj.bias is not None)
+    solver = LeastSquares(
+        new.proj.in_features, new.proj.out_features, weights.query.device, new.proj.bias is not None
+    )
     for args, kwargs, output in inputs.calls:
         mixed = capture_input(new.proj, partial(new, *args, **kwargs))
         solver.add(mixed.flatten(0, -2), output.flatten(0, -2))

@@ -48,7 +48,9 @@ class HalfScale:
 Scales = dict[tuple[str, Half], HalfScale]
 
 
-def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int], floor: float | None) -> Scales:
+def carry_over(
+    old_net: Any, new_net: Any, family: Family, tokens: dict[str, int], floor: float | None
+) -> Scales:
     """Start every new part from the weights of the old part, and return the scale of each half.
 
     Parts that both networks have keep their weights.
@@ -107,7 +109,13 @@ def start_norm(new: Any, old: Any, scale: float, floor: float | None) -> None:
 
 
 def _carry_block(
-    old: Section, new: Section, scale: float, scales: Scales, halves: int, tokens: int, floor: float | None
+    old: Section,
+    new: Section,
+    scale: float,
+    scales: Scales,
+    halves: int,
+    tokens: int,
+    floor: float | None,
 ) -> float:
     attention = new.module.attn
     if hasattr(attention, "start"):
@@ -162,7 +170,9 @@ def reads_linearly(block: Any, half: Half) -> bool:
     padded = False
     if isinstance(block, SwinTransformerBlock):  # the zeros around a window stand for normed tokens
         resolution: Any = block.input_resolution
-        padded = any(side % window for side, window in zip(resolution, block.window_size, strict=True))
+        padded = any(
+            side % window for side, window in zip(resolution, block.window_size, strict=True)
+        )
     return not padded and type(block.attn) in _LINEAR_READERS
 
 
@@ -178,7 +188,9 @@ def copy_pooling(old: Any, head: FlatHead) -> None:
     elif old.global_pool == "avg":
         whole[:, prefix:] = weight.unsqueeze(1) / (tokens - prefix)
     else:
-        raise ArchitectureError(f"pooling '{old.global_pool}' is not linear; give --head widths to distil it")
+        raise ArchitectureError(
+            f"pooling '{old.global_pool}' is not linear; give --head widths to distil it"
+        )
     head.out.weight.data.copy_(whole.flatten(1))
     if old.head.bias is not None:
         head.out.bias.data.copy_(old.head.bias.detach())

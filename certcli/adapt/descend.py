@@ -30,12 +30,16 @@ def make_optimiser(
     Least squares leaves output maps a thousand times larger than query maps, so one rate cannot suit both.
     """
     groups = [
-        {"params": [p], "lr": lr * max(float(p.detach().square().mean().sqrt()), 1e-2 * unit)} for p in parameters
+        {"params": [p], "lr": lr * max(float(p.detach().square().mean().sqrt()), 1e-2 * unit)}
+        for p in parameters
     ]
     optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
     warm = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+        optimiser,
+        lambda step: (
+            min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+        ),
     )
     return optimiser, schedule
 
@@ -80,7 +84,9 @@ def descend(
             total, judged = 0.0, lots.size(lot, COMPARED)
             with torch.no_grad(), cast:
                 parts = zip(
-                    inputs[lot][:judged].split(batch_size), targets[lot][:judged].split(batch_size), strict=True
+                    inputs[lot][:judged].split(batch_size),
+                    targets[lot][:judged].split(batch_size),
+                    strict=True,
                 )
                 for part, goal in parts:
                     total += float(distance(block(part), goal)) * len(part)

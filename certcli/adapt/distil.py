@@ -23,9 +23,20 @@ class Distiller:
     """
 
     def __init__(
-        self, teacher: Any, student: Any, settings: AdaptSettings, images: Mapping[int, Tensor], lots: Lots
+        self,
+        teacher: Any,
+        student: Any,
+        settings: AdaptSettings,
+        images: Mapping[int, Tensor],
+        lots: Lots,
     ) -> None:
-        self.teacher, self.student, self.settings, self.images, self.lots = teacher, student, settings, images, lots
+        self.teacher, self.student, self.settings, self.images, self.lots = (
+            teacher,
+            student,
+            settings,
+            images,
+            lots,
+        )
         self.batch_size = min(settings.batch_size, _BATCH)
         self.batches = -(-lots.count // self.batch_size)
         self.epoch = 0
@@ -60,7 +71,9 @@ class Distiller:
     def _pass(self) -> tuple[float, float]:
         """Train on all images once, and return the loss and the error after it."""
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
-        self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))  # different machines drift apart
+        self.lots.team.copy_from_leader(
+            list(self.student.net.state_dict().values())
+        )  # different machines drift apart
         for batch in self.lots.batches(self.batch_size, generator):
             # of all lots: one stream of numbers
             drawn = {lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()}
@@ -68,7 +81,10 @@ class Distiller:
         return self.judge()
 
     def _learn(self, batch: Mapping[int, Tensor], drawn: Mapping[int, Tensor]) -> None:
-        pixels = {lot: augment(as_pixels(self.images[lot][batch[lot]]), drawn[lot]) for lot in self.lots.own}
+        pixels = {
+            lot: augment(as_pixels(self.images[lot][batch[lot]]), drawn[lot])
+            for lot in self.lots.own
+        }
         with self.cast, torch.no_grad():
             target = {lot: self.teacher(part).float() for lot, part in pixels.items() if len(part)}
 
@@ -104,7 +120,9 @@ class Distiller:
 
         def per_lot(lot: int) -> list[Tensor]:
             loss = difference = size = 0.0
-            for part in self.images[lot][: self.lots.size(lot, COMPARED)].split(self.settings.batch_size):
+            for part in self.images[lot][: self.lots.size(lot, COMPARED)].split(
+                self.settings.batch_size
+            ):
                 pixels = as_pixels(part)
                 with self.cast:
                     target, found = self.teacher(pixels).double(), self.student(pixels).double()
@@ -114,7 +132,9 @@ class Distiller:
                 size += squares
             return [torch.tensor([loss, difference, size], dtype=torch.float64)]
 
-        loss, difference, size = self.lots.total(per_lot, [torch.zeros(3, dtype=torch.float64)])[0].tolist()
+        loss, difference, size = self.lots.total(per_lot, [torch.zeros(3, dtype=torch.float64)])[
+            0
+        ].tolist()
         return loss, float((difference / max(size, 1e-30)) ** 0.5)
 
     def state(self) -> dict[str, Tensor]:
@@ -129,15 +149,24 @@ class Distiller:
 
     def restore(self, tensors: dict[str, Tensor], epoch: int) -> None:
         self.epoch = epoch
-        self.best = {name.removeprefix("best."): value for name, value in tensors.items() if name.startswith("best.")}
+        self.best = {
+            name.removeprefix("best."): value
+            for name, value in tensors.items()
+            if name.startswith("best.")
+        }
         self.best_loss = float(tensors["best_loss"])
         self._set_rates(tensors["rates"].tolist())
         for index, parameter in enumerate(self.parameters):
             prefix = f"adam.{index}."
-            found = {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}
+            found = {
+                name.removeprefix(prefix): v
+                for name, v in tensors.items()
+                if name.startswith(prefix)
+            }
             if found:
                 self.optimiser.state[parameter] = {
-                    name: value if name == "step" else value.to(parameter.device) for name, value in found.items()
+                    name: value if name == "step" else value.to(parameter.device)
+                    for name, value in found.items()
                 }
 
 

@@ -27,7 +27,11 @@ class EndFitter:
         """Adapt the final norms, then the head: distil a flat head, correct others by a linear map."""
         for path in self.streams.family.end_norms:
             norm = self.streams.start_norm_at(
-                path, lambda model, x: end(model.net, x), self.streams.old, self.streams.new, self._tokens_read
+                path,
+                lambda model, x: end(model.net, x),
+                self.streams.old,
+                self.streams.new,
+                self._tokens_read,
             )
             if norm is not None:
                 yield AdaptedPart(path, "LayerNorm", type(norm).__name__, self._end_error(path))
@@ -37,10 +41,14 @@ class EndFitter:
                 self._distil_head(head)
             after = f"FlatHead{[layer.out_features for layer in head.hidden]}"
         else:
-            for old, new in zip(heads(self.streams.teacher.net), heads(self.streams.student.net), strict=True):
+            for old, new in zip(
+                heads(self.streams.teacher.net), heads(self.streams.student.net), strict=True
+            ):
                 self._correct_head(old, new)
             after = type(head).__name__
-        yield AdaptedPart("head", type(self.streams.teacher.net.head).__name__, after, self._end_error(None))
+        yield AdaptedPart(
+            "head", type(self.streams.teacher.net.head).__name__, after, self._end_error(None)
+        )
 
     @property
     def _tokens_read(self) -> int | None:
@@ -104,6 +112,8 @@ class EndFitter:
                 yield rows, goal
 
         out = head.out
-        solver = streams.accumulate(lambda: LeastSquares(out.in_features, out.out_features, out.weight.device), pairs)
+        solver = streams.accumulate(
+            lambda: LeastSquares(out.in_features, out.out_features, out.weight.device), pairs
+        )
         solver.solve_into(out, ridge=1e-3)
         descend(head, head, streams.lots, features, logits, 1.0, settings, generator)

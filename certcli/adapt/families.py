@@ -55,7 +55,9 @@ def _vit_embed(net: Any, x: Tensor) -> Tensor:
 
 
 def _blocks(net: Any) -> list[Section]:
-    return [Section(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)]
+    return [
+        Section(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)
+    ]
 
 
 def end(net: Any, x: Tensor) -> Tensor:
@@ -75,7 +77,10 @@ def _swin_body(net: Any) -> list[Section]:
         path = f"layers.{number}"
         if not isinstance(stage.downsample, nn.Identity):
             steps.append(Section(f"{path}.downsample", "merge", stage.downsample, stage.downsample))
-        steps += [Section(f"{path}.blocks.{i}", "block", block, block) for i, block in enumerate(stage.blocks)]
+        steps += [
+            Section(f"{path}.blocks.{i}", "block", block, block)
+            for i, block in enumerate(stage.blocks)
+        ]
     return steps
 
 
@@ -122,7 +127,9 @@ def family_of(net: nn.Module) -> Family:
         kind, known = type(net).__name__, ", ".join(each.__name__ for each in FAMILIES)
         paths = attentions(net)
         if not paths:
-            raise ArchitectureError(f"this is a {kind}, which has no attention: there is none to replace", KEEP)
+            raise ArchitectureError(
+                f"this is a {kind}, which has no attention: there is none to replace", KEEP
+            )
         what = type(net.get_submodule(paths[0])).__name__
         raise ArchitectureError(
             f"adapt replaces attention and residuals in {known}; it does not know how the blocks of {kind} are put together, "
@@ -130,27 +137,39 @@ def family_of(net: nn.Module) -> Family:
             KEEP,
         )
     if getattr(net, "attn_pool", None) is not None:
-        raise ArchitectureError(f"attn_pool is a {type(net.attn_pool).__name__}: adapt knows no pooling by attention")
+        raise ArchitectureError(
+            f"attn_pool is a {type(net.attn_pool).__name__}: adapt knows no pooling by attention"
+        )
     return family
 
 
 def attentions(net: nn.Module) -> list[str]:
     """Return the paths of the modules whose class name says attention, from first to last."""
     words = ("attention", "attn", "gpsa", "mhsa", "xca")
-    return [path for path, part in net.named_modules() if path and any(w in type(part).__name__.lower() for w in words)]
+    return [
+        path
+        for path, part in net.named_modules()
+        if path and any(w in type(part).__name__.lower() for w in words)
+    ]
 
 
 def require_known_blocks(net: nn.Module, family: Family) -> None:
     """Raise ArchitectureError with the path of the first block or MLP that differs from timm's."""
     blocks = [step for step in family.body(net) if step.kind == "block"]
     if not blocks:
-        raise ArchitectureError(f"this {type(net).__name__} has no blocks, so there is no attention to replace")
+        raise ArchitectureError(
+            f"this {type(net).__name__} has no blocks, so there is no attention to replace"
+        )
     for step in blocks:
         if type(step.module) not in _BLOCKS:
-            raise ArchitectureError(f"{step.path} is a {type(step.module).__name__}, which adapt does not know")
+            raise ArchitectureError(
+                f"{step.path} is a {type(step.module).__name__}, which adapt does not know"
+            )
         mlp = step.module.mlp
         if type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
-            raise ArchitectureError(f"{step.path}.mlp is a {type(mlp).__name__}, which adapt does not know")
+            raise ArchitectureError(
+                f"{step.path}.mlp is a {type(mlp).__name__}, which adapt does not know"
+            )
         if not isinstance(mlp.norm, nn.Identity):
             raise ArchitectureError(f"{step.path}.mlp has a norm inside, which adapt does not know")
 
@@ -199,6 +218,8 @@ def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
     with ExitStack() as hooks, torch.no_grad():
         for step in family_of(model.net).body(model.net):
             if step.kind == "block":
-                hooks.enter_context(step.module.attn.register_forward_pre_hook(partial(note, step.path)))
+                hooks.enter_context(
+                    step.module.attn.register_forward_pre_hook(partial(note, step.path))
+                )
         model(pixels)
     return found

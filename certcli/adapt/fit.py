@@ -23,7 +23,10 @@ from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
 
 HALVES: tuple[Half, Half] = (1, 2)
 RIDGE = 1e-4
-_ROWS, _FEWEST = 64, 128  # rows for each unknown of a least-squares problem, and its least number of images
+_ROWS, _FEWEST = (
+    64,
+    128,
+)  # rows for each unknown of a least-squares problem, and its least number of images
 
 
 class Fitter(Streams):
@@ -47,14 +50,18 @@ class Fitter(Streams):
     def advance(self, done: int) -> None:
         """Embed the images, and move both streams past the first `done` sections, which are adapted already."""
         self._embed(start_norms=done == 0)
-        steps = zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True)
+        steps = zip(
+            self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True
+        )
         for old, new in list(steps)[:done]:
             self.move(old.run, new.run)
         self.position = done
 
     def run(self) -> Iterator[list[AdaptedPart]]:
         """Adapt the remaining sections, then the end of the network; yield the records of each."""
-        steps = list(zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True))
+        steps = list(
+            zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True)
+        )
         for index, (old, new) in enumerate(steps):
             if index < self.position:
                 continue
@@ -86,13 +93,26 @@ class Fitter(Streams):
         last = self.scales[(new.path, 2)].after
         if self.settings.epochs > 0:
             generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + index)
-            descend(new.module, new.module, self.lots, self.new, self.old, last, self.settings, generator)
+            descend(
+                new.module,
+                new.module,
+                self.lots,
+                self.new,
+                self.old,
+                last,
+                self.settings,
+                generator,
+            )
         self.move(None, new.run)
         return AdaptedPart(new.path, _name(old.module), describe(new.module), self.error(last))
 
     def _subset(self, stream: Stream, step: Section) -> Stream:
         """Copy as many images as the widest least-squares problem of this section needs."""
-        widest = step.module.mlp.fc2.in_features if step.kind == "block" else step.module.reduction.in_features
+        widest = (
+            step.module.mlp.fc2.in_features
+            if step.kind == "block"
+            else step.module.reduction.in_features
+        )
         some = next(iter(self.old.values()))[0]
         count = max(_FEWEST, -(-_ROWS * widest // (some.numel() // some.shape[-1])))
         return {lot: rows[: self.lots.size(lot, count)].clone() for lot, rows in stream.items()}
@@ -105,7 +125,9 @@ class Fitter(Streams):
             return self.family.embed(model.net, model.normalize(as_pixels(part)))
 
         for path in self.family.embed_norms if start_norms else ():
-            self.start_norm_at(path, lambda model, part: embed(model, part), self.images, self.images)
+            self.start_norm_at(
+                path, lambda model, part: embed(model, part), self.images, self.images
+            )
         for model, stream in ((self.teacher, self.old), (self.student, self.new)):
             for lot, images in self.images.items():
                 stream[lot] = torch.cat([embed(model, part) for part in images.split(size)])
@@ -122,7 +144,8 @@ class Fitter(Streams):
         readers = input_maps(new, half)
         if readers:
             found = self.accumulate(
-                partial(between_inputs, readers), lambda lot: ((new_norm(rows), goal) for rows, goal in norm_pairs(lot))
+                partial(between_inputs, readers),
+                lambda lot: ((new_norm(rows), goal) for rows, goal in norm_pairs(lot)),
             )
             compose_inputs(readers, found, RIDGE)
         output = output_map(new, half)
@@ -140,8 +163,14 @@ class Fitter(Streams):
                 yield features, target.flatten(0, -2)
                 before.copy_(goal)
 
-        kept = type(new.attn) is type(old.attn) if half == 1 else type(new.mlp.act) is type(old.mlp.act)
-        self.accumulate(partial(_least_squares_onto, output), output_pairs).solve_into(output, RIDGE, keep=kept)
+        kept = (
+            type(new.attn) is type(old.attn)
+            if half == 1
+            else type(new.mlp.act) is type(old.mlp.act)
+        )
+        self.accumulate(partial(_least_squares_onto, output), output_pairs).solve_into(
+            output, RIDGE, keep=kept
+        )
         for lot in self.lots.own:
             for (after,) in self.chunks(y[lot]):
                 after.copy_(run_half(new, half, after))
@@ -162,12 +191,16 @@ class Fitter(Streams):
                 yield features.flatten(0, -2), old.run(before).flatten(0, -2)
 
         self.start_norm(new.module.norm, norm_pairs)
-        self.accumulate(partial(_least_squares_onto, reduction), pairs).solve_into(reduction, RIDGE, keep=True)
+        self.accumulate(partial(_least_squares_onto, reduction), pairs).solve_into(
+            reduction, RIDGE, keep=True
+        )
 
 
 def _least_squares_onto(layer: nn.Linear) -> LeastSquares:
     """Return the solver for pairs (inputs of the layer, its target outputs)."""
-    return LeastSquares(layer.in_features, layer.out_features, layer.weight.device, layer.bias is not None)
+    return LeastSquares(
+        layer.in_features, layer.out_features, layer.weight.device, layer.bias is not None
+    )
 
 
 def _name(part: nn.Module) -> str:

@@ -43,9 +43,13 @@ def least_floors(
             pairs.append((path, teacher.net.get_submodule(path), new))
     least = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
     for (path, old, new), floor in zip(pairs, least, strict=True):
-        floor = max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0  # a norm that is never called
+        floor = (
+            max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0
+        )  # a norm that is never called
         new.floor.fill_(floor)
-        yield AdaptedPart(path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor))
+        yield AdaptedPart(
+            path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor)
+        )
 
 
 def least_deviations(
@@ -58,12 +62,16 @@ def least_deviations(
     least = [float("inf")] * len(norms)
 
     def note(index: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        least[index] = min(least[index], float(inputs[0].double().var(dim=-1, correction=0).min().sqrt()))
+        least[index] = min(
+            least[index], float(inputs[0].double().var(dim=-1, correction=0).min().sqrt())
+        )
 
     with ExitStack() as hooks:
         for index, norm in enumerate(norms):
             hooks.enter_context(norm.register_forward_pre_hook(partial(note, index)))
-        teacher(torch.stack([torch.full(images.shape[1:], value) for value in BLANK]).to(images.device))
+        teacher(
+            torch.stack([torch.full(images.shape[1:], value) for value in BLANK]).to(images.device)
+        )
         for part in images.split(batch_size)[team.rank :: team.size]:
             teacher(as_pixels(part))
     return [min(found) for found in zip(*team.everyone(least), strict=True)]

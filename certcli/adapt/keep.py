@@ -75,7 +75,11 @@ class Keeper:
 
     def run(self) -> Iterator[str]:
         """Change the student, and yield a remark after each step."""
-        self.records = list(least_floors(self.teacher, self.student, self.images, self.settings.batch_size, self.team))
+        self.records = list(
+            least_floors(
+                self.teacher, self.student, self.images, self.settings.batch_size, self.team
+            )
+        )
         yield "floors"
         if self._trials is None:
             return
@@ -86,20 +90,33 @@ class Keeper:
         placed = self._trials.place(moves[:taken])
         self.trade = Trade(tuple(self._trials.candidates), placed, tuple(rungs))
         self.records = [
-            replace(record, after=f"FloorNorm, {placed[record.path].change}", error=placed[record.path].error)
+            replace(
+                record,
+                after=f"FloorNorm, {placed[record.path].change}",
+                error=placed[record.path].error,
+            )
             if record.path in placed
             else record
             for record in self.records
         ]
         self.records += [
-            AdaptedPart(path, type(self.teacher.net.get_submodule(path)).__name__, candidate.change, candidate.error)
+            AdaptedPart(
+                path,
+                type(self.teacher.net.get_submodule(path)).__name__,
+                candidate.change,
+                candidate.error,
+            )
             for path, candidate in placed.items()
             if candidate.kind != FLOOR
         ]
         yield f"{len(placed)} parts changed"
 
     def result(self) -> Checkpoint:
-        replaced = [Replacement(each.path, each.kind) for each in self.trade.placed.values() if each.kind != FLOOR]
+        replaced = [
+            Replacement(each.path, each.kind)
+            for each in self.trade.placed.values()
+            if each.kind != FLOOR
+        ]
         parameters: dict[str, Any] = {
             **self.settings.parameters(),
             "calibration_images": len(self.images),
@@ -107,7 +124,9 @@ class Keeper:
         }
         surgery = (*self.record.surgery, *replaced)
         tensors = build.tensors_of(self.student)
-        return self.checkpoint.derive(tensors, "adapt", parameters, self.settings.seed, surgery=surgery)
+        return self.checkpoint.derive(
+            tensors, "adapt", parameters, self.settings.seed, surgery=surgery
+        )
 
 
 def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelModel:
@@ -116,6 +135,8 @@ def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelMo
     tensors = dict(teacher.net.state_dict())
     for name, value in net.state_dict().items():
         if name not in tensors:  # a floor, or the gain and offset of a norm that had none
-            tensors[name] = torch.zeros_like(value) if name.endswith(".bias") else torch.ones_like(value)
+            tensors[name] = (
+                torch.zeros_like(value) if name.endswith(".bias") else torch.ones_like(value)
+            )
     net.load_state_dict(tensors, strict=True)
     return build.PixelModel(record.input, net).eval().to(next(teacher.parameters()).device)

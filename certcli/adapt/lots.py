@@ -34,7 +34,9 @@ class Lots:
         self.own = self._lots_of(team.rank)
 
     def _lots_of(self, rank: int) -> range:
-        return range(self.number * rank // self.team.size, self.number * (rank + 1) // self.team.size)
+        return range(
+            self.number * rank // self.team.size, self.number * (rank + 1) // self.team.size
+        )
 
     def images(self, lot: int) -> slice:
         """Return the slice of all images that belongs to the lot."""
@@ -53,18 +55,23 @@ class Lots:
         order = [torch.randperm(self.size(lot), generator=generator) for lot in range(self.number)]
         for start in range(0, self.count, batch_size):
             yield {
-                lot: rows[self.size(lot, start) : self.size(lot, start + batch_size)] for lot, rows in enumerate(order)
+                lot: rows[self.size(lot, start) : self.size(lot, start + batch_size)]
+                for lot, rows in enumerate(order)
             }
 
     def total(self, per_lot: PerLot, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of `per_lot` over all lots, in every process. like: tensors shaped as the sums, one dtype."""
-        spans = [list(_cover((0, self.number), self._lots_of(rank))) for rank in range(self.team.size)]
+        spans = [
+            list(_cover((0, self.number), self._lots_of(rank))) for rank in range(self.team.size)
+        ]
         flat = {span: self._added(span, per_lot, like) for span in spans[self.team.rank]}
         if self.team.several:
             flat = self._exchanged(flat, spans, like)
         whole = _combined((0, self.number), flat)
         sizes = [tensor.numel() for tensor in like]
-        return [part.view(tensor.shape) for part, tensor in zip(whole.split(sizes), like, strict=True)]
+        return [
+            part.view(tensor.shape) for part, tensor in zip(whole.split(sizes), like, strict=True)
+        ]
 
     def rows(self, per_lot: Callable[[int], Tensor]) -> Tensor:
         """Concatenate per_lot(lot), each of shape (any,), over all lots, in every process."""
@@ -74,7 +81,9 @@ class Lots:
         lengths = [int(length) for length in self.team.everyone(len(mine))]
         padded = torch.zeros(max(lengths)).to(mine)
         padded[: len(mine)] = mine
-        return torch.cat([part[:length] for part, length in zip(self.team.gather(padded), lengths, strict=True)])
+        return torch.cat(
+            [part[:length] for part, length in zip(self.team.gather(padded), lengths, strict=True)]
+        )
 
     def _added(self, span: Span, per_lot: PerLot, like: Sequence[Tensor]) -> Tensor:
         """Return the sums over a span, added along the tree, as one flat tensor."""
@@ -83,7 +92,9 @@ class Lots:
             return self._added(first, per_lot, like).add_(self._added(second, per_lot, like))
         found = per_lot(span[0])
         given = [torch.zeros_like(tensor) for tensor in like] if found is None else found
-        return torch.cat([tensor.detach().to(kind).reshape(-1) for tensor, kind in zip(given, like, strict=True)])
+        return torch.cat(
+            [tensor.detach().to(kind).reshape(-1) for tensor, kind in zip(given, like, strict=True)]
+        )
 
     def _exchanged(
         self, mine: dict[Span, Tensor], spans: list[list[Span]], like: Sequence[Tensor]
@@ -91,7 +102,9 @@ class Lots:
         own, found = list(mine.values()), dict[Span, Tensor]()
         for turn in range(max(map(len, spans))):
             sent = (
-                own[turn] if turn < len(own) else torch.cat([torch.zeros_like(tensor).reshape(-1) for tensor in like])
+                own[turn]
+                if turn < len(own)
+                else torch.cat([torch.zeros_like(tensor).reshape(-1) for tensor in like])
             )
             for theirs, part in zip(spans, self.team.gather(sent), strict=True):
                 if turn < len(theirs):

@@ -58,5 +58,9 @@ def augment(images: Tensor, draws: Tensor) -> Tensor:
         torch.stack([torch.where(mirrored, -across, across), zero, move_x], dim=1),
         torch.stack([zero, down, move_y], dim=1),
     ]
-    grid = functional.affine_grid(torch.stack(rows, dim=1).to(images), list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    grid = functional.affine_grid(
+        torch.stack(rows, dim=1).to(images), list(images.shape), align_corners=False
+    )
+    return functional.grid_sample(
+        images, grid, mode="bilinear", padding_mode="reflection", align_corners=False
+    )

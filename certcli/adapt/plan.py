@@ -46,9 +46,15 @@ def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, 
 
 def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
     """Return a floor norm for each LayerNorm over the last dimension, in any network."""
-    found = [Replacement(path, "floor-norm") for path, part in net.named_modules() if path and floor_fits(part)]
+    found = [
+        Replacement(path, "floor-norm")
+        for path, part in net.named_modules()
+        if path and floor_fits(part)
+    ]
     if not found:
-        norms = {type(part).__name__ for part in net.modules() if "norm" in type(part).__name__.lower()}
+        norms = {
+            type(part).__name__ for part in net.modules() if "norm" in type(part).__name__.lower()
+        }
         raise ArchitectureError(
             f"this {type(net).__name__} has no LayerNorm over the last dimension, so there is nothing to put a floor under"
             + (f"; its norms: {', '.join(sorted(norms))}" if norms else "")
@@ -57,13 +63,21 @@ def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
     return tuple(found)
 
 
-def _norm_plan(parent: nn.Module, path: str, name: str, settings: AdaptSettings) -> list[Replacement]:
+def _norm_plan(
+    parent: nn.Module, path: str, name: str, settings: AdaptSettings
+) -> list[Replacement]:
     """Return a norm's replacement; an Identity stays. The builder refuses other norms than LayerNorm."""
     kind, norm = NORMS[settings.norm], part_at(parent, name)
-    return [] if kind is None or norm is None or isinstance(norm, nn.Identity) else [Replacement(path, kind)]
+    return (
+        []
+        if kind is None or norm is None or isinstance(norm, nn.Identity)
+        else [Replacement(path, kind)]
+    )
 
 
-def _block_plan(step: Section, settings: AdaptSettings, attention_args: Mapping[str, Any]) -> list[Replacement]:
+def _block_plan(
+    step: Section, settings: AdaptSettings, attention_args: Mapping[str, Any]
+) -> list[Replacement]:
     path, block = step.path, step.module
     found = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
     found += _norm_plan(block, f"{path}.norm2", "norm2", settings)
@@ -90,4 +104,6 @@ def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:
         try:
             build.replace_module(net, item)
         except ArchitectureError as refusal:
-            raise ArchitectureError(f"{item.path or 'the network'}: {refusal.message}", refusal.hint) from refusal
+            raise ArchitectureError(
+                f"{item.path or 'the network'}: {refusal.message}", refusal.hint
+            ) from refusal

@@ -56,15 +56,24 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
         student = with_unit_floors(record, teacher)
     changes = []
     for path in (item.path or "head" for item in record.surgery):
-        before, after = (type(net.get_submodule(path)).__name__ for net in (teacher.net, student.net))
+        before, after = (
+            type(net.get_submodule(path)).__name__ for net in (teacher.net, student.net)
+        )
         changes.append(Change(path, before, after))
-    return Preview(tuple(changes), _cost(teacher, checkpoint, bounds), _cost(student, checkpoint, bounds))
+    return Preview(
+        tuple(changes), _cost(teacher, checkpoint, bounds), _cost(student, checkpoint, bounds)
+    )
 
 
 def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:
     """Return (path with block numbers as *, count, before, after), in the order of first appearance."""
-    patterns = (".".join("*" if part.isdigit() else part for part in change.path.split(".")) for change in changes)
-    found = Counter((pattern, each.before, each.after) for pattern, each in zip(patterns, changes, strict=True))
+    patterns = (
+        ".".join("*" if part.isdigit() else part for part in change.path.split("."))
+        for change in changes
+    )
+    found = Counter(
+        (pattern, each.before, each.after) for pattern, each in zip(patterns, changes, strict=True)
+    )
     return [(pattern, count, before, after) for (pattern, before, after), count in found.items()]
 
 
@@ -82,6 +91,10 @@ def multiply_adds(model: nn.Module, size: tuple[int, ...]) -> int:
     counter = FlopCounterMode(display=False)
     parameter = next(model.parameters())
     pixels = torch.zeros(1, *size, dtype=parameter.dtype, device=parameter.device)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # fused attention on CPUs is not counted
+    with (
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        counter,
+    ):  # fused attention on CPUs is not counted
         model(pixels)
     return int(counter.get_total_flops()) // 2

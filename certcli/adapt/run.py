@@ -53,12 +53,18 @@ class Adapter:
         # many small passes are slow on a GPU, where equal bytes are not promised anyway
         lots = 1 if device.type == "cuda" else LOTS if photograph_sized(images) else FEW
         self.lots = Lots(len(images), team, lots)
-        self.images = {lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own}
+        self.images = {
+            lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own
+        }
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
-        self.teacher = build.load(checkpoint, device, torch.float32)  # the student has no digits beyond float32
+        self.teacher = build.load(
+            checkpoint, device, torch.float32
+        )  # the student has no digits beyond float32
         self.student, scales = perform_surgery(self.record, settings, self.teacher)
         family = family_of(self.teacher.net)
-        self.fitter = Fitter(self.teacher, self.student, family, scales, settings, self.images, self.lots)
+        self.fitter = Fitter(
+            self.teacher, self.student, family, scales, settings, self.images, self.lots
+        )
         self.identity = identity(checkpoint.digest, settings, images)
         self.records: list[AdaptedPart] = []
         self.distiller: Distiller | None = None
@@ -90,7 +96,9 @@ class Adapter:
                 yield from records
         self.fitter.forget()
         if self.settings.distill > 0:
-            self.distiller = Distiller(self.teacher, self.student, self.settings, self.images, self.lots)
+            self.distiller = Distiller(
+                self.teacher, self.student, self.settings, self.images, self.lots
+            )
             if state is not None and state.epoch > 0:
                 self.distiller.restore(dict(state.distiller), state.epoch)
             for error in self.distiller.run():
@@ -129,14 +137,21 @@ class Adapter:
         surgery = self.record.surgery
         if self.settings.norm == "fold":
             folded = _fold_norms(self.student.net)
-            surgery = tuple(replace(item, kind="identity") if item.path in folded else item for item in surgery)
-        parameters: dict[str, Any] = {**self.settings.parameters(), "calibration_images": self.lots.count}
+            surgery = tuple(
+                replace(item, kind="identity") if item.path in folded else item for item in surgery
+            )
+        parameters: dict[str, Any] = {
+            **self.settings.parameters(),
+            "calibration_images": self.lots.count,
+        }
         return self.checkpoint.derive(
             build.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=surgery
         )
 
 
-def perform_surgery(record: Record, settings: AdaptSettings, teacher: build.PixelModel) -> tuple[Any, Scales]:
+def perform_surgery(
+    record: Record, settings: AdaptSettings, teacher: build.PixelModel
+) -> tuple[Any, Scales]:
     """Return the network after the record's surgery and the scales of its stream; new parts start from the old weights."""
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -158,7 +173,9 @@ def _fold_norms(net: Any) -> list[str]:
             norm, readers = getattr(step.module, f"norm{half}"), input_maps(step.module, half)
             # an offset moves into biases, and only linear maps may read the normed stream
             foldable = (
-                bool(readers) and all(layer.bias is not None for layer in readers) and reads_linearly(step.module, half)
+                bool(readers)
+                and all(layer.bias is not None for layer in readers)
+                and reads_linearly(step.module, half)
             )
             if isinstance(norm, CenterNorm) and foldable:
                 for layer in readers:

@@ -30,7 +30,8 @@ def segments_of(model: Any) -> list[Segment]:
     if family is None:
         return [Segment(lambda images: model(as_pixels(images)), ("",))]
     embed = Segment(
-        lambda images: family.embed(net, model.normalize(as_pixels(images))), ("patch_embed", *family.embed_norms)
+        lambda images: family.embed(net, model.normalize(as_pixels(images))),
+        ("patch_embed", *family.embed_norms),
     )
     body = [Segment(section.run, (section.path,)) for section in family.body(net)]
     return [embed, *body, Segment(partial(end, net), family.end_norms)]

@@ -42,7 +42,10 @@ def _widths(text: str) -> tuple[int, ...] | None:
     except ValueError:
         widths = ()
     if not widths or any(width < 2 or width % 2 for width in widths):
-        raise UsageError(f"--head '{text}' is neither keep, flat nor even widths", "--head flat, or --head 128,128")
+        raise UsageError(
+            f"--head '{text}' is neither keep, flat nor even widths",
+            "--head flat, or --head 128,128",
+        )
     return widths
 
 
@@ -66,7 +69,10 @@ class AdaptSettings:
 
     panel: ClassVar[str] = "Surgery"
     goal: Annotated[
-        str, Option("keep: the network keeps its answers; certify: parts for training against the bound.")
+        str,
+        Option(
+            "keep: the network keeps its answers; certify: parts for training against the bound."
+        ),
     ] = "keep"
     keep: Annotated[
         float | None,
@@ -76,24 +82,41 @@ class AdaptSettings:
         ),
     ] = None
     attention: Annotated[
-        str, Option("l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp.")
+        str,
+        Option(
+            "l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp."
+        ),
     ] = None  # type: ignore[assignment]
     norm: Annotated[
-        str, Option("center, floor (LayerNorm above a floor), fold (center, multiplied into the next map), keep.")
+        str,
+        Option(
+            "center, floor (LayerNorm above a floor), fold (center, multiplied into the next map), keep."
+        ),
     ] = None  # type: ignore[assignment]
     norm_floor: Annotated[
-        float | None, Option("Floor of --norm floor. Default: each layer's 5 % quantile on the images.")
+        float | None,
+        Option("Floor of --norm floor. Default: each layer's 5 % quantile on the images."),
     ] = None
     residual: Annotated[str, Option("convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None  # type: ignore[assignment]
-    activation: Annotated[str, Option("keep, or of slope 1: relu, maxmin (loses no gradient norm).")] = "keep"
+    activation: Annotated[
+        str, Option("keep, or of slope 1: relu, maxmin (loses no gradient norm).")
+    ] = "keep"
     head: Annotated[
         tuple[int, ...] | None,
-        Option("'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.", read=_widths),
+        Option(
+            "'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.",
+            read=_widths,
+        ),
     ] = None
     epochs: Annotated[
-        int, _fitting("AdamW epochs a block; 0: closed forms only; -1: no images. 3, or 0 where only norms change.")
+        int,
+        _fitting(
+            "AdamW epochs a block; 0: closed forms only; -1: no images. 3, or 0 where only norms change."
+        ),
     ] = None  # type: ignore[assignment]
-    distill: Annotated[int, _fitting("Final epochs on the old network's logits; 5, or 0 without --epochs.")] = None  # type: ignore[assignment]
+    distill: Annotated[
+        int, _fitting("Final epochs on the old network's logits; 5, or 0 without --epochs.")
+    ] = None  # type: ignore[assignment]
     lr: Annotated[float, _fitting("Learning rate, relative to the size of each tensor.")] = 5e-3
     batch_size: int = 64
     seed: int = 0
@@ -105,7 +128,12 @@ class AdaptSettings:
         attention, norm, residual = GOALS[self.goal]
         self._default(attention=attention, norm=norm, residual=residual)
         others = self.residual == self.activation == "keep" and self.head is None
-        floors_alone = others and self.attention in ("keep", "dp") and self.norm == "floor" and self.norm_floor is None
+        floors_alone = (
+            others
+            and self.attention in ("keep", "dp")
+            and self.norm == "floor"
+            and self.norm_floor is None
+        )
         self._default(refit=not (self.goal == "keep" and floors_alone and self.epochs is None))
         self._default(epochs=EPOCHS if self.refit else 0)
         self._default(distill=DISTILL if self.epochs > 0 else 0)
@@ -118,11 +146,21 @@ class AdaptSettings:
             if value not in known:
                 raise UsageError(f"unknown {name} '{value}'", one_of(value, known))
         if self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1:
-            raise UsageError("--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive")
+            raise UsageError(
+                "--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive"
+            )
         if self.distill > 0 and not self.refit:
-            raise UsageError("--distill trains new parts, and --goal keep alone fits none", "--epochs 3 --distill 5")
-        if self.norm_floor is not None and not (self.norm == "floor" and 0 < self.norm_floor < float("inf")):
-            raise UsageError("--norm-floor needs --norm floor and a positive number", "--norm floor --norm-floor 0.5")
+            raise UsageError(
+                "--distill trains new parts, and --goal keep alone fits none",
+                "--epochs 3 --distill 5",
+            )
+        if self.norm_floor is not None and not (
+            self.norm == "floor" and 0 < self.norm_floor < float("inf")
+        ):
+            raise UsageError(
+                "--norm-floor needs --norm floor and a positive number",
+                "--norm floor --norm-floor 0.5",
+            )
         if self.keep is not None:
             from certcli.evaluation.fidelity import check_keep  # which imports torch
 

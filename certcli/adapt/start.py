@@ -21,7 +21,9 @@ class CenterStart:
     def add(self, inputs: Tensor, targets: Tensor) -> None:
         rows, goals = inputs.double(), targets.double()
         centred = rows - rows.mean(dim=-1, keepdim=True)
-        for total, term in zip(self.sums, (centred, goals, centred.square(), centred * goals), strict=False):
+        for total, term in zip(
+            self.sums, (centred, goals, centred.square(), centred * goals), strict=False
+        ):
             total += term.sum(0)
         self.sums[-1] += len(rows)
 
@@ -51,7 +53,9 @@ class LeastSquares:
     Products keep the precision of the rows; sums are float64.
     """
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device, offset: bool = True) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, device: torch.device, offset: bool = True
+    ) -> None:
         self.offset = offset
         size = inputs + offset
         self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
@@ -76,14 +80,20 @@ class LeastSquares:
         """
         strength = ridge * self.gram.diagonal().mean().clamp_min(1e-30)
         cross = self.cross if prior is None else self.cross + strength * prior.to(self.cross)
-        return torch.linalg.solve(self.gram + strength * torch.eye(len(self.gram)).to(self.gram), cross)
+        return torch.linalg.solve(
+            self.gram + strength * torch.eye(len(self.gram)).to(self.gram), cross
+        )
 
     def solve_into(self, layer: nn.Linear, ridge: float = 1e-4, keep: bool = False) -> None:
         """Write the solution into `layer`. keep: the layer's weights are the prior, in place of 0."""
         prior = None
         if keep:
             prior = layer.weight.detach().T
-            prior = torch.cat([prior, layer.bias.detach().unsqueeze(0)]) if layer.bias is not None else prior
+            prior = (
+                torch.cat([prior, layer.bias.detach().unsqueeze(0)])
+                if layer.bias is not None
+                else prior
+            )
         solution = self.solve(ridge, prior)
         layer.weight.data.copy_(solution[: layer.in_features].T.to(layer.weight))
         if layer.bias is not None:
@@ -96,7 +106,9 @@ def between_inputs(layers: Sequence[nn.Linear]) -> LeastSquares:
     It has no offset where a layer has no bias.
     """
     width = layers[0].in_features
-    return LeastSquares(width, width, layers[0].weight.device, all(layer.bias is not None for layer in layers))
+    return LeastSquares(
+        width, width, layers[0].weight.device, all(layer.bias is not None for layer in layers)
+    )
 
 
 def compose_inputs(layers: Sequence[nn.Linear], solver: LeastSquares, ridge: float) -> None:
@@ -127,5 +139,7 @@ def fold_center_norm(norm: CenterNorm, layer: nn.Linear) -> None:
     weight = layer.weight.detach().double()
     scaled = weight * norm.weight.detach().double() * (norm.width / (norm.width - 1))
     if layer.bias is not None:
-        layer.bias.data.copy_((layer.bias.detach().double() + weight @ norm.bias.detach().double()).to(layer.bias))
+        layer.bias.data.copy_(
+            (layer.bias.detach().double() + weight @ norm.bias.detach().double()).to(layer.bias)
+        )
     layer.weight.data.copy_((scaled - scaled.mean(dim=1, keepdim=True)).to(layer.weight))

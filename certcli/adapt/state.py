@@ -32,7 +32,12 @@ class AdaptState:
 
 def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
     """Return a digest of the starting checkpoint, the settings and the images; a resumed run must have the same."""
-    about = [parent_digest, settings.parameters(), settings.seed, tensors_digest({"images": images})]
+    about = [
+        parent_digest,
+        settings.parameters(),
+        settings.seed,
+        tensors_digest({"images": images}),
+    ]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
@@ -53,6 +58,12 @@ def load_state(path: Path, expected: str) -> AdaptState:
     require_state_of(path, expected, about.identity)
 
     def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): v.clone() for name, v in tensors.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): v.clone()
+            for name, v in tensors.items()
+            if name.startswith(prefix)
+        }
 
-    return AdaptState(about.identity, about.done, about.epoch, about.records, part("net."), part("distiller."))
+    return AdaptState(
+        about.identity, about.done, about.epoch, about.records, part("net."), part("distiller.")
+    )

@@ -48,8 +48,16 @@ Fit = TypeVar("Fit", bound=Sums)
 class Streams:
     """Hold the streams between two sections, `old` and `new`, lot by lot."""
 
-    def __init__(self, teacher: Any, student: Any, family: Family, settings: AdaptSettings, lots: Lots) -> None:
-        self.teacher, self.student, self.family, self.settings, self.lots = teacher, student, family, settings, lots
+    def __init__(
+        self, teacher: Any, student: Any, family: Family, settings: AdaptSettings, lots: Lots
+    ) -> None:
+        self.teacher, self.student, self.family, self.settings, self.lots = (
+            teacher,
+            student,
+            family,
+            settings,
+            lots,
+        )
         self.old: Stream = {}
         self.new: Stream = {}
 
@@ -64,7 +72,9 @@ class Streams:
         """Copy the leader's weights to all processes: different processors would let them drift apart."""
         self.lots.team.copy_from_leader(list(module.state_dict().values()))
 
-    def move(self, old: Callable[[Tensor], Tensor] | None, new: Callable[[Tensor], Tensor] | None) -> None:
+    def move(
+        self, old: Callable[[Tensor], Tensor] | None, new: Callable[[Tensor], Tensor] | None
+    ) -> None:
         """Move both streams through one section; in place where the shape stays."""
         for run, stream in ((old, self.old), (new, self.new)):
             if run is not None:
@@ -73,7 +83,9 @@ class Streams:
     def _through(self, run: Callable[[Tensor], Tensor], stream: Tensor) -> Tensor:
         # the stream stays in float32; products are rounded only where AdamW rounds them as well
         exact = self.settings.epochs == 0
-        with contextlib.nullcontext() if exact else mixed_precision(stream.device, stream[0].numel()):
+        with (
+            contextlib.nullcontext() if exact else mixed_precision(stream.device, stream[0].numel())
+        ):
             parts = stream.split(self.settings.batch_size)
             first = run(parts[0])
             if first.shape[1:] != stream.shape[1:]:
@@ -107,12 +119,16 @@ class Streams:
                 size += float(target.double().square().sum())
             return [torch.tensor([difference, size], dtype=torch.float64)]
 
-        difference, size = self.lots.total(per_lot, [torch.zeros(2, dtype=torch.float64)])[0].tolist()
+        difference, size = self.lots.total(per_lot, [torch.zeros(2, dtype=torch.float64)])[
+            0
+        ].tolist()
         return float((difference / max(size, 1e-30)) ** 0.5)
 
     def error(self, scale: float) -> float:
         return self.relative_error(
-            lambda lot: ((new * scale, old) for new, old in self.chunks(self.new[lot], self.old[lot]))
+            lambda lot: (
+                (new * scale, old) for new, old in self.chunks(self.new[lot], self.old[lot])
+            )
         )
 
     def start_norm_at(
@@ -148,7 +164,12 @@ class Streams:
         if isinstance(norm, CenterNorm):
             self.accumulate(lambda: CenterStart(norm.width, norm.weight.device), pairs).start(norm)
         elif isinstance(norm, FloorNorm) and self.settings.norm_floor is None:
-            floor_start(norm, self.lots.rows(lambda lot: torch.cat([deviations(inputs) for inputs, _ in pairs(lot)])))
+            floor_start(
+                norm,
+                self.lots.rows(
+                    lambda lot: torch.cat([deviations(inputs) for inputs, _ in pairs(lot)])
+                ),
+            )
 
 
 def capture_input(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:

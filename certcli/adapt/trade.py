@@ -41,7 +41,16 @@ class Trade:
             square = sum(member.error**2 for member in members) / len(members)
             taken = sum(self.placed.get(member.path) is member for member in members)
             worth = f"{1e-2 * digits / square:.1f}" if square > 0 else "-"
-            rows.append((family, str(len(members)), str(taken), f"{digits:.2f}", f"{100 * square**0.5:.1f} %", worth))
+            rows.append(
+                (
+                    family,
+                    str(len(members)),
+                    str(taken),
+                    f"{digits:.2f}",
+                    f"{100 * square**0.5:.1f} %",
+                    worth,
+                )
+            )
         return rows
 
 

@@ -54,7 +54,11 @@ class SegmentRunner:
     """Run the network segment by segment; each segment runs once, when its first part is needed."""
 
     def __init__(self, trials: "Trials", parts: Mapping[str, nn.Module]) -> None:
-        self.segments, self.parts, self.batch_size = segments_of(trials.student), parts, trials.batch_size
+        self.segments, self.parts, self.batch_size = (
+            segments_of(trials.student),
+            parts,
+            trials.batch_size,
+        )
         self.rows = self.after = trials.fitting
         self.compared = trials.compared
         self.number, self.inputs = -1, dict[str, PartInputs]()
@@ -90,7 +94,12 @@ class Trial:
 
     def to_json(self) -> list[Any]:
         """Return values that JSON can hold: all but the call that places the candidate."""
-        return [list(self.order), [getattr(self.candidate, name) for name in _PLAIN_FIELDS], self.name, self.rank]
+        return [
+            list(self.order),
+            [getattr(self.candidate, name) for name in _PLAIN_FIELDS],
+            self.name,
+            self.rank,
+        ]
 
     @staticmethod
     def from_json(plain: list[Any]) -> "Trial":
@@ -112,7 +121,9 @@ class Trials:
     def __init__(self, student: Any, images: Tensor, batch_size: int, team: Team = ALONE) -> None:
         self.student, self.batch_size, self.team = student, batch_size, team
         self.fitting, self.compared = images[:FITTING_IMAGES], images[-COMPARED_IMAGES:]
-        self.norms = {path: part for path, part in student.net.named_modules() if isinstance(part, FloorNorm)}
+        self.norms = {
+            path: part for path, part in student.net.named_modules() if isinstance(part, FloorNorm)
+        }
         self.attentions = replaceable_attentions(student.net)
         self.candidates: list[Candidate] = []
         self.undo: dict[str, Callable[[], Any]] = {}
@@ -125,7 +136,9 @@ class Trials:
     @torch.no_grad()
     def run(self) -> Iterator[Candidate]:
         """Try every candidate alone, from the first part to the last; the leader yields each."""
-        self.undo = {path: partial(norm.floor.fill_, float(norm.floor)) for path, norm in self.norms.items()}
+        self.undo = {
+            path: partial(norm.floor.fill_, float(norm.floor)) for path, norm in self.norms.items()
+        }
         self.undo |= {path: partial(self._put, path, old) for path, old in self.attentions.items()}
         parts, fitted = {**self.norms, **self.attentions}, dict[tuple[str, str], nn.Module]()
         runner, trials = SegmentRunner(self, parts), list[Trial]()
@@ -138,7 +151,9 @@ class Trials:
         ]
 
         unpack = partial(unpacked, Trial)
-        work = self.team.deal(pieces, lambda piece: list(self._try(runner, piece, fitted)), pack=packed, unpack=unpack)
+        work = self.team.deal(
+            pieces, lambda piece: list(self._try(runner, piece, fitted)), pack=packed, unpack=unpack
+        )
         for _, some in work:
             trials += some
             yield from (trial.candidate for trial in some)
@@ -148,7 +163,9 @@ class Trials:
             trials = [replace(trial, candidate=self._placeable(trial, fitted)) for trial in known]
         self.candidates = [trial.candidate for trial in trials]
 
-    def _try(self, runner: SegmentRunner, piece: Piece, fitted: dict[tuple[str, str], nn.Module]) -> Iterator[Trial]:
+    def _try(
+        self, runner: SegmentRunner, piece: Piece, fitted: dict[tuple[str, str], nn.Module]
+    ) -> Iterator[Trial]:
         """Try the candidates of one piece, and store an attention that this process fits in `fitted`."""
         number, path, name = piece
         inputs = runner.inputs_at(number)
@@ -165,15 +182,25 @@ class Trials:
             candidate.place()
             measured = replace(candidate, error=runner.error())
             self.undo[path]()
-            order = (number, list(inputs).index(path), TRIAL_ATTENTIONS.index(name) if name else index)
+            order = (
+                number,
+                list(inputs).index(path),
+                TRIAL_ATTENTIONS.index(name) if name else index,
+            )
             yield Trial(order, measured, name, self.team.rank)
 
     def _placeable(self, trial: Trial, fitted: Mapping[tuple[str, str], nn.Module]) -> Candidate:
         """Return the candidate with a call that places it here; an attention's weights come from its own process."""
         path, name = trial.candidate.path, trial.name
         if not name:
-            return replace(trial.candidate, place=partial(self.norms[path].floor.fill_, trial.candidate.floor))
-        new = fitted[path, name] if (path, name) in fitted else new_attention(name, self.attentions[path])
+            return replace(
+                trial.candidate, place=partial(self.norms[path].floor.fill_, trial.candidate.floor)
+            )
+        new = (
+            fitted[path, name]
+            if (path, name) in fitted
+            else new_attention(name, self.attentions[path])
+        )
         for tensor in (*new.parameters(), *new.buffers()):
             self.team.spread(tensor, trial.rank)
         return replace(trial.candidate, place=partial(self._put, path, new))
@@ -185,7 +212,9 @@ class Trials:
     def moves(self) -> list[Move]:
         """Return the moves, the cheapest digit first. All parts of a kind are measured together for its gain."""
         gains = self._gains()
-        self.candidates = [replace(each, digits=each.digits * gains[each.kind]) for each in self.candidates]
+        self.candidates = [
+            replace(each, digits=each.digits * gains[each.kind]) for each in self.candidates
+        ]
         moves: list[Move] = []
         for path in dict.fromkeys(candidate.path for candidate in self.candidates):
             moves += hull([candidate for candidate in self.candidates if candidate.path == path])
@@ -194,7 +223,10 @@ class Trials:
     def _gains(self) -> dict[str, float]:
         """Return, for each kind, the digits that the bound gains per digit claimed, all its candidates placed; >= 0."""
         kinds = list(dict.fromkeys(candidate.kind for candidate in self.candidates))
-        chosen = {kind: {each.path: each for each in self.candidates if each.kind == kind} for kind in kinds}
+        chosen = {
+            kind: {each.path: each for each in self.candidates if each.kind == kind}
+            for kind in kinds
+        }
 
         def log10_with(kind: str) -> float:
             for candidate in chosen.get(kind, {}).values():
@@ -204,7 +236,9 @@ class Trials:
                 self.undo[path]()
             return after
 
-        uppers = [upper for _, upper in self.team.deal(["", *kinds], log10_with)]  # "": the network as it is
+        uppers = [
+            upper for _, upper in self.team.deal(["", *kinds], log10_with)
+        ]  # "": the network as it is
         before, *after = self.team.agree(lambda: uppers)
         claimed = [sum(candidate.digits for candidate in some.values()) for some in chosen.values()]
         return {
@@ -231,7 +265,9 @@ def hull(candidates: Sequence[Candidate]) -> list[Move]:
     def slope(old: tuple[float, float, int], new: tuple[float, float, int]) -> float:
         return (new[1] - old[1]) / (new[0] - old[0])
 
-    points = sorted((each.digits, each.error**2, n) for n, each in enumerate(candidates) if each.digits > 0)
+    points = sorted(
+        (each.digits, each.error**2, n) for n, each in enumerate(candidates) if each.digits > 0
+    )
     corners: list[tuple[float, float, int]] = [(0.0, 0.0, -1)]
     for point in points:
         if point[0] <= corners[-1][0]:
@@ -239,4 +275,7 @@ def hull(candidates: Sequence[Candidate]) -> list[Move]:
         while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], point):
             corners.pop()
         corners.append(point)
-    return [Move(candidates[new[2]], new[0] - old[0], max(0.0, new[1] - old[1])) for old, new in pairwise(corners)]
+    return [
+        Move(candidates[new[2]], new[0] - old[0], max(0.0, new[1] - old[1]))
+        for old, new in pairwise(corners)
+    ]

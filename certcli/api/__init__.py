@@ -83,8 +83,18 @@ def load(
         weights: The weights to read of a file that holds raw and averaged ones.
         features: The network has no classifier; `bound` and `slope` are then those of its features.
     """
-    about_files = {"arch": arch, "arch_args": arch_args, "as_stated": as_stated or None, "weights": weights}
-    about_modules = {"mean": mean, "std": std, "input_size": input_size, "features": features or None}
+    about_files = {
+        "arch": arch,
+        "arch_args": arch_args,
+        "as_stated": as_stated or None,
+        "weights": weights,
+    }
+    about_modules = {
+        "mean": mean,
+        "std": std,
+        "input_size": input_size,
+        "features": features or None,
+    }
     if isinstance(source, Checkpoint):
         require_known(_given(about_files | about_modules), (), "load of an open network")
         return build.with_network(source)
@@ -92,8 +102,12 @@ def load(
         require_known(_given(about_files), about_modules, "load of a module")
         return open_module(source, mean, std, input_size, features=features)
     if input_size is not None:
-        raise UsageError("the input_size of a file is that of its architecture", "arch_args={'img_size': 224}")
-    hints = Hints(arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated, weights, features)
+        raise UsageError(
+            "the input_size of a file is that of its architecture", "arch_args={'img_size': 224}"
+        )
+    hints = Hints(
+        arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated, weights, features
+    )
     opened = open_checkpoint(str(source), hints)
     if features:
         require_features(opened, str(source))
@@ -151,12 +165,16 @@ def bound(source: Network, *, device: str = "cpu") -> ProvenBound:
 
 
 @speaks_python
-def slope(source: Network, given: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8) -> Estimate:
+def slope(
+    source: Network, given: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8
+) -> Estimate:
     """Measure the steepest slope at these images: a lower limit of every bound."""
     checkpoint = load(source)
     unused = [0] * len(given) if isinstance(given, Tensor) else None
     batches = _images(checkpoint, given, unused).batches(batch_size)
-    found = list(measure(network(checkpoint), (pixels for _, pixels, _ in batches), iterations, seed))
+    found = list(
+        measure(network(checkpoint), (pixels for _, pixels, _ in batches), iterations, seed)
+    )
     return found[-1]
 
 
@@ -179,21 +197,31 @@ def certify(
     """
     checkpoint = _classifier(source)
     kind = type(options_of(method, {}))
-    chosen = _options(kind, options | ({"batch_size": batch_size} if "batch_size" in _names(kind) else {}), method)
+    chosen = _options(
+        kind, options | ({"batch_size": batch_size} if "batch_size" in _names(kind) else {}), method
+    )
     certifier = prepare(method, checkpoint, torch.device(device), chosen)
     found = run_certifier(certifier, _images(checkpoint, given, labels), batch_size)
     return Certificates(row for rows in found for row in rows)
 
 
 @speaks_python
-def shares(certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]) -> CertifiedAccuracy:
+def shares(
+    certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]
+) -> CertifiedAccuracy:
     """Return the certified accuracy at each radius (of l2, unless it is a `Threat`) or `Patch`, with 95 % intervals."""
     return certified_accuracy(certificates, [Threat.of(size) for size in sizes])
 
 
 @speaks_python
 def predict(
-    source: Network, pixels: Tensor, *, defence: str = "none", prove: bool = False, device: str = "cpu", **options: Any
+    source: Network,
+    pixels: Tensor,
+    *,
+    defence: str = "none",
+    prove: bool = False,
+    device: str = "cpu",
+    **options: Any,
 ) -> list[Prediction]:
     """Return the class of each image (n, c, h, w).
 
@@ -202,9 +230,13 @@ def predict(
         prove: Also return the patches that cannot change the class.
     """
     checkpoint = _classifier(source)
-    predictor = Predictor(checkpoint, torch.device(device), defence, _options(Patches, options, "predict"))
+    predictor = Predictor(
+        checkpoint, torch.device(device), defence, _options(Patches, options, "predict")
+    )
     chosen = _images(checkpoint, pixels, [0] * len(pixels))
-    return [one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)]
+    return [
+        one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)
+    ]
 
 
 @speaks_python
@@ -228,8 +260,13 @@ def attack(
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
     where = next(model.parameters()).device
-    batches = ((i, pixels.to(where), y) for i, pixels, y in _images(checkpoint, given, labels).batches(batch_size))
-    return AttackCurve(curve(attack_images(model, batches, stage.plan, growing(stage.norm, stage.radii), chosen)))
+    batches = (
+        (i, pixels.to(where), y)
+        for i, pixels, y in _images(checkpoint, given, labels).batches(batch_size)
+    )
+    return AttackCurve(
+        curve(attack_images(model, batches, stage.plan, growing(stage.norm, stage.radii), chosen))
+    )
 
 
 @speaks_python
@@ -296,13 +333,30 @@ def _images(checkpoint: Checkpoint, given: Data, labels: Labels) -> Images:
     size, classes = checkpoint.record.input.size, checkpoint.record.classes
     pixels = given.detach().cpu().float()
     if pixels.dim() != 4 or tuple(pixels.shape[1:]) != tuple(size) or not len(pixels):
-        raise DataError(f"images of shape {tuple(given.shape)} do not fit a network of {size}", "(n, c, h, w), n > 0")
+        raise DataError(
+            f"images of shape {tuple(given.shape)} do not fit a network of {size}",
+            "(n, c, h, w), n > 0",
+        )
     if not bool(((pixels >= 0) & (pixels <= 1)).all()):
-        raise DataError("pixels must lie in [0, 1]", "divide by 255; the network normalises them itself")
+        raise DataError(
+            "pixels must lie in [0, 1]", "divide by 255; the network normalises them itself"
+        )
     if labels is None:
-        raise DataError("images without labels", "give the labels (n,) beside them: only correct images are certified")
+        raise DataError(
+            "images without labels",
+            "give the labels (n,) beside them: only correct images are certified",
+        )
     found = torch.as_tensor(labels).long().cpu()
     if found.shape != (len(pixels),) or not bool(((found >= 0) & (found < max(classes, 1))).all()):
-        raise DataError(f"labels of shape {tuple(found.shape)} do not fit {len(pixels)} images and {classes} classes")
+        raise DataError(
+            f"labels of shape {tuple(found.shape)} do not fit {len(pixels)} images and {classes} classes"
+        )
     names = checkpoint.record.class_names or tuple(str(number) for number in range(classes))
-    return Images("tensors", "given", names, found, torch.arange(len(found)), lambda positions: pixels[list(positions)])
+    return Images(
+        "tensors",
+        "given",
+        names,
+        found,
+        torch.arange(len(found)),
+        lambda positions: pixels[list(positions)],
+    )

@@ -76,4 +76,7 @@ def require_known(given: Iterable[str], known: Iterable[str], where: str) -> Non
     for name in sorted(set(given) - set(names)):
         near = get_close_matches(name, names, 1)
         options = f"one of: {', '.join(names)}" if names else "it takes none"
-        raise UsageError(f"{where} has no option '{name}'", f"did you mean '{near[0]}'? {options}" if near else options)
+        raise UsageError(
+            f"{where} has no option '{name}'",
+            f"did you mean '{near[0]}'? {options}" if near else options,
+        )

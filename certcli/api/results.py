@@ -48,7 +48,10 @@ class ProvenBound(Shown, NetworkBound):
 
     @property
     def rows(self) -> Sequence[Sequence[str]]:
-        steps = [(step.path, step.kind, str(step.constant), str(step.cumulative)) for step in self.charges]
+        steps = [
+            (step.path, step.kind, str(step.constant), str(step.cumulative))
+            for step in self.charges
+        ]
         return _table(("layer", "theorem for", "constant", "product so far"), steps)
 
 
@@ -61,7 +64,11 @@ class Certificates(Shown, list[Certificate]):
             return "no certificates"
         hits = sum(one.correct for one in self)
         held = sorted((one.radius for one in self if one.correct), reverse=True)
-        middle = f", median certified radius {proven_radius(held[len(held) // 2], 3)}" if any(held) else ""
+        middle = (
+            f", median certified radius {proven_radius(held[len(held) // 2], 3)}"
+            if any(held)
+            else ""
+        )
         right = f"{hits} images are classified correctly{interval_of_few(hits, len(self))}"
         return f"{len(self)} certificates by {self[0].method}: {right}{middle}"
 
@@ -69,7 +76,9 @@ class Certificates(Shown, list[Certificate]):
     def rows(self) -> Sequence[Sequence[str]]:
         cells = []
         for one in self:
-            held = ", ".join(one.held) if isinstance(one.held, tuple) else proven_radius(one.held, 4)
+            held = (
+                ", ".join(one.held) if isinstance(one.held, tuple) else proven_radius(one.held, 4)
+            )
             cells.append((str(one.index), str(one.label), str(one.prediction), held))
         return _table(("image", "label", "prediction", "certified"), cells)
 
@@ -80,7 +89,10 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     @property
     def headline(self) -> str:
         last = self[-1]
-        left = ", ".join(f"{share_text(one.robust, one.images)} at {attacked_radius(one.epsilon)}" for one in self)
+        left = ", ".join(
+            f"{share_text(one.robust, one.images)} at {attacked_radius(one.epsilon)}"
+            for one in self
+        )
         right = f"{last.images} images, {share_text(last.clean, last.images)} right"
         return f"{right}; under {', '.join(last.attacks)} in {last.kind}: {left}"
 
@@ -89,7 +101,13 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
         shown = []
         for one in self:
             low, high = one.intervals["robust"]
-            shown.append((attacked_radius(one.epsilon), _percent(one.robust), f"{_percent(low)} to {_percent(high)}"))
+            shown.append(
+                (
+                    attacked_radius(one.epsilon),
+                    _percent(one.robust),
+                    f"{_percent(low)} to {_percent(high)}",
+                )
+            )
         return [("radius", "robust", "95 % interval"), *shown]
 
 
@@ -105,7 +123,9 @@ class AuditReport(Audit, Shown):
         return [("", "answer"), *(("", text) for text in self.verdict), *doubts, *gates]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], most: int = 12) -> Sequence[Sequence[str]]:
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], most: int = 12
+) -> Sequence[Sequence[str]]:
     """Return the header and the first rows; () without rows."""
     more = [(f"and {len(rows) - most} more",)] if len(rows) > most else []
     return [header, *rows[:most], *more] if rows else ()

@@ -40,7 +40,12 @@ class Stage:
     def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
         """The same stage with the seed of its draws, the crafting precision, and k, else read off the model."""
         known = [
-            replace(entry, settings=replace(entry.settings, seed=seed, classes=classes, precision=precision, restart=0))
+            replace(
+                entry,
+                settings=replace(
+                    entry.settings, seed=seed, classes=classes, precision=precision, restart=0
+                ),
+            )
             for entry in self.plan
         ]
         return replace(self, plan=tuple(known))
@@ -83,20 +88,33 @@ def _preset_stages(
 ) -> tuple[Stage, ...]:
     paper = preset(name)
     if names or norm is not None or certified:
-        raise UsageError(f"the preset {name} fixes attacks, norm and images", "leave out either it or the other option")
+        raise UsageError(
+            f"the preset {name} fixes attacks, norm and images",
+            "leave out either it or the other option",
+        )
     if settings != AttackSettings(seed=settings.seed, precision=settings.precision):
-        raise UsageError(f"the preset {name} fixes what its attacks may spend", "or name the attacks with --attack")
+        raise UsageError(
+            f"the preset {name} fixes what its attacks may spend",
+            "or name the attacks with --attack",
+        )
     if radii and len(paper.parts) > 1:
         raise UsageError(
-            f"the preset {name} has {len(paper.parts)} parts with radii of their own", "leave out --epsilon"
+            f"the preset {name} has {len(paper.parts)} parts with radii of their own",
+            "leave out --epsilon",
         )
-    return tuple(Stage(part.region.norm, radii or (part.region.radius,), part.plan, True) for part in paper.parts)
+    return tuple(
+        Stage(part.region.norm, radii or (part.region.radius,), part.plan, True)
+        for part in paper.parts
+    )
 
 
 def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Stage, ...]:
     """The stages in the norm that certificates speak of; UsageError where another was named."""
     if named not in (None, norm):
-        raise UsageError(f"the certified radii are {norm} radii, they bound no attack in {named}", "leave out --norm")
+        raise UsageError(
+            f"the certified radii are {norm} radii, they bound no attack in {named}",
+            "leave out --norm",
+        )
     return tuple(replace(stage, norm=norm) for stage in stages)
 
 
@@ -131,7 +149,9 @@ class Task:
 
 
 def tasks_of(
-    stages: Sequence[Stage], images: Images, certificates: Mapping[int, CertifiedImage] | None = None
+    stages: Sequence[Stage],
+    images: Images,
+    certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> tuple[Task, ...]:
     """Stages on images. With certificates: only images certified beyond each radius, or all at their own radius.
 
@@ -147,13 +167,26 @@ def tasks_of(
             entries = float(chosen.fetch([0])[0].numel()) if len(chosen) else 0.0
             diagonal = entries**0.5 if stage.norm == "l2" else 1.0
             indices = chosen.indices.tolist()
-            found.append(Task(stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}, True))
+            found.append(
+                Task(
+                    stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}, True
+                )
+            )
         for radius in stage.radii:
-            found.append(Task(replace(stage, radii=(radius,)), select(images, certificates, radius), certified=True))
+            found.append(
+                Task(
+                    replace(stage, radii=(radius,)),
+                    select(images, certificates, radius),
+                    certified=True,
+                )
+            )
     empty = next((task for task in found if not len(task.images)), None)
     if empty is not None:
         at = f" beyond {proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
-        raise DataError(f"none of the {len(images)} images is certified{at}", "certify more of them, or another radius")
+        raise DataError(
+            f"none of the {len(images)} images is certified{at}",
+            "certify more of them, or another radius",
+        )
     return tuple(found)
 
 
@@ -174,7 +207,12 @@ def _stages(tasks: Sequence[Task]) -> dict[str, list[Any]]:
 
 
 def run_of(
-    tasks: Sequence[Task], settings: AttackSettings, batch_size: int, checkpoint: str, images: Images, **more: Any
+    tasks: Sequence[Task],
+    settings: AttackSettings,
+    batch_size: int,
+    checkpoint: str,
+    images: Images,
+    **more: Any,
 ) -> Run:
     """What decides the records. The batch size does: what is attacked together draws from one seed."""
     spent = {
@@ -183,14 +221,19 @@ def run_of(
         for entry in task.stage.plan
     }
     chosen = {
-        f"task {number} images": {"attacked": _digest(task.images.indices.tolist()), "at": _digest(sorted(own.items()))}
+        f"task {number} images": {
+            "attacked": _digest(task.images.indices.tolist()),
+            "at": _digest(sorted(own.items())),
+        }
         for number, task in enumerate(tasks)
         if (own := task.own or {}) or task.certified
     }
     stages = _stages(tasks)
     method, independent = stages.pop("attacks"), stages.pop("independent")
     decided = {"independent": independent, "batch_size": batch_size, **more, **chosen, **spent}
-    return Run.of("attack", checkpoint, images, method, **stages, parameters={**asdict(settings), **decided})
+    return Run.of(
+        "attack", checkpoint, images, method, **stages, parameters={**asdict(settings), **decided}
+    )
 
 
 def _digest(values: Sequence[Any]) -> str:
@@ -214,14 +257,22 @@ class Campaign:
 
     @property
     def portions(self) -> list[Portion]:
-        return [(number, part) for number, task in enumerate(self.tasks) for part in task.portions(self.batch_size)]
+        return [
+            (number, part)
+            for number, task in enumerate(self.tasks)
+            for part in task.portions(self.batch_size)
+        ]
 
     def keys(self, portion: Portion) -> list[tuple[int, float, int]]:
         """`RECORD_KEYS` of a portion's records, in order."""
         number, positions = portion
         indices = self.tasks[number].images.indices[positions].tolist()
         rounds = [radii for _, radii in self.tasks[number].rounds(indices)]
-        return [(number, radius, index) for radii in rounds for radius, index in zip(radii, indices, strict=True)]
+        return [
+            (number, radius, index)
+            for radii in rounds
+            for radius, index in zip(radii, indices, strict=True)
+        ]
 
     def attack(self, portion: Portion, ahead: int = 1) -> list[AttackRecord]:
         """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the model's device and dtype.
@@ -252,7 +303,10 @@ class Campaign:
         return rows
 
     def run(
-        self, file: RecordFile | None = None, team: Team = ALONE, aside: Callable[[], None] = lambda: None
+        self,
+        file: RecordFile | None = None,
+        team: Team = ALONE,
+        aside: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[int, list[AttackRecord]]]:
         """(number of the task, records of one portion), in order; what `file` holds already is read, not attacked again.
 
@@ -262,26 +316,35 @@ class Campaign:
 
         def known(portion: Portion) -> list[AttackRecord] | None:
             earlier = file.take(self.keys(portion)) if file is not None else None
-            return None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
+            return (
+                None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
+            )
 
         def find(portion: Portion) -> list[AttackRecord]:
             return self.attack(portion, team.size)
 
-        dealt = team.deal(self.portions, find, known, packed, partial(unpacked, AttackRecord), aside)
+        dealt = team.deal(
+            self.portions, find, known, packed, partial(unpacked, AttackRecord), aside
+        )
         for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
             if new and file is not None:
                 file.write({**row, "task": number} for row in packed(rows))
             yield number, rows
 
 
-def read_again(rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None) -> list[AttackRecord]:
+def read_again(
+    rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None
+) -> list[AttackRecord]:
     """Records of a file as they were; DataError where one is of another norm or other attacks than the stage's."""
     labels = [entry.label for entry in stage.plan]
     for row in rows:
         if row["kind"] != stage.norm or list(row["robust"]) != labels:
-            statement = f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
+            statement = (
+                f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
+            )
             raise DataError(
-                f"{file.path if file else 'the file'} contradicts itself: {statement}", "attack again, without --resume"
+                f"{file.path if file else 'the file'} contradicts itself: {statement}",
+                "attack again, without --resume",
             )
     return unpacked(AttackRecord, rows)
 

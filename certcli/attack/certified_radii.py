@@ -7,7 +7,12 @@ from typing import get_args
 
 from certcli.attack.run import AttackRecord
 from certcli.evaluation.radii import confidence
-from certcli.evaluation.records import PIXELS, read_records, require_same_images, require_same_network
+from certcli.evaluation.records import (
+    PIXELS,
+    read_records,
+    require_same_images,
+    require_same_network,
+)
 from certcli.evaluation.region import Norm
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError, one_line
@@ -55,12 +60,17 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
 def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: float) -> Images:
     """The images that are certified beyond `radius`; DataError when pixels or label disagree: these are other images."""
     require_same_images(
-        ({"index": entry.index, "label": entry.label, PIXELS: entry.pixels} for entry in certificates.values()),
+        (
+            {"index": entry.index, "label": entry.label, PIXELS: entry.pixels}
+            for entry in certificates.values()
+        ),
         images,
         "the certified records",
     )
     beyond = {index for index, certificate in certificates.items() if certificate.radius > radius}
-    return images.select([place for place, index in enumerate(images.indices.tolist()) if index in beyond])
+    return images.select(
+        [place for place, index in enumerate(images.indices.tolist()) if index in beyond]
+    )
 
 
 def require_correct(records: Iterable[AttackRecord]) -> None:

@@ -35,7 +35,9 @@ class Flag:
     measured: str
 
 
-_SUM_TOLERANCE = 1e-3  # k float32 softmax values rounded once each: 1,000 classes sum to 1 within 1e-4
+_SUM_TOLERANCE = (
+    1e-3  # k float32 softmax values rounded once each: 1,000 classes sum to 1 within 1e-4
+)
 _ZERO_SHARE = 0.05
 _RISE_SHARE, _RISE_IMAGES = 0.02, 2
 
@@ -85,7 +87,9 @@ CHECKS = {
 }
 
 
-def inspect_model(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0) -> tuple[Flag, ...]:
+def inspect_model(
+    model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0
+) -> tuple[Flag, ...]:
     """Flags about the net on one batch: probabilities, zero gradients, randomness. (b, c, h, w), (b,).
 
     Needs a few dozen images to mean anything. UsageError in training mode.
@@ -95,17 +99,25 @@ def inspect_model(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int
         point = images.detach().clone().requires_grad_(True)
         logits = model(point)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
-        slope = torch.autograd.grad(loss, point, allow_unused=True)[0] if loss.requires_grad else None
+        slope = (
+            torch.autograd.grad(loss, point, allow_unused=True)[0] if loss.requires_grad else None
+        )
         logits = logits.detach()
         with torch.no_grad():
             again = model(images)
-    return _probabilities(logits), _zero_gradients(slope, logits.argmax(dim=1) == labels), _randomness(logits, again)
+    return (
+        _probabilities(logits),
+        _zero_gradients(slope, logits.argmax(dim=1) == labels),
+        _randomness(logits, again),
+    )
 
 
 def _probabilities(logits: Tensor) -> Flag:
     def are_shares(values: Tensor) -> bool:
         sums = values.sum(dim=1)
-        return bool(((values >= 0) & (values <= 1)).all() and ((sums - 1).abs() < _SUM_TOLERANCE).all())
+        return bool(
+            ((values >= 0) & (values <= 1)).all() and ((sums - 1).abs() < _SUM_TOLERANCE).all()
+        )
 
     plain, logarithmic = are_shares(logits.double()), are_shares(logits.double().exp())
     spread = f"outputs from {logits.min().item():.4g} to {logits.max().item():.4g}"
@@ -124,7 +136,11 @@ def _zero_gradients(slope: Tensor | None, correct: Tensor) -> Flag:
 def _randomness(logits: Tensor, again: Tensor) -> Flag:
     difference = (logits - again).abs().max().item()
     largest = logits.abs().max().item()
-    return Flag(CHECKS["randomness"], difference > 1e-4 * largest, f"largest difference of logits {difference:.3g}")
+    return Flag(
+        CHECKS["randomness"],
+        difference > 1e-4 * largest,
+        f"largest difference of logits {difference:.3g}",
+    )
 
 
 def inspect_attacks(
@@ -142,11 +158,15 @@ def inspect_attacks(
         free = replace(settings, step_size=None if factor != 1.0 else settings.step_size)
         batch = [(torch.tensor(rows), images[rows], labels[rows])]
         records = list(attack_images(model, batch, names, wider, free, independent=True))
-        return [{record.index for record in records if record.robust[name] is True} for name in names]
+        return [
+            {record.index for record in records if record.robust[name] is True} for name in names
+        ]
 
     every = set(range(len(images)))
     single, at = standing(("fgsm", "pgd"), 1.0, sorted(every))
-    beyond = standing(("pgd",), 2.0, sorted(every))[0] if at != every else at  # nothing rises above all
+    beyond = (
+        standing(("pgd",), 2.0, sorted(every))[0] if at != every else at
+    )  # nothing rises above all
     firm, most = at | beyond, max(len(at), len(beyond))
     within = firm
     if _exceeds(most, len(images)):
@@ -155,7 +175,9 @@ def inspect_attacks(
             within |= standing(("pgd",), 0.5, sorted(every - firm))[0]
     counts = {0.5: len(within), 1.0: len(at), 2.0: len(beyond)}
     return (
-        rising_accuracy({region.radius * factor: n / len(images) for factor, n in counts.items()}, len(images)),
+        rising_accuracy(
+            {region.radius * factor: n / len(images) for factor, n in counts.items()}, len(images)
+        ),
         weak_iteration(len(single), len(at), len(images)),
     )
 
@@ -163,10 +185,17 @@ def inspect_attacks(
 def rising_accuracy(shares: Mapping[float, float], images: int) -> Flag:
     """max over r < r' of robust(r') - robust(r), independent runs at each radius, against the allowance."""
     radii = sorted(shares)
-    rises = [(shares[large] - shares[small], small, large) for small in radii for large in radii if small < large]
+    rises = [
+        (shares[large] - shares[small], small, large)
+        for small in radii
+        for large in radii
+        if small < large
+    ]
     rise, small, large = max(rises, default=(0.0, 0.0, 0.0))
     raised = _exceeds(round(rise * images), images)
-    measured = f"{rise:+.1%} from radius {small:.4g} to {large:.4g}" if rise > 0 else "falls or stays"
+    measured = (
+        f"{rise:+.1%} from radius {small:.4g} to {large:.4g}" if rise > 0 else "falls or stays"
+    )
     return Flag(CHECKS["rising accuracy"], raised, measured)
 
 
@@ -192,7 +221,9 @@ def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int
         if record.correct and record.l2 is not None and record.l2 < certified:
             broken.append((record.index, record.l2, certified))
     if not broken:
-        return Flag(CHECKS["certified above attacked"], False, "no counterexample inside a certified radius")
+        return Flag(
+            CHECKS["certified above attacked"], False, "no counterexample inside a certified radius"
+        )
     index, norm, certified = max(broken, key=lambda entry: entry[2] - entry[1])
     worst = f"{len(broken)} images, worst: index {index} certified to {certified:.6g}, broken at {norm:.6g}"
     return Flag(CHECKS["certified above attacked"], True, worst)

@@ -35,20 +35,28 @@ class Successes:
 
     def note(self, owner: Tensor, points: Tensor, logits: Tensor) -> None:
         """points (r, c, h, w), logits (r, k) of images `owner` (r,), of which several may be the same."""
-        flipped = (logits.argmax(dim=1) != self._labels[owner]) & logits.isfinite().all(dim=1) & ~self.solved[owner]
+        flipped = (
+            (logits.argmax(dim=1) != self._labels[owner])
+            & logits.isfinite().all(dim=1)
+            & ~self.solved[owner]
+        )
         rows = flipped.nonzero().flatten()
         if not len(rows):
             return
         at = owner[rows]
         labels, images = self._labels[at], self._images[at]
-        verdict = judge(self._model, images, labels, points[rows], self._threat.of(at), prediction=labels)
+        verdict = judge(
+            self._model, images, labels, points[rows], self._threat.of(at), prediction=labels
+        )
         won = verdict.success.nonzero().flatten()
         if not len(won):
             return
         first: dict[int, int] = {}  # of several rows of one image
         for image, row in zip(at[won].tolist(), won.tolist(), strict=True):
             first.setdefault(image, row)
-        fallen, shown = (torch.tensor(list(some), device=at.device) for some in (first.keys(), first.values()))
+        fallen, shown = (
+            torch.tensor(list(some), device=at.device) for some in (first.keys(), first.values())
+        )
         self.solved[fallen], self._kept[fallen] = True, verdict.adversarial[shown]
         self.count += len(first)
 
@@ -89,7 +97,10 @@ class Watched(nn.Module):
         self._successes = Successes(model, images, labels, region)
         self.harvest = self._successes.harvest
         self._all = torch.arange(len(images), device=images.device)
-        self._rows, self._known = self._all, 0  # images that stand, and how many had fallen when they were counted
+        self._rows, self._known = (
+            self._all,
+            0,
+        )  # images that stand, and how many had fallen when they were counted
         self._last: Tensor | None = None
         self.eval()
 
@@ -105,12 +116,17 @@ class Watched(nn.Module):
             logits = self._logits(images)
         else:
             if self._known != self._successes.count:
-                self._rows, self._known = (~self._successes.solved).nonzero().flatten(), self._successes.count
+                self._rows, self._known = (
+                    (~self._successes.solved).nonzero().flatten(),
+                    self._successes.count,
+                )
             rows = self._rows
             if not len(rows):
                 raise AllSolved
             logits = self._last.to(images.dtype).index_copy(0, rows, self._logits(images[rows]))
-        self._last = logits.detach().clone()  # a clone: the caller may write into the logits it gets
+        self._last = (
+            logits.detach().clone()
+        )  # a clone: the caller may write into the logits it gets
         self._successes.note(self._all, images.detach(), self._last)
         return logits
 
@@ -147,7 +163,9 @@ def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
 @contextmanager
 def _unfused(model: nn.Module) -> Iterator[None]:
     """timm's attention written out as two products: in bfloat16 on a CPU its fused gradient is three times slower."""
-    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "fused_attn", False) is True]
+    layers: list[Any] = [
+        layer for layer in model.modules() if getattr(layer, "fused_attn", False) is True
+    ]
     try:
         for layer in layers:
             layer.fused_attn = False

@@ -39,4 +39,6 @@ def collect(records: Iterable[AttackRecord]) -> dict[str, Tensor]:
 
 def _float64(values: Iterable[float | None]) -> Tensor:
     """None, nothing was found, becomes inf."""
-    return torch.tensor([float("inf") if value is None else value for value in values], dtype=torch.float64)
+    return torch.tensor(
+        [float("inf") if value is None else value for value in values], dtype=torch.float64
+    )

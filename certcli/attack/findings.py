@@ -37,7 +37,9 @@ def inspect(
     least, most = ATTACK_CHECKED
     count = min(most, max(least, len(task.images) // 10))
     pixels, labels = checked_batch(task, count, settings.seed, like)
-    return flags + checks.inspect_attacks(model, pixels, labels, Region(task.stage.norm, radii[0]), settings)
+    return flags + checks.inspect_attacks(
+        model, pixels, labels, Region(task.stage.norm, radii[0]), settings
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,10 @@ class Findings:
             **first,
             "curve": {radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
             "parts": rows if len(rows) > 1 else [],
-            "flags": [{**asdict(flag.check), "measured": flag.measured} for flag in checks.raised(self.flags)],
+            "flags": [
+                {**asdict(flag.check), "measured": flag.measured}
+                for flag in checks.raised(self.flags)
+            ],
             "checks": names,
             **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
         }
@@ -117,7 +122,11 @@ class Findings:
     def _curve(self) -> list[dict[str, Any]]:
         """Rows of the first stage's attacks; with certificates each radius has a part and images of its own."""
         stage = self.parts[0].stage
-        same = [part for part in self.parts if part.stage.plan == stage.plan and part.stage.norm == stage.norm]
+        same = [
+            part
+            for part in self.parts
+            if part.stage.plan == stage.plan and part.stage.norm == stage.norm
+        ]
         return [row for part in same for row in part.to_json()]
 
 
@@ -132,4 +141,6 @@ def findings_of(
         every = [record for rows in records.values() for record in rows]
         radii = {index: certificate.radius for index, certificate in certificates.items()}
         flags = [*flags, checks.certified_above_attacked(every, radii)]
-    return Findings(tuple(summary_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags))
+    return Findings(
+        tuple(summary_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags)
+    )

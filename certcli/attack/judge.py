@@ -48,7 +48,9 @@ def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
             f"the model returns {tuple(logits.shape)} for {len(images)} images, not (b, k) logits of 2 classes or more"
         )
     if logits.isnan().any():
-        raise ArchitectureError("the model returns NaN logits for an image in [0, 1]", "check weights and precision")
+        raise ArchitectureError(
+            "the model returns NaN logits for an image in [0, 1]", "check weights and precision"
+        )
     return logits.argmax(dim=1)
 
 
@@ -90,7 +92,10 @@ def judge(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (images, adversarial, labels))
         raise DataError(f"the shapes of images, adversarial images and labels disagree: {shapes}")
     if not ((images >= 0) & (images <= 1)).all():
-        raise DataError("an image has pixels outside [0, 1]", "attack pixel images; normalisation belongs to the model")
+        raise DataError(
+            "an image has pixels outside [0, 1]",
+            "attack pixel images; normalisation belongs to the model",
+        )
     labels = labels.to(images.device)
     if prediction is None:
         prediction = predict(model, images, samples)
@@ -101,7 +106,9 @@ def judge(
     found[success] = predict(model, point[success], samples)
     success = success & (found != labels)
     point = torch.where(along(success, images), point, images)
-    norm = torch.where(success, image_norms(point.double() - images.double(), region.norm), float("inf"))
+    norm = torch.where(
+        success, image_norms(point.double() - images.double(), region.norm), float("inf")
+    )
     return Judgement(
         success=success,
         robust=correct & ~success,
@@ -144,7 +151,10 @@ def refine(
             prediction=verdict.prediction[rows],
             samples=samples,
         )
-        high, low = torch.where(trial.success, middle, high), torch.where(trial.success, low, middle)
+        high, low = (
+            torch.where(trial.success, middle, high),
+            torch.where(trial.success, low, middle),
+        )
         better = trial.success & (trial.norm < norm)
         best = torch.where(along(better, clean), trial.adversarial, best)
         norm = torch.where(better, trial.norm, norm)

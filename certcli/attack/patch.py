@@ -88,7 +88,10 @@ def attack_patches(
     Every place is tried by a few steps; the full attack then runs at those with the largest margin lost, with restarts. All
     that is found is judged as it is, clipped to patch and box. Several patches at once are looked for one by one.
     """
-    found = [PatchRecord(patch, *row) for row in zip(indices, labels, target.classify(images), strict=True)]
+    found = [
+        PatchRecord(patch, *row)
+        for row in zip(indices, labels, target.classify(images), strict=True)
+    ]
     chosen = list(places or corners(patch, (images.shape[-2], images.shape[-1])))
     lost = torch.full((len(found), len(chosen)), -torch.inf)
 
@@ -103,14 +106,20 @@ def attack_patches(
         net = target.climbed(corner)
         point = region.project(margin_pgd(net, part, truth, region, turn), part)
         with torch.no_grad():
-            lost[standing, place] = torch.maximum(lost[standing, place], lost_margin(net(point), truth).float().cpu())
+            lost[standing, place] = torch.maximum(
+                lost[standing, place], lost_margin(net(point), truth).float().cpu()
+            )
         inside = region.contains(point, part).tolist()
-        for row, top, held, image in zip(standing, target.classify(point), inside, point, strict=True):
+        for row, top, held, image in zip(
+            standing, target.classify(point), inside, point, strict=True
+        ):
             if held and top != found[row].label:
                 found[row] = replace(found[row], found=top, corner=corner, adversarial=image.cpu())
 
     everything = list(range(len(found)))
-    scouting = replace(settings, steps=SCOUT_STEPS, restart=settings.targets + 1)  # from a random start
+    scouting = replace(
+        settings, steps=SCOUT_STEPS, restart=settings.targets + 1
+    )  # from a random start
     for place in range(len(chosen)):
         run(everything, place, scouting)
     best = lost.topk(min(FINALISTS, len(chosen)), dim=1).indices.tolist()

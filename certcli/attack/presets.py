@@ -29,12 +29,18 @@ class Preset:
     open_choices: str
 
 
-def _part(norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None) -> PresetPart:
-    return PresetPart(Region(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size)))
+def _part(
+    norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None
+) -> PresetPart:
+    return PresetPart(
+        Region(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size))
+    )
 
 
 _CAUCHY_CW = Planned(
-    "cw", "cw", AttackSettings(steps=100, searches=1, initial_c=1.0, confidence=0.0, learning_rate=0.01)
+    "cw",
+    "cw",
+    AttackSettings(steps=100, searches=1, initial_c=1.0, confidence=0.0, learning_rate=0.01),
 )
 
 PRESETS = {

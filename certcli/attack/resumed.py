@@ -41,9 +41,13 @@ def attack_again(
 
     def holding(number: int, rows: Sequence[AttackRecord]) -> int:
         at_smallest = own or min(first.stage.radii)
-        return sum(row.withstood for row in rows if number == 0 and (own or row.epsilon == at_smallest))
+        return sum(
+            row.withstood for row in rows if number == 0 and (own or row.epsilon == at_smallest)
+        )
 
-    held = [holding(number, rows) for (number, _), rows in zip(campaign.portions, read, strict=False)]
+    held = [
+        holding(number, rows) for (number, _), rows in zip(campaign.portions, read, strict=False)
+    ]
     elsewhere = holding(0, found[0]) - sum(held)
     demanded = Demanded(minimum or 0.0, len(first.images), elsewhere, every)
     again = 0
@@ -64,11 +68,22 @@ def _agree(stated: AttackRecord, now: AttackRecord) -> bool:
         (a is None) == (b is None) and abs((a or 0.0) - (b or 0.0)) <= SAME * (b or 0.0)
         for a, b in ((stated.norm, now.norm), (stated.l2, now.l2))
     )
-    names = ("index", "label", "prediction", "adversarial_prediction", "robust", "epsilon", "kind", "broken_by")
+    names = (
+        "index",
+        "label",
+        "prediction",
+        "adversarial_prediction",
+        "robust",
+        "epsilon",
+        "kind",
+        "broken_by",
+    )
     return near and all(getattr(stated, name) == getattr(now, name) for name in names)
 
 
 def _told(row: AttackRecord) -> str:
     if not row.correct:
         return f"class {row.prediction}"
-    return "withstood" if row.norm is None else f"broken by {row.broken_by} at distance {row.norm:.4g}"
+    return (
+        "withstood" if row.norm is None else f"broken by {row.broken_by} at distance {row.norm:.4g}"
+    )

@@ -60,7 +60,9 @@ class AttackRecord:
         return AttackRecord(**{name: row[name] for name in _STORED})
 
 
-_STORED = tuple(item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial"))
+_STORED = tuple(
+    item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial")
+)
 
 
 def attack_images(
@@ -90,7 +92,9 @@ def attack_images(
     for entry in planned:
         norms = ATTACKS[entry.attack].norms
         if regions[0].norm not in norms:
-            message = f"{entry.attack} is an attack in {' and '.join(norms)}, not in {regions[0].norm}"
+            message = (
+                f"{entry.attack} is an attack in {' and '.join(norms)}, not in {regions[0].norm}"
+            )
             raise UsageError(message, "margin-pgd and fab know both norms")
     for kind in (model, source):
         if kind is not None and kind.training:
@@ -125,7 +129,10 @@ class _Standing:
         self.adversarial, self.found = images.clone(), self.prediction.clone()
         self.norm = torch.where(self.correct, float("inf"), 0.0).double()
         self.broken_by: list[str | None] = [None] * len(images)
-        self.outcome = {entry.label: [None if right else False for right in self.correct.tolist()] for entry in planned}
+        self.outcome = {
+            entry.label: [None if right else False for right in self.correct.tolist()]
+            for entry in planned
+        }
         self.reached: dict[str, tuple[Region, Tensor]] = {}
         """Of each attack: the last radius, and how far it came at it without success."""
 
@@ -152,12 +159,24 @@ class _Standing:
     def _verdict(self, rows: Tensor, candidates: Tensor, limit: Region) -> Judgement:
         images, labels, before = self.images[rows], self.labels[rows], self.prediction[rows]
         with seeded(images, self.seed):  # a random net draws in the verdict too
-            verdict = judge(self.model, images, labels, candidates, limit, prediction=before, samples=self.samples)
+            verdict = judge(
+                self.model,
+                images,
+                labels,
+                candidates,
+                limit,
+                prediction=before,
+                samples=self.samples,
+            )
             if self.refine_steps:
-                verdict = refine(self.model, images, labels, verdict, limit, self.refine_steps, self.samples)
+                verdict = refine(
+                    self.model, images, labels, verdict, limit, self.refine_steps, self.samples
+                )
         return verdict
 
-    def attack(self, entry: Planned, region: Region, source: nn.Module | None, independent: bool) -> None:
+    def attack(
+        self, entry: Planned, region: Region, source: nn.Module | None, independent: bool
+    ) -> None:
         """Run one attack with its restarts on the rows that it may still break, and write down what it broke."""
         craft: Craft = ATTACKS.load(entry.attack)
         outcome, standing = self.outcome[entry.label], self._open(entry.label, independent)
@@ -174,7 +193,11 @@ class _Standing:
             candidates = craft(source or self.model, images, labels, limit, turn)
             verdict = self._verdict(rows, candidates, limit)
             if restart == 0:
-                points = self.reached[entry.label][1] if entry.label in self.reached else self.images.clone()
+                points = (
+                    self.reached[entry.label][1]
+                    if entry.label in self.reached
+                    else self.images.clone()
+                )
                 points[rows] = candidates.to(points)
                 self.reached[entry.label] = (region, points)
             self._note(rows, verdict, entry.label)
@@ -192,7 +215,11 @@ class _Standing:
     def records(self, indices: Tensor, region: Region, keep_images: bool) -> Iterator[AttackRecord]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
         norms, radii = self.norm.tolist(), region.radii(self.images).tolist()
-        labels, predictions, found = self.labels.tolist(), self.prediction.tolist(), self.found.tolist()
+        labels, predictions, found = (
+            self.labels.tolist(),
+            self.prediction.tolist(),
+            self.found.tolist(),
+        )
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
             yield AttackRecord(

@@ -53,11 +53,15 @@ class AttackSettings:
             if value is not None and value < 1:
                 raise UsageError(f"{name} of an attack must be at least 1, not {value}")
         if self.precision not in PRECISIONS:
-            raise UsageError(f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}")
+            raise UsageError(
+                f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}"
+            )
         for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"{name} of an attack must be a finite number above 0, not {value}")
+                raise UsageError(
+                    f"{name} of an attack must be a finite number above 0, not {value}"
+                )
 
     @property
     def draw(self) -> int:
@@ -73,7 +77,9 @@ class AttackSettings:
         """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
         radii = region.radii(images)
         usual = self.relative_step * radii / steps
-        return per_image(usual if self.step_size is None else torch.full_like(radii, self.step_size), images)
+        return per_image(
+            usual if self.step_size is None else torch.full_like(radii, self.step_size), images
+        )
 
 
 Craft = Callable[[nn.Module, Tensor, Tensor, Region, AttackSettings], Tensor]
@@ -89,7 +95,9 @@ class Planned:
     settings: AttackSettings
 
 
-def planned_attacks(names: Sequence[str | Planned], settings: AttackSettings) -> tuple[Planned, ...]:
+def planned_attacks(
+    names: Sequence[str | Planned], settings: AttackSettings
+) -> tuple[Planned, ...]:
     """("fgsm", "pgd-20") -> a plan; a trailing number is a step count. UsageError on an unknown or repeated name."""
     planned = [name if isinstance(name, Planned) else _parse(name, settings) for name in names]
     labels = [entry.label for entry in planned]

@@ -60,7 +60,9 @@ def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> 
     return list(chosen.values())
 
 
-def beside(exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: Stage, seed: int) -> list[Exhibit]:
+def beside(
+    exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: Stage, seed: int
+) -> list[Exhibit]:
     """The same images before `other`, attacked anew at the same radius: one exhibit for each.
 
     Where `other` withstands, the first network's adversarial image is shown to it instead.
@@ -68,7 +70,9 @@ def beside(exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: S
     like = next(other.parameters())
     found: list[Exhibit] = []
     for shown in exhibits:
-        pixels, point = (part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial))
+        pixels, point = (
+            part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial)
+        )
         batch = [(torch.tensor([shown.index]), pixels, torch.tensor([shown.label]))]
         region = Region(shown.kind, shown.epsilon)
         settings = AttackSettings(seed=seed)
@@ -80,7 +84,9 @@ def beside(exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: S
         with torch.no_grad():
             before, after = int(other(pixels).argmax()), int(other(point).argmax())
         norm = float(image_norms(point.double() - pixels.double(), shown.kind))
-        other_net = replace(shown, network=network, prediction=before, adversarial_prediction=after, norm=norm)
+        other_net = replace(
+            shown, network=network, prediction=before, adversarial_prediction=after, norm=norm
+        )
         found.append(replace(other_net, crafted_here=False))
     return found
 

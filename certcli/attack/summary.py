@@ -34,8 +34,13 @@ def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
         raise DataError("no image was attacked")
     first = rows[0]
     labels = list(first.robust)
-    if any((row.epsilon, row.kind, list(row.robust)) != (first.epsilon, first.kind, labels) for row in rows):
-        raise DataError("records of several radii or attacks do not have one summary", "use curve(records)")
+    if any(
+        (row.epsilon, row.kind, list(row.robust)) != (first.epsilon, first.kind, labels)
+        for row in rows
+    ):
+        raise DataError(
+            "records of several radii or attacks do not have one summary", "use curve(records)"
+        )
     counts = {
         "clean": sum(row.correct for row in rows),
         "robust": sum(row.withstood for row in rows),

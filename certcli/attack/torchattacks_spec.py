@@ -28,7 +28,9 @@ def library() -> ModuleType:
         if failure.name != "torchattacks":
             raise
         hint = "pip install --no-deps torchattacks; only torchattacks:NAME needs it"
-        raise UsageError("this attack runs code of torchattacks, which is not installed", hint) from failure
+        raise UsageError(
+            "this attack runs code of torchattacks, which is not installed", hint
+        ) from failure
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,12 @@ class Argument:
         if self.kind is tuple:
             return tuple(self._number(part, int) for part in text.split(":"))
         if self.kind is str:
-            if not re.fullmatch(r"[A-Za-z0-9_]{1,32}", text) or (self.words and text not in self.words):
-                raise ValueError(f"it is one of: {', '.join(self.words)}" if self.words else "it is a word")
+            if not re.fullmatch(r"[A-Za-z0-9_]{1,32}", text) or (
+                self.words and text not in self.words
+            ):
+                raise ValueError(
+                    f"it is one of: {', '.join(self.words)}" if self.words else "it is a word"
+                )
             return text
         return self._number(text, self.kind)
 
@@ -60,7 +66,9 @@ class Argument:
             return value
         if kind is int and 1 <= value < 1e9 and value == int(value):
             return int(value)
-        raise ValueError("it is a whole number above 0" if kind is int else "it is a finite number, 0 or more")
+        raise ValueError(
+            "it is a whole number above 0" if kind is int else "it is a finite number, 0 or more"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,9 +125,20 @@ def signature(name: str) -> Signature:
         if argument in DECIDED or parameter.default is inspect.Parameter.empty:
             continue
         line = re.search(rf"^\s*{argument} \((\w+)\)(.*)$", page, re.MULTILINE)
-        stated = line is not None and line[1] == "float" and type(parameter.default) is int and argument not in BUDGET
-        words = tuple(re.findall(r"'(\w+)'", line[2])) if line and type(parameter.default) is str else ()
-        arguments[argument] = Argument(parameter.default, float if stated else type(parameter.default), words)
+        stated = (
+            line is not None
+            and line[1] == "float"
+            and type(parameter.default) is int
+            and argument not in BUDGET
+        )
+        words = (
+            tuple(re.findall(r"'(\w+)'", line[2]))
+            if line and type(parameter.default) is str
+            else ()
+        )
+        arguments[argument] = Argument(
+            parameter.default, float if stated else type(parameter.default), words
+        )
     measures = re.search(r"Distance Measure : (.*)", page)
     given = [p.default for n, p in parameters.items() if n in ("eps", "max_epsilon")]
     return Signature(
@@ -142,7 +161,9 @@ class Spec:
     values: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return PREFIX + ",".join([self.name, *(f"{key}={_spelled(value)}" for key, value in self.values)])
+        return PREFIX + ",".join(
+            [self.name, *(f"{key}={_spelled(value)}" for key, value in self.values)]
+        )
 
     @staticmethod
     def read(text: str) -> "Spec":
@@ -152,15 +173,22 @@ class Spec:
         known = signature(name)
         if known.missing:
             raise UsageError(
-                f"{PREFIX}{name} needs {', '.join(known.missing)}, which no option gives", "another attack"
+                f"{PREFIX}{name} needs {', '.join(known.missing)}, which no option gives",
+                "another attack",
             )
         values: dict[str, Any] = {}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if key in DECIDED:
-                raise UsageError(f"{text}: '{key}' follows --epsilon, --norm, --seed and the network", "leave it out")
+                raise UsageError(
+                    f"{text}: '{key}' follows --epsilon, --norm, --seed and the network",
+                    "leave it out",
+                )
             if not equals or key in values or key not in known.arguments:
-                raise UsageError(f"{text}: '{pair}' is no argument of {name}", f"it takes {known.words() or 'none'}")
+                raise UsageError(
+                    f"{text}: '{pair}' is no argument of {name}",
+                    f"it takes {known.words() or 'none'}",
+                )
             try:
                 values[key] = known.arguments[key].read(value)
             except ValueError as failure:

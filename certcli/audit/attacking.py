@@ -34,7 +34,15 @@ LATER = 0.25
 """What a further radius costs beside the first, for a first guess: most images fall after a few steps."""
 PASSES_A_STEP = 3
 """A gradient costs about three forward passes."""
-STEPS = {"fgsm": 1, "pgd": 20, "eot-pgd": 200, "saga": 20, "margin-pgd": 40, "deepfool": 500, "cw": 900}
+STEPS = {
+    "fgsm": 1,
+    "pgd": 20,
+    "eot-pgd": 200,
+    "saga": 20,
+    "margin-pgd": 40,
+    "deepfool": 500,
+    "cw": 900,
+}
 """Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""
 
 
@@ -64,11 +72,23 @@ class Attacking:
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
         self.stage = stage.with_draws(settings.seed, classes, settings.precision)
-        self.model, self.images, self.radii, self.settings, self.team = model, images, radii, settings, team
-        steps = sum(entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan)
+        self.model, self.images, self.radii, self.settings, self.team = (
+            model,
+            images,
+            radii,
+            settings,
+            team,
+        )
+        steps = sum(
+            entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan
+        )
         passes = PASSES_A_STEP * steps * settings.restarts * (1 + LATER * (len(radii) - 1))
-        each = max(1e-9, image_seconds * passes / (BF16_GAIN if settings.precision == "bf16" else 1.0))
-        self.size = max(1, min(most, int(BATCH_SHARE * seconds / each), -(-len(images) // team.size)))
+        each = max(
+            1e-9, image_seconds * passes / (BF16_GAIN if settings.precision == "bf16" else 1.0)
+        )
+        self.size = max(
+            1, min(most, int(BATCH_SHARE * seconds / each), -(-len(images) // team.size))
+        )
         self.records: list[AttackRecord] = []
         self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
         self.longest, self.seconds = 0.0, 0.0
@@ -102,7 +122,9 @@ class Attacking:
             pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
             batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
             plan, regions = self.stage.plan, growing("l2", self.radii)
-            mine.extend(attack_images(self.model, batch, plan, regions, self.settings, keep_images=True))
+            mine.extend(
+                attack_images(self.model, batch, plan, regions, self.settings, keep_images=True)
+            )
             return mine
 
         found, broken = together(self.team, part, find, packed, partial(unpacked, AttackRecord))
@@ -140,7 +162,8 @@ class Attacking:
         summaries = curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
         left = {
-            radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon) for s in summaries
+            radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon)
+            for s in summaries
         }
         return AttackShares(
             attacks=[entry.label for entry in self.stage.plan],
@@ -196,7 +219,9 @@ def attack_by_patch(
                 began = time.perf_counter()
                 pixels, index = images.fetch([position]), int(images.indices[position])
                 label = int(images.labels[position])
-                rows += attack_patches(target, [index], sent(pixels, device), [label], patch, settings)
+                rows += attack_patches(
+                    target, [index], sent(pixels, device), [label], patch, settings
+                )
                 longest = max(longest, time.perf_counter() - began)
                 if pair is None and rows[-1].adversarial is not None:
                     pair = pixels[0], rows[-1].adversarial
@@ -205,7 +230,8 @@ def attack_by_patch(
     if not rows:
         return None, None
     withstood, correct = (
-        sum(values) for values in zip(*((row.withstood, row.prediction == row.label) for row in rows))
+        sum(values)
+        for values in zip(*((row.withstood, row.prediction == row.label) for row in rows))
     )
     shares = {"clean": Share.of(correct, len(rows)), "robust": Share.of(withstood, len(rows))}
     dataset, seconds = dataset_of(first(images, len(rows))), round(part.spent, 2)

@@ -19,14 +19,29 @@ from certcli.report.document import Audit, LineageStep, Machine, Network
 
 
 def compose(
-    checkpoint: OpenCheckpoint, findings: Findings, plan: Plan, clock: Clock, typed: Typed, device: torch.device
+    checkpoint: OpenCheckpoint,
+    findings: Findings,
+    plan: Plan,
+    clock: Clock,
+    typed: Typed,
+    device: torch.device,
 ) -> Audit:
     """Return the document. Documents travel, so they name files without their folders."""
     record, size, clean = checkpoint.record, checkpoint.record.input.size, findings.clean
     doubts = [*findings.seen, *checkpoint.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     named = typed.travelling()
-    same = ("bound", "slope", "dataset", "clean", "certificates", "attack", "patched", "patch_attack", "skipped")
+    same = (
+        "bound",
+        "slope",
+        "dataset",
+        "clean",
+        "certificates",
+        "attack",
+        "patched",
+        "patch_attack",
+        "skipped",
+    )
     found: dict[str, Any] = {name: getattr(findings, name) for name in (*same, "attention_weight")}
     return Audit(
         schema=1,
@@ -45,11 +60,15 @@ def compose(
         scale=headline.scale(findings, plan, size),
         reference=headline.reference(findings, size),
         verdict=words.verdict(findings, plan),
-        doubts=[doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing],  # that is the headline
+        doubts=[
+            doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
+        ],  # that is the headline
         next=words.next_steps(findings, plan, named),
         gate=gates.judge(plan.gates, findings, size[1:]),
         lineage=[
-            LineageStep(command=step.command, parameters=step.shown, seed=step.seed, parent=step.parent)
+            LineageStep(
+                command=step.command, parameters=step.shown, seed=step.seed, parent=step.parent
+            )
             for step in record.lineage
         ],
         reproduce=reproduce(plan, findings.precision, named),

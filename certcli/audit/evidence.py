@@ -3,7 +3,14 @@
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.report.document import AttackShares, Audit, CertifiedShares, Dataset, PatchShares, to_json
+from certcli.report.document import (
+    AttackShares,
+    Audit,
+    CertifiedShares,
+    Dataset,
+    PatchShares,
+    to_json,
+)
 
 
 def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint:
@@ -22,7 +29,11 @@ def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint
     shares += [] if audit.patched is None else [audit.patched]
     for found in shares:
         result = _certified(found)
-        about = _images(found.dataset) | {"limit": found.dataset.images, "seed": seed, "method": result["method"]}
+        about = _images(found.dataset) | {
+            "limit": found.dataset.images,
+            "seed": seed,
+            "method": result["method"],
+        }
         checkpoint = checkpoint.with_evidence("certify", about, result)
     if audit.attack is not None:
         about = _images(audit.attack.dataset) | {
@@ -50,7 +61,10 @@ def _certified(found: CertifiedShares | PatchShares) -> dict[str, Any]:
     if isinstance(found, PatchShares):
         special: dict[str, Any] = {"method": "patch", "failure": 0.0, "promise": "proof"}
     else:
-        special = {name: getattr(found, name) for name in ("method", "failure", "promise", "average_radius")}
+        special = {
+            name: getattr(found, name)
+            for name in ("method", "failure", "promise", "average_radius")
+        }
     return special | {
         "dataset": to_json(found.dataset),
         "clean": found.clean.share,

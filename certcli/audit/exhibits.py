@@ -22,14 +22,20 @@ def pictures_of(findings: Findings, names: Sequence[str], radius: float) -> dict
     examples: list[Figure] = []
     if findings.sample is not None:
         image, levels = findings.sample, grey_levels(radius, findings.sample.shape)
-        pair = [(data_uri(image), "an image"), (data_uri(moved(image, radius)), f"the image moved by l2 {radius:g}")]
+        pair = [
+            (data_uri(image), "an image"),
+            (data_uri(moved(image, radius)), f"the image moved by l2 {radius:g}"),
+        ]
         same = " After rounding to 8 bits the two are alike." if levels < 0.5 else ""
         caption = f"l2 {radius:g}: an image, and every pixel value moved by {levels:.2g} of 255 grey levels.{same}"
         examples.append(Figure(caption, pair, _large(image)))
     if findings.patched_pair is not None and findings.patch_attack is not None:
         before, after = findings.patched_pair
         size = findings.patch_attack.patch.replace("x", " x ")
-        pair = [(data_uri(before), "an image"), (data_uri(after), f"the image with a patch of {size} pixels")]
+        pair = [
+            (data_uri(before), "an image"),
+            (data_uri(after), f"the image with a patch of {size} pixels"),
+        ]
         caption = f"A patch of {size} pixels: at this place it changes the class that the network gives without masks."
         examples.append(Figure(caption, pair, _large(before)))
     if examples:
@@ -55,7 +61,11 @@ def _fooled(row: Any, names: Sequence[str], images: Images | None) -> Figure:
     uris, factor = triple(row.image, row.adversarial)
     before, after = names[row.prediction], names[row.adversarial_prediction]
     image = f"image {row.index}" if images is None else images.named(row.index)
-    words = (f"{image}, classified {before}", "what changes, magnified", f"changed image, classified {after}")
+    words = (
+        f"{image}, classified {before}",
+        "what changes, magnified",
+        f"changed image, classified {after}",
+    )
     caption = f"{image}: {before}, then {after}; l2 {row.norm:.3g}, change shown {factor:.3g} times"
     return Figure(caption, list(zip(uris, words, strict=True)), _large(row.image))
 

@@ -24,9 +24,7 @@ from certcli.system.registry import one_of
 AT_A_RADIUS = ("certified", "proven", "robust")
 AGAINST = "patched"
 QUANTITIES = (*AT_A_RADIUS, AGAINST, "clean", "upper")
-EXAMPLE = (
-    '--fail-on "certified@0.25<0.4", "proven@0.5<0.1", "robust@0.5<0.2", "patched@32<0.1", "clean<0.9" or "upper>100"'
-)
+EXAMPLE = '--fail-on "certified@0.25<0.4", "proven@0.5<0.1", "robust@0.5<0.2", "patched@32<0.1", "clean<0.9" or "upper>100"'
 _NUMBER = r"\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
 _PATCH = r"(?:\d+:)?(?:\d+x\d+|\d+(?:\.\d+)?%|\d+)"
 _FORM = re.compile(
@@ -79,7 +77,9 @@ def parse(text: str) -> FailOn:
         raise UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
     quantity, sign = match["quantity"], match["sign"]
     if quantity not in QUANTITIES:
-        raise UsageError(f"--fail-on '{text}': unknown quantity '{quantity}'", one_of(quantity, QUANTITIES))
+        raise UsageError(
+            f"--fail-on '{text}': unknown quantity '{quantity}'", one_of(quantity, QUANTITIES)
+        )
     size = match["radius"] or match["patch"]
     if quantity == AGAINST:
         if size is None:
@@ -92,10 +92,14 @@ def parse(text: str) -> FailOn:
         raise UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
     if sign[0] != (">" if quantity == "upper" else "<"):
         turned = text.replace(sign, sign.translate({ord("<"): ">", ord(">"): "<"}))
-        raise UsageError(f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?")
+        raise UsageError(
+            f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?"
+        )
     value = _number(match["value"], text)
     if quantity != "upper" and value > 1:
-        raise UsageError(f"--fail-on '{text}': {value:g} is no share of the images", "0.4 stands for 40 %")
+        raise UsageError(
+            f"--fail-on '{text}': {value:g} is no share of the images", "0.4 stands for 40 %"
+        )
     name = " ".join(text.split())
     if quantity == AGAINST:
         return FailOn(name, quantity, None, sign, value, size)
@@ -126,7 +130,9 @@ def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateRes
     if gate.quantity == "upper" and bound is not None:
         measured = math.inf if bound.upper == "inf" else float(bound.upper)
     if measured is None:
-        why = "; ".join(f"{item.stage}: {item.why}" for item in findings.skipped if item.stage in stages)
+        why = "; ".join(
+            f"{item.stage}: {item.why}" for item in findings.skipped if item.stage in stages
+        )
         reason = f"{gate.requirement}, not measured ({why or 'nothing was found at this radius'}): failed"
         return GateResult(fail_on=gate.text, passed=False, measured=None, reason=reason)
     if share is not None:
@@ -142,7 +148,9 @@ def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateRes
     return GateResult(fail_on=gate.text, passed=not failed, measured=shown, reason=reason)  # type: ignore[arg-type]
 
 
-def _share(gate: FailOn, findings: Findings, image: tuple[int, int]) -> tuple[Share | None, str, tuple[str, ...]]:
+def _share(
+    gate: FailOn, findings: Findings, image: tuple[int, int]
+) -> tuple[Share | None, str, tuple[str, ...]]:
     """Return the share that a gate speaks of, how it was found, and the stages that would have found it."""
     needed = ("images", "clean", "certificates and attacks")
     if gate.quantity == "upper":
@@ -152,11 +160,23 @@ def _share(gate: FailOn, findings: Findings, image: tuple[int, int]) -> tuple[Sh
     if gate.quantity == "robust":
         attack = findings.attack
         share = None if attack is None else attack.robust.get(radius_key(gate.radius or 0.0))
-        return share, "" if attack is None else f" after {', '.join(attack.attacks)}", (*needed, "attack")
+        return (
+            share,
+            "" if attack is None else f" after {', '.join(attack.attacks)}",
+            (*needed, "attack"),
+        )
     if gate.patch is not None:
         behind = findings.patched
-        share = None if behind is None else behind.certified.get(Threat.read(gate.patch, "patch", image).key)
-        return share, "" if behind is None else f" by {behind.procedure} (proof)", (*needed, "patch")
+        share = (
+            None
+            if behind is None
+            else behind.certified.get(Threat.read(gate.patch, "patch", image).key)
+        )
+        return (
+            share,
+            "" if behind is None else f" by {behind.procedure} (proof)",
+            (*needed, "patch"),
+        )
     at = radius_key(gate.radius or 0.0)
     reached = [
         (found.certified[at], f" by {found.method} ({found.promise})")
@@ -164,4 +184,6 @@ def _share(gate: FailOn, findings: Findings, image: tuple[int, int]) -> tuple[Sh
         if at in found.certified and (gate.quantity == "certified" or found.failure == 0)
     ]
     stages = (*needed, "bound", "lipschitz", "local", "smoothing")
-    return (*max(reached, key=lambda pair: pair[0].share), stages) if reached else (None, "", stages)
+    return (
+        (*max(reached, key=lambda pair: pair[0].share), stages) if reached else (None, "", stages)
+    )

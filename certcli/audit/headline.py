@@ -18,7 +18,8 @@ smallest step of an 8-bit image."""
 def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     """Return the answer in one sentence, after what training saw of the images. size: (channels, height, width)."""
     return " ".join(
-        text if text[-1] in ".?" else f"{text}." for text in (*findings.seen, _answer(findings, plan, size))
+        text if text[-1] in ".?" else f"{text}."
+        for text in (*findings.seen, _answer(findings, plan, size))
     )
 
 
@@ -34,9 +35,16 @@ def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     parts = [_attacked(findings, size), *_others(findings)]
     if proof is not None:
         kept = proof.certified[least]
-        parts.insert(0, f"proven: {part_of(kept.hits, kept.images)} keep their class under {every_change(least)}")
-    elif findings.patched is None or not any(kept.hits for kept in findings.patched.certified.values()):
-        known = findings.bound is not None or any(found.failure == 0 for found in findings.certificates)
+        parts.insert(
+            0,
+            f"proven: {part_of(kept.hits, kept.images)} keep their class under {every_change(least)}",
+        )
+    elif findings.patched is None or not any(
+        kept.hits for kept in findings.patched.certified.values()
+    ):
+        known = findings.bound is not None or any(
+            found.failure == 0 for found in findings.certificates
+        )
         nothing = "nothing useful was proven about it as it is"
         parts.insert(1, nothing if known else "the time was too short to prove anything about it")
     text = "; ".join(filter(None, parts))
@@ -48,15 +56,23 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
     attack = findings.attack
     if attack is None or not attack.clean.hits:
         return "it was not attacked"
-    unseen = [at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < INVISIBLE]
+    unseen = [
+        at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < INVISIBLE
+    ]
     at = (unseen or list(attack.fooled))[-1]
-    fooled, correct, names = attack.fooled[at], attack.clean.hits, ", ".join(name.upper() for name in attack.attacks)
+    fooled, correct, names = (
+        attack.fooled[at],
+        attack.clean.hits,
+        ", ".join(name.upper() for name in attack.attacks),
+    )
     where = f"at l2 {attacked_radius(at)}"
     if not fooled:
         none = f"none of {correct} {CORRECT}{interval_of_few(0, correct)}"
         return f"{names} fooled {none} {where}, which proves nothing"
     seen = (
-        "changes nobody sees" if unseen else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
+        "changes nobody sees"
+        if unseen
+        else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
     )
     return f"this network can be fooled by {seen}: {part_of(fooled, correct, CORRECT)} {where}"
 

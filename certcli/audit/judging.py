@@ -110,7 +110,10 @@ class Certifying:
             positions = own(self.team, self.images, len(self.rows), step)
             if not positions:
                 return []
-            indices, labels = self.images.indices[positions].tolist(), self.images.labels[positions].tolist()
+            indices, labels = (
+                self.images.indices[positions].tolist(),
+                self.images.labels[positions].tolist(),
+            )
             return self.certifier.batch(indices, self.images.fetch(positions), labels)
 
         unpack = partial(unpacked, self.certifier.certificate)
@@ -134,14 +137,20 @@ class Certifying:
             return
         if self.rest:
             why = f"{len(rows)} of {len(self.images)} images fitted into {self.seconds:.0f} s"
-            why += "; one more was broken off and is not counted: such images tend to be hard" if self.broken else ""
+            why += (
+                "; one more was broken off and is not counted: such images tend to be hard"
+                if self.broken
+                else ""
+            )
             findings.skip(f"{method}, further images", why, True)
         by_index = {row.index: findings.row(row.index, row.label) for row in rows}
         if isinstance(self.certifier, PatchCertifier):
             findings.patched = self._patch_shares(self.certifier)
             for row in rows:
                 by_index[row.index]["proven"] = [
-                    str(patch) for patch in self.certifier.patches if row.holds_at(Threat("patch", patch))
+                    str(patch)
+                    for patch in self.certifier.patches
+                    if row.holds_at(Threat("patch", patch))
                 ]
             return
         findings.certificates.append(self._shares())
@@ -163,7 +172,10 @@ class Certifying:
 
     def _held(self, threats: Sequence[Threat]) -> dict[str, Share]:
         """The share certified against each threat."""
-        return {t.key: Share.of(sum(row.holds_at(t) for row in self.rows), len(self.rows)) for t in threats}
+        return {
+            t.key: Share.of(sum(row.holds_at(t) for row in self.rows), len(self.rows))
+            for t in threats
+        }
 
     def _shares(self) -> CertifiedShares:
         threats = [Threat("l2", radius) for radius in self.radii]

@@ -39,7 +39,11 @@ class Plan:
     limit: int | None = None
 
     def _at_gates(self, *quantities: str) -> list[float]:
-        return [gate.radius for gate in self.gates if gate.radius is not None and gate.quantity in quantities]
+        return [
+            gate.radius
+            for gate in self.gates
+            if gate.radius is not None and gate.quantity in quantities
+        ]
 
     @property
     def certified_radii(self) -> tuple[float, ...]:
@@ -100,17 +104,36 @@ class Typed:
         def shown(typed: str) -> str:
             return Path(typed).resolve().name if Path(typed).exists() else typed
 
-        dataset, folder = (None if name is None else shown(name) for name in (self.dataset, self.data_dir))
+        dataset, folder = (
+            None if name is None else shown(name) for name in (self.dataset, self.data_dir)
+        )
         return replace(self, source=shown(self.source), dataset=dataset, data_dir=folder)
 
 
 def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in. How many images fit depends on the machine."""
     words = ["certvit", "audit", *typed.network, *typed.images()]
-    options = [("-e", [radius_key(radius) for radius in plan.radii]), ("-a", plan.attacks), ("--method", plan.methods)]
-    options += [("--patch", plan.patches), ("--sigma", [] if plan.sigma is None else [f"{plan.sigma:g}"])]
-    options += [("--limit", [] if plan.limit is None else [str(plan.limit)]), ("--seed", [str(plan.seed)])]
+    options = [
+        ("-e", [radius_key(radius) for radius in plan.radii]),
+        ("-a", plan.attacks),
+        ("--method", plan.methods),
+    ]
+    options += [
+        ("--patch", plan.patches),
+        ("--sigma", [] if plan.sigma is None else [f"{plan.sigma:g}"]),
+    ]
+    options += [
+        ("--limit", [] if plan.limit is None else [str(plan.limit)]),
+        ("--seed", [str(plan.seed)]),
+    ]
     options += [("--time-budget", [f"{plan.budget:g}s"])]
-    options += [("--precision", [precision] if precision != "float32" or plan.precision != AUTO else [])]
+    options += [
+        ("--precision", [precision] if precision != "float32" or plan.precision != AUTO else [])
+    ]
     options += [("--fail-on", [gate.text for gate in plan.gates])]
-    return shlex.join([*words, *(word for option, values in options for value in values for word in (option, value))])
+    return shlex.join(
+        [
+            *words,
+            *(word for option, values in options for value in values for word in (option, value)),
+        ]
+    )

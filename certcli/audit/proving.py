@@ -57,7 +57,11 @@ def drivers(proven: NetworkBound) -> str:
             continue
         low, high = _round(min(logs)), _round(max(logs))
         size = high if low == high else f"{low} to {high}"
-        told.append(f"the {kind} contributes {size}" if len(logs) == 1 else f"each of {len(logs)} {kind}s {size}")
+        told.append(
+            f"the {kind} contributes {size}"
+            if len(logs) == 1
+            else f"each of {len(logs)} {kind}s {size}"
+        )
     if told and told[0].startswith("each"):
         head, _, tail = told[0].partition("s ")
         told[0] = f"{head}s alone contributes {tail}"
@@ -74,21 +78,42 @@ def _blocks(proven: NetworkBound) -> Iterator[Block]:
     rows: list[Block] = []
     inside = [path for path, *_ in proven.blocks if path]
     containers = {path for path in inside if any(other.startswith(f"{path}.") for other in inside)}
-    named = [path for path in inside if path.count(".") <= 1 and not (path in containers and path.count(".") == 0)]
+    named = [
+        path
+        for path in inside
+        if path.count(".") <= 1 and not (path in containers and path.count(".") == 0)
+    ]
     for path, kind, before, after in proven.blocks:
         if path in named and before.finite and before > 0.0 and after > 0.0:
             ratio = after / before
-            rows.append(Block(path=path, kind=kind, log10=ratio.log10(), text=str(ratio), why=_why(proven, path)))
+            rows.append(
+                Block(
+                    path=path,
+                    kind=kind,
+                    log10=ratio.log10(),
+                    text=str(ratio),
+                    why=_why(proven, path),
+                )
+            )
     for charge in proven.charges:
         covered = any(charge.path == path or charge.path.startswith(f"{path}.") for path in named)
         if not covered and charge.constant.finite and charge.constant > 0.0:
             size = charge.constant
-            row = Block(path=charge.path, kind=charge.kind, log10=size.log10(), text=str(size), why=charge.why)
+            row = Block(
+                path=charge.path,
+                kind=charge.kind,
+                log10=size.log10(),
+                text=str(size),
+                why=charge.why,
+            )
             rows.append(row)
     order = {charge.path: number for number, charge in enumerate(proven.charges)}
 
     def place(path: str) -> int:
-        return min((number for at, number in order.items() if at == path or at.startswith(f"{path}.")), default=10**9)
+        return min(
+            (number for at, number in order.items() if at == path or at.startswith(f"{path}.")),
+            default=10**9,
+        )
 
     yield from sorted(rows, key=lambda row: place(row.path))
     rest = proven.upper.log10() - sum(row.log10 for row in rows) if proven.upper > 0.0 else 0.0
@@ -97,18 +122,28 @@ def _blocks(proven: NetworkBound) -> Iterator[Block]:
         pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
         name, kind = ("(last linear map)", "Linear") if pending else ("(how they are joined)", "")
         size = f"{10**rest:.4g}" if abs(rest) < 5 else f"10^{rest:.1f}"
-        why = "a linear map that was pending when its block ended" if pending else "last maps, sums and concatenations"
+        why = (
+            "a linear map that was pending when its block ended"
+            if pending
+            else "last maps, sums and concatenations"
+        )
         yield Block(path=name, kind=kind, log10=rest, text=size, why=why)
 
 
 def _why(proven: NetworkBound, path: str) -> str:
     """The largest constants inside a block, each with its theorem."""
-    inner = [c for c in proven.charges if c.path.startswith(f"{path}.") and c.constant.finite and c.constant > 0.0]
+    inner = [
+        c
+        for c in proven.charges
+        if c.path.startswith(f"{path}.") and c.constant.finite and c.constant > 0.0
+    ]
     largest = sorted(inner, key=lambda charge: charge.constant, reverse=True)[:3]
     return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
 
 
-def slope(model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE) -> Slope | None:
+def slope(
+    model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE
+) -> Slope | None:
     """The steepest slope found at a few images, one by one, until the time is over; None when not one was finished.
 
     Of several processes all but the leader measure, who is busy with the proof meanwhile.
@@ -118,7 +153,11 @@ def slope(model: PixelModel, images: Images, seed: int, part: StageTime, team: T
         return _slope(model, few, seed, part)
     others = range(team.rank - 1, len(few), team.size - 1) if not team.leads else ()
     mine = _slope(model, few.select(others), seed, part) if others else None
-    found = [row for row in team.everyone(None if mine is None else [mine.lower, mine.images, mine.seconds]) if row]
+    found = [
+        row
+        for row in team.everyone(None if mine is None else [mine.lower, mine.images, mine.seconds])
+        if row
+    ]
     if not found:
         return None
     lowers, seen, seconds = zip(*found, strict=True)
@@ -143,4 +182,6 @@ def _slope(model: PixelModel, few: Images, seed: int, part: StageTime) -> Slope 
     except OutOfTime:
         if not seen:
             return None
-    return Slope(lower=best, images=seen, of=_images_of(few), seconds=round(time.perf_counter() - started, 2))
+    return Slope(
+        lower=best, images=seen, of=_images_of(few), seconds=round(time.perf_counter() - started, 2)
+    )

@@ -50,9 +50,14 @@ def run(
     """
     team = clock.team
     if len(set(team.everyone(checkpoint.digest if team.several else ""))) > 1:
-        raise DataError("the processes did not read the same network", "leave the file alone while it is audited")
+        raise DataError(
+            "the processes did not read the same network",
+            "leave the file alone while it is audited",
+        )
     findings = Findings(changed=bool(checkpoint.record.surgery))
-    model = build.load(checkpoint, device)  # once: the stages share it, and its copies in other dtypes
+    model = build.load(
+        checkpoint, device
+    )  # once: the stages share it, and its copies in other dtypes
     tell("proven bound")
     proven = _prove(model, checkpoint.record.classes, clock, findings)
     findings.parameters = sum(weight.numel() for weight in model.parameters())
@@ -61,11 +66,15 @@ def run(
     if images is not None or plan.precision != AUTO:
         findings.precision = team.agree(lambda: _precision(plan, model, findings.parameters))
     part = clock.part(0.1)
-    findings.slope = proving.slope(model, images if images is not None else calibration(), plan.seed, part, team)
+    findings.slope = proving.slope(
+        model, images if images is not None else calibration(), plan.seed, part, team
+    )
     if findings.slope is None:
         findings.skip("slope", f"no image was finished in {part}", True)
     if images is None:
-        findings.skip("images", "no labelled images were given: accuracy, certificates and attacks need them")
+        findings.skip(
+            "images", "no labelled images were given: accuracy, certificates and attacks need them"
+        )
         return findings
     tell("clean accuracy")
     image_seconds = _classify(checkpoint, model, images, plan, clock, findings)
@@ -75,7 +84,9 @@ def run(
     if findings.failing and not plan.methods:
         findings.skip("certificates and attacks", f"they would say little: {findings.failing}")
         return findings
-    Stages(checkpoint, model, images, plan, device, clock, findings, tell, image_seconds).run(proven)
+    Stages(checkpoint, model, images, plan, device, clock, findings, tell, image_seconds).run(
+        proven
+    )
     return findings
 
 
@@ -108,18 +119,31 @@ def _prove(
         double = build.converted(model, torch.float64)
         findings.bound, proven = proving.bound(double, classes, part)
     except OutOfTime:
-        findings.skip("bound", f"its proof was not finished in {part}: it is unknown, not infinite", True)
+        findings.skip(
+            "bound", f"its proof was not finished in {part}: it is unknown, not infinite", True
+        )
         return None
     return double, proven
 
 
 def _classify(
-    checkpoint: Checkpoint, model: build.PixelModel, images: Images, plan: Plan, clock: Clock, findings: Findings
+    checkpoint: Checkpoint,
+    model: build.PixelModel,
+    images: Images,
+    plan: Plan,
+    clock: Clock,
+    findings: Findings,
 ) -> float:
     """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an image."""
-    findings.dataset, findings.images, findings.sample = judging.dataset_of(images), images, images.fetch([0])[0]
+    findings.dataset, findings.images, findings.sample = (
+        judging.dataset_of(images),
+        images,
+        images.fetch([0])[0],
+    )
     part = clock.part(0.2)
-    found, seconds = judging.predictions(model, images, min(plan.batch_size, CLASSIFIED), part, clock.team)
+    found, seconds = judging.predictions(
+        model, images, min(plan.batch_size, CLASSIFIED), part, clock.team
+    )
     if not found:
         findings.skip("clean", f"no batch of images was classified in {part}", True)
         return seconds
@@ -127,12 +151,20 @@ def _classify(
     right = [a == b for a, b in zip(found, labels)]
     findings.clean = Share.of(sum(right), len(found))
     if len(found) < len(images):
-        findings.skip("clean, further images", f"{len(found)} of {len(images)} images fitted into {part}", True)
+        findings.skip(
+            "clean, further images",
+            f"{len(found)} of {len(images)} images fitted into {part}",
+            True,
+        )
     for index, label, prediction in zip(indices, labels, found):
         findings.row(index, label)["prediction"] = prediction
     chance = chance_doubt(sum(right), len(right), checkpoint.record.classes)
-    if checkpoint.record.foreign and clock.team.leads:  # a file of certvit is read as it was trained
-        share = 0.1 if chance is None else 0.5  # about chance, no stage follows that would need the time
+    if (
+        checkpoint.record.foreign and clock.team.leads
+    ):  # a file of certvit is read as it was trained
+        share = (
+            0.1 if chance is None else 0.5
+        )  # about chance, no stage follows that would need the time
         with contextlib.suppress(OutOfTime), StageTime(share * clock.left).ended():
             if (order := order_doubt(model, images, right[:READ_OTHERWISE])) is not None:
                 findings.doubts.append(order)

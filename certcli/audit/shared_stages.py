@@ -7,11 +7,19 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from certcli.audit.clock import OutOfTime, StageTime
-from certcli.system.errors import ArchitectureError, CertvitError, DataError, NoBoundError, UsageError
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    DataError,
+    NoBoundError,
+    UsageError,
+)
 from certcli.system.processes import Team
 
 Piece = TypeVar("Piece")
-REFUSALS = {kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)}
+REFUSALS = {
+    kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)
+}
 """Failures after which an audit continues without the stage, in all processes."""
 
 

@@ -78,7 +78,10 @@ class Stages:
         useful = plan.tries("lipschitz") and self.lipschitz(proven)
         if useful and not plan.methods:
             for method in ("local", "smoothing"):
-                skip(method, "the proof of the whole network certifies more than a tenth of what is correct")
+                skip(
+                    method,
+                    "the proof of the whole network certifies more than a tenth of what is correct",
+                )
         elif plan.tries("local"):
             self.local()
         self.attack()
@@ -119,10 +122,15 @@ class Stages:
     def _for_all(self, proven: Proven | None) -> Proven:
         """Return the leader's proof in every process."""
         if proven is None:
-            nothing = Bound("", type(self.model).__name__, INF, "unbounded", "another process proved it")
+            nothing = Bound(
+                "", type(self.model).__name__, INF, "unbounded", "another process proved it"
+            )
             classes = self.checkpoint.record.classes
             pairs = torch.empty(classes, classes, dtype=torch.float64)
-            proven = build.converted(self.model, torch.float64), NetworkBound(nothing, pairs, (), ())
+            proven = (
+                build.converted(self.model, torch.float64),
+                NetworkBound(nothing, pairs, (), ()),
+            )
         assert proven[1].pairs is not None
         if self.clock.team.several:
             self.clock.team.spread(proven[1].pairs, 0)
@@ -133,7 +141,9 @@ class Stages:
         pixels = self.images.fetch([0])[0].numel()
         large = pixels > LOCAL_PIXELS or self.findings.parameters > LOCAL_PARAMETERS
         if large and "local" not in self.plan.methods:
-            self.findings.skip("local", "only for small networks: one image would take minutes or more")
+            self.findings.skip(
+                "local", "only for small networks: one image would take minutes or more"
+            )
             return
         self.tell("local certificates")
         part = self.clock.part(0.3)
@@ -169,13 +179,17 @@ class Stages:
             )  # fmt: skip
             require_alone(self.model)
             classify = Classifier(self.model, precision)
-            certifier = SmoothingCertifier(classify, self.checkpoint.record.classes, options, self.device)
+            certifier = SmoothingCertifier(
+                classify, self.checkpoint.record.classes, options, self.device
+            )
         except UsageError as refusal:
             self.findings.skip("smoothing", refusal.message)
             return
         each = self.image_seconds / (judging.BF16_GAIN if precision == "bf16" else 1.0)
         expected = each * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
-        self._certify(certifier, 1.0, radii, f"the network smoothed by noise of sigma {sigma:g}", expected)
+        self._certify(
+            certifier, 1.0, radii, f"the network smoothed by noise of sigma {sigma:g}", expected
+        )
 
     def patch(self) -> None:
         """Certify the network behind masks against patches, then search a patch that fools it without masks."""
@@ -197,7 +211,9 @@ class Stages:
             return
         part, settings = self.clock.part(0.15), AttackSettings(seed=plan.seed)
         findings, (first, *_) = self.findings, certifier.patches
-        findings.patch_attack, findings.patched_pair = attack_by_patch(self.model, self.images, first, settings, part)
+        findings.patch_attack, findings.patched_pair = attack_by_patch(
+            self.model, self.images, first, settings, part
+        )
         if findings.patch_attack is None:
             findings.skip("attack by patches", f"no image was finished in {part}", True)
 

@@ -41,7 +41,9 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
             f"Attention hardly takes part: its largest weight in a residual sum is {weight:.2g} (a plain network has 1)."
         )
     if findings.dataset is None:
-        sentences.append("Without labelled images nothing can be said about accuracy, certified shares or attacks.")
+        sentences.append(
+            "Without labelled images nothing can be said about accuracy, certified shares or attacks."
+        )
     return sentences
 
 
@@ -65,7 +67,11 @@ def _patched(findings: Findings) -> list[str]:
 def best_proof(findings: Findings, plan: Plan) -> CertifiedShares | None:
     """Return the proofs that certify most images at the smallest radius, None where no image is certified."""
     at = radius_key(plan.least)
-    held = [found for found in findings.certificates if found.failure == 0 and found.certified[at].hits > 0]
+    held = [
+        found
+        for found in findings.certificates
+        if found.failure == 0 and found.certified[at].hits > 0
+    ]
     return max(held, key=lambda found: found.certified[at].share, default=None)
 
 
@@ -77,7 +83,9 @@ def _proof(findings: Findings, plan: Plan) -> str:
         by_bound = best.method == "lipschitz" and bound is not None
         way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
         kept = best.certified[least]
-        sentence = f"Proven at l2 {proven_radius(least)}: {counted(kept.hits, kept.images)} ({way})."
+        sentence = (
+            f"Proven at l2 {proven_radius(least)}: {counted(kept.hits, kept.images)} ({way})."
+        )
         return sentence if by_bound or bound is None or not bound.upper_finite else (
             f"{sentence} The global bound proves nothing: {large}."
         )  # fmt: skip
@@ -107,7 +115,9 @@ def _none(found: CertifiedShares, radius: float) -> str:
     way = "By it" if found.method == "lipschitz" else "Image by image"
     if right == 1:
         return f"{way}, the one correct image tried is not certified at {proven_radius(radius)}{interval_of_few(0, 1)}."
-    return f"{way}, {_none_of(right, 'correct images tried')} is certified at {proven_radius(radius)}."
+    return (
+        f"{way}, {_none_of(right, 'correct images tried')} is certified at {proven_radius(radius)}."
+    )
 
 
 def _none_of(images: int, noun: str) -> str:
@@ -136,35 +146,58 @@ def _smoothed(found: CertifiedShares) -> str:
 def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
     """Commands that lead on, the most useful first; at most three."""
     ckpt = shlex.join(typed.network)
-    images, training = ("".join(f" {shlex.quote(word)}" for word in typed.images(judged)) for judged in (True, False))
+    images, training = (
+        "".join(f" {shlex.quote(word)}" for word in typed.images(judged))
+        for judged in (True, False)
+    )
     found: list[str] = []
     if findings.dataset is None:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
         network = shlex.join(typed.without("--mean", "--std"))
         better = shlex.join(findings.statistics)
-        return [f"certvit audit {network}" + (f"{images} {better}" if better else " --dataset FOLDER --mean M --std S")]
-    short = {item.stage for item in findings.skipped if item.for_time} & {"bound", "clean", "attack", "smoothing"}
-    seen = [one.clean.images for one in (*findings.certificates, findings.attack) if one is not None]
+        return [
+            f"certvit audit {network}"
+            + (f"{images} {better}" if better else " --dataset FOLDER --mean M --std S")
+        ]
+    short = {item.stage for item in findings.skipped if item.for_time} & {
+        "bound",
+        "clean",
+        "attack",
+        "smoothing",
+    }
+    seen = [
+        one.clean.images for one in (*findings.certificates, findings.attack) if one is not None
+    ]
     if short or min(seen, default=0) < min(FEW, findings.dataset.images):
         found.append(f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s")
     smoothed = [item for item in findings.certificates if item.failure > 0]
     proven = [
-        item for item in findings.certificates if item.failure == 0 and any(s.hits for s in item.certified.values())
+        item
+        for item in findings.certificates
+        if item.failure == 0 and any(s.hits for s in item.certified.values())
     ]
     radius = radius_key(plan.least)
     if proven:
         found.append(
             f"certvit certify {ckpt}{images} --method {proven[0].method} -e {radius} --records certified.jsonl"
         )
-        found.append(f"certvit attack {ckpt}{images} --only-certified certified.jsonl -a margin-pgd")
+        found.append(
+            f"certvit attack {ckpt}{images} --only-certified certified.jsonl -a margin-pgd"
+        )
     elif smoothed and any(item.share for item in smoothed[0].certified.values()):
         sigma = f"{smoothed[0].parameters['sigma']:g}"
         fast = " --precision bf16" if findings.precision == "bf16" else ""
-        found.append(f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500{fast}")
+        found.append(
+            f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500{fast}"
+        )
         found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {2 * float(sigma):g}")
-    elif findings.changed:  # its parts have small constants: training against the bound is what they are for
-        found.append(f"certvit finetune {ckpt}{training} --loss margin -e {radius_key(plan.certified_radii[-1])}")
+    elif (
+        findings.changed
+    ):  # its parts have small constants: training against the bound is what they are for
+        found.append(
+            f"certvit finetune {ckpt}{training} --loss margin -e {radius_key(plan.certified_radii[-1])}"
+        )
         found.append(f"certvit constrain {ckpt}")
     else:
         noise = f"{2 * plan.least:g}"

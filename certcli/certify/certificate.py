@@ -49,7 +49,9 @@ class Certificate:
     def holds_at(self, threat: Threat) -> bool:
         """Certified and correct at this radius (0: correct); False against patches, of which it does not speak."""
         return (
-            self.correct and isinstance(threat.size, (int, float)) and (threat.size == 0 or self.radius > threat.size)
+            self.correct
+            and isinstance(threat.size, (int, float))
+            and (threat.size == 0 or self.radius > threat.size)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +128,9 @@ class Certifier(ABC):
         return {}
 
     @abstractmethod
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
         """One certificate an image: pixels (b, c, h, w) in [0, 1]. DataError when the network gives NaN there."""
 
     @property
@@ -134,16 +138,22 @@ class Certifier(ABC):
     def attacked(self) -> nn.Module:
         """Pixels -> logits, with gradients: what an attack on the certified classifier climbs on."""
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w), a row a claim.
 
         A bound on rounding is shared by the images of a batch: what falls short there is looked at alone.
         """
-        found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
+        found = self.batch(
+            [claim.index for claim in claims], pixels, [claim.label for claim in claims]
+        )
         confirmed = [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
         for row, claim in enumerate(claims):
             if confirmed[row].status == "refuted":
-                confirmed[row] = _compare(claim, *self.batch([claim.index], pixels[row : row + 1], [claim.label]))
+                confirmed[row] = _compare(
+                    claim, *self.batch([claim.index], pixels[row : row + 1], [claim.label])
+                )
         return confirmed
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
@@ -194,7 +204,8 @@ class PinnedWeights:
         """NoBoundError when a tensor is another one, or holds other numbers."""
         if self._state(self.model) != self._read:
             raise NoBoundError(
-                "no certificate: the network's weights were changed after its proof", "make a new certifier"
+                "no certificate: the network's weights were changed after its proof",
+                "make a new certifier",
             )
 
     @staticmethod
@@ -202,15 +213,22 @@ class PinnedWeights:
         """Of each tensor its place in memory, its shape, and the sum of its bits as integers, which wraps around."""
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         own = (tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
-        bits = ((x, x.view(integers[x.element_size()]) if x.is_floating_point() else x) for x in own)
+        bits = (
+            (x, x.view(integers[x.element_size()]) if x.is_floating_point() else x) for x in own
+        )
         return [(x.data_ptr(), tuple(x.shape), int(as_integers.sum())) for x, as_integers in bits]
 
 
 def _compare(claim: Certificate, again: Certificate) -> Confirmation:
     if claim.prediction != again.prediction:
-        return Confirmation("refuted", f"class {claim.prediction} is stated, the network says {again.prediction}")
+        return Confirmation(
+            "refuted", f"class {claim.prediction} is stated, the network says {again.prediction}"
+        )
     if claim.radius > again.radius * (1 + AGAIN):
-        return Confirmation("refuted", f"radius {claim.radius:.6g} is stated, {proven_radius(again.radius)} is found")
+        return Confirmation(
+            "refuted",
+            f"radius {claim.radius:.6g} is stated, {proven_radius(again.radius)} is found",
+        )
     return Confirmation("verified", f"radius {proven_radius(again.radius)} is found again")
 
 
@@ -239,10 +257,16 @@ class CertifiedAccuracy:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but the threats, which `certified` spells; no mean radius of patches."""
-        return {name: value for name, value in asdict(self).items() if value is not None and name != "threats"}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None and name != "threats"
+        }
 
 
-def certified_accuracy(certificates: Sequence[Certificate], threats: Sequence[Threat]) -> CertifiedAccuracy:
+def certified_accuracy(
+    certificates: Sequence[Certificate], threats: Sequence[Threat]
+) -> CertifiedAccuracy:
     """Return the shares of one method against threats of one norm. DataError without certificates."""
     if not certificates:
         raise DataError("no image was certified")
@@ -251,7 +275,10 @@ def certified_accuracy(certificates: Sequence[Certificate], threats: Sequence[Th
     finite = [radius for radius in radii if math.isfinite(radius)]
     clean = sum(certificate.correct for certificate in certificates)
     of_patches = bool(threats) and one_norm(threats) == "patch"
-    held = {threat: sum(certificate.holds_at(threat) for certificate in certificates) for threat in threats}
+    held = {
+        threat: sum(certificate.holds_at(threat) for certificate in certificates)
+        for threat in threats
+    }
     return CertifiedAccuracy(
         clean=clean / count,
         certified={threat.key: hits / count for threat, hits in held.items()},

@@ -88,7 +88,8 @@ def _try_bound(
         return f"the global bound gives {failure.message}", False
     sample = images.limit(TRIED)
     found = certified_accuracy(
-        [row for rows in certify(certifier, sample, batch_size) for row in rows], [Threat("l2", radius)]
+        [row for rows in certify(certifier, sample, batch_size) for row in rows],
+        [Threat("l2", radius)],
     )
     (share,) = found.certified.values()
     name = certifier.title.partition(",")[0]
@@ -117,16 +118,16 @@ def _try_local(
     seconds = (time.perf_counter() - started) / len(rows)
     right = [row for row in rows if row.correct]
     held = sum(row.holds_at(Threat("l2", radius)) for row in right)
-    words = (
-        f"local certificates hold at {proven_radius(radius)} for {held} of {len(right)} images tried ({_radii(right)})"
-    )
+    words = f"local certificates hold at {proven_radius(radius)} for {held} of {len(right)} images tried ({_radii(right)})"
     return words, held / max(1, len(right)), seconds
 
 
 def _radii(rows: Sequence[Certificate]) -> str:
     middle = sorted(row.radius for row in rows)[len(rows) // 2] if rows else 0.0
     rungs = sorted({row.rung for row in rows if row.rung})
-    return f"median radius {proven_radius(middle, 2)}{', by ' if rungs else ''}{' and '.join(rungs)}"
+    return (
+        f"median radius {proven_radius(middle, 2)}{', by ' if rungs else ''}{' and '.join(rungs)}"
+    )
 
 
 def _largest(model: PixelModel) -> int:

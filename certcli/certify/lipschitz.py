@@ -23,13 +23,17 @@ METHOD = "lipschitz"
 _HINT = "--method smoothing takes any network"
 
 
-def certified_radii(logits: Tensor, errors: Tensor, pairs: Tensor, nearby: Tensor | None = None) -> Tensor:
+def certified_radii(
+    logits: Tensor, errors: Tensor, pairs: Tensor, nearby: Tensor | None = None
+) -> Tensor:
     """r = min_{j != i} r_ij of `pair_radii`, for the top class i: (b, k), ..., (k, k) -> (b,)."""
     found = pair_radii(logits, errors, pairs, logits.argmax(dim=1), nearby)
     return found.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
-def pair_radii(logits: Tensor, errors: Tensor, pairs: Tensor, classes: Tensor, nearby: Tensor | None = None) -> Tensor:
+def pair_radii(
+    logits: Tensor, errors: Tensor, pairs: Tensor, classes: Tensor, nearby: Tensor | None = None
+) -> Tensor:
     """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for the class i of each image: (b, k), ..., (k, k) -> (b, k).
 
     K_ij bounds the slope of z_i - z_j, so no image within r_ij changes the sign of this margin; 0 where it is not positive,
@@ -72,9 +76,13 @@ class LipschitzCertifier(ProvingCertifier):
     domain = "box"
     taken_at: ClassVar[str] = ""
 
-    def __init__(self, model: PixelModel, bound: NetworkBound, arithmetic: str | None = None) -> None:
+    def __init__(
+        self, model: PixelModel, bound: NetworkBound, arithmetic: str | None = None
+    ) -> None:
         if bound.pairs is None:
-            raise NoBoundError(f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz")
+            raise NoBoundError(
+                f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz"
+            )
         self.bound = bound
         try:
             self._evaluated = ErrorAnalysis(model)
@@ -99,7 +107,9 @@ class LipschitzCertifier(ProvingCertifier):
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
 
     @torch.no_grad()
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
         images = sent(pixels, self._device).double()
         logits, errors = self.evaluated(images)
         require_logits(logits, images)
@@ -108,12 +118,19 @@ class LipschitzCertifier(ProvingCertifier):
         def again(rows: Tensor, nearby: Tensor) -> Tensor:
             return certified_radii(logits[rows], errors[rows], self._pairs, nearby)
 
-        radii = as_executed(self._neighbours, images, tops, certified_radii(logits, errors, self._pairs), again)
+        radii = as_executed(
+            self._neighbours, images, tops, certified_radii(logits, errors, self._pairs), again
+        )
         rows = zip(indices, labels, tops.tolist(), radii.tolist(), strict=True)
-        return [Certificate(index, label, top, radius, METHOD, 0.0) for index, label, top, radius in rows]
+        return [
+            Certificate(index, label, top, radius, METHOD, 0.0)
+            for index, label, top, radius in rows
+        ]
 
 
-def lipschitz_certifier(model: PixelModel, classes: int, arithmetic: str | None = None) -> LipschitzCertifier:
+def lipschitz_certifier(
+    model: PixelModel, classes: int, arithmetic: str | None = None
+) -> LipschitzCertifier:
     """Prove the bound of a float64 network and certify by it. NoBoundError when none is finite."""
     certifier = LipschitzCertifier(model, prove(model, classes), arithmetic)
     certifier.evaluated(example_of(model, model.input_size))
@@ -122,4 +139,6 @@ def lipschitz_certifier(model: PixelModel, classes: int, arithmetic: str | None 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LipschitzCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
-    return lipschitz_certifier(load_double(checkpoint, device), checkpoint.record.classes, options.arithmetic)
+    return lipschitz_certifier(
+        load_double(checkpoint, device), checkpoint.record.classes, options.arithmetic
+    )

@@ -102,11 +102,15 @@ class LocalCertifier(ProvingCertifier):
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         keep_pages()
         symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
-        if symbols is None or (symbols == 0 and self.effort == AUTO):  # without symbols it takes minutes for little
+        if symbols is None or (
+            symbols == 0 and self.effort == AUTO
+        ):  # without symbols it takes minutes for little
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
                 return None
-            raise NoBoundError(f"no local certificate: {self._why}", f"--effort {NORMS} fits; {_HINT}")
+            raise NoBoundError(
+                f"no local certificate: {self._why}", f"--effort {NORMS} fits; {_HINT}"
+            )
         self.symbols = symbols
         return network
 
@@ -126,16 +130,27 @@ class LocalCertifier(ProvingCertifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        found = {"effort": self.effort, "norm": self.norm, "symbols": self.most_symbols, "steps": self.steps}
+        found = {
+            "effort": self.effort,
+            "norm": self.norm,
+            "symbols": self.most_symbols,
+            "steps": self.steps,
+        }
         return {**found, "at": list(self.at)} if self.at else found
 
     @property
     def rung(self) -> str:
         """Return the way that zonotopes were used."""
-        return self.walked if self.symbols == self.most_symbols else f"{self.walked}, {self.symbols} symbols"
+        return (
+            self.walked
+            if self.symbols == self.most_symbols
+            else f"{self.walked}, {self.symbols} symbols"
+        )
 
     @torch.no_grad()
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
         images = pixels.double().to(self._device)
         started = time.perf_counter()
         self._weights.require_unchanged()
@@ -143,7 +158,9 @@ class LocalCertifier(ProvingCertifier):
             logits = self.model(images)
         require_logits(logits, images)
         tops = logits.argmax(1)
-        found: list[tuple[float, str]] = [(0.0, NORMS if self._zonotope is None else self.rung)] * len(images)
+        found: list[tuple[float, str]] = [
+            (0.0, NORMS if self._zonotope is None else self.rung)
+        ] * len(images)
         right = [i for i, label in enumerate(labels) if int(tops[i]) == label]
         if self._zonotope is None:
             radii = self.by_norms(images[right], tops[right]).tolist() if right else []
@@ -155,7 +172,9 @@ class LocalCertifier(ProvingCertifier):
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
         return [
             Certificate(index, label, top, radius, METHOD, 0.0, rung=rung, seconds=seconds)
-            for index, label, top, (radius, rung) in zip(indices, labels, tops.tolist(), found, strict=True)
+            for index, label, top, (radius, rung) in zip(
+                indices, labels, tops.tolist(), found, strict=True
+            )
         ]
 
     def _best(self, image: Tensor, label: Tensor) -> tuple[float, str]:
@@ -184,7 +203,9 @@ class LocalCertifier(ProvingCertifier):
         return torch.cat(parts)
 
     @torch.no_grad()
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         """Prove the stated radius again, at once: a search begun elsewhere may end at another radius."""
         self._weights.require_unchanged()
         found = []
@@ -195,9 +216,15 @@ class LocalCertifier(ProvingCertifier):
                     "refuted", f"class {claim.prediction} is stated, the network says {int(top)}"
                 )
             elif claim.radius == 0 or self._holds(image[None], top, claim.radius * (1 - AGAIN)):
-                confirmation = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
-            elif claim.rung != NORMS and (self._zonotope is None or self.symbols < self.most_symbols):
-                confirmation = Confirmation("not checked", "memory does not last here for the enclosure that it states")
+                confirmation = Confirmation(
+                    "verified", f"radius {claim.radius:.6g} is proven again"
+                )
+            elif claim.rung != NORMS and (
+                self._zonotope is None or self.symbols < self.most_symbols
+            ):
+                confirmation = Confirmation(
+                    "not checked", "memory does not last here for the enclosure that it states"
+                )
             else:
                 confirmation = Confirmation(
                     "refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method"
@@ -214,7 +241,9 @@ class LocalCertifier(ProvingCertifier):
     def radius(self, image: Tensor, label: int) -> float:
         """Return a pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
         if self.at:
-            beyond = (radius * (1 + _BEYOND) for radius in self.at)  # a certificate holds at what its radius exceeds
+            beyond = (
+                radius * (1 + _BEYOND) for radius in self.at
+            )  # a certificate holds at what its radius exceeds
             held = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
             return held[-1] if held else 0.0
         found = certified_radius(
@@ -231,7 +260,14 @@ class LocalCertifier(ProvingCertifier):
             if self.norm == "linf":
                 start = linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
             else:
-                start = l2_ball(image, radius, squares_up_to=self.squares, limit=self.symbols, tape=back, in_box=in_box)
+                start = l2_ball(
+                    image,
+                    radius,
+                    squares_up_to=self.squares,
+                    limit=self.symbols,
+                    tape=back,
+                    in_box=in_box,
+                )
             return bool((self.network.margins(start, label) > 0).all())  # False with NaN
         except Unbounded:
             return False

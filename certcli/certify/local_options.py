@@ -35,9 +35,13 @@ class Local(Options):
     panel: ClassVar[str] = "Local"
     effort: Annotated[
         str,
-        Option("norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), auto."),
+        Option(
+            "norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), auto."
+        ),
     ] = AUTO
-    norm: Annotated[Norm, Option("l2, or linf: of the radii; linf is of --method local alone.")] = "l2"
+    norm: Annotated[Norm, Option("l2, or linf: of the radii; linf is of --method local alone.")] = (
+        "l2"
+    )
     at: Sequence[float] = ()
     arithmetic: str | None = None
 

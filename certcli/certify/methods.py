@@ -64,7 +64,9 @@ METHODS = Registry(
 )
 
 
-def prepare(method: str, checkpoint: Checkpoint, device: torch.device, options: Options | None = None) -> Certifier:
+def prepare(
+    method: str, checkpoint: Checkpoint, device: torch.device, options: Options | None = None
+) -> Certifier:
     """Return the method of that name, made ready for the checkpoint, by its own options or its defaults.
 
     Raises:
@@ -83,7 +85,11 @@ def options_of(method: str, values: Mapping[str, Any]) -> Options:
 
 def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
     """Return the facts that decide the certificates: network, images, method and its parameters."""
-    stated = {"promise": certifier.promise, "arithmetic": certifier.arithmetic, "domain": certifier.domain}
+    stated = {
+        "promise": certifier.promise,
+        "arithmetic": certifier.arithmetic,
+        "domain": certifier.domain,
+    }
     return Run.of(
         "certify",
         checkpoint.digest,
@@ -95,7 +101,11 @@ def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
 
 
 def certify(
-    certifier: Certifier, images: Images, batch_size: int, file: RecordFile | None = None, team: Team = ALONE
+    certifier: Certifier,
+    images: Images,
+    batch_size: int,
+    file: RecordFile | None = None,
+    team: Team = ALONE,
 ) -> Iterator[list[Certificate]]:
     """Yield certificates in the order of the images, batch by batch; what `file` holds already is read, not found again.
 
@@ -105,7 +115,11 @@ def certify(
     step = certifier.at_once or batch_size
 
     def known(positions: list[int]) -> list[Certificate] | None:
-        earlier = file.take([(index,) for index in images.indices[positions].tolist()]) if file is not None else None
+        earlier = (
+            file.take([(index,) for index in images.indices[positions].tolist()])
+            if file is not None
+            else None
+        )
         if earlier is None:
             return None
         claims = [certifier.certificate.from_json(row) for row in earlier]
@@ -115,7 +129,9 @@ def certify(
     def find(positions: list[int]) -> list[Certificate]:
         indices, labels = images.indices[positions].tolist(), images.labels[positions].tolist()
         pixels = images.fetch(positions)
-        images.expect_at(positions[0] + team.size * step, step)  # the next piece, if each process takes one in turn
+        images.expect_at(
+            positions[0] + team.size * step, step
+        )  # the next piece, if each process takes one in turn
         return certifier.batch(indices, pixels, labels)
 
     def pack(rows: list[Certificate]) -> list[dict[str, Any]]:
@@ -124,7 +140,9 @@ def certify(
     def unpack(rows: list[dict[str, Any]]) -> list[Certificate]:
         return [certifier.certificate.from_json(row) for row in rows]
 
-    batches = [list(range(start, min(start + step, len(images)))) for start in range(0, len(images), step)]
+    batches = [
+        list(range(start, min(start + step, len(images)))) for start in range(0, len(images), step)
+    ]
     for new, rows in team.deal(batches, find, known, pack, unpack):
         if new and file is not None:
             file.write(pack(rows))

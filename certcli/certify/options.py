@@ -19,4 +19,6 @@ class Options:
             UsageError: a value has another type, or no meaning.
         """
         names = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names and value is not None})
+        return cls(
+            **{name: value for name, value in values.items() if name in names and value is not None}
+        )

@@ -35,7 +35,11 @@ class Predictor:
     at_once = AT_ONCE
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, defence: str = NO_DEFENCE, options: Patches | None = None
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        defence: str = NO_DEFENCE,
+        options: Patches | None = None,
     ) -> None:
         if defence not in DEFENCES:
             raise UsageError(f"unknown defence '{defence}'", one_of(defence, DEFENCES))
@@ -52,10 +56,13 @@ class Predictor:
             logits = self._model(sent(pixels, self._device))
             finite = torch.isfinite(logits).all(dim=1).tolist()
             return [
-                Prediction(top if fine else None) for top, fine in zip(logits.argmax(1).tolist(), finite, strict=True)
+                Prediction(top if fine else None)
+                for top, fine in zip(logits.argmax(1).tolist(), finite, strict=True)
             ]
         tops = self.defended.predict(pixels)
         if not prove:
             return [Prediction(top) for top in tops]
-        rows = self.defended.batch(range(len(tops)), pixels, [-1 if top is None else top for top in tops])
+        rows = self.defended.batch(
+            range(len(tops)), pixels, [-1 if top is None else top for top in tops]
+        )
         return [Prediction(top, row.proven) for top, row in zip(tops, rows, strict=True)]

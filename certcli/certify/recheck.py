@@ -43,7 +43,9 @@ def read_claims(
     seen: set[int] = set()
     for claim in claims:
         if claim.index not in labels:
-            raise DataError(f"{where} speaks of image {claim.index}, which is not among these images")
+            raise DataError(
+                f"{where} speaks of image {claim.index}, which is not among these images"
+            )
         if claim.index in seen:
             raise DataError(f"{where} speaks twice of image {claim.index}")
         seen.add(claim.index)
@@ -54,11 +56,19 @@ def require_same_way(run: Run, now: Run, where: str) -> None:
     """DataError when the records were made in another way than their method makes them with the parameters they state."""
     differences = list(replace(now, dataset=run.dataset).differences(run))
     if differences:
-        raise DataError(f"{where} states what its method does not: {'; '.join(differences[:3])}", "certify again")
+        raise DataError(
+            f"{where} states what its method does not: {'; '.join(differences[:3])}",
+            "certify again",
+        )
 
 
 def recheck(
-    certifier: Certifier, claims: Sequence[Certificate], images: Images, seed: int, attack: Attack, batch_size: int
+    certifier: Certifier,
+    claims: Sequence[Certificate],
+    images: Images,
+    seed: int,
+    attack: Attack,
+    batch_size: int,
 ) -> Iterator[Checked]:
     """Check every claim in turn. seed: of fresh noise. A claim that is found again is then attacked inside its radius."""
     doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(claims)))
@@ -68,7 +78,10 @@ def recheck(
         part = claims[start : start + step]
         places = [positions[claim.index] for claim in part]
         pixels, labels = images.fetch(places), images.labels[places].tolist()
-        plain = [plainly_wrong(claim, label, certifier) for claim, label in zip(part, labels, strict=True)]
+        plain = [
+            plainly_wrong(claim, label, certifier)
+            for claim, label in zip(part, labels, strict=True)
+        ]
         open_rows = [row for row, why in enumerate(plain) if why is None]
         confirmed = dict.fromkeys(range(len(part)), Confirmation("not checked", ""))
         if open_rows:
@@ -78,7 +91,9 @@ def recheck(
             why = plain[row]
             confirmation = confirmed[row] if why is None else why
             if confirmation.status == "verified" and claim.held:
-                yield _attacked(certifier, claim, pixels[row : row + 1], confirmation, doubt, attack)
+                yield _attacked(
+                    certifier, claim, pixels[row : row + 1], confirmation, doubt, attack
+                )
             else:
                 yield Checked(claim, confirmation.status, confirmation.why)
 
@@ -88,12 +103,18 @@ def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confi
     if claim.label != label:
         return Confirmation("refuted", f"label {claim.label} is stated, the image has {label}")
     if claim.method != certifier.method:
-        return Confirmation("refuted", f"its method is {claim.method}, that of the file {certifier.method}")
+        return Confirmation(
+            "refuted", f"its method is {claim.method}, that of the file {certifier.method}"
+        )
     if claim.failure != certifier.failure:
-        return Confirmation("refuted", f"it states a chance of failure of {claim.failure:g}, not {certifier.failure:g}")
+        return Confirmation(
+            "refuted",
+            f"it states a chance of failure of {claim.failure:g}, not {certifier.failure:g}",
+        )
     if claim.radius > certifier.reach:
         return Confirmation(
-            "refuted", f"radius {claim.radius:.6g} is beyond {certifier.reach:.6g}, the largest possible"
+            "refuted",
+            f"radius {claim.radius:.6g} is beyond {certifier.reach:.6g}, the largest possible",
         )
     if claim.prediction is None:
         if claim.held:
@@ -103,19 +124,32 @@ def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confi
 
 
 def _attacked(
-    certifier: Certifier, claim: Certificate, image: Tensor, confirmation: Confirmation, doubt: Doubt, attack: Attack
+    certifier: Certifier,
+    claim: Certificate,
+    image: Tensor,
+    confirmation: Confirmation,
+    doubt: Doubt,
+    attack: Attack,
 ) -> Checked:
     assert claim.prediction is not None
     weight = next(certifier.attacked.parameters(), image)
-    pixels = image.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    pixels = image.to(
+        weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32
+    )
     classes = torch.tensor([claim.prediction], device=pixels.device)
     for threat in claimed_threats(claim, certifier, image.numel()):
         found = attack(certifier, pixels, classes, threat, doubt.seed + claim.index)
         for share in (1.0, _INSIDE):
-            near = certifier.representable(found if share == 1 else pixels + share * (found - pixels))
+            near = certifier.representable(
+                found if share == 1 else pixels + share * (found - pixels)
+            )
             if threat.allows(near[0], pixels[0]) and not certifier.stands([claim], near, doubt)[0]:
-                far = threat.norm if threat.norm == "patch" else f"{threat.norm} {threat.attacked()}"
-                within = f"within a patch of {threat.key}" if threat.norm == "patch" else f"within {far}"
+                far = (
+                    threat.norm if threat.norm == "patch" else f"{threat.norm} {threat.attacked()}"
+                )
+                within = (
+                    f"within a patch of {threat.key}" if threat.norm == "patch" else f"within {far}"
+                )
                 return Checked(claim, "refuted", f"an image {within} is of another class", True)
             if torch.equal(near, found):
                 break
@@ -126,6 +160,14 @@ def claimed_threats(claim: Certificate, certifier: Certifier, entries: int) -> l
     """Return the largest threats that the claim excludes. entries: of an image, whose box no longer radius leaves."""
     if isinstance(claim.held, tuple):
         patches = [Patch.from_key(key) for key in claim.held]
-        largest = [one for one in patches if not any(one != other and one.within(other) for other in patches)]
+        largest = [
+            one
+            for one in patches
+            if not any(one != other and one.within(other) for other in patches)
+        ]
         return [Threat("patch", patch) for patch in largest]
-    return [Threat(certifier.norm, min(claim.radius, math.sqrt(entries) if certifier.norm == "l2" else 1.0))]
+    return [
+        Threat(
+            certifier.norm, min(claim.radius, math.sqrt(entries) if certifier.norm == "l2" else 1.0)
+        )
+    ]

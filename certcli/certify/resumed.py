@@ -17,7 +17,9 @@ def require_possible(claims: Sequence[Certificate], certifier: Certifier, where:
     for claim in claims:
         confirmation = plainly_wrong(claim, claim.label, certifier)
         if confirmation is not None and confirmation.status == "refuted":
-            raise DataError(f"the record of image {claim.index} in {where} is false: {confirmation.why}", HINT)
+            raise DataError(
+                f"the record of image {claim.index} in {where} is false: {confirmation.why}", HINT
+            )
 
 
 def find_again(
@@ -41,5 +43,8 @@ def find_again(
         part = [claims[place] for place in places]
         for claim, found in zip(part, certifier.repeat(part, images.fetch(places)), strict=True):
             if found.status != "verified":
-                raise DataError(f"the record of image {claim.index} in {where} does not agree: {found.why}", HINT)
+                raise DataError(
+                    f"the record of image {claim.index} in {where} does not agree: {found.why}",
+                    HINT,
+                )
     return Resumed(len(claims), len(chosen))

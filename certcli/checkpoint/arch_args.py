@@ -8,7 +8,9 @@ from typing import Any
 from certcli.system.errors import Refused, one_line
 
 LARGEST_SIDE = 4096
-LARGEST_SIZE = 65_536  # of any integer in an architecture's arguments: the widest layer, the most classes
+LARGEST_SIZE = (
+    65_536  # of any integer in an architecture's arguments: the widest layer, the most classes
+)
 MOST_LAYERS = 512  # of an argument that repeats a module
 MOST_ENTRIES = 1024  # of all lists in an architecture's arguments
 
@@ -20,8 +22,12 @@ _FORBIDDEN = re.compile(
     r"|(.*_)?(cfg|config|fn|func|cls|file|filename|dir|url|hub|id|weights|state_dict|args|kwargs|filter)s?\Z"
     r"|(?!(.*_)?drop_path\Z)(.*_)?paths?\Z"
 )
-_REPEATS = re.compile(r".*(depth|layers|blocks|repeats|stages|num_rep|branches|levels|block_num|num_block)")
-_SIZES = re.compile(r".*(img_size|input_size|resolution|feat_size|grid_size|window|patch_size|stride|kernel)")
+_REPEATS = re.compile(
+    r".*(depth|layers|blocks|repeats|stages|num_rep|branches|levels|block_num|num_block)"
+)
+_SIZES = re.compile(
+    r".*(img_size|input_size|resolution|feat_size|grid_size|window|patch_size|stride|kernel)"
+)
 _WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,64}\Z")
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 
@@ -33,13 +39,21 @@ def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in given.items():
         if not isinstance(key, str) or not _KEY.match(key):
-            raise Refused(f"architecture argument {one_line(repr(key))[:80]} is no name of an argument")
+            raise Refused(
+                f"architecture argument {one_line(repr(key))[:80]} is no name of an argument"
+            )
         if _FORBIDDEN.match(key):
-            raise Refused(f"architecture argument '{key}' is not taken from a file or the command line")
+            raise Refused(
+                f"architecture argument '{key}' is not taken from a file or the command line"
+            )
         found[key] = _argument(key, value, [MOST_ENTRIES], 3)
         pair = key in ("img_size", "input_size") and isinstance(value, (list, tuple))
-        if pair and (len(value) != 2 or not all(isinstance(side, int) and side > 0 for side in value)):
-            raise Refused(f"architecture argument '{key}' is {one_line(value)[:80]}, not a height and a width")
+        if pair and (
+            len(value) != 2 or not all(isinstance(side, int) and side > 0 for side in value)
+        ):
+            raise Refused(
+                f"architecture argument '{key}' is {one_line(value)[:80]}, not a height and a width"
+            )
     return found
 
 
@@ -47,7 +61,13 @@ def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        most = MOST_LAYERS if _REPEATS.match(key) else LARGEST_SIDE if _SIZES.match(key) else LARGEST_SIZE
+        most = (
+            MOST_LAYERS
+            if _REPEATS.match(key)
+            else LARGEST_SIDE
+            if _SIZES.match(key)
+            else LARGEST_SIZE
+        )
         if not -most <= value <= most:
             shown = str(value) if abs(value) < 10**18 else "an integer of more than 18 digits"
             raise Refused(f"architecture argument '{key}' is {shown}, beyond {most:,}")
@@ -58,11 +78,15 @@ def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
         return value
     if isinstance(value, str):
         if not _WORD.match(value):
-            raise Refused(f"architecture argument '{key}' is {one_line(repr(value))[:80]}: only plain words pass")
+            raise Refused(
+                f"architecture argument '{key}' is {one_line(repr(value))[:80]}: only plain words pass"
+            )
         return value
     if isinstance(value, (list, tuple)) and depth:
         entries[0] -= len(value)
         if entries[0] < 0:
             raise Refused(f"architecture argument '{key}' has more than {MOST_ENTRIES:,} entries")
         return [_argument(key, item, entries, depth - 1) for item in value]
-    raise Refused(f"architecture argument '{key}' is a {type(value).__name__}: only JSON scalars and lists pass")
+    raise Refused(
+        f"architecture argument '{key}' is a {type(value).__name__}: only JSON scalars and lists pass"
+    )

@@ -47,7 +47,9 @@ class Checkpoint:
         evidence do not count.
         """
         about = [self.record.function(), tensors_digest(self.tensors)]
-        return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
     @staticmethod
     def read(path: Path) -> "Checkpoint":
@@ -70,7 +72,9 @@ class Checkpoint:
         record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
         return Checkpoint(dict(tensors), record)
 
-    def with_evidence(self, command: str, parameters: Mapping[str, Any], result: Mapping[str, Any]) -> "Checkpoint":
+    def with_evidence(
+        self, command: str, parameters: Mapping[str, Any], result: Mapping[str, Any]
+    ) -> "Checkpoint":
         entry = Evidence(command, dict(parameters), dict(result), self.digest)
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 
@@ -103,7 +107,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     if not path.exists():
         raise CheckpointError(
-            f"no file {path}", "give a .safetensors file, a folder with model.safetensors, or a timm name"
+            f"no file {path}",
+            "give a .safetensors file, a folder with model.safetensors, or a timm name",
         )
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder without model.safetensors")
@@ -121,7 +126,9 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path, stated in shards.named(index).items():
         if not path.is_file():
-            raise CheckpointError(f"{index} names {path.name}, which is not beside it", "fetch it again, whole")
+            raise CheckpointError(
+                f"{index} names {path.name}, which is not beside it", "fetch it again, whole"
+            )
         found, _ = _read_one(path)
         require_numbers(found, path.name)
         wrong = stated ^ found.keys()
@@ -129,7 +136,8 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
             name = one_line(min(wrong))[:80]
             has = "lacks" if min(wrong) in stated else "also holds"
             raise CheckpointError(
-                f"{path} {has} the tensor '{name}', {index.name} says otherwise", "fetch both again, of one version"
+                f"{path} {has} the tensor '{name}', {index.name} says otherwise",
+                "fetch both again, of one version",
             )
         tensors |= found
     return tensors
@@ -140,7 +148,15 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata() or {}
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as failure:
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        KeyError,
+        TypeError,
+    ) as failure:
         raise CheckpointError(  # a type that this torch does not have is an AttributeError
             f"{path} is not a complete safetensors file ({one_line(failure)})",
             "it may be truncated or of another format; fetch or write it again",
@@ -163,7 +179,9 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
                 "convert it to float32, float64, float16 or bfloat16 where that is what it means",
             )
-        wide = tensor.half() if tensor.dtype in FLOAT8 else tensor  # torch tests no float8; half holds all its values
+        wide = (
+            tensor.half() if tensor.dtype in FLOAT8 else tensor
+        )  # torch tests no float8; half holds all its values
         if tensor.is_floating_point() and not torch.isfinite(wide).all():
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
@@ -171,7 +189,9 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
             )
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False) -> None:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False
+) -> None:
     """Write tensors and metadata atomically; UsageError when `path` exists and `force` is not set."""
     require_absent(path, force)
     with atomic_file(path) as temporary:
@@ -199,14 +219,23 @@ def write_shards(
         paths = shards.free_names(index, len(parts))
         place: dict[str, str] = {}
         try:
-            with atomic_file(index) as temporary:  # held while files are written, so that other runs do not sweep them
+            with atomic_file(
+                index
+            ) as temporary:  # held while files are written, so that other runs do not sweep them
                 for path, part in zip(paths, parts, strict=True):
                     # other readers need the format; safetensors' own writer puts two entries in a random order
                     about = {"format": "pt", shards.PART_OF: index.name}
-                    write_one_by_one(path, part, (part[name] for name in in_file_order(part)), about)
+                    write_one_by_one(
+                        path, part, (part[name] for name in in_file_order(part)), about
+                    )
                     place |= dict.fromkeys(part, path.name)
-                whole = {**metadata, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
-                text = json.dumps({"metadata": whole, "weight_map": place}, indent=2, sort_keys=True)
+                whole = {
+                    **metadata,
+                    "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+                }
+                text = json.dumps(
+                    {"metadata": whole, "weight_map": place}, indent=2, sort_keys=True
+                )
                 temporary.write_text(text + "\n")
         except BaseException:
             kept = shards.belonging(index)  # stopped after all was done

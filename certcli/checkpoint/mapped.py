@@ -54,6 +54,10 @@ def _mapped(value: Tensor, dtype: torch.dtype) -> Tensor:
         with tempfile.NamedTemporaryFile(prefix="certvit-") as file:
             os.posix_fallocate(file.fileno(), 0, size)
             flat = torch.from_file(file.name, shared=True, size=value.numel(), dtype=dtype)
-    except (OSError, AttributeError, RuntimeError):  # no room, no such call on this system, no such mapping
+    except (
+        OSError,
+        AttributeError,
+        RuntimeError,
+    ):  # no room, no such call on this system, no such mapping
         return _in_memory(value, dtype)
     return flat.view(value.shape).copy_(value)

@@ -12,7 +12,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from certcli.checkpoint.shards import ENDING, INDEX, PART_OF, belonging, is_index, metadata_of, named, part_names
+from certcli.checkpoint.shards import (
+    ENDING,
+    INDEX,
+    PART_OF,
+    belonging,
+    is_index,
+    metadata_of,
+    named,
+    part_names,
+)
 from certcli.system.errors import CheckpointError, UsageError
 from certcli.system.files import is_stream, open_alone, require_absent, sweep
 
@@ -53,7 +62,11 @@ class Outputs:
             if candidate.is_file():
                 self._read.append(OptionPath(option, candidate))
                 with contextlib.suppress(CheckpointError):  # reading it will raise the error
-                    self._read += [OptionPath(option, part) for part in named(candidate)] if is_index(candidate) else []
+                    self._read += (
+                        [OptionPath(option, part) for part in named(candidate)]
+                        if is_index(candidate)
+                        else []
+                    )
 
     def reads_folder(self, option: str, path: Path) -> None:
         """Register a folder of images: no file in it that could be an image is replaced."""
@@ -106,7 +119,8 @@ class Outputs:
             for other, _ in self._written[:position]:
                 if same_file(output.path, other.path):
                     raise UsageError(
-                        f"{other.option} and {output.option} would both write {output.path}", "give each its own file"
+                        f"{other.option} and {output.option} would both write {output.path}",
+                        "give each its own file",
                     )
         for drawn in self._figures:
             if drawn.path.suffix.lower() not in FIGURES:
@@ -139,7 +153,9 @@ def read_metadata(path: Path) -> dict[str, str]:
             return metadata_of(path)
         with path.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
-            found = json.loads(handle.read(length))["__metadata__"] if length <= LONGEST_HEADER else {}
+            found = (
+                json.loads(handle.read(length))["__metadata__"] if length <= LONGEST_HEADER else {}
+            )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
         return {}
     return found if isinstance(found, dict) else {}

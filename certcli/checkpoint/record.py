@@ -109,7 +109,12 @@ class Record:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, nothing that differs between two equal runs."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return json.dumps(
+            {"schema": SCHEMA, **asdict(self)},
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
+        )
 
     def function(self) -> dict[str, Any]:
         """Return the fields that decide which function the tensors compute, as JSON that is equal for equal functions."""
@@ -118,7 +123,10 @@ class Record:
             "arch": self.arch,
             "arch_args": arch_arguments(self.arch_args),
             "classes": self.classes,
-            "surgery": [{"path": item.path, "kind": item.kind, "args": dict(item.args)} for item in self.surgery],
+            "surgery": [
+                {"path": item.path, "kind": item.kind, "args": dict(item.args)}
+                for item in self.surgery
+            ],
             "size": list(spec.size),
             "mean": [float(value) for value in spec.mean],
             "std": [float(value) for value in spec.std],
@@ -143,7 +151,11 @@ class Record:
 
     def with_evidence(self, entry: Evidence) -> "Record":
         """Return the record with `entry` in place of older evidence of the same command and parameters."""
-        kept = [old for old in self.evidence if (old.command, old.parameters) != (entry.command, entry.parameters)]
+        kept = [
+            old
+            for old in self.evidence
+            if (old.command, old.parameters) != (entry.command, entry.parameters)
+        ]
         return replace(self, evidence=(*kept, entry))
 
 
@@ -181,7 +193,9 @@ def _require_fields(raw: Mapping[str, Any], value: Any) -> None:
     """Refuse JSON that lacks a field, which would be read as its default, or has one that would not be read."""
     names = {entry.name for entry in fields(value)}
     for name in sorted(raw.keys() ^ names):
-        raise Refused(f"the field '{one_line(name)[:80]}' is {'missing' if name in names else 'unknown'}")
+        raise Refused(
+            f"the field '{one_line(name)[:80]}' is {'missing' if name in names else 'unknown'}"
+        )
 
 
 def versions() -> dict[str, str]:
@@ -189,7 +203,10 @@ def versions() -> dict[str, str]:
     sums depend on them."""
     import torch
 
-    found = {"threads": str(torch.get_num_threads()), "cpu": torch.backends.cpu.get_cpu_capability()}
+    found = {
+        "threads": str(torch.get_num_threads()),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
     for package in ("certvit", "torch", "timm", "torchattacks"):
         try:
             found[package] = version(package)

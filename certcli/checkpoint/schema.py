@@ -22,16 +22,27 @@ MOST_CLASSES = 65_536
 LONGEST_RECORD = 16 * 2**20  # characters
 LONGEST_TEXT = 65_536  # characters of one string
 DEEPEST = 24  # nested brackets in the parameters of a step or in a result
-PIXEL_SCALE = 2.0  # beyond it, a mean or standard deviation belongs to pixels of another scale than [0, 1]
+PIXEL_SCALE = (
+    2.0  # beyond it, a mean or standard deviation belongs to pixels of another scale than [0, 1]
+)
 SMALLEST_STD = 1e-6
 
 PATTERNS = {
     "name": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", "a name of letters, digits, '_', '.', '-'"),
-    "path": (r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z", "the path of a module, such as blocks.0.attn"),
+    "path": (
+        r"\A([A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*)?\Z",
+        "the path of a module, such as blocks.0.attn",
+    ),
     "text": (r"\A[^\x00-\x1f\x7f-\x9f]*\Z", "text without control characters"),
-    "dataset": (r"\A(torch/)?(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f]*\Z", "the name of a dataset, no path"),
+    "dataset": (
+        r"\A(torch/)?(?!\.+\Z)[^/\\\x00-\x1f\x7f-\x9f]*\Z",
+        "the name of a dataset, no path",
+    ),
     "digest": (r"\A[0-9a-f]{64}\Z", "64 hexadecimal digits"),
-    "shard": (r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z", "the name of a .safetensors file in the same folder"),
+    "shard": (
+        r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors\Z",
+        "the name of a .safetensors file in the same folder",
+    ),
     "index": (r"\A[0-9]{1,9}\Z", "a number"),
 }
 """Regular expressions for texts, each with the words for it in a refusal."""
@@ -176,14 +187,21 @@ class ProofFields(Struct):
 
     path: str
     kind: str
-    value: tuple[Annotated[float, Meta(ge=0)] | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]]
+    value: tuple[
+        Annotated[float, Meta(ge=0)] | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]
+    ]
     law: str
     parts: list[Annotated[int, Meta(ge=0)]]
     log10_upper: Log10 | UnsetType | None = UNSET
     why: str | UnsetType = UNSET
 
     def as_dict(self) -> Json:
-        return {"path": one_line(self.path), "value": list(self.value), "law": self.law, "parts": self.parts}
+        return {
+            "path": one_line(self.path),
+            "value": list(self.value),
+            "law": self.law,
+            "parts": self.parts,
+        }
 
 
 class LayerFields(Struct):
@@ -282,7 +300,9 @@ def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
 def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
     """Raise Refused unless (x - mean) / std, one pair a channel, normalises images of this size with pixels in [0, 1]."""
     if math.prod(size) > LARGEST_IMAGE:
-        raise Refused(f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values")
+        raise Refused(
+            f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values"
+        )
     if not len(mean) == len(std) == size[0]:
         raise Refused(
             f"mean has {len(mean)} and std {len(std)} values for {size[0]} input channels: one each a channel"

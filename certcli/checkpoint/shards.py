@@ -24,7 +24,9 @@ SHARD_BYTES = 5 * 10**9
 
 def weights_in(folder: Path) -> Path | None:
     """Return the file with a folder's weights: model.safetensors, else its index, else None."""
-    return next((folder / name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None)
+    return next(
+        (folder / name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None
+    )
 
 
 def is_index(path: Path) -> bool:
@@ -60,7 +62,8 @@ def _fields(index: Path) -> IndexFields:
         return fields
     except (Refused, OSError) as failure:
         raise CheckpointError(
-            f"{index} cannot be used: {one_line(failure)}", "it needs a weight_map: the file of each tensor, beside it"
+            f"{index} cannot be used: {one_line(failure)}",
+            "it needs a weight_map: the file of each tensor, beside it",
         ) from failure
 
 
@@ -85,7 +88,10 @@ def free_names(index: Path, count: int) -> list[Path]:
     version = 1
     while True:
         prefix = stem(index) + (f"-{version}" if version > 1 else "")
-        names = [index.parent / f"{prefix}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        names = [
+            index.parent / f"{prefix}-{number:05}-of-{count:05}.safetensors"
+            for number in range(1, count + 1)
+        ]
         if not any(name.is_symlink() or name.exists() for name in names):
             return names
         version += 1

@@ -49,7 +49,11 @@ def write_one_by_one(
     for name in order:
         like = likes[name]
         end = offset + like.numel() * like.itemsize
-        header[name] = {"dtype": CODES[like.dtype], "shape": list(like.shape), "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": CODES[like.dtype],
+            "shape": list(like.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -58,5 +62,9 @@ def write_one_by_one(
         for name, tensor in zip(order, tensors, strict=True):
             like = likes[name]
             if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
-                raise ValueError(f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not as it was announced")
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                raise ValueError(
+                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not as it was announced"
+                )
+            file.write(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )

@@ -89,7 +89,9 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
     def wrapped(*args: Any, **kwargs: Any) -> None:
         Sink.invocation.command = name
         if name not in SPLIT:
-            require_one(f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it")
+            require_one(
+                f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it"
+            )
         try:
             command(*args, **kwargs)
             team().finish()
@@ -118,7 +120,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name, cls=_Command, epilog=getattr(_command, "epilog", None))(_interruptible(_name, _command))
+    app.command(_name, cls=_Command, epilog=getattr(_command, "epilog", None))(
+        _interruptible(_name, _command)
+    )
 
 
 def _version(asked: bool) -> None:
@@ -148,11 +152,19 @@ def run(started: float | None = None) -> None:
     started: the begin of the process, on the clock of `time.perf_counter`.
     """
     Sink.invocation = Invocation(started=started, silent=not _others().leads)
-    with _usable_surroundings(), guarded() as out, Interrupts(terminated=_others().several) as interrupts:
+    with (
+        _usable_surroundings(),
+        guarded() as out,
+        Interrupts(terminated=_others().several) as interrupts,
+    ):
         code = _run(interrupts)
         out.flush()
         if out.failure and code == 0:
-            code = _report(f"cannot write to stdout: {out.failure}", "the result is lost; write it to a file", 8)
+            code = _report(
+                f"cannot write to stdout: {out.failure}",
+                "the result is lost; write it to a file",
+                8,
+            )
     sys.exit(code)
 
 
@@ -197,9 +209,15 @@ def _run(interrupts: Interrupts) -> int:
             return _report("interrupted", "", Interrupted.code)
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
-        if isinstance(failure, OSError) and failure.filename is not None:  # a path that no check foresaw
+        if (
+            isinstance(failure, OSError) and failure.filename is not None
+        ):  # a path that no check foresaw
             reason = f"{one_line(failure.filename)}: {failure.strerror}"
-            return _report(reason, "choose another", UsageError.code if failure.errno == errno.ENAMETOOLONG else 1)
+            return _report(
+                reason,
+                "choose another",
+                UsageError.code if failure.errno == errno.ENAMETOOLONG else 1,
+            )
         reason = (str(failure).splitlines() or [""])[0][:300]
         if type(failure).__name__ == "DistBackendError" or ("gloo" in reason and _others().several):
             hint = "killed, perhaps for want of memory? torchrun's report says which; --resume continues with saved results"

@@ -68,7 +68,9 @@ def constrain_matrix(
     elif isinstance(statistics, RectifiedStatistics):
         run = _rectified(statistics, radii, basis.ridge, penalty, settings)
     elif len(radii) == 1:
-        run = one_group(statistics.weight, basis, float(radii[0]), penalty, settings, None, ends=False)
+        run = one_group(
+            statistics.weight, basis, float(radii[0]), penalty, settings, None, ends=False
+        )
     else:
         run = _many_groups(statistics, radii, basis.ridge, penalty, settings)
     error = float(statistics.relative_errors(run.weight).max())
@@ -92,7 +94,11 @@ def penalty_of(statistics: LayerStatistics, settings: ConstrainSettings) -> Pena
 
 
 def _many_groups(
-    statistics: LayerStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
+    statistics: LayerStatistics,
+    radii: Tensor,
+    ridge: float,
+    penalty: Penalty,
+    settings: ConstrainSettings,
 ) -> GroupSolution:
     """Solve max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1, by strong duality.
 
@@ -112,11 +118,20 @@ def _many_groups(
         run = one_group(centre, basis, 1.0, penalty, settings, state)
         state, lower, iterations = run.state, max(lower, run.lower), iterations + run.iterations
         ratios = energy(run.weight - centre, grams) / radii
-        inside, _ = project(run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=settings.tolerance)
+        inside, _ = project(
+            run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=settings.tolerance
+        )
         inside = pull_inside(inside, centre, grams, radii)
         objective = float(penalty.value(inside))
         if best is None or objective < best.objective:
-            best = GroupSolution(inside, state, 0, float((inside - run.weight).norm() / centre.norm()), objective, 0.0)
+            best = GroupSolution(
+                inside,
+                state,
+                0,
+                float((inside - run.weight).norm() / centre.norm()),
+                objective,
+                0.0,
+            )
         if best.objective <= (1 + 3 * settings.tolerance) * lower:
             break
         power = power / 2 if float(ratios.max()) > worst else min(6.0, 1.2 * power)
@@ -128,7 +143,11 @@ def _many_groups(
 
 
 def _rectified(
-    statistics: RectifiedStatistics, radii: Tensor, ridge: float, penalty: Penalty, settings: ConstrainSettings
+    statistics: RectifiedStatistics,
+    radii: Tensor,
+    ridge: float,
+    penalty: Penalty,
+    settings: ConstrainSettings,
 ) -> GroupSolution:
     """Minimise L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`, in rounds on inner ellipsoids.
 
@@ -149,7 +168,10 @@ def _rectified(
         seen = statistics.at(ahead)
         errors = seen.errors[active]
         # a ridge adds its own term to h, as it does to G
-        added, moved = basis.ridge / (1.0 + basis.ridge) * float(basis.values.mean()), ahead - centre
+        added, moved = (
+            basis.ridge / (1.0 + basis.ridge) * float(basis.values.mean()),
+            ahead - centre,
+        )
         gradient = (seen.gradients[active] * shares[:, None, None]).sum(0) + added * moved
         size = float(penalty.dual(gradient))
         if size > 0:
@@ -164,12 +186,18 @@ def _rectified(
             ahead, momentum = best.weight, 1.0
             continue
         # without a tolerance: a round that ends too early stands still
-        inner = replace(settings, iterations=min(ROUND_ITERATIONS, settings.iterations - iterations), tolerance=0.0)
+        inner = replace(
+            settings,
+            iterations=min(ROUND_ITERATIONS, settings.iterations - iterations),
+            tolerance=0.0,
+        )
         run = one_group(centre + offset @ basis.vectors.mT, basis, radius, penalty, inner, state)
         state, iterations, inside = run.state, iterations + run.iterations, run.weight
         if len(scale) > 1:
             ratios = statistics.errors(inside)[active] * scale
-            inside = centre + (inside - centre) * min(1.0, float(ratios.max()) ** -0.5 * (1.0 - ROUNDING))
+            inside = centre + (inside - centre) * min(
+                1.0, float(ratios.max()) ** -0.5 * (1.0 - ROUNDING)
+            )
             shares = shares * ratios.clamp_min(1e-12)
             shares = shares / (shares / scale).sum()
             basis = eigenbasis((grams * shares[:, None, None]).sum(0), ridge)

@@ -16,7 +16,13 @@ from certcli.constrain.network import LayerCalibration, constrain_to, try_at, wr
 from certcli.constrain.parallel import LayerResult
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.settings import ConstrainSettings
-from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, allowed_share, check_keep, keeps_enough
+from certcli.evaluation.fidelity import (
+    Fidelity,
+    ReferenceLogits,
+    allowed_share,
+    check_keep,
+    keeps_enough,
+)
 from certcli.images.calibration import PHOTOGRAPHS
 from certcli.images.labelled import Images
 
@@ -80,7 +86,9 @@ def constrain_keeping(
     """
     check_keep(keep)
     model = calibration.model
-    parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in calibration.paths}
+    parameters: dict[str, Any] = {
+        path: model.get_submodule(path).weight for path in calibration.paths
+    }
     originals = {path: parameter.detach() for path, parameter in parameters.items()}
     bases: dict[str, Eigenbasis] | None = {} if calibration.memory_limit_bytes is None else None
 

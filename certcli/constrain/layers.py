@@ -34,7 +34,10 @@ def refusal(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         same = type(module).forward is nn.Linear.forward
     elif isinstance(module, nn.Conv2d):
-        same = type(module).forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
+        same = (
+            type(module).forward is nn.Conv2d.forward
+            and type(module)._conv_forward is nn.Conv2d._conv_forward
+        )
         if module.groups != 1:
             return "grouped convolutions (one matrix a group) are not supported"
     else:
@@ -65,7 +68,9 @@ def module_at(model: nn.Module, path: str) -> Any:
     try:
         return model.get_submodule(path)
     except AttributeError:
-        raise UsageError(f"the model has no layer '{path}'", "certvit lipschitz --layers lists them") from None
+        raise UsageError(
+            f"the model has no layer '{path}'", "certvit lipschitz --layers lists them"
+        ) from None
 
 
 def all_of(batches: Batches) -> Iterable[Tensor]:
@@ -87,7 +92,9 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
 
 
 @contextlib.contextmanager
-def visiting(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None) -> Iterator[None]:
+def visiting(
+    model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None
+) -> Iterator[None]:
     """Call `visit` while the caller runs the model: each call of the model (or of `each`) is one batch."""
     count = 0
 
@@ -103,7 +110,9 @@ def visiting(model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Modu
 
     with contextlib.ExitStack() as hooks:
         for path in paths:
-            hooks.enter_context(module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True))
+            hooks.enter_context(
+                module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
+            )
         hooks.enter_context((each or model).register_forward_hook(ended, always_call=True))
         yield
 
@@ -193,7 +202,12 @@ def _positions(module: nn.Conv2d, value: Tensor) -> int:
     return math.prod(
         (size + before + after - dilation * (kernel - 1) - 1) // stride + 1
         for size, before, after, dilation, kernel, stride in zip(
-            value.shape[-2:], padding[-2::-2], padding[-1::-2], module.dilation, module.kernel_size, module.stride
+            value.shape[-2:],
+            padding[-2::-2],
+            padding[-1::-2],
+            module.dilation,
+            module.kernel_size,
+            module.stride,
         )
     )
 

@@ -12,12 +12,24 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.mapped import Spool
 from certcli.constrain.layers import Batches
-from certcli.constrain.parallel import LayerResult, constrain_layer, side_by_side, try_layer, workers_for
+from certcli.constrain.parallel import (
+    LayerResult,
+    constrain_layer,
+    side_by_side,
+    try_layer,
+    workers_for,
+)
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.shared_layers import Packed, for_all, share_of
-from certcli.constrain.statistics import LayerStatistics, bytes_of, collect_in_passes, gather_grams, work_bytes
+from certcli.constrain.statistics import (
+    LayerStatistics,
+    bytes_of,
+    collect_in_passes,
+    gather_grams,
+    work_bytes,
+)
 from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.lipschitz.numerics.real import Real
@@ -34,7 +46,9 @@ TRIALS = 8
 """Most rounds for a target; the last one takes every layer at the end of its curve."""
 
 
-def rectified_paths(model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str) -> frozenset[str]:
+def rectified_paths(
+    model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str
+) -> frozenset[str]:
     """Return the layers measured by the one-sided distance: none (plain), all (relu), those before a ReLU (auto).
 
     UsageError names the first layer without a ReLU behind it for `relu`.
@@ -47,7 +61,8 @@ def rectified_paths(model: nn.Module, size: tuple[int, ...], paths: Sequence[str
     if distance == "relu" and others:
         path, reason = next(iter(others.items()))
         raise UsageError(
-            f"layer '{path}' is not followed by ReLU: {reason}", "--exclude it, or --distance auto for those that are"
+            f"layer '{path}' is not followed by ReLU: {reason}",
+            "--exclude it, or --distance auto for those that are",
         )
     return frozenset(paths) - set(others)
 
@@ -142,16 +157,25 @@ class LayerCalibration:
 
         It is 1 for the one-sided distance, which runs the network meanwhile.
         """
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        device = next(
+            (parameter.device for parameter in self.model.parameters()), torch.device("cpu")
+        )
         most = 1 if self.rectified else workers_for(device)
         if most == 1 or not self.own:
             return most
-        return max(1, min(most, int(free_bytes() / 2 / max(work_bytes(self.model, path) for path in self.own))))
+        return max(
+            1,
+            min(
+                most, int(free_bytes() / 2 / max(work_bytes(self.model, path) for path in self.own))
+            ),
+        )
 
     def _one(self, layer: LayerStatistics) -> LayerStatistics:
         if layer.path not in self.rectified:
             return layer
-        return RectifiedStatistics.of(layer, self.model, self.batches, self.held_out, self.memory_limit_bytes)
+        return RectifiedStatistics.of(
+            layer, self.model, self.batches, self.held_out, self.memory_limit_bytes
+        )
 
 
 def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
@@ -159,13 +183,19 @@ def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
     return bound_network(model, size, classes).upper
 
 
-def curves(calibration: LayerCalibration, settings: ConstrainSettings) -> Iterator[tuple[str, tuple[Point, ...]]]:
+def curves(
+    calibration: LayerCalibration, settings: ConstrainSettings
+) -> Iterator[tuple[str, tuple[Point, ...]]]:
     """Yield each layer's path and Pareto curve (proven norm against output error), in order."""
 
     def one(layer: LayerStatistics) -> Packed:
         return layer.path, [(point.norm, point.error) for point in pareto(layer, settings)], None
 
-    own = (found for part in calibration.parts() for found in side_by_side(one, part, calibration.workers))
+    own = (
+        found
+        for part in calibration.parts()
+        for found in side_by_side(one, part, calibration.workers)
+    )
     for path, points, _ in for_all(calibration, own):
         yield path, tuple(Point(*point) for point in points)
 
@@ -190,14 +220,22 @@ def constrain_to(
 
     def one(layer: LayerStatistics) -> LayerResult:
         basis = None if bases is None else bases.get(layer.path)
-        return constrain_layer(layer, replace(settings, eta=eta_of(layer)), basis, keep_basis=bases is not None)
+        return constrain_layer(
+            layer, replace(settings, eta=eta_of(layer)), basis, keep_basis=bases is not None
+        )
 
     def own() -> Iterator[Packed]:
         names = [item.name for item in fields(LayerResult) if item.name not in ("weight", "basis")]
         for part in calibration.parts():
-            for result in side_by_side(one, (layer for layer in part if eta_of(layer) > 0), calibration.workers):
+            for result in side_by_side(
+                one, (layer for layer in part if eta_of(layer) > 0), calibration.workers
+            ):
                 _remember(bases, result.path, result.basis)
-                yield result.path, {name: getattr(result, name) for name in names}, spool.keep(result.weight)
+                yield (
+                    result.path,
+                    {name: getattr(result, name) for name in names},
+                    spool.keep(result.weight),
+                )
 
     for _, plain, weight in for_all(calibration, own()):
         assert weight is not None
@@ -205,7 +243,9 @@ def constrain_to(
 
 
 def try_at(
-    calibration: LayerCalibration, settings: ConstrainSettings, bases: dict[str, Eigenbasis] | None = None
+    calibration: LayerCalibration,
+    settings: ConstrainSettings,
+    bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield path and weight of each layer, close to the result of `constrain_to` (`try_layer`): for trials only."""
     spool = Spool()
@@ -241,7 +281,11 @@ def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def budget(
-    model: nn.Module, size: tuple[int, ...], classes: int, found: Mapping[str, tuple[Point, ...]], target: float
+    model: nn.Module,
+    size: tuple[int, ...],
+    classes: int,
+    found: Mapping[str, tuple[Point, ...]],
+    target: float,
 ) -> dict[str, float]:
     """Return an eta for each layer such that the network's bound meets `target` at the least total output error.
 
@@ -253,7 +297,9 @@ def budget(
         OutOfReach: the least bound is above the target.
     """
     if not network_upper(model, size, classes).finite:
-        raise NoBoundError("the network has no finite bound to bring to a target", "certvit lipschitz says why")
+        raise NoBoundError(
+            "the network has no finite bound to bring to a target", "certvit lipschitz says why"
+        )
     weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
     originals = {path: weight.detach() for path, weight in weights.items()}
 
@@ -261,7 +307,9 @@ def budget(
         spool = Spool()
         for path, norm in norms.items():
             largest = found[path][0].norm
-            weights[path].data = spool.keep(originals[path] * (norm / largest if largest > 0 else 1.0))
+            weights[path].data = spool.keep(
+                originals[path] * (norm / largest if largest > 0 else 1.0)
+            )
         upper = trial_upper(model, size)
         return upper.log10() if upper > 0.0 else -math.inf
 
@@ -315,7 +363,11 @@ def meet_target(
 
 
 def _etas_within(
-    model: nn.Module, size: tuple[int, ...], classes: int, found: Mapping[str, tuple[Point, ...]], aim: float
+    model: nn.Module,
+    size: tuple[int, ...],
+    classes: int,
+    found: Mapping[str, tuple[Point, ...]],
+    aim: float,
 ) -> dict[str, float] | None:
     """Return the etas of `budget`, or None where the aim is out of reach."""
     try:

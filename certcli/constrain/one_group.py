@@ -112,7 +112,10 @@ def one_group(
         last, met = iteration >= settings.iterations, fast.upper(step) <= (1.0 + asked) * lower
         if last or met or iteration % CHECK_EVERY == 0:
             judged = inside.step(current.double(), strength, penalty.prox)
-            best, proven = inside.better(best, judged.share * judged.moved), max(proven, judged.lower)
+            best, proven = (
+                inside.better(best, judged.share * judged.moved),
+                max(proven, judged.lower),
+            )
             if not met:
                 best = inside.better(best, judged.projected)
                 proven = max(proven, inside.lower(-judged.projected * basis.values))
@@ -129,18 +132,25 @@ def one_group(
     return GroupSolution(back(exact + moved), ended, iteration, residual, objective, proven)
 
 
-def roughly(centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings) -> Tensor:
+def roughly(
+    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
+) -> Tensor:
     """Solve `one_group` in float32 to the settings' tolerance, without judging the result: for a trial.
 
     centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because float32 ends at 1e38.
     """
     size, unit = float(centre.norm()), float(basis.values.mean())
     single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
-    inside, frame = _framed((centre / size).float(), single, radius / (size * size * unit), penalty, settings)
+    inside, frame = _framed(
+        (centre / size).float(), single, radius / (size * size * unit), penalty, settings
+    )
     prox, lower = penalty.prox_of_a_run(), 0.0
     for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
         lower = max(lower, step.lower)
-        if iteration >= settings.iterations or inside.upper(step) <= (1.0 + settings.tolerance) * lower:
+        if (
+            iteration >= settings.iterations
+            or inside.upper(step) <= (1.0 + settings.tolerance) * lower
+        ):
             break
     found = inside.centre + step.share * step.moved
     return (found if frame is None else frame @ found) @ (size * single.vectors.mT)
@@ -164,7 +174,9 @@ def _iterates(
     for iteration in count(1):
         step = inside.step(current, strength, prox)
         yield iteration, current, strength, step
-        factor = balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
+        factor = (
+            balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
+        )
         factor = min(factor, inside.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
             near = step.moved + inside.centre
@@ -208,14 +220,18 @@ class _Ellipsoid:
 
     def to(self, dtype: torch.dtype) -> "_Ellipsoid":
         values, vectors = self.basis.values.to(dtype), self.basis.vectors
-        basis = replace(self.basis, values=values, vectors=vectors.to(dtype) if self.turned else vectors)
+        basis = replace(
+            self.basis, values=values, vectors=vectors.to(dtype) if self.turned else vectors
+        )
         return replace(self, centre=self.centre.to(dtype), basis=basis)
 
     def back(self, matrix: Tensor) -> Tensor:
         """Return the matrix in the basis in which L is known."""
         return matrix @ self.basis.vectors.mT if self.turned else matrix
 
-    def near(self, matrix: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> Tensor:
+    def near(
+        self, matrix: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]
+    ) -> Tensor:
         found = prox(self.back(matrix), strength)
         return found @ self.basis.vectors if self.turned else found
 
@@ -250,14 +266,22 @@ class _Ellipsoid:
     @cached_property
     def ceiling(self) -> float:
         """Return the largest strength: see `Penalty.pace`."""
-        return self.settings.beta * self.penalty.pace * float(self.penalty.dual(self.back(self.centre)))
+        return (
+            self.settings.beta
+            * self.penalty.pace
+            * float(self.penalty.dual(self.back(self.centre)))
+        )
 
-    def step(self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]) -> _Iterate:
+    def step(
+        self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]
+    ) -> _Iterate:
         """Return P = prox(Z), Q = projection of 2 P - Z, and the limits that follow from P."""
         near = self.near(state, strength, prox)
         normal = state - near
         size = float((normal * near).sum()) / strength
-        moved = near.sub_(self.centre)  # in place, here and below: matrices of the layer's size take most memory
+        moved = near.sub_(
+            self.centre
+        )  # in place, here and below: matrices of the layer's size take most memory
         energy = self.energy(moved)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
         change = moved - normal

@@ -68,7 +68,9 @@ def workers_for(device: torch.device | str) -> int:
     return min(MOST_WORKERS, torch.get_num_threads()) if torch.device(device).type == "cpu" else 1
 
 
-def side_by_side(work: Callable[[LayerStatistics], T], layers: Iterable[LayerStatistics], workers: int) -> Iterator[T]:
+def side_by_side(
+    work: Callable[[LayerStatistics], T], layers: Iterable[LayerStatistics], workers: int
+) -> Iterator[T]:
     """Yield work(layer) for each layer, in order, with at most twice `workers` layers in flight.
 
     One thread computes a layer, so the result is the same, bit for bit, for any number of workers. The rest is cancelled
@@ -91,7 +93,11 @@ def side_by_side(work: Callable[[LayerStatistics], T], layers: Iterable[LayerSta
 
 
 def constrain_layer(
-    layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None, *, keep_basis: bool = True
+    layer: LayerStatistics,
+    settings: ConstrainSettings,
+    basis: Eigenbasis | None = None,
+    *,
+    keep_basis: bool = True,
 ) -> LayerResult:
     """Constrain one layer, cast the result to the parameter's dtype, and measure what was cast.
 

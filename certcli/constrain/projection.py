@@ -90,10 +90,16 @@ def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[T
     t = multiplier(energies, values, radius) if radius > 0 else np.inf
     if t == 0:
         return torch.ones_like(displacement[0]), 0.0
-    factors = np.where(values > 0, 1.0 / (1.0 + t * values), 1.0) if t < np.inf else np.where(values > 0, 0.0, 1.0)
+    factors = (
+        np.where(values > 0, 1.0 / (1.0 + t * values), 1.0)
+        if t < np.inf
+        else np.where(values > 0, 0.0, 1.0)
+    )
     total = float((energies * factors * factors).sum())
     if total > radius * (1.0 - ROUNDING):
-        factors = np.where(values > 0, factors * np.sqrt(radius / total) * (1.0 - ROUNDING), factors)
+        factors = np.where(
+            values > 0, factors * np.sqrt(radius / total) * (1.0 - ROUNDING), factors
+        )
     return torch.from_numpy(factors).to(displacement), t
 
 
@@ -152,7 +158,9 @@ def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
     rho = mu * nu - pi * pi
     if rho <= 1e-14 * mu * nu:
         if pi < 0:
-            raise CertvitError("the output error constraints of the groups exclude each other", "use a larger eta")
+            raise CertvitError(
+                "the output error constraints of the groups exclude each other", "use a larger eta"
+            )
         return current - cut
     if pi * nu >= rho:
         return start - (1.0 + pi / nu) * cut

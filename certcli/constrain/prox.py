@@ -165,7 +165,9 @@ class Penalty:
             return self
         return replace(
             self,
-            prox=lambda matrix, strength: self.prox(per_head(matrix, blocks), strength).reshape(matrix.shape),
+            prox=lambda matrix, strength: self.prox(per_head(matrix, blocks), strength).reshape(
+                matrix.shape
+            ),
             value=lambda matrix: self.value(per_head(matrix, blocks)),
             dual=lambda matrix: self.dual(per_head(matrix, blocks)),
             left_invariant=False,

@@ -34,7 +34,9 @@ Visit = Callable[[int, Tensor], None]
 """Takes a group and float64 input rows (tokens, in)."""
 
 
-def not_followed_by_relu(model: nn.Module, size: tuple[int, ...], paths: list[str]) -> dict[str, str]:
+def not_followed_by_relu(
+    model: nn.Module, size: tuple[int, ...], paths: list[str]
+) -> dict[str, str]:
     """Return path -> reason for each layer whose output is not known to go through ReLU alone, at every call.
 
     Read from the graph of a real forward pass on an image of `size` (c, h, w); identities and dropout are skipped.
@@ -80,7 +82,9 @@ def _first_other_use(model: nn.Module, node: fx.Node) -> str | None:
 class StreamedInputs:
     """The inputs of one layer, kept in memory, or recomputed by the network at each visit."""
 
-    def __init__(self, model: nn.Module, batches: Batches, path: str, groups: int, keep_bytes: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Batches, path: str, groups: int, keep_bytes: int | None
+    ) -> None:
         """Keep at most `keep_bytes` (None: any number). The model must not change where inputs are recomputed."""
         self.model, self.batches, self.path, self.groups = model, batches, path, groups
         self.module: Any = module_at(model, path)
@@ -147,11 +151,18 @@ class RectifiedStatistics(LayerStatistics):
     ) -> "RectifiedStatistics":
         """Add inputs to `layer`: kept where they fit half the limit, recomputed where they do not."""
         share = None if memory_limit_bytes is None else memory_limit_bytes // 4
-        known: Mapping[str, Any] = {field.name: getattr(layer, field.name) for field in fields(LayerStatistics)}
+        known: Mapping[str, Any] = {
+            field.name: getattr(layer, field.name) for field in fields(LayerStatistics)
+        }
         bias = module_at(model, layer.path).bias
         unseen = None if held_out is None else StreamedInputs(model, held_out, layer.path, 1, share)
         seen = StreamedInputs(model, batches, layer.path, len(layer.grams), share)
-        return cls(**known, bias=None if bias is None else bias.detach().double(), inputs=seen, held_out_inputs=unseen)
+        return cls(
+            **known,
+            bias=None if bias is None else bias.detach().double(),
+            inputs=seen,
+            held_out_inputs=unseen,
+        )
 
     @cached_property
     def energies(self) -> Tensor:
@@ -172,13 +183,20 @@ class RectifiedStatistics(LayerStatistics):
     def held_out_error(self, weight: Tensor) -> float | None:
         if self.held_out_inputs is None:
             return None
-        return float(error_ratio(self._errors(self.held_out_inputs, weight), self._held_out_energy).max())
+        return float(
+            error_ratio(self._errors(self.held_out_inputs, weight), self._held_out_energy).max()
+        )
 
     def at(self, weight: Tensor) -> SignPass:
         """Return h and its majorant at W, from one pass."""
         count = len(self.grams)
-        errors, shifts = (torch.zeros(count, dtype=torch.float64, device=weight.device) for _ in range(2))
-        gradients, crosses = torch.zeros(count, *weight.shape).to(weight), torch.zeros(count, *weight.shape).to(weight)
+        errors, shifts = (
+            torch.zeros(count, dtype=torch.float64, device=weight.device) for _ in range(2)
+        )
+        gradients, crosses = (
+            torch.zeros(count, *weight.shape).to(weight),
+            torch.zeros(count, *weight.shape).to(weight),
+        )
 
         def see(group: int, tokens: Tensor, old: Tensor, new: Tensor) -> None:
             inactive = old <= 0
@@ -193,7 +211,9 @@ class RectifiedStatistics(LayerStatistics):
         return SignPass(errors, gradients, shifts, crosses)
 
     def _errors(self, inputs: StreamedInputs | None, weight: Tensor) -> Tensor:
-        errors = torch.zeros(inputs.groups if inputs else 0, dtype=torch.float64, device=weight.device)
+        errors = torch.zeros(
+            inputs.groups if inputs else 0, dtype=torch.float64, device=weight.device
+        )
 
         def see(group: int, tokens: Tensor, old: Tensor, new: Tensor) -> None:
             errors[group] += torch.where(old > 0, new - old, new.clamp_min(0)).square().sum()
@@ -202,7 +222,9 @@ class RectifiedStatistics(LayerStatistics):
         return errors
 
     def _energies(self, inputs: StreamedInputs | None) -> Tensor:
-        energies = torch.zeros(inputs.groups if inputs else 0, dtype=torch.float64, device=self.weight.device)
+        energies = torch.zeros(
+            inputs.groups if inputs else 0, dtype=torch.float64, device=self.weight.device
+        )
 
         def see(group: int, tokens: Tensor, old: Tensor, new: Tensor) -> None:
             energies[group] += old.clamp_min(0).square().sum()
@@ -211,7 +233,10 @@ class RectifiedStatistics(LayerStatistics):
         return energies
 
     def _compare(
-        self, inputs: StreamedInputs | None, weight: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]
+        self,
+        inputs: StreamedInputs | None,
+        weight: Tensor,
+        see: Callable[[int, Tensor, Tensor, Tensor], None],
     ) -> None:
         """Call see(group, x, W0 x + b, W x + b) for pieces of the inputs so small that a few copies cost little."""
         assert inputs is not None

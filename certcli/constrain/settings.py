@@ -30,7 +30,9 @@ class ConstrainSettings:
 
     panel: ClassVar[str] = "Method"
     prox: Annotated[str, Option("spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral"
-    beta: Annotated[float, Option("Strength of the proximal map, the same scale for every layer.")] = 0.01
+    beta: Annotated[
+        float, Option("Strength of the proximal map, the same scale for every layer.")
+    ] = 0.01
     relaxation: Annotated[float, Option("lambda of Douglas-Rachford, in (0, 2).")] = 1.2
     iterations: Annotated[int, Option("Maximum of iterations a layer.")] = 200
     per_head: Annotated[bool, Option("Penalise q, k and v head by head.", ("--per-head",))] = False
@@ -51,11 +53,18 @@ class ConstrainSettings:
             hint = "0.1 allows each layer 10 % of output error"
             raise UsageError(f"eta must lie between 0 and 1, not {self.eta:g}", hint)
         if not 0 < self.beta <= 1:
-            raise UsageError(f"beta must lie between 0 and 1, not {self.beta:g}", "0.01 is the default")
+            raise UsageError(
+                f"beta must lie between 0 and 1, not {self.beta:g}", "0.01 is the default"
+            )
         if not 0 < self.relaxation < 2:
             hint = "1.2 is the paper's value"
-            raise UsageError(f"the relaxation must lie between 0 and 2, not {self.relaxation:g}", hint)
+            raise UsageError(
+                f"the relaxation must lie between 0 and 2, not {self.relaxation:g}", hint
+            )
         if self.iterations < 1:
             raise UsageError(f"--iterations must be at least 1, not {self.iterations}")
         if self.ridge is not None and not 0 <= self.ridge < float("inf"):
-            raise UsageError(f"--ridge must be a finite number of at least 0, not {self.ridge:g}", "0.3 is the default")
+            raise UsageError(
+                f"--ridge must be a finite number of at least 0, not {self.ridge:g}",
+                "0.3 is the default",
+            )

@@ -69,6 +69,8 @@ def _exchanged(split: Split, own: list[Packed]) -> Iterator[tuple[str, tuple[Any
             if form is not None:
                 kind, shape = form
                 if weight is None:
-                    weight = torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
+                    weight = torch.empty(
+                        shape, dtype=getattr(torch, kind.removeprefix("torch.")), device=device
+                    )
                 split.team.spread(weight, rank)
             yield path, (plain, weight)

@@ -89,11 +89,18 @@ def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> 
 
     def fit(radius: float) -> tuple[Tensor, int, bool, bool]:
         nonlocal ended
-        found = least_squares_on_ball(centre, basis.values, radius, ended, tolerance=tolerance, target=target)
+        found = least_squares_on_ball(
+            centre, basis.values, radius, ended, tolerance=tolerance, target=target
+        )
         ended = found.state
         # a ridge counts in the constraint, as it does for the penalties: with it both come to the same norm
         within = target is None or found.error <= target
-        return found.matrix @ basis.vectors.mT, found.iterations, within, single and found.lower > (target or 0.0)
+        return (
+            found.matrix @ basis.vectors.mT,
+            found.iterations,
+            within,
+            single and found.lower > (target or 0.0),
+        )
 
     return _search(statistics, settings.eta, basis, fit)
 
@@ -101,7 +108,12 @@ def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> 
 def constrain_clip(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
     """Cut the singular values of W0 at the lowest level of relative error at most eta, without a fit or a ridge."""
     basis = eigenbasis(statistics.gram, settings.ridge)
-    return _search(statistics, settings.eta, basis, lambda radius: (clip(statistics.weight, radius), 1, True, False))
+    return _search(
+        statistics,
+        settings.eta,
+        basis,
+        lambda radius: (clip(statistics.weight, radius), 1, True, False),
+    )
 
 
 def _search(

@@ -80,7 +80,9 @@ class LayerStatistics:
         """Return the same ratio on the held-out images; None without them."""
         if self.held_out is None:
             return None
-        return float(error_ratio(energy(weight - self.weight, self.held_out.double()), self._held_out_energy))
+        return float(
+            error_ratio(energy(weight - self.weight, self.held_out.double()), self._held_out_energy)
+        )
 
     @cached_property
     def _held_out_energy(self) -> Tensor:
@@ -128,7 +130,11 @@ def work_bytes(model: nn.Module, path: str) -> int:
 
 
 def passes_within(
-    model: nn.Module, paths: Sequence[str], *, copies: int = 1, memory_limit_bytes: int | None = None
+    model: nn.Module,
+    paths: Sequence[str],
+    *,
+    copies: int = 1,
+    memory_limit_bytes: int | None = None,
 ) -> list[list[str]]:
     """Split `paths`, in order, into passes whose Gram matrices (copies * in^2 float64 each) fit the limit.
 
@@ -185,10 +191,14 @@ def collect_in_passes(
     if len(passes) > 1:
         for source in (batches, held_out_batches):
             if source is not None and not callable(source) and iter(source) is source:
-                raise UsageError("several passes are needed, and the batches can be iterated once only")
+                raise UsageError(
+                    "several passes are needed, and the batches can be iterated once only"
+                )
     trunk = Trunk.of(model, batches, paths) if len(passes) > 1 else None
     streams = ResumedStream(model, batches, trunk)
-    held_out_streams = None if held_out_batches is None else ResumedStream(model, held_out_batches, trunk)
+    held_out_streams = (
+        None if held_out_batches is None else ResumedStream(model, held_out_batches, trunk)
+    )
     for part, following in zip(passes, [*passes[1:], []]):
         yield _collect(model, streams, part, groups, held_out_streams, sample, held_out, following)
 
@@ -207,7 +217,9 @@ def _collect(
     _check(model, paths, groups)
     sums, count = _accumulate(streams, paths, following, groups, sample)
     if count < groups:
-        raise DataError(f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups")
+        raise DataError(
+            f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups"
+        )
     if held_out is None and held_out_streams is not None:
         held_out = _reported(_accumulate(held_out_streams, paths, following, 1, sample)[0], sample)
     statistics, blocks = {}, attention_blocks(model)
@@ -239,9 +251,14 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
         module = module_at(model, path)
         reason = refusal(module)
         if reason is not None:
-            raise UsageError(f"layer '{path}' cannot be constrained: {reason}", "leave it out with --exclude")
+            raise UsageError(
+                f"layer '{path}' cannot be constrained: {reason}", "leave it out with --exclude"
+            )
         if id(module.weight) in seen:
-            raise UsageError(f"layers '{seen[id(module.weight)]}' and '{path}' share one weight", "exclude one of them")
+            raise UsageError(
+                f"layers '{seen[id(module.weight)]}' and '{path}' share one weight",
+                "exclude one of them",
+            )
         seen[id(module.weight)] = path
 
 
@@ -254,7 +271,11 @@ class _Sums:
 
 
 def _accumulate(
-    streams: ResumedStream, paths: Sequence[str], following: Sequence[str], groups: int, sample: int | None
+    streams: ResumedStream,
+    paths: Sequence[str],
+    following: Sequence[str],
+    groups: int,
+    sample: int | None,
 ) -> tuple[dict[str, _Sums], int]:
     found: dict[str, _Sums] = {}
     count = streams.stream(paths, following, _adding(found, groups, sample))
@@ -262,7 +283,9 @@ def _accumulate(
 
 
 @contextlib.contextmanager
-def gather_grams(model: nn.Module, paths: Sequence[str], sample: int | None) -> Iterator[dict[str, Tensor]]:
+def gather_grams(
+    model: nn.Module, paths: Sequence[str], sample: int | None
+) -> Iterator[dict[str, Tensor]]:
     """Yield path -> Gram matrix of the layer's inputs, which is filled when the caller has run the model."""
     grams: dict[str, Tensor] = {}
     found: dict[str, _Sums] = {}
@@ -273,7 +296,10 @@ def gather_grams(model: nn.Module, paths: Sequence[str], sample: int | None) -> 
 
 def _reported(found: dict[str, _Sums], sample: int | None) -> dict[str, Tensor]:
     """Return the Gram matrices of held-out images, in float32 for a sample of tokens to save memory."""
-    return {path: sums.grams[0] if sample is None else sums.grams[0].float() for path, sums in found.items()}
+    return {
+        path: sums.grams[0] if sample is None else sums.grams[0].float()
+        for path, sums in found.items()
+    }
 
 
 def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
@@ -285,13 +311,17 @@ def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
         for columns in pieces:
             if path not in found:
                 width = columns.shape[1]
-                grams = torch.zeros(groups, width, width, dtype=torch.float64, device=columns.device)
+                grams = torch.zeros(
+                    groups, width, width, dtype=torch.float64, device=columns.device
+                )
                 found[path] = _Sums(grams, geometry(module, value))
             if columns.dtype == torch.float64:
                 found[path].grams[group].addmm_(columns.mT, columns)
             else:
                 found[path].grams[group] += columns.mT @ columns
-        require_finite(path, found[path].grams[group].diagonal())  # now, so that the error names the first such layer
+        require_finite(
+            path, found[path].grams[group].diagonal()
+        )  # now, so that the error names the first such layer
 
     return visit
 

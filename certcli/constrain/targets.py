@@ -42,7 +42,9 @@ class Point:
     error: float
 
 
-def pareto(statistics: LayerStatistics, settings: ConstrainSettings, etas: Sequence[float] = ETAS) -> tuple[Point, ...]:
+def pareto(
+    statistics: LayerStatistics, settings: ConstrainSettings, etas: Sequence[float] = ETAS
+) -> tuple[Point, ...]:
     """Return (norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
 
     Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above the least where the
@@ -65,7 +67,9 @@ def pareto(statistics: LayerStatistics, settings: ConstrainSettings, etas: Seque
 
 
 def allocate(
-    curves: Mapping[str, Sequence[Point]], target: float, log10_bound: Callable[[Mapping[str, float]], float]
+    curves: Mapping[str, Sequence[Point]],
+    target: float,
+    log10_bound: Callable[[Mapping[str, float]], float],
 ) -> dict[str, Point]:
     """Minimise sum_l error_l^2 subject to bound(norms) <= target over the layers' Pareto curves: path -> Point.
 

@@ -74,7 +74,9 @@ class ResumedStream:
             value = given.popleft() if taken_up else value
             for place in range(begin, len(blocks) + 1):
                 if place == goes_on:  # a copy, since the block may write into its input
-                    self._kept.append(spool.keep(value.clone()) if value.is_contiguous() else value.clone())
+                    self._kept.append(
+                        spool.keep(value.clone()) if value.is_contiguous() else value.clone()
+                    )
                 if place >= goes_on and place > last:
                     raise StopBatch
                 if place < len(blocks):
@@ -136,9 +138,15 @@ def _observed(
     def called(path: str) -> Callable[..., None]:
         return lambda *_: places.setdefault(path, []).append(place)
 
-    handles = [blocks.register_forward_pre_hook(begun, with_kwargs=True), blocks.register_forward_hook(ended)]
+    handles = [
+        blocks.register_forward_pre_hook(begun, with_kwargs=True),
+        blocks.register_forward_hook(ended),
+    ]
     for number, block in enumerate(blocks):
-        handles += [block.register_forward_pre_hook(entered(number)), block.register_forward_hook(left)]
+        handles += [
+            block.register_forward_pre_hook(entered(number)),
+            block.register_forward_hook(left),
+        ]
     handles += [module_at(model, path).register_forward_pre_hook(called(path)) for path in paths]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with contextlib.ExitStack() as hooks, torch.inference_mode():

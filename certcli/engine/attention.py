@@ -24,7 +24,9 @@ def _has_no_options(module: Any) -> bool:
         all(part is None or type(part) is nn.Identity for part in identities)
         and getattr(module, "gate", None) is None
         and all(runs_known_code(part, nn.Linear) for part in (module.qkv, module.proj))
-        and all(type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop))
+        and all(
+            type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop)
+        )
         and module.qkv.out_features == 3 * module.num_heads * module.head_dim
         and module.scale == module.head_dim**-0.5
     )

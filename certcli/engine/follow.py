@@ -11,11 +11,27 @@ from certcli.engine.tracer import Untraceable, tensors_of
 from certcli.system.operations import OperationMode
 
 _READERS = frozenset(
-    (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__, Tensor.untyped_storage)
+    (
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.data_ptr,
+        Tensor.__dlpack__,
+        Tensor.untyped_storage,
+    )
 )
 """What takes a tensor's numbers out of torch without an operation of torch's."""
 
-_FROM_SHAPE = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
+_FROM_SHAPE = (
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+)
 """Operations whose result depends on the shape alone: the trace takes it for a constant."""
 
 Operation = tuple[str, list[tuple[int, ...]], list[Any]]
@@ -67,7 +83,11 @@ class _Readers(TorchFunctionMode):
         self.follow = follow
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _READERS and self.follow.knows(args, kwargs):
             self.follow.refuse(func.__name__)
@@ -112,4 +132,6 @@ def first_difference(ran: list[Operation], traced: list[Operation]) -> str:
 
 
 def _shown(name: str, shapes: list[tuple[int, ...]], numbers: list[Any]) -> str:
-    return f"{name}{tuple(numbers) if numbers else ''} to {', '.join(map(str, shapes)) or 'nothing'}"
+    return (
+        f"{name}{tuple(numbers) if numbers else ''} to {', '.join(map(str, shapes)) or 'nothing'}"
+    )

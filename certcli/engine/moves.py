@@ -43,17 +43,30 @@ class Moved(OperationMode):
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = func(*args, **kwargs), func.overloadpacket.__name__
         if func._schema.is_mutable:
-            given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-            written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            given = {
+                **dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
+                **kwargs,
+            }
+            written = [
+                a.name
+                for a in func._schema.arguments
+                if a.alias_info is not None and a.alias_info.is_write
+            ]
             for place in map(place_of, tensors_of([given.get(label) for label in written])):
                 self.storages.discard(place)
-                if name != "relu_" or self._is_read(place):  # which keeps what is known of the error
+                if name != "relu_" or self._is_read(
+                    place
+                ):  # which keeps what is known of the error
                     self.computed.pop(place, None)
             return result
         operands, made = tensors_of((args, kwargs)), tensors_of(result)
         places = {place_of(x) for x in operands}
-        counted = not any(x.is_floating_point() for x in (*operands, *made)) and not name.startswith("empty")
-        if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):  # torch.tensor(numbers)
+        counted = not any(
+            x.is_floating_point() for x in (*operands, *made)
+        ) and not name.startswith("empty")
+        if name == "lift_fresh" or (
+            (counted or name in MOVING) and places <= self.storages
+        ):  # torch.tensor(numbers)
             self._kept += made
             self.storages.update(map(place_of, made))
         elif operands and all(place in self.storages or place in self.computed for place in places):
@@ -65,7 +78,9 @@ class Moved(OperationMode):
     def _is_read(self, place: int) -> bool:
         """Tell whether something was computed of the tensor that lies here."""
         return any(
-            place_of(x) == place for step in self.computed.values() for x in tensors_of((step.args, step.kwargs))
+            place_of(x) == place
+            for step in self.computed.values()
+            for x in tensors_of((step.args, step.kwargs))
         )
 
 

@@ -29,7 +29,11 @@ def _code(value: Any) -> tuple[Any, CodeType | None]:
 
 def _callables(space: Mapping[str, Any]) -> Names:
     kinds = (property, staticmethod, classmethod)
-    return {name: _code(value) for name, value in list(space.items()) if callable(value) or isinstance(value, kinds)}
+    return {
+        name: _code(value)
+        for name, value in list(space.items())
+        if callable(value) or isinstance(value, kinds)
+    }
 
 
 _TORCH = sorted({*dir(torch._C._VariableFunctions), *torch.functional.__all__} & vars(torch).keys())
@@ -65,7 +69,9 @@ def patched() -> str | None:
     """Return the name of the first function of torch that was replaced, or None."""
     spaces = _spaces()
     for owner, name, value, inner, code in _PINNED:
-        if spaces[owner].get(name) is not value or (code is not None and inner.__code__ is not code):
+        if spaces[owner].get(name) is not value or (
+            code is not None and inner.__code__ is not code
+        ):
             return f"{owner}.{name}"
     return _FOREIGN
 
@@ -98,11 +104,16 @@ def unchanged(kind: type[nn.Module]) -> bool:
     pin(kind)
     if [_callables(vars(base)) for base in _bases(kind)] != _CLASSES[kind]:
         return False
-    if any({name: _code(space.get(name)) for name in names} != names for space, names in _GLOBALS[kind]):
+    if any(
+        {name: _code(space.get(name)) for name in names} != names for space, names in _GLOBALS[kind]
+    ):
         return False
     top = kind.__module__.partition(".")[0]
     forward = getattr(kind, "forward", None)
-    return not isinstance(forward, FunctionType) or forward.__module__.partition(".")[0] in (top, "torch")
+    return not isinstance(forward, FunctionType) or forward.__module__.partition(".")[0] in (
+        top,
+        "torch",
+    )
 
 
 def _bases(kind: type) -> list[type]:
@@ -111,7 +122,12 @@ def _bases(kind: type) -> list[type]:
 
 def _named(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], Names]]:
     """Yield the functions that the methods of a class call by name, directly or indirectly, module by module."""
-    waiting = [value for base in _bases(kind) for value in vars(base).values() if isinstance(value, FunctionType)]
+    waiting = [
+        value
+        for base in _bases(kind)
+        for value in vars(base).values()
+        if isinstance(value, FunctionType)
+    ]
     seen: set[int] = set()
     while waiting:
         function = waiting.pop()
@@ -119,11 +135,15 @@ def _named(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], Names]]:
             continue
         seen.add(id(function))
         space = function.__globals__
-        named = {name: space[name] for name in names_of(function.__code__) if callable(space.get(name))}
+        named = {
+            name: space[name] for name in names_of(function.__code__) if callable(space.get(name))
+        }
         if named:
             yield space, _callables(named)
         local = [value for value in named.values() if isinstance(value, FunctionType)]
-        waiting += [value for value in local if value.__module__.partition(".")[0] in ("timm", "certcli")]
+        waiting += [
+            value for value in local if value.__module__.partition(".")[0] in ("timm", "certcli")
+        ]
 
 
 def names_of(code: CodeType) -> Iterator[str]:

@@ -61,7 +61,9 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
         _require_same_state(before, model)
 
 
-def _trace(model: nn.Module, image: Tensor, tables: Sequence[RuleTable]) -> tuple[Trace, dict[str, Any]]:
+def _trace(
+    model: nn.Module, image: Tensor, tables: Sequence[RuleTable]
+) -> tuple[Trace, dict[str, Any]]:
     """Return a trace and the state that it left as it was. A first run may fill a cache: then a second one is traced."""
     before = state_of(model)
     try:
@@ -70,7 +72,9 @@ def _trace(model: nn.Module, image: Tensor, tables: Sequence[RuleTable]) -> tupl
         try:
             model(image.clone())
         except Exception as failure:
-            raise Untraceable(f"the network does not run on one image ({reason_of(failure)})") from failure
+            raise Untraceable(
+                f"the network does not run on one image ({reason_of(failure)})"
+            ) from failure
     else:
         after = state_of(model)
         if differs(before, after) is None:
@@ -91,18 +95,26 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
         _require_same_run(*_run(model, noise), traced.result, steps)
 
 
-def _require_same_run(logits: Tensor, operations: list[Operation], replay: Tensor, steps: list[Operation]) -> None:
+def _require_same_run(
+    logits: Tensor, operations: list[Operation], replay: Tensor, steps: list[Operation]
+) -> None:
     if operations != steps:
-        raise Untraceable(f"the network runs another graph than its trace: {first_difference(operations, steps)}")
+        raise Untraceable(
+            f"the network runs another graph than its trace: {first_difference(operations, steps)}"
+        )
     if not _close(logits, replay, SAME_SHAPE):
-        raise Untraceable(f"the traced graph returns other logits than the network: {_apart(logits, replay)}")
+        raise Untraceable(
+            f"the traced graph returns other logits than the network: {_apart(logits, replay)}"
+        )
 
 
 def _require_finite(model: nn.Module, logits: Tensor) -> None:
     if not torch.isfinite(logits).all():
         tensors = [*model.named_parameters(), *model.named_buffers()]
         wrong = next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), None)
-        cause = "" if wrong is None else f": '{own_name(model, wrong)}' holds infinite numbers or NaN"
+        cause = (
+            "" if wrong is None else f": '{own_name(model, wrong)}' holds infinite numbers or NaN"
+        )
         raise Untraceable(f"the logits of a random image are not finite{cause}")
 
 
@@ -163,7 +175,9 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
                 values.pop(argument)
 
 
-def _is_run_in_a_batch(model: nn.Module, images: list[Tensor], logits: list[Tensor], steps: list[Operation]) -> bool:
+def _is_run_in_a_batch(
+    model: nn.Module, images: list[Tensor], logits: list[Tensor], steps: list[Operation]
+) -> bool:
     """Tell whether the network runs these steps in a batch too; Untraceable where an image's logits depend on its batch.
 
     False for a network of single images: no wrong logits come of that. Other batches are computed by other kernels:

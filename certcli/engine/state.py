@@ -31,7 +31,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     for kind in {type(module) for module in model.modules()}:
         for base in kind.__mro__:
             if not _of_library(base):
-                found |= {f"{base.__qualname__}.{n}": _described(v, {}, _DEPTH) for n, v in list(vars(base).items())}
+                found |= {
+                    f"{base.__qualname__}.{n}": _described(v, {}, _DEPTH)
+                    for n, v in list(vars(base).items())
+                }
     for path, module in model.named_modules():
         where = own_name(model, path) if path else ""
         for name, value in vars(module).items():
@@ -70,7 +73,11 @@ def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
     ):
         return repr(value)
     if isinstance(value, Tensor):
-        return id(value) if value.is_meta else (id(value), tuple(value.shape), str(value.dtype), digest(value))
+        return (
+            id(value)
+            if value.is_meta
+            else (id(value), tuple(value.shape), str(value.dtype), digest(value))
+        )
     if isinstance(value, (nn.Module, ModuleType)):
         return id(value)
     if id(value) in seen or depth == 0:
@@ -87,7 +94,11 @@ def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
         return value.get_state().tolist()
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        named = {} if _of_library(value) else {name: value.__globals__.get(name) for name in names_of(value.__code__)}
+        named = (
+            {}
+            if _of_library(value)
+            else {name: value.__globals__.get(name) for name in names_of(value.__code__)}
+        )
         inner = (*cells, value.__defaults__, value.__kwdefaults__, named)
         return id(value), [_described(item, seen, depth - 1) for item in inner]
     if type(value).__module__.partition(".")[0] == "numpy":
@@ -98,9 +109,13 @@ def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, type) or (callable(value) and _of_library(type(value))):
         return id(value)
     if hasattr(value, "__dict__"):
-        return id(value), [(name, _described(item, seen, depth - 1)) for name, item in vars(value).items()]
+        return id(value), [
+            (name, _described(item, seen, depth - 1)) for name, item in vars(value).items()
+        ]
     try:
-        return id(value), _described(value.__reduce_ex__(2), seen, depth - 1)  # counters and queues written in C
+        return id(value), _described(
+            value.__reduce_ex__(2), seen, depth - 1
+        )  # counters and queues written in C
     except Exception:
         return id(value)
 

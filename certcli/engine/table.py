@@ -51,7 +51,9 @@ class RuleTable:
         self.methods: dict[str, Rule] = {}
         self.settlers: dict[type, Rule] = {}
 
-    def module(self, *kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True) -> Register:
+    def module(
+        self, *kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True
+    ) -> Register:
         """Register a rule for modules of these types for which `when` holds; others are traced through."""
 
         def register(rule: Rule) -> Rule:

@@ -41,7 +41,9 @@ def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
     Raises:
         Untraceable: Names the module that cannot be followed.
     """
-    return trace(model, image, lambda m: bool(tables) and all(table.find(m) is not None for table in tables))
+    return trace(
+        model, image, lambda m: bool(tables) and all(table.find(m) is not None for table in tables)
+    )
 
 
 def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:
@@ -58,7 +60,9 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     refuse_patched_library()
     refuse_hooks(root)
     tracer = Tracer(example, is_leaf)
-    tracer.parameter_names = {id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]}
+    tracer.parameter_names = {
+        id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]
+    }
     random_state, made = torch.get_rng_state(), Moved([*root.parameters(), *root.buffers()])
     try:
         with torch.no_grad(), _nothing_wrapped(), made:
@@ -77,11 +81,15 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     for name, constant in tracer.state.constants.items():
         if constant._version != tracer.state.versions[name]:
             own = own_name(root, name)
-            raise Untraceable(f"the network overwrites '{own}', a tensor that does not depend on the image")
+            raise Untraceable(
+                f"the network overwrites '{own}', a tensor that does not depend on the image"
+            )
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
-    return Trace(root, graph, tracer.state.constants, tuple(tracer.state.scopes), tracer.state.result, made)
+    return Trace(
+        root, graph, tracer.state.constants, tuple(tracer.state.scopes), tracer.state.result, made
+    )
 
 
 @contextmanager

@@ -25,7 +25,9 @@ _STATIC_METHODS = frozenset(
      "element_size", "get_device", "type", "storage_offset", "__len__")
 )  # fmt: skip
 # made from a tensor's shape alone, whatever its values
-_SHAPE_ONLY = frozenset(("new_zeros", "new_ones", "new_full", torch.zeros_like, torch.ones_like, torch.full_like))
+_SHAPE_ONLY = frozenset(
+    ("new_zeros", "new_ones", "new_full", torch.zeros_like, torch.ones_like, torch.full_like)
+)
 
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 """Types of most arguments, which hold no tensor and are no node: looked for first."""
@@ -169,10 +171,16 @@ class Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         if not _holds_proxy((args, kwargs)):
-            return forward(*args, **kwargs)  # inside a leaf, or a function of constants: computed, not traced
+            return forward(
+                *args, **kwargs
+            )  # inside a leaf, or a function of constants: computed, not traced
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
@@ -184,7 +192,9 @@ class Tracer(fx.Tracer):
         except Untraceable:
             raise
         except Exception as failure:
-            raise Untraceable(f"{name or 'the network'} ({type(m).__name__}): {reason_of(failure)}") from failure
+            raise Untraceable(
+                f"{name or 'the network'} ({type(m).__name__}): {reason_of(failure)}"
+            ) from failure
         self.state.stack.pop()
         leave = result.node if isinstance(result, Proxy) else None
         self.state.scopes.append(Scope(name, type(m).__name__, entry, leave))
@@ -208,7 +218,9 @@ class Tracer(fx.Tracer):
             self.state.entered = True
             value: Any = self.example
         elif kind == "output":
-            return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+            return super().create_proxy(
+                kind, target, args, kwargs, name, type_expr, proxy_factory_fn
+            )
         else:
             value = self._execute(kind, target, args, kwargs)
             if value is None and target is operator.getitem:
@@ -218,10 +230,18 @@ class Tracer(fx.Tracer):
                     return value
                 if kind == "call_function" and target in (getattr, torch._assert, len):
                     return value
-                if value is None:  # an assignment into a part of a tensor: the graph would not show it
+                if (
+                    value is None
+                ):  # an assignment into a part of a tensor: the graph would not show it
                     raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor")
-                raise self.refusal(f"{self._where()}: {_name(target)} reads a tensor's value back into Python")
-            if kind != "call_module" and target in _SHAPE_ONLY and not _holds_proxy((args[1:], kwargs)):
+                raise self.refusal(
+                    f"{self._where()}: {_name(target)} reads a tensor's value back into Python"
+                )
+            if (
+                kind != "call_module"
+                and target in _SHAPE_ONLY
+                and not _holds_proxy((args[1:], kwargs))
+            ):
                 return value
         self.state.recording = True
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
@@ -233,30 +253,43 @@ class Tracer(fx.Tracer):
         proxy.node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
         within = self.state.stack[-1] if self.state.stack else ""
         proxy.node.meta["path"] = own_name(self.root, target) if kind == "call_module" else within
-        if args and isinstance(args[0], Proxy) and args[0].value is value and args[0].versions != proxy.versions:
+        if (
+            args
+            and isinstance(args[0], Proxy)
+            and args[0].value is value
+            and args[0].versions != proxy.versions
+        ):
             # written in place: all names of the operand mean the new value from here on; its views stay refused
             args[0].node, args[0].versions = proxy.node, proxy.versions
             return args[0]
         return proxy
 
-    def _execute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _execute(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         fixed = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
         args, kwargs = self._concrete(args), self._concrete(kwargs)
         if kind == "call_module":
-            value = self.root.get_submodule(target).forward(*args, **kwargs)  # hooks were refused before
+            value = self.root.get_submodule(target).forward(
+                *args, **kwargs
+            )  # hooks were refused before
         elif kind == "call_method":
             value = getattr(args[0], target)(*args[1:], **kwargs)
         else:
             value = target(*args, **kwargs)
         if any(tensor._version != version for tensor, version in fixed):
             # its name in the graph would still mean a constant
-            raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor what depends on the image")
+            raise self.refusal(
+                f"{self._where()}: {_name(target)} writes into a tensor what depends on the image"
+            )
         return value
 
     def _concrete(self, value: Any) -> Any:
         if type(value) is Proxy:
             if value.versions != tuple(tensor._version for tensor in tensors_of(value.value)):
-                raise self.refusal(f"{self._where()}: uses a tensor after it was overwritten in place")
+                raise self.refusal(
+                    f"{self._where()}: uses a tensor after it was overwritten in place"
+                )
             return value.value
         if isinstance(value, tuple):
             items = [self._concrete(item) for item in value]
@@ -266,7 +299,9 @@ class Tracer(fx.Tracer):
         if isinstance(value, dict):
             return {key: self._concrete(item) for key, item in value.items()}
         if isinstance(value, slice):
-            return slice(self._concrete(value.start), self._concrete(value.stop), self._concrete(value.step))
+            return slice(
+                self._concrete(value.start), self._concrete(value.stop), self._concrete(value.step)
+            )
         return value
 
     def _where(self) -> str:

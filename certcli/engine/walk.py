@@ -100,14 +100,20 @@ def walk(traced: Trace, domain: Domain) -> Any:
             values[node] = _visit(traced, node, values, domain, precision)
             empty = False
         domain.found(node, values[node])
-        for argument in node.all_input_nodes:  # weights in float64 are large: release values after their last use
+        for argument in (
+            node.all_input_nodes
+        ):  # weights in float64 are large: release values after their last use
             if last_use[argument] is node:
                 domain.forget(argument, values.pop(argument))
     raise AssertionError("a graph ends in its output")
 
 
 def _visit(
-    traced: Trace, node: fx.Node, values: Mapping[fx.Node, Any], domain: Domain, precision: torch.dtype | None
+    traced: Trace,
+    node: fx.Node,
+    values: Mapping[fx.Node, Any],
+    domain: Domain,
+    precision: torch.dtype | None,
 ) -> Any:
     """The value of a module's or an operation's result, by its rule. precision: the image's, in which the net computes."""
 
@@ -123,11 +129,18 @@ def _visit(
     if node.op == "call_module":
         module = traced.root.get_submodule(str(node.target))
         found = domain.rules.find(module)
-        rule, args, kind = (None if found is None else found.apply), (module, *args), type(module).__name__
+        rule, args, kind = (
+            (None if found is None else found.apply),
+            (module, *args),
+            type(module).__name__,
+        )
     elif node.op == "call_method":
         rule, kind = domain.rules.methods.get(str(node.target)), str(node.target)
     else:
-        rule, kind = domain.rules.functions.get(node.target), getattr(node.target, "__name__", str(node.target))
+        rule, kind = (
+            domain.rules.functions.get(node.target),
+            getattr(node.target, "__name__", str(node.target)),
+        )
     if node.op != "call_module":
         args, kwargs = _as_documented(args, kwargs)
     call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"), node)
@@ -139,25 +152,42 @@ def _visit(
         value = domain.result(rule(domain.context(call), *args, **kwargs), call)
         fits = _shaped(domain, value, domain.expected(call))
     except NoRule as reason:
-        raise NoRule(str(reason) if str(reason).startswith(where) else f"{where} ({kind}): {reason}") from None
-    except CertvitError as reason:  # weights that are infinite or NaN, a sum too long for the error bounds
+        raise NoRule(
+            str(reason) if str(reason).startswith(where) else f"{where} ({kind}): {reason}"
+        ) from None
+    except (
+        CertvitError
+    ) as reason:  # weights that are infinite or NaN, a sum too long for the error bounds
         raise NoRule(f"{where} ({kind}): {reason}") from reason
-    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError) as failure:
+    except (
+        TypeError,
+        AttributeError,
+        LookupError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+    ) as failure:
         if out_of_memory(failure):
             raise
-        raise NoRule(f"{where} ({kind}): called with arguments its theorem does not know ({failure})") from failure
+        raise NoRule(
+            f"{where} ({kind}): called with arguments its theorem does not know ({failure})"
+        ) from failure
     if call.dtype not in (None, torch.float32, torch.float64, precision):
         # to integers it jumps; in half precision it is no longer the function of real numbers that a theorem is about
         raise NoRule(f"{where} ({kind}): a result in {call.dtype}")
     if not fits:
-        raise NoRule(f"{where} ({kind}): its theorem is about a tensor of another shape than {call.shape}")
+        raise NoRule(
+            f"{where} ({kind}): its theorem is about a tensor of another shape than {call.shape}"
+        )
     return value
 
 
 def _shaped(domain: Domain, value: Any, shape: Any) -> bool:
     """Tell whether a rule's result has the shape of the call, or each of several results its own."""
     if isinstance(shape, list):
-        return all(_shaped(domain, part, own) for part, own in zip(value, shape, strict=True))  # else ValueError
+        return all(
+            _shaped(domain, part, own) for part, own in zip(value, shape, strict=True)
+        )  # else ValueError
     if isinstance(value, Unproven):
         return True
     found = tuple(value.tensor.shape) if isinstance(value, Constant) else domain.shape(value)
@@ -168,7 +198,9 @@ _SPELLINGS = {"axis": "dim", "keepdims": "keepdim"}
 _FIRST, _SECOND = ("input", "x", "a", "x1"), ("other", "x2")
 
 
-def _as_documented(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _as_documented(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call of torch's with NumPy's spellings undone, and the tensors it is about without their names.
 
     torch takes `axis` for `dim` and `keepdims` for `keepdim` wherever it has them, and its operands by name as well. A

@@ -53,7 +53,9 @@ def image_doubts(images: Images, channels: int) -> list[str]:
     return found
 
 
-def right_of(model: nn.Module, images: Images, batch_size: int = 32, labels: Tensor | None = None) -> list[bool]:
+def right_of(
+    model: nn.Module, images: Images, batch_size: int = 32, labels: Tensor | None = None
+) -> list[bool]:
     """Tell of each image whether its label, or that of `labels` (n,), is the top logit."""
     weight = next(model.parameters(), torch.zeros(()))
     with torch.inference_mode():
@@ -81,8 +83,16 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
     chance = chance_doubt(right, count, checkpoint.record.classes)
     if chance is not None:
         return [chance]
-    fresh = (understood(entry) for entry in checkpoint.record.evidence if entry.digest == checkpoint.digest)
-    known = [(entry.command, entry.result.clean) for entry in fresh if entry and hasattr(entry.result, "clean")]
+    fresh = (
+        understood(entry)
+        for entry in checkpoint.record.evidence
+        if entry.digest == checkpoint.digest
+    )
+    known = [
+        (entry.command, entry.result.clean)
+        for entry in fresh
+        if entry and hasattr(entry.result, "clean")
+    ]
     high = share_interval(right, count)[1]
     return [
         f"the network is right on {right} of {count} images, its record on {100 * clean:.0f} % ({command}): are these images "
@@ -118,7 +128,9 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     )
 
 
-def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> Iterator[tuple[str, list[str]]]:
+def better_statistics(
+    model: nn.Module, images: Images, right: list[bool]
+) -> Iterator[tuple[str, list[str]]]:
     """Yield pixel statistics in common use that are right on significantly more of the images (a sign test), each better
     than those before: a sentence about them, and the options that give them.
 
@@ -132,7 +144,9 @@ def better_statistics(model: nn.Module, images: Images, right: list[bool]) -> It
     best = sum(right)
     for name, statistics in _STATISTICS.items():
         try:
-            normalize.mean, normalize.std = (mean.new_tensor(values).view(-1, 1, 1) for values in statistics)
+            normalize.mean, normalize.std = (
+                mean.new_tensor(values).view(-1, 1, 1) for values in statistics
+            )
             found = right_of(model, images.select(range(len(right))))
         finally:
             normalize.mean, normalize.std = mean, std

@@ -18,7 +18,9 @@ from certcli.evaluation.threat import Kind, Patch, Threat
 from certcli.system.errors import Refused
 
 MOST_RADII = 256
-_TOKEN = Meta(pattern=r"\A[a-z0-9][A-Za-z0-9_.:=,#+\-]*(, [a-z0-9][A-Za-z0-9_.:=,#+\-]*)*\Z", max_length=256)
+_TOKEN = Meta(
+    pattern=r"\A[a-z0-9][A-Za-z0-9_.:=,#+\-]*(, [a-z0-9][A-Za-z0-9_.:=,#+\-]*)*\Z", max_length=256
+)
 
 ImageCount = Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
 Tried = Annotated[int, Meta(ge=0, le=MOST_IMAGES)]
@@ -149,12 +151,20 @@ class CertifyResult(_Closed):
     def norm(self) -> Kind:
         """Of what it is certified against."""
         options = self.options
-        return options.norm if isinstance(options, LocalOptions) else "patch" if self.method == "patch" else "l2"
+        return (
+            options.norm
+            if isinstance(options, LocalOptions)
+            else "patch"
+            if self.method == "patch"
+            else "l2"
+        )
 
     @property
     def shares(self) -> list[tuple[Threat, float]]:
         """Threats, ascending, with the share certified against each; Refused for a key that spells no threat."""
-        return sorted((Threat.from_key(key, self.norm), share) for key, share in self.certified.items())
+        return sorted(
+            (Threat.from_key(key, self.norm), share) for key, share in self.certified.items()
+        )
 
 
 class AttackParameters(_Closed):
@@ -190,12 +200,19 @@ class AttackPart(_Closed):
     patch: PatchKey | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        if (self.norm == "patch", self.norm == "patch") != (self.epsilon is UNSET, self.patch is not UNSET):
+        if (self.norm == "patch", self.norm == "patch") != (
+            self.epsilon is UNSET,
+            self.patch is not UNSET,
+        ):
             raise ValueError("a radius is stated of balls, and a patch of patches")
 
     @property
     def threat(self) -> Threat:
-        return Threat("patch", Patch.from_key(self.patch)) if self.patch else Threat(self.norm, self.epsilon or 0.0)
+        return (
+            Threat("patch", Patch.from_key(self.patch))
+            if self.patch
+            else Threat(self.norm, self.epsilon or 0.0)
+        )
 
 
 class AttackFlag(_Closed):
@@ -296,7 +313,9 @@ def decode_evidence(entry: Evidence) -> Decoded:
     if entry.command not in COMMANDS:
         raise Refused("no command of certvit writes such evidence")
     parameters, result = COMMANDS[entry.command]
-    found = Decoded(entry.command, convert(entry.parameters, parameters), convert(entry.result, result))
+    found = Decoded(
+        entry.command, convert(entry.parameters, parameters), convert(entry.result, result)
+    )
     for wrong in _contradictions(found):
         raise Refused(wrong)
     return found
@@ -338,7 +357,9 @@ def as_json(entry: Evidence, network: str) -> Json:
         "understood": True,
         "parameters": msgspec.to_builtins(found.parameters),
         "result": msgspec.to_builtins(found.result),
-        "authors_word": list(AUTHORS_WORD[entry.command] if entry.digest == network else ("parameters", "result")),
+        "authors_word": list(
+            AUTHORS_WORD[entry.command] if entry.digest == network else ("parameters", "result")
+        ),
     }
 
 
@@ -383,7 +404,11 @@ def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> 
         promise, failure = f"probability {confidence(options.alpha)}", options.alpha
     if (result.promise, result.failure) != (promise, failure):
         yield f"the promise of {result.method} with these parameters is another"
-    if (about.dataset, about.split, about.method) != (result.dataset.name, result.dataset.split, result.method):
+    if (about.dataset, about.split, about.method) != (
+        result.dataset.name,
+        result.dataset.split,
+        result.method,
+    ):
         yield "parameters and result are not about the same images and method"
     if images != result.dataset.images or (about.limit is not None and images > about.limit):
         yield "the numbers of images differ"

@@ -79,16 +79,23 @@ class Fidelity:
             "agreement_interval": list(share_interval(self.same, self.images)),
             "agreement_at_least": self.agreement_at_least,
         }
-        for name, right in (("accuracy_before", self.right_before), ("accuracy_after", self.right_after)):
+        for name, right in (
+            ("accuracy_before", self.right_before),
+            ("accuracy_after", self.right_after),
+        ):
             found[name] = None if right is None else right / self.images
-            found[f"{name}_interval"] = None if right is None else list(share_interval(right, self.images))
+            found[f"{name}_interval"] = (
+                None if right is None else list(share_interval(right, self.images))
+            )
         return found
 
 
 class ReferenceLogits:
     """The logits of the original network on some images, for comparison with changed networks."""
 
-    def __init__(self, model: nn.Module, images: Images, labels: Tensor | None = None, batch_size: int = 50) -> None:
+    def __init__(
+        self, model: nn.Module, images: Images, labels: Tensor | None = None, batch_size: int = 50
+    ) -> None:
         """Compute the logits. labels: (images,), see `known_labels`."""
         self.images, self.labels, self.batch_size = images, labels, batch_size
         self._pixels: list[Tensor] = []
@@ -153,14 +160,18 @@ class ReferenceLogits:
         count, changed = len(reach), int((reach < 1).sum())
         rank = max(1, min(count // 5, MOST_RANKED), changed)
         by_margins = upper_confidence(rank - 1, count, DOUBT) / max(float(reach[rank - 1]), 1e-12)
-        return min(1.0, max(by_margins, upper_confidence(changed - 1, count, 0.5) if changed else 0.0))
+        return min(
+            1.0, max(by_margins, upper_confidence(changed - 1, count, 0.5) if changed else 0.0)
+        )
 
     def doubts(self, record: Record) -> list[str]:
         """Return sentences for the user on why these images may say little about the network."""
         found = []
         count, classes = self.before.shape
         if count < FEW:
-            found.append(f"only {count} images judge the result, which says little: a larger --limit")
+            found.append(
+                f"only {count} images judge the result, which says little: a larger --limit"
+            )
         found += [doubt for doubt in image_doubts(self.images, record.input.size[0]) if count > 1]
         choices = len(self.before.argmax(1).unique())
         if choices == 1 and count > 1:
@@ -218,7 +229,10 @@ def worth_of_judges(images: int) -> float:
 def check_keep(keep: float) -> None:
     """Raise UsageError unless 0 < keep <= 1."""
     if not 0 < keep <= 1:
-        raise UsageError(f"--keep must lie between 0 and 1, not {keep:g}", "--keep 0.95 keeps 95 of 100 first choices")
+        raise UsageError(
+            f"--keep must lie between 0 and 1, not {keep:g}",
+            "--keep 0.95 keeps 95 of 100 first choices",
+        )
 
 
 def known_labels(images: Images, record: Record) -> tuple[Tensor | None, str]:

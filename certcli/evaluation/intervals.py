@@ -44,7 +44,9 @@ def share_interval(successes: int, trials: int, alpha: float = 0.05) -> Interval
 
     About the sampling of images, not about attacks that were not tried. Source: Clopper & Pearson 1934, Biometrika 26.
     """
-    return lower_confidence(successes, trials, alpha / 2), upper_confidence(successes, trials, alpha / 2)
+    return lower_confidence(successes, trials, alpha / 2), upper_confidence(
+        successes, trials, alpha / 2
+    )
 
 
 def interval_of_few(hits: int, images: int) -> str:

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from certcli.checkpoint.schema import MOST_CLASSES, Dataset, Digest, Json, Name, Text, decode, require_bounded
+from certcli.checkpoint.schema import (
+    MOST_CLASSES,
+    Dataset,
+    Digest,
+    Json,
+    Name,
+    Text,
+    decode,
+    require_bounded,
+)
 from certcli.evaluation.intervals import MOST_DRAWS
 from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Kind
@@ -119,7 +128,9 @@ class PatchCertificateFields(_Record):
     failure: Annotated[float, Meta(ge=0, le=0)]
     proven: Annotated[list[PatchKey], Meta(max_length=32)]
     seconds: Length = 0.0
-    votes: Annotated[list[Annotated[int, Meta(ge=-1, lt=MOST_CLASSES)]], Meta(max_length=65_536)] = []
+    votes: Annotated[
+        list[Annotated[int, Meta(ge=-1, lt=MOST_CLASSES)]], Meta(max_length=65_536)
+    ] = []
     counts: Annotated[dict[str, Index], Meta(max_length=65_536)] = {}
 
     def __post_init__(self) -> None:
@@ -142,7 +153,11 @@ class PatchAttackedFields(_Record):
     def __post_init__(self) -> None:
         right, broken = self.prediction == self.label, self.corner is not None
         changed = self.adversarial_prediction != self.prediction
-        if broken is not changed or (broken and not right) or set(self.robust.values()) != {right and not broken}:
+        if (
+            broken is not changed
+            or (broken and not right)
+            or set(self.robust.values()) != {right and not broken}
+        ):
             raise ValueError("prediction, robust and corner contradict each other")
 
 
@@ -169,7 +184,9 @@ class PatchOptions(_Fields):
 
     def __post_init__(self) -> None:
         given = tuple(part is not UNSET for part in (self.masks, self.bands, self.band_width))
-        if given != ((True, False, False) if self.procedure == "double-masking" else (False, True, True)):
+        if given != (
+            (True, False, False) if self.procedure == "double-masking" else (False, True, True)
+        ):
             raise ValueError(f"these are not the parameters of {self.procedure}")
 
 
@@ -188,9 +205,15 @@ def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
             if header is None:
                 header = decode(line, HeaderFields)
             else:
-                rows.append(msgspec.to_builtins(decode(line, RECORDS[header.command, header.norm == "patch"])))
+                rows.append(
+                    msgspec.to_builtins(
+                        decode(line, RECORDS[header.command, header.norm == "patch"])
+                    )
+                )
         except (Refused, UnicodeError) as failure:
-            raise DataError(f"line {len(ends) + 1} of {path} is not {kind} ({failure})", HINT) from failure
+            raise DataError(
+                f"line {len(ends) + 1} of {path} is not {kind} ({failure})", HINT
+            ) from failure
         ends.append(end + 1)
         start = end + 1
     if header is None:

@@ -50,7 +50,10 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as they come back from a file."""
-        found = {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        found = {
+            "schema": SCHEMA,
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+        }
         plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, allow_nan=False))
         return plain
 
@@ -69,14 +72,22 @@ class Run:
 
 def describe(images: Images) -> dict[str, Any]:
     """Which images: the dataset's name, the split, how many, and the digest of their contents."""
-    return {"name": images.name, "split": images.split, "images": len(images), "digest": images.digest}
+    return {
+        "name": images.name,
+        "split": images.split,
+        "images": len(images),
+        "digest": images.digest,
+    }
 
 
 def digested(images: Images, team: Team) -> Images:
     """The same images, their digests found by all processes, each for a part: reading a folder of photographs takes long."""
     if not team.several:
         return images
-    parts = [range(start, min(start + DIGESTED, len(images))) for start in range(0, len(images), DIGESTED)]
+    parts = [
+        range(start, min(start + DIGESTED, len(images)))
+        for start in range(0, len(images), DIGESTED)
+    ]
     found = [row for _, rows in team.deal(parts, images.digests_at) for row in rows]
     return images.with_digests(team.agree(lambda: found))
 
@@ -136,16 +147,23 @@ class RecordFile:
         self._streamed = False
         if path is None:
             if resume:
-                raise UsageError("--resume continues a file of records, and none is named", "--records FILE.jsonl")
+                raise UsageError(
+                    "--resume continues a file of records, and none is named",
+                    "--records FILE.jsonl",
+                )
             return
         self._streamed = is_stream(path)
         if self._streamed and resume:
-            raise UsageError(f"--resume reads {path} again, and it is no file", "--records FILE.jsonl")
+            raise UsageError(
+                f"--resume reads {path} again, and it is no file", "--records FILE.jsonl"
+            )
         require_absent(path, force or resume, "--records")
         try:
             self._handle = handle = open_stream(path) if self._streamed else open_alone(path)
         except OSError as failure:
-            raise OutputError(f"cannot write {path}: {failure.strerror}", "choose another --records") from failure
+            raise OutputError(
+                f"cannot write {path}: {failure.strerror}", "choose another --records"
+            ) from failure
         try:
             if resume:
                 self._read(path, handle.read())
@@ -218,7 +236,10 @@ class RecordFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._handle is not None:
             self._handle.close()
@@ -230,7 +251,8 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
         data = path.read_bytes()
     except OSError as failure:
         raise DataError(
-            f"cannot read {path}: {failure.strerror}", f"certvit {command} ... --records FILE writes it"
+            f"cannot read {path}: {failure.strerror}",
+            f"certvit {command} ... --records FILE writes it",
         ) from failure
     header, rows, _ = parse(data, path)
     run = Run.from_json(header)
@@ -240,7 +262,11 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
 
 
 def require_same_images(
-    rows: Iterable[Mapping[str, Any]], images: Images, where: Path | str, *, all_of_them: bool = False
+    rows: Iterable[Mapping[str, Any]],
+    images: Images,
+    where: Path | str,
+    *,
+    all_of_them: bool = False,
 ) -> None:
     """DataError when a record speaks of other pixels, another label or another file than the image with its index.
 
@@ -285,7 +311,9 @@ def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
 def require_share(share: float, option: str) -> float:
     """A gate is a share of the images: UsageError for 90, nan and the like, which would never or always hold."""
     if not 0 <= share <= 1:
-        raise UsageError(f"{option} {share:g} is no share", f"{option} 0.9 demands 90 % of the images")
+        raise UsageError(
+            f"{option} {share:g} is no share", f"{option} 0.9 demands 90 % of the images"
+        )
     return share
 
 
@@ -294,5 +322,9 @@ def require_radii(radii: Iterable[float]) -> tuple[float, ...]:
     chosen = tuple(sorted(set(radii)))
     wrong = next((radius for radius in chosen if not (radius >= 0 and math.isfinite(radius))), None)
     if wrong is not None or not chosen:
-        raise UsageError("no radius was given" if wrong is None else f"radius {wrong:g} is not a finite number >= 0")
+        raise UsageError(
+            "no radius was given"
+            if wrong is None
+            else f"radius {wrong:g} is not a finite number >= 0"
+        )
     return chosen

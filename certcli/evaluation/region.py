@@ -43,7 +43,9 @@ class Region:
     @staticmethod
     def within(patch: Patch, corners: Sequence[tuple[int, int]], images: Tensor) -> "Region":
         """Any pixels within one such patch of each image, at these corners (top, left): a ball of radius 1 in linf there."""
-        where = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device)
+        where = torch.zeros(
+            len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device
+        )
         for row, (top, left) in enumerate(corners):
             where[row, :, top : top + patch.height, left : left + patch.width] = True
         return Region("linf", 1.0, where=where)
@@ -56,13 +58,17 @@ class Region:
 
     def of(self, rows: Tensor) -> "Region":
         """The region to the images of a batch at these positions (or under this mask)."""
-        own, where = (None if part is None else part[rows.to(part.device)] for part in (self.own, self.where))
+        own, where = (
+            None if part is None else part[rows.to(part.device)] for part in (self.own, self.where)
+        )
         return replace(self, own=own, where=where)
 
     def radii(self, images: Tensor) -> Tensor:
         """(b,) float64, on the images' device."""
         if self.own is None:
-            return torch.full((len(images),), self.radius, dtype=torch.float64, device=images.device)
+            return torch.full(
+                (len(images),), self.radius, dtype=torch.float64, device=images.device
+            )
         return self.own.to(images.device)
 
     def __post_init__(self) -> None:
@@ -97,15 +103,21 @@ class Region:
         """A point drawn uniformly from the ball, clipped to the box: (b, c, h, w) -> (b, c, h, w)."""
         return self._drawn(images, generator, lambda share, pixels: share ** (1 / pixels))
 
-    def _drawn(self, images: Tensor, generator: torch.Generator, length: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def _drawn(
+        self, images: Tensor, generator: torch.Generator, length: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
         """length: in l2, of the step, as a share of the radius, from uniform numbers and the number of pixels."""
         shape, device = images.shape, images.device
         if self.norm == "linf":
-            delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * per_image(self.radii(images), images)
+            delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * per_image(
+                self.radii(images), images
+            )
         else:
             delta = torch.randn(shape, generator=generator).to(device)
             share = length(torch.rand(shape[0], generator=generator).to(device), delta[0].numel())
-            delta = delta * per_image(share * self.radii(images) / image_norms(delta, "l2").clamp_min(1e-30), delta)
+            delta = delta * per_image(
+                share * self.radii(images) / image_norms(delta, "l2").clamp_min(1e-30), delta
+            )
         return self.project(images + delta.to(images.dtype), images)
 
     def steepest(self, gradient: Tensor) -> Tensor:
@@ -119,7 +131,9 @@ class Region:
 
         The difference is taken in float64, where it is exact for float32 pixels.
         """
-        inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radii(images)
+        inside = image_norms(adversarial.double() - images.double(), self.norm) <= self.radii(
+            images
+        )
         boxed = ((adversarial >= 0) & (adversarial <= 1)).flatten(1).all(dim=1)
         if self.where is not None:
             inside = inside & ((adversarial == images) | self.where).flatten(1).all(dim=1)

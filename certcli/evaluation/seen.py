@@ -100,7 +100,12 @@ def seen_by(record: Record) -> list[Seen]:
             listed = listed_in(kept.digests)
         except (Refused, ValueError):
             name, count = step.parameters.get("dataset"), step.parameters.get("images")
-            if step.command == "finetune" and isinstance(name, str) and type(count) is int and 0 < count < 2**53:
+            if (
+                step.command == "finetune"
+                and isinstance(name, str)
+                and type(count) is int
+                and 0 < count < 2**53
+            ):
                 found.append(Seen(step.command, name, "train", count))
             continue
         found.append(Seen(step.command, kept.dataset, kept.split, kept.images, listed))
@@ -117,7 +122,9 @@ def shares(seen: Sequence[Seen], images: Images) -> list[SeenShare]:
         stands_for: dict[str, float] = {}
         for step in sorted(steps, key=lambda step: step.sampled):
             stands_for |= dict.fromkeys(step.listed, 1 / step.sampled)
-        weights = [stands_for.get(digest[: 2 * BYTES], 0.0) for digest in images.pixel_digests.values()]
+        weights = [
+            stands_for.get(digest[: 2 * BYTES], 0.0) for digest in images.pixel_digests.values()
+        ]
         count = min(len(images), round(sum(weights)))
         if count:
             exactly = all(step.sampled == 1 for step in steps)
@@ -127,7 +134,11 @@ def shares(seen: Sequence[Seen], images: Images) -> list[SeenShare]:
 
 def unlisted(seen: Sequence[Seen], images: Images) -> Seen | None:
     """A step that trained on this dataset, by name, may have had these images, and does not list all that it had."""
-    possible = (step for step in seen if step.kind == TRAINED and step.dataset == images.name and step.sampled < 1)
+    possible = (
+        step
+        for step in seen
+        if step.kind == TRAINED and step.dataset == images.name and step.sampled < 1
+    )
     return next(possible, None) if images.split in ("train", "all") else None
 
 
@@ -152,4 +163,6 @@ def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:
             f"the network was trained on {old.images:,} images of {old.dataset}; its file does not say which: some of these "
             "may be among them"
         )
-    return {share.kind: {"images": share.images, "exact": share.exactly} for share in found}, sentences
+    return {
+        share.kind: {"images": share.images, "exact": share.exactly} for share in found
+    }, sentences

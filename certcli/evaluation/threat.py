@@ -41,14 +41,18 @@ class Patch:
 
     def __post_init__(self) -> None:
         if min(self.height, self.width, self.count) < 1:
-            raise UsageError(f"a patch of {self.width} x {self.height} pixels, {self.count} times, is none")
+            raise UsageError(
+                f"a patch of {self.width} x {self.height} pixels, {self.count} times, is none"
+            )
 
     def __str__(self) -> str:
         return f"{self.count}:" * (self.count > 1) + f"{self.width}x{self.height}"
 
     def within(self, other: Patch) -> bool:
         """Return whether `other` allows all that this patch allows."""
-        return self.height <= other.height and self.width <= other.width and self.count <= other.count
+        return (
+            self.height <= other.height and self.width <= other.width and self.count <= other.count
+        )
 
     @staticmethod
     def read(text: str, image: tuple[int, int]) -> Patch:
@@ -61,10 +65,14 @@ class Patch:
             UsageError: the text is no patch, or its patch does not fit into the image.
         """
         found = re.fullmatch(
-            r"(?:([0-9]{1,3}):)?(?:([0-9]{1,6})(?:x([0-9]{1,6}))?|([0-9]{1,3}(?:\.[0-9]{1,6})?)%)", text.strip()
+            r"(?:([0-9]{1,3}):)?(?:([0-9]{1,6})(?:x([0-9]{1,6}))?|([0-9]{1,3}(?:\.[0-9]{1,6})?)%)",
+            text.strip(),
         )
         if found is None:
-            raise UsageError(f"--patch '{text}' is no patch", "--patch 32, 16x64 (width x height), 2%, or 2:32 for two")
+            raise UsageError(
+                f"--patch '{text}' is no patch",
+                "--patch 32, 16x64 (width x height), 2%, or 2:32 for two",
+            )
         count, width, height, share = found.groups()
         if share is not None:
             width = str(math.ceil(math.sqrt(float(share) / 100 * image[0] * image[1])))
@@ -101,7 +109,9 @@ class Threat:
     size: float | Patch
 
     def __post_init__(self) -> None:
-        if self.norm not in get_args(Kind) or (self.norm == "patch") is not isinstance(self.size, Patch):
+        if self.norm not in get_args(Kind) or (self.norm == "patch") is not isinstance(
+            self.size, Patch
+        ):
             raise TypeError(f"no threat: {self.norm} of {self.size!r}")
         if not isinstance(self.size, Patch) and not 0 <= self.size < math.inf:
             raise UsageError(f"radius {self.size} is not a finite number >= 0")
@@ -114,7 +124,11 @@ class Threat:
     @staticmethod
     def of(size: float | Patch | Threat, norm: Norm = "l2") -> Threat:
         """Make a threat of a radius in `norm`, or of a patch."""
-        return size if isinstance(size, Threat) else Threat("patch" if isinstance(size, Patch) else norm, size)
+        return (
+            size
+            if isinstance(size, Threat)
+            else Threat("patch" if isinstance(size, Patch) else norm, size)
+        )
 
     @staticmethod
     def read(text: str, norm: Kind, image: tuple[int, int] = ANY_IMAGE) -> Threat:
@@ -125,7 +139,9 @@ class Threat:
         try:
             return Threat(norm, parse_radius(text))
         except ValueError as failure:
-            raise UsageError(str(failure), "a radius in pixel units, such as 0.5 or 8/255") from failure
+            raise UsageError(
+                str(failure), "a radius in pixel units, such as 0.5 or 8/255"
+            ) from failure
 
     @staticmethod
     def from_key(key: str, norm: Kind) -> Threat:
@@ -175,5 +191,7 @@ def one_norm(threats: Iterable[Threat]) -> Kind:
     """Return the norm that all threats share; TypeError where they have several, since their shares cannot be compared."""
     norms = sorted({threat.norm for threat in threats})
     if len(norms) != 1:
-        raise TypeError(f"shares at threats in {' and '.join(norms) or 'no norm'} cannot be compared")
+        raise TypeError(
+            f"shares at threats in {' and '.join(norms) or 'no norm'} cannot be compared"
+        )
     return norms[0]

@@ -37,9 +37,13 @@ class Adversary:
         reach = FGSM_STEP if settings.adversarial == "fgsm" else PGD_REACH
         given = settings.attack_step_size
         self.step_size = reach * self.region.radius / self.steps if given is None else given
-        self.attentions = [module for path, module in model.net.named_modules() if path.split(".")[-1] == "attn"]
+        self.attentions = [
+            module for path, module in model.net.named_modules() if path.split(".")[-1] == "attn"
+        ]
         if settings.ard > 0 and not self.attentions:
-            raise UsageError("--ard drops the gradients of attention, and the network has none named 'attn'")
+            raise UsageError(
+                "--ard drops the gradients of attention, and the network has none named 'attn'"
+            )
         self.patch = (1, 1)
         if settings.prm > 0:
             size = getattr(getattr(model.net, "patch_embed", None), "patch_size", None)
@@ -53,7 +57,11 @@ class Adversary:
         return 1.0 if decay == 0 else max(0.0, 1 - share / decay)
 
     def attack(
-        self, forward: Callable[[Tensor], Tensor], images: Tensor, loss: Callable[[Tensor], Tensor], share: float
+        self,
+        forward: Callable[[Tensor], Tensor],
+        images: Tensor,
+        loss: Callable[[Tensor], Tensor],
+        share: float,
     ) -> Tensor:
         """Climb loss(forward(x')) by steepest ascent, projected after every step: (b, c, h, w) -> (b, c, h, w).
 
@@ -74,7 +82,9 @@ class Adversary:
                 moved = self._masked(moved, images, left).detach().requires_grad_(True)
                 with self._attention_dropped(left), torch.enable_grad():
                     (gradient,) = torch.autograd.grad(loss(forward(moved)), moved)
-                moved = self.region.project(moved.detach() + self.step_size * self.region.steepest(gradient), images)
+                moved = self.region.project(
+                    moved.detach() + self.step_size * self.region.steepest(gradient), images
+                )
         finally:
             self.model.train(was_training)
         return moved
@@ -86,8 +96,13 @@ class Adversary:
             return moved
         b, _, h, w = images.shape
         rows, columns = -(-h // self.patch[0]), -(-w // self.patch[1])
-        perturbed = torch.rand(b, 1, rows, columns, generator=self.generator).to(images.device) >= probability
-        perturbed = perturbed.repeat_interleave(self.patch[0], 2).repeat_interleave(self.patch[1], 3)[:, :, :h, :w]
+        perturbed = (
+            torch.rand(b, 1, rows, columns, generator=self.generator).to(images.device)
+            >= probability
+        )
+        perturbed = perturbed.repeat_interleave(self.patch[0], 2).repeat_interleave(
+            self.patch[1], 3
+        )[:, :, :h, :w]
         return torch.where(perturbed, moved, images)
 
     def _attention_dropped(self, left: float) -> ExitStack:
@@ -97,5 +112,7 @@ class Adversary:
             drawn = torch.rand(len(self.attentions), generator=self.generator) < probability
             for attention, dropped in zip(self.attentions, drawn.tolist(), strict=True):
                 if dropped:
-                    hooks.enter_context(attention.register_forward_hook(lambda module, args, out: out.detach()))
+                    hooks.enter_context(
+                        attention.register_forward_hook(lambda module, args, out: out.detach())
+                    )
         return hooks

@@ -76,7 +76,9 @@ def warp(images: Tensor, generator: Generator) -> Tensor:
     bends = interpolate(bends, size=(h, w), mode="bilinear", align_corners=True).permute(0, 2, 3, 1)
     grid = (affine_grid(maps, [n, 1, h, w], align_corners=False) + bends).to(images)
     chosen = chosen.to(images.device)
-    warped = grid_sample(images[chosen], grid, mode="bicubic", padding_mode="border", align_corners=False)
+    warped = grid_sample(
+        images[chosen], grid, mode="bicubic", padding_mode="border", align_corners=False
+    )
     return images.index_copy(0, chosen, warped.clamp(0, 1))
 
 
@@ -90,9 +92,15 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
     """
     b, _, h, w = images.shape
     if side > min(h, w):
-        raise UsageError(f"cutout squares of {side} pixels do not fit into images of {w} x {h}", "smaller ones")
-    tops = torch.randint(0, h - side + 1, (squares, b, 1, 1, 1), generator=generator).to(images.device)
-    lefts = torch.randint(0, w - side + 1, (squares, b, 1, 1, 1), generator=generator).to(images.device)
+        raise UsageError(
+            f"cutout squares of {side} pixels do not fit into images of {w} x {h}", "smaller ones"
+        )
+    tops = torch.randint(0, h - side + 1, (squares, b, 1, 1, 1), generator=generator).to(
+        images.device
+    )
+    lefts = torch.randint(0, w - side + 1, (squares, b, 1, 1, 1), generator=generator).to(
+        images.device
+    )
     rows = torch.arange(h, device=images.device).view(1, 1, 1, h, 1)
     columns = torch.arange(w, device=images.device).view(1, 1, 1, 1, w)
     inside = (rows >= tops) & (rows < tops + side) & (columns >= lefts) & (columns < lefts + side)
@@ -115,7 +123,9 @@ def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Gen
     return images
 
 
-def mix(images: Tensor, labels: Tensor, settings: FinetuneSettings, generator: Generator) -> tuple[Tensor, Mix | None]:
+def mix(
+    images: Tensor, labels: Tensor, settings: FinetuneSettings, generator: Generator
+) -> tuple[Tensor, Mix | None]:
     """Mix the batch with itself in reverse order, by Mixup or CutMix (either with probability 1/2 when both are on).
 
     Mixup is x <- lam x + (1 - lam) x' with lam ~ Beta(a, a) (Zhang et al. 2018). CutMix replaces a box of x of area

@@ -68,7 +68,10 @@ def evaluate(
         logits = model(pixels).double().cpu()
         right, robust = int((logits.argmax(1) == labels).sum()), 0
         if gains is not None:
-            own, needed = logits.gather(1, labels.unsqueeze(1)), gains(pixels, labels.to(device)).double().cpu()
+            own, needed = (
+                logits.gather(1, labels.unsqueeze(1)),
+                gains(pixels, labels.to(device)).double().cpu(),
+            )
             slack = (own - logits - needed).scatter(1, labels.unsqueeze(1), math.inf)
             robust = int((slack.amin(1) > 0).sum())
         return right, robust
@@ -77,12 +80,16 @@ def evaluate(
     if in_step:
         mine = []
         for turn in range(team.rank, len(starts) + team.rank, team.size):
-            row = judge(starts[min(turn, len(starts) - 1)])  # a process without a batch left repeats the last one
+            row = judge(
+                starts[min(turn, len(starts) - 1)]
+            )  # a process without a batch left repeats the last one
             if turn < len(starts):
                 mine.append(row)
         found = [row for rows in team.everyone(mine) for row in rows]
     else:
         found = [row for _, row in team.deal(starts, judge)]
     norm = None if pairs is None else float(pairs.max())
-    right, robust, norm = team.agree(lambda: [*(sum(column) for column in zip(*found, strict=True)), norm])
+    right, robust, norm = team.agree(
+        lambda: [*(sum(column) for column in zip(*found, strict=True)), norm]
+    )
     return Quality(right / len(images), None if gains is None else robust / len(images), norm)

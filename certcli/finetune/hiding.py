@@ -26,7 +26,11 @@ class Hiding:
     def __init__(self, model: PixelModel, names: tuple[str, ...], generator: Generator) -> None:
         self.part, self.generator = seen_part(model, AUTO, fine=False), generator
         grid = self.part.grid
-        self.bands = [band_views(grid, "columns", int(found[1])) for found in map(BANDS.fullmatch, names) if found]
+        self.bands = [
+            band_views(grid, "columns", int(found[1]))
+            for found in map(BANDS.fullmatch, names)
+            if found
+        ]
         self.squares = [
             (found[1] == "greedy", int(found[2]), square_views(grid, int(found[3])))
             for found in map(SQUARES.fullmatch, names)
@@ -59,7 +63,9 @@ class Hiding:
         return found
 
     def _random(self, views: Tensor, images: Tensor) -> Tensor:
-        return views[torch.randint(len(views), (len(images),), generator=self.generator)].to(images.device)
+        return views[torch.randint(len(views), (len(images),), generator=self.generator)].to(
+            images.device
+        )
 
     def logits(self, images: Tensor, views: Tensor) -> Tensor:
         """Return the logits of each image behind its view (b, k), with gradients."""

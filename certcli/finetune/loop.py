@@ -81,8 +81,13 @@ def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> s
 
     It covers all labels, and the pixels of CONTENT images of each set: reading all of a large set would take an epoch.
     """
-    content = [[images.name, tensors_digest({"": images.labels}), images.limit(CONTENT).digest] for images in sets]
-    text = json.dumps([parent_digest, settings.parameters(), settings.seed, content], sort_keys=True, default=str)
+    content = [
+        [images.name, tensors_digest({"": images.labels}), images.limit(CONTENT).digest]
+        for images in sets
+    ]
+    text = json.dumps(
+        [parent_digest, settings.parameters(), settings.seed, content], sort_keys=True, default=str
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -138,11 +143,17 @@ class Trainer:
         self.optimisers = make_optimisers(moved, self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
-        self.chain = ChainBound(model, lambda: self.arithmetic, drop=drop) if settings.loss in NEEDS_CHAIN else None
+        self.chain = (
+            ChainBound(model, lambda: self.arithmetic, drop=drop)
+            if settings.loss in NEEDS_CHAIN
+            else None
+        )
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
         self.objective = Objective(model, settings, draws, teacher, self.chain)
-        self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team, self.shares)
+        self.descent = Descent(
+            model, settings, self.objective, self.optimisers, self.pairs, team, self.shares
+        )
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.best_net = self._net_state()
 
@@ -165,7 +176,10 @@ class Trainer:
         return -(-len(train) // (self.settings.batch_size * self.settings.accumulate))
 
     def run(
-        self, train: Images, validation: Images, watch: Callable[[int, float], None] = lambda step, loss: None
+        self,
+        train: Images,
+        validation: Images,
+        watch: Callable[[int, float], None] = lambda step, loss: None,
     ) -> Iterator[Epoch]:
         """Train to the end of the schedule, or until patience runs out.
 
@@ -187,7 +201,10 @@ class Trainer:
                 )
         validation = validation.limit(settings.validation_limit, settings.seed)
         patience = math.inf if settings.patience is None else settings.patience
-        while self.step < (total := self.total_steps(train)) and self.epoch - max(self.best_epoch, 0) < patience:
+        while (
+            self.step < (total := self.total_steps(train))
+            and self.epoch - max(self.best_epoch, 0) < patience
+        ):
             started, losses, seen, before = time.perf_counter(), 0.0, 0, self.step
             self.model.train()
             held = self.model.net.state_dict().values()
@@ -239,7 +256,9 @@ class Trainer:
 
     def _learn(self, train: Images, positions: Tensor, share: float) -> float:
         self.rates.set(share)
-        loss = self.descent.step(train, positions, share, f"step {self.step} (epoch {self.epoch + 1})", self.step)
+        loss = self.descent.step(
+            train, positions, share, f"step {self.step} (epoch {self.epoch + 1})", self.step
+        )
         if self.average is not None:
             self.average.update(self.model.net)
         self.step += 1
@@ -260,16 +279,32 @@ class Trainer:
 
     def _quality(self, images: Images) -> Quality:
         """Judge the weights by the estimate that the loss reads."""
-        chain, epsilon, batch = self.chain, self.settings.epsilon, max(self.settings.batch_size, 256)
-        gains = None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
+        chain, epsilon, batch = (
+            self.chain,
+            self.settings.epsilon,
+            max(self.settings.batch_size, 256),
+        )
+        gains = (
+            None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
+        )
         in_step = self.shares is not None
-        forward = self.objective.forward if in_step else self.model  # sharded weights are gathered in one precision
-        found = evaluate(forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step)
+        forward = (
+            self.objective.forward if in_step else self.model
+        )  # sharded weights are gathered in one precision
+        found = evaluate(
+            forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
+        )
         if in_step:
             shards.let_go(self.model.net)
         if self.objective.hiding is not None:
             behind = evaluate(
-                self.objective.hiding.validated, None, images, epsilon, batch, self.device, team=self.team
+                self.objective.hiding.validated,
+                None,
+                images,
+                epsilon,
+                batch,
+                self.device,
+                team=self.team,
             )
             found = replace(found, masked=behind.clean)
         return found
@@ -298,7 +333,9 @@ class Trainer:
         size = self.settings.batch_size * self.settings.accumulate
         parts = torch.randperm(len(train), generator=self.generator).split(size)
         self.model.train()
-        step_seconds = measure_steps(lambda: self._learn(train, parts[self.step % len(parts)], 0.0), budget)
+        step_seconds = measure_steps(
+            lambda: self._learn(train, parts[self.step % len(parts)], 0.0), budget
+        )
         self.model.eval()
         sample = validation.limit(256)
         self.evaluate(sample)
@@ -307,7 +344,9 @@ class Trainer:
         image_seconds = (time.perf_counter() - clock) / len(sample)
         self.restore(before)
         costs = replace(around, step=step_seconds, image=image_seconds)
-        made = affordable_steps(budget - (time.perf_counter() - started), costs, self.batches(train), len(validation))
+        made = affordable_steps(
+            budget - (time.perf_counter() - started), costs, self.batches(train), len(validation)
+        )
         limit = self.settings.validation_limit or made.validation_limit
         self.settings = replace(self.settings, steps=made.steps, validation_limit=limit)
 
@@ -317,7 +356,9 @@ class Trainer:
         self.settings = replace(self.settings, steps=steps)
 
     def _net_state(self) -> dict[str, Stored]:
-        return {name: shards.stored_copy(value) for name, value in self.model.net.state_dict().items()}
+        return {
+            name: shards.stored_copy(value) for name, value in self.model.net.state_dict().items()
+        }
 
     def state(self) -> TrainingState:
         """Return everything that the next epoch depends on."""
@@ -348,15 +389,24 @@ class Trainer:
         """Continue after `state`, bit for bit on a CPU. CheckpointError for the state of another network."""
         held = self.model.net.state_dict()
         try:
-            self.settings = replace(self.settings, steps=state.steps, validation_limit=state.validation_limit)
+            self.settings = replace(
+                self.settings, steps=state.steps, validation_limit=state.validation_limit
+            )
             self.epoch, self.step, self.changes = state.epoch, state.step, list(state.changes)
-            best = {name: shards.stored_as(value, state.best_net[name], self.team) for name, value in held.items()}
+            best = {
+                name: shards.stored_as(value, state.best_net[name], self.team)
+                for name, value in held.items()
+            }
             self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
             for name, value in held.items():
                 shards.put(value, state.net[name], self.team)
             for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
-                optimiser.load_state_dict(stored if self.shares is None else self.shares.own_of(stored))
-            self.arithmetic.vectors = {name: value.to(self.device) for name, value in state.vectors.items()}
+                optimiser.load_state_dict(
+                    stored if self.shares is None else self.shares.own_of(stored)
+                )
+            self.arithmetic.vectors = {
+                name: value.to(self.device) for name, value in state.vectors.items()
+            }
             self.generator.set_state(state.generator)
             self.descent.load(state.parts)
             if self.average is not None:

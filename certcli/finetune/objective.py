@@ -57,14 +57,23 @@ class Objective:
         teacher: Teacher | None,
         chain: ChainBound | None = None,
     ) -> None:
-        self.model, self.settings, self.generator, self.teacher = model, settings, generator, teacher
+        self.model, self.settings, self.generator, self.teacher = (
+            model,
+            settings,
+            generator,
+            teacher,
+        )
         self.chain = chain
         self.device = next(model.parameters()).device
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
-        self.adversary = None if settings.adversarial == "none" else Adversary(model, settings, generator)
+        self.adversary = (
+            None if settings.adversarial == "none" else Adversary(model, settings, generator)
+        )
         self.hiding = Hiding(model, settings.hiding, generator) if settings.hiding else None
         if settings.precision == "fp16" and self.device.type != "cuda":
-            raise UsageError(f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16")
+            raise UsageError(
+                f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16"
+            )
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
         """Fetch, augment, mix, mask and attack the images at these positions, at this share of the training.
@@ -80,7 +89,9 @@ class Objective:
         with self._precision():
             taught = None if self.teacher is None else self.teacher(images)
         if settings.noise > 0:
-            images = images + settings.noise * torch.randn(images.shape, generator=self.generator).to(images)
+            images = images + settings.noise * torch.randn(
+                images.shape, generator=self.generator
+            ).to(images)
         batch = Batch(images, labels, mixed, taught)
         if self.hiding is not None:
             batch = replace(batch, views=self._views(self.hiding, batch))
@@ -93,7 +104,9 @@ class Objective:
 
         def losses(views: Tensor) -> Tensor:
             logits = self.forward(batch.images, views)
-            return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="none"))
+            return self._mixed(
+                batch, lambda labels: cross_entropy(logits, labels, reduction="none")
+            )
 
         was_training = self.model.training
         self.model.eval()
@@ -109,7 +122,9 @@ class Objective:
             with torch.no_grad():
                 clean = forward(batch.images)
             self.model.train(was_training)
-            return adversary.attack(forward, batch.images, lambda logits: _divergence(logits, clean), share)
+            return adversary.attack(
+                forward, batch.images, lambda logits: _divergence(logits, clean), share
+            )
 
         def error(logits: Tensor) -> Tensor:
             return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="sum"))
@@ -122,7 +137,11 @@ class Objective:
         The network runs in the precision of the settings.
         """
         with self._precision() as narrow:
-            logits = self.model(images) if views is None or self.hiding is None else self.hiding.logits(images, views)
+            logits = (
+                self.model(images)
+                if views is None or self.hiding is None
+                else self.hiding.logits(images, views)
+            )
         return logits.float() if narrow else logits
 
     @contextmanager
@@ -131,7 +150,9 @@ class Objective:
         if self.settings.precision == "float32":
             yield False
             return
-        with torch.autocast(self.device.type, torch.bfloat16 if self.settings.precision == "bf16" else torch.float16):
+        with torch.autocast(
+            self.device.type, torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
+        ):
             yield True
 
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
@@ -152,33 +173,46 @@ class Objective:
         if self.chain is None:
             constants = pairs()
             loss = self._mixed(
-                batch, lambda labels: self.loss(logits, labels, constants, epsilon, settings.label_smoothing)
+                batch,
+                lambda labels: self.loss(
+                    logits, labels, constants, epsilon, settings.label_smoothing
+                ),
             )
         else:
             loss = self._through_chain(self.chain, batch, images, logits, epsilon)
         if beside and moved is not None:
-            loss = loss + settings.trades_beta / len(logits) * _divergence(self.forward(moved, batch.views), logits)
+            loss = loss + settings.trades_beta / len(logits) * _divergence(
+                self.forward(moved, batch.views), logits
+            )
         if batch.taught is not None:
             heat, weight = settings.distill_temperature, settings.distill_weight
             apart = _divergence(logits / heat, batch.taught / heat) / len(logits)
             loss = (1 - weight) * loss + weight * heat**2 * apart
         return loss
 
-    def _through_chain(self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float) -> Tensor:
+    def _through_chain(
+        self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
+    ) -> Tensor:
         """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises to its end, as in the papers' code."""
         slopes, smoothing = chain.slopes(images, epsilon), self.settings.label_smoothing
-        worst = self._mixed(batch, lambda labels: self.loss(logits, labels, slopes(labels), epsilon, smoothing))
+        worst = self._mixed(
+            batch, lambda labels: self.loss(logits, labels, slopes(labels), epsilon, smoothing)
+        )
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
         if share == 1:
             return worst
-        plain = self._mixed(batch, lambda labels: cross_entropy(logits, labels, label_smoothing=smoothing))
+        plain = self._mixed(
+            batch, lambda labels: cross_entropy(logits, labels, label_smoothing=smoothing)
+        )
         return share * worst + (1 - share) * plain
 
     @staticmethod
     def _mixed(batch: Batch, loss: Callable[[Tensor], Tensor]) -> Tensor:
         if batch.mix is None:
             return loss(batch.labels)
-        return batch.mix.weight * loss(batch.labels) + (1 - batch.mix.weight) * loss(batch.mix.partners)
+        return batch.mix.weight * loss(batch.labels) + (1 - batch.mix.weight) * loss(
+            batch.mix.partners
+        )
 
 
 def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
@@ -190,5 +224,7 @@ def checkpoint_activations(net: nn.Module) -> None:
     """Recompute activations in the backward pass, by timm's own switch. UsageError for a network without it."""
     switch = getattr(net, "set_grad_checkpointing", None)
     if switch is None:
-        raise UsageError(f"--checkpointing: {type(net).__name__} has no set_grad_checkpointing", "leave it out")
+        raise UsageError(
+            f"--checkpointing: {type(net).__name__} has no set_grad_checkpointing", "leave it out"
+        )
     switch(True)

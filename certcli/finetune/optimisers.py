@@ -22,7 +22,9 @@ def make_optimisers(
     held = set(map(id, orthogonal))
     free = [p for p in parameters if p.requires_grad and id(p) not in held]
     if settings.optimiser == "sgd":
-        return [torch.optim.SGD(free, lr=settings.lr, momentum=0.9, weight_decay=settings.weight_decay)]
+        return [
+            torch.optim.SGD(free, lr=settings.lr, momentum=0.9, weight_decay=settings.weight_decay)
+        ]
     if settings.optimiser == "adamw":
         return [torch.optim.AdamW(free, lr=settings.lr, weight_decay=settings.weight_decay)]
     # The free part (biases, residual weights, head) carries the network's scale: decay would fight the margin.

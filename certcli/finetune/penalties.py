@@ -55,7 +55,8 @@ class SpectralPenalty:
         maps = list(attention_maps(net))
         if not maps:
             raise ArchitectureError(
-                "there is no attention whose query, key and value maps could be penalised", "drop --msvp"
+                "there is no attention whose query, key and value maps could be penalised",
+                "drop --msvp",
             )
         factors: dict[tuple[int, int], list[float]] = {}
         for each in maps:
@@ -65,7 +66,9 @@ class SpectralPenalty:
             with torch.no_grad():
                 _, rows, columns = each.blocks(chosen).shape
             self._groups.setdefault((rows, columns), []).append((each, chosen))
-            factors.setdefault((rows, columns), []).extend(strength[kind] for kind in chosen for _ in range(each.heads))
+            factors.setdefault((rows, columns), []).extend(
+                strength[kind] for kind in chosen for _ in range(each.heads)
+            )
         self._factors = {shape: torch.tensor(values) for shape, values in factors.items()}
 
     def __call__(self) -> Tensor:
@@ -96,7 +99,9 @@ def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:
         qkv: Any = getattr(module, "qkv", None)
         out: Any = getattr(module, "proj", None)
         names: dict[str, tuple[str, ...]] = {}
-        if has("qkv", 3) and (not isinstance(out, nn.Linear) or 3 * out.in_features == qkv.out_features):
+        if has("qkv", 3) and (
+            not isinstance(out, nn.Linear) or 3 * out.in_features == qkv.out_features
+        ):
             names = {"qkv": KINDS}
         elif has("qk", 2) and has("v"):
             names = {"qk": ("q", "k"), "v": ("v",)}

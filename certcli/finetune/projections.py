@@ -43,12 +43,20 @@ class WeightProjection:
             elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
                 self._add_convolution(path, module)
         if not self._matrices and not self._convolutions:
-            raise ArchitectureError("there is no linear layer or convolution to project", "drop --project")
+            raise ArchitectureError(
+                "there is no linear layer or convolution to project", "drop --project"
+            )
 
     def _add_convolution(self, path: str, module: Any) -> None:
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            raise ArchitectureError(f"{path}: a convolution with this padding has no norm to project by")
-        if tuple(module.kernel_size) == tuple(module.stride) and not any(module.padding) and module.groups == 1:
+            raise ArchitectureError(
+                f"{path}: a convolution with this padding has no norm to project by"
+            )
+        if (
+            tuple(module.kernel_size) == tuple(module.stride)
+            and not any(module.padding)
+            and module.groups == 1
+        ):
             weight = module.weight
             self._matrices[(weight.shape[0], weight[0].numel())].append(weight)
             return
@@ -71,7 +79,9 @@ class WeightProjection:
         for path, size in self._sizes.items():
             module = self._convolutions[path]
             padding = tuple((p, p) for p in module.padding)
-            geometry = Geometry(tuple(module.stride), padding, tuple(module.dilation), module.groups, size)
+            geometry = Geometry(
+                tuple(module.stride), padding, tuple(module.dilation), module.groups, size
+            )
             norm = convolution_estimate(module.weight, geometry, self.vectors, path, iterations=1)
             module.weight.mul_(self._factors(norm).to(module.weight))
 

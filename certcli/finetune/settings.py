@@ -54,7 +54,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "prm": (0.0, 1.0),
     "mask_decay": (0.0, 1.0),
 }
-COUNTS = ("epochs", "steps", "batch_size", "accumulate", "patience", "attack_steps", "validation_limit")
+COUNTS = (
+    "epochs",
+    "steps",
+    "batch_size",
+    "accumulate",
+    "patience",
+    "attack_steps",
+    "validation_limit",
+)
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "steps": (),
@@ -96,7 +104,8 @@ def _three_weights(text: str) -> tuple[float, float, float]:
         query, key, value = weights * 3 if len(weights) == 1 else weights
     except ValueError as failure:
         raise UsageError(
-            f"--msvp '{text}' is neither one number nor three", "--msvp 1e-4 or --msvp 1e-4,1e-4,2e-4"
+            f"--msvp '{text}' is neither one number nor three",
+            "--msvp 1e-4 or --msvp 1e-4,1e-4,2e-4",
         ) from failure
     return query, key, value
 
@@ -118,20 +127,31 @@ class FinetuneSettings:
 
     panel: ClassVar[str] = "Objective"
     loss: Annotated[
-        str, Option("ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, local-lip.")
+        str,
+        Option(
+            "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, local-lip."
+        ),
     ] = "margin"
     epsilon: Annotated[
-        float, Option("Radius to certify, pixel l2: 0.5 or 36/255.", ("--epsilon", "-e"), "R", parse_radius)
+        float,
+        Option(
+            "Radius to certify, pixel l2: 0.5 or 36/255.", ("--epsilon", "-e"), "R", parse_radius
+        ),
     ] = 0.5
     ramp: Annotated[float, Option("Share of the steps in which epsilon rises to its value.")] = 0.3
     label_smoothing: Annotated[float, Option("Label smoothing of the cross entropy.")] = 0.0
 
-    epochs: Annotated[int, _length("Passes over the training images; the schedule ends with them.")] = 40
+    epochs: Annotated[
+        int, _length("Passes over the training images; the schedule ends with them.")
+    ] = 40
     steps: Annotated[int | None, _length("Optimiser steps in all, in place of --epochs.")] = None
     time_budget: Annotated[
-        str | None, _length("Train as long as fits, the final proof included: 90s, 10m, 1h.", metavar="TIME")
+        str | None,
+        _length("Train as long as fits, the final proof included: 90s, 10m, 1h.", metavar="TIME"),
     ] = None
-    patience: Annotated[int | None, _length("Stop after this many epochs that fall short of the best one.")] = None
+    patience: Annotated[
+        int | None, _length("Stop after this many epochs that fall short of the best one.")
+    ] = None
 
     optimiser: Annotated[
         str,
@@ -142,7 +162,9 @@ class FinetuneSettings:
     ] = None  # type: ignore[assignment]
     lr: Annotated[
         float,
-        _optimiser("Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001."),
+        _optimiser(
+            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001."
+        ),
     ] = None  # type: ignore[assignment]
     stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
     weight_decay: Annotated[float, _optimiser("Weight decay of adamw and sgd.")] = 0.05
@@ -150,21 +172,31 @@ class FinetuneSettings:
         str, _optimiser("cosine, or steps (a tenth after 7/8 of the run, a hundredth after 19/20).")
     ] = "cosine"
     warmup: Annotated[float, _optimiser("Share of the steps with a rising learning rate.")] = 0.02
-    clip_grad: Annotated[float | None, _optimiser("Largest length of the gradient, all parameters together.")] = None
-    accumulate: Annotated[int, _optimiser("Batches whose gradients make one step.", metavar="N")] = 1
+    clip_grad: Annotated[
+        float | None, _optimiser("Largest length of the gradient, all parameters together.")
+    ] = None
+    accumulate: Annotated[
+        int, _optimiser("Batches whose gradients make one step.", metavar="N")
+    ] = 1
     precision: Annotated[
         str, _optimiser("Precision of the network: float32, bf16 or fp16; the bound stays float32.")
     ] = "float32"
     checkpointing: Annotated[
         bool, _optimiser("Recompute activations instead of keeping them.", ("--checkpointing",))
     ] = False
-    sam: Annotated[float, _optimiser("Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")] = 0.0
-    adaptive_sam: Annotated[bool, _optimiser("Measure RHO relative to each weight's size.", ("--adaptive-sam",))] = (
-        False
-    )
-    ema: Annotated[float, _optimiser("Decay of a moving average of the weights; 0: none.", metavar="DECAY")] = 0.0
+    sam: Annotated[
+        float, _optimiser("Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")
+    ] = 0.0
+    adaptive_sam: Annotated[
+        bool, _optimiser("Measure RHO relative to each weight's size.", ("--adaptive-sam",))
+    ] = False
+    ema: Annotated[
+        float, _optimiser("Decay of a moving average of the weights; 0: none.", metavar="DECAY")
+    ] = 0.0
 
-    noise: Annotated[float, _augmentation("Standard deviation of Gaussian pixel noise on training images.")] = 0.0
+    noise: Annotated[
+        float, _augmentation("Standard deviation of Gaussian pixel noise on training images.")
+    ] = 0.0
     augment: Annotated[
         tuple[str, ...] | None,
         _augmentation(
@@ -186,39 +218,67 @@ class FinetuneSettings:
         ),
     ] = None
     project: Annotated[
-        str | None, _norms("After each step bring norms to the radius: ball (larger norms only) or spectral (all).")
+        str | None,
+        _norms(
+            "After each step bring norms to the radius: ball (larger norms only) or spectral (all)."
+        ),
     ] = None
     project_radius: Annotated[float, _norms("Largest spectral norm that --project leaves.")] = 1.0
 
     distill_weight: Annotated[float, _teacher("Share of the teacher in the loss.")] = 0.5
     distill_temperature: Annotated[float, _teacher("Temperature of both answers.")] = 2.0
 
-    adversarial: Annotated[str, _attack("none, fgsm, pgd or trades: train on images attacked on the fly.")] = "none"
+    adversarial: Annotated[
+        str, _attack("none, fgsm, pgd or trades: train on images attacked on the fly.")
+    ] = "none"
     attack_norm: Annotated[str, _attack("Norm of the training attack: linf or l2.")] = "linf"
     attack_epsilon: Annotated[
-        float, _attack("Radius of the attack. Default: 8/255 in linf, --epsilon in l2.", metavar="R", read=parse_radius)
+        float,
+        _attack(
+            "Radius of the attack. Default: 8/255 in linf, --epsilon in l2.",
+            metavar="R",
+            read=parse_radius,
+        ),
     ] = None  # type: ignore[assignment]
     attack_steps: Annotated[int, _attack("Steps of pgd and trades.")] = 10
     attack_step_size: Annotated[
         float | None,
-        _attack("Size of a step. Default: 2.5 radii over all steps, fgsm 1.25.", metavar="A", read=parse_radius),
+        _attack(
+            "Size of a step. Default: 2.5 radii over all steps, fgsm 1.25.",
+            metavar="A",
+            read=parse_radius,
+        ),
     ] = None
-    trades_beta: Annotated[float, _attack("Weight of the divergence in --adversarial trades.")] = 6.0
+    trades_beta: Annotated[float, _attack("Weight of the divergence in --adversarial trades.")] = (
+        6.0
+    )
     ard: Annotated[
-        float, _attack("At first, the attack misses the gradient of each attention with probability P.", metavar="P")
+        float,
+        _attack(
+            "At first, the attack misses the gradient of each attention with probability P.",
+            metavar="P",
+        ),
     ] = 0.0
     prm: Annotated[
-        float, _attack("At first, the attack loses its perturbation on a share P of the patches.", metavar="P")
+        float,
+        _attack(
+            "At first, the attack loses its perturbation on a share P of the patches.", metavar="P"
+        ),
     ] = 0.0
-    mask_decay: Annotated[float, _attack("Share of the steps in which --ard and --prm fall to 0; 0: they stay.")] = 0.25
+    mask_decay: Annotated[
+        float, _attack("Share of the steps in which --ard and --prm fall to 0; 0: they stay.")
+    ] = 0.25
 
     validation_limit: Annotated[
-        int | None, Option("Validate on a seeded, class-balanced sample.", metavar="N", panel="Images")
+        int | None,
+        Option("Validate on a seeded, class-balanced sample.", metavar="N", panel="Images"),
     ] = None
     train_on_rest: Annotated[
         bool,
         Option(
-            "Train also on the validation images that --validation-limit leaves.", ("--train-on-rest",), panel="Images"
+            "Train also on the validation images that --validation-limit leaves.",
+            ("--train-on-rest",),
+            panel="Images",
         ),
     ] = False
     teacher: str | None = None
@@ -233,21 +293,29 @@ class FinetuneSettings:
         if self.lr is None:
             object.__setattr__(self, "lr", 0.01 if self.optimiser == "stiefel" else 0.001)
         if self.attack_epsilon is None:
-            object.__setattr__(self, "attack_epsilon", 8 / 255 if self.attack_norm == "linf" else self.epsilon)
+            object.__setattr__(
+                self, "attack_epsilon", 8 / 255 if self.attack_norm == "linf" else self.epsilon
+            )
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise UsageError(f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, known))
+                raise UsageError(
+                    f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, known)
+                )
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]"
+                )
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         for name in self.augment or ():
-            if name not in AUGMENTATIONS and not any(kind.fullmatch(name) for kind in (CUTOUT, BANDS, SQUARES)):
+            if name not in AUGMENTATIONS and not any(
+                kind.fullmatch(name) for kind in (CUTOUT, BANDS, SQUARES)
+            ):
                 hint = f"any of: {','.join(AUGMENTATIONS)},cutout:2x128,bands:3,cutout-greedy:2x96"
                 raise UsageError(f"unknown augmentation '{name}'", hint)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
@@ -259,24 +327,41 @@ class FinetuneSettings:
     @property
     def hiding(self) -> tuple[str, ...]:
         """Return the augmentations that hide a part of each image from the network."""
-        return tuple(name for name in self.augment or () if BANDS.fullmatch(name) or SQUARES.fullmatch(name))
+        return tuple(
+            name for name in self.augment or () if BANDS.fullmatch(name) or SQUARES.fullmatch(name)
+        )
 
     def _require_agreement(self) -> None:
         """Raise UsageError for options that contradict each other."""
         if self.hiding and self.loss in NEEDS_CHAIN:
-            raise UsageError(f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce")
+            raise UsageError(
+                f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce"
+            )
         if self.hiding and self.checkpointing:
-            raise UsageError(f"--checkpointing does not reach passes behind masks: not with {self.hiding[0]}")
+            raise UsageError(
+                f"--checkpointing does not reach passes behind masks: not with {self.hiding[0]}"
+            )
         if self.project is not None and self.optimiser == "stiefel":
-            raise UsageError("--project would undo what stiefel keeps orthogonal", "--optimiser adamw, or no --project")
+            raise UsageError(
+                "--project would undo what stiefel keeps orthogonal",
+                "--optimiser adamw, or no --project",
+            )
         if self.precision == "fp16" and self.sam > 0:
-            raise UsageError("--sam needs gradients that do not overflow: not with fp16", "--precision bf16")
+            raise UsageError(
+                "--sam needs gradients that do not overflow: not with fp16", "--precision bf16"
+            )
         if self.adversarial == "none" and (self.ard > 0 or self.prm > 0):
-            raise UsageError("--ard and --prm weaken an attack, and there is none", "--adversarial pgd")
+            raise UsageError(
+                "--ard and --prm weaken an attack, and there is none", "--adversarial pgd"
+            )
         if self.adversarial != "none" and self.noise > 0:
-            raise UsageError("--noise leaves the box of images that an attack starts from", "one of the two")
+            raise UsageError(
+                "--noise leaves the box of images that an attack starts from", "one of the two"
+            )
         if self.train_on_rest and self.validation_limit is None:
-            raise UsageError("--train-on-rest needs to know which images validate", "--validation-limit 500")
+            raise UsageError(
+                "--train-on-rest needs to know which images validate", "--validation-limit 500"
+            )
         if self.adaptive_sam and self.sam == 0:
             raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
 
@@ -289,4 +374,6 @@ class FinetuneSettings:
         for switch, dependants in SWITCHES.items():  # an option may serve two switches
             if switch not in hidden:
                 hidden -= set(dependants)
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
+        return {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden
+        }

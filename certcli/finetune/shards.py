@@ -57,15 +57,17 @@ def require_shardable(settings: FinetuneSettings, team: Team) -> None:
     }
     for option, needs_whole in wrong.items():
         if needs_whole:
-            hint = (
-                f"--loss ce with --optimiser {' or '.join(OPTIMISERS)}; or each process holds all weights: no {OPTION}"
-            )
+            hint = f"--loss ce with --optimiser {' or '.join(OPTIMISERS)}; or each process holds all weights: no {OPTION}"
             raise UsageError(f"{option} reads whole matrices: not with {OPTION}", hint)
     if settings.precision == "fp16":
-        raise UsageError(f"--precision fp16 scales gradients as a whole: not with {OPTION}", "--precision bf16")
+        raise UsageError(
+            f"--precision fp16 scales gradients as a whole: not with {OPTION}", "--precision bf16"
+        )
 
 
-def share_out(model: PixelModel, device: torch.device, team: Team, precision: str = "float32") -> None:
+def share_out(
+    model: PixelModel, device: torch.device, team: Team, precision: str = "float32"
+) -> None:
     """Shard every block, then the rest of the network, onto `device`.
 
     Each process reads only its own rows of weights that are mapped from a file. With bf16 the gathered copies are
@@ -104,8 +106,15 @@ def share_out(model: PixelModel, device: torch.device, team: Team, precision: st
 
 def blocks(net: nn.Module) -> list[nn.Module]:
     """Return the members of module lists that have modules of their own (transformer blocks, stages), inner ones first."""
-    lists = (module for module in net.modules() if isinstance(module, (nn.Sequential, nn.ModuleList)))
-    members = {member: None for group in lists for member in group if next(member.children(), None) is not None}
+    lists = (
+        module for module in net.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))
+    )
+    members = {
+        member: None
+        for group in lists
+        for member in group
+        if next(member.children(), None) is not None
+    }
     whole = [member for member in members if not isinstance(member, (nn.Sequential, nn.ModuleList))]
     return [member for member in reversed(whole) if next(member.parameters(), None) is not None]
 
@@ -115,8 +124,12 @@ def _require_average(team: Team, device: torch.device) -> None:
     given = torch.zeros(team.size, device=device)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # renamed in 2.13, in which both names are there
-            team.group().reduce_scatter_tensor(given.new_empty(1), given, op=team.group().ReduceOp.AVG)
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # renamed in 2.13, in which both names are there
+            team.group().reduce_scatter_tensor(
+                given.new_empty(1), given, op=team.group().ReduceOp.AVG
+            )
     except (RuntimeError, ValueError, NotImplementedError) as failure:
         raise UsageError(
             f"{OPTION}: PyTorch {torch.__version__} cannot share gradients out on {device.type} ({one_line(failure)})",
@@ -127,11 +140,14 @@ def _require_average(team: Team, device: torch.device) -> None:
 def _require_rows(net: nn.Module) -> None:
     named = list(net.named_parameters(remove_duplicate=False))
     if len({id(parameter) for _, parameter in named}) < len(named):
-        raise ArchitectureError(f"{OPTION}: two parts of the network share a weight", f"leave {OPTION} out")
+        raise ArchitectureError(
+            f"{OPTION}: two parts of the network share a weight", f"leave {OPTION} out"
+        )
     for name, parameter in named:
         if parameter.dim() == 0:
             raise ArchitectureError(
-                f"{OPTION}: the weight '{name}' is a single number, of which there are no rows", f"leave {OPTION} out"
+                f"{OPTION}: the weight '{name}' is a single number, of which there are no rows",
+                f"leave {OPTION} out",
             )
 
 
@@ -139,7 +155,10 @@ def _require_called(model: PixelModel, device: torch.device, precision: str) -> 
     """Raise ArchitectureError where the network reads a block's weights outside its call: only a call gathers them."""
     weight = next(model.parameters())
     try:
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
+        ):
             model(torch.zeros(1, *model.input_size, dtype=weight.dtype, device=device))
     except (RuntimeError, TypeError, AssertionError) as failure:
         if any(word in f"{type(failure).__name__} {failure}" for word in ("gloo", "NCCL", "Dist")):
@@ -186,7 +205,9 @@ def stored_as(value: Tensor, stored: Stored, team: Team) -> Stored:
 def put(value: Tensor, stored: Stored, team: Team) -> None:
     """Copy `stored`, whole or rows, into `value`. RuntimeError where the shapes differ."""
     if stored.shape != value.shape:
-        raise RuntimeError(f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected")
+        raise RuntimeError(
+            f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected"
+        )
     here = own(value)
     if isinstance(stored, Rows):
         here.copy_(stored.rows)
@@ -199,7 +220,9 @@ def _rows(whole: Tensor, team: Team) -> Tensor:
     return whole[team.rank * most : (team.rank + 1) * most]
 
 
-def whole(stored: Mapping[str, Stored], team: Team, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def whole(
+    stored: Mapping[str, Stored], team: Team, keep: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Return the whole tensors in the leader, gathered one after the other; an empty dict in the other processes.
 
     Args:
@@ -254,16 +277,22 @@ class Shares:
 
         def part(tensor: Tensor, like: Tensor) -> Tensor:
             if tensor.shape != like.shape:
-                raise RuntimeError(f"{tuple(tensor.shape)} is stored where {tuple(like.shape)} is expected")
+                raise RuntimeError(
+                    f"{tuple(tensor.shape)} is stored where {tuple(like.shape)} is expected"
+                )
             return _rows(tensor, self.team).clone()
 
         return self._changed(state, part)
 
-    def _changed(self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Any]) -> dict[str, Any]:
+    def _changed(
+        self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Any]
+    ) -> dict[str, Any]:
         """Return the state with change(tensor, weight) for each weight's tensors; step counters stay."""
         entries = {
             index: {
-                name: change(value, self.parameters[index]) if isinstance(value, Tensor) and value.dim() > 0 else value
+                name: change(value, self.parameters[index])
+                if isinstance(value, Tensor) and value.dim() > 0
+                else value
                 for name, value in values.items()
             }
             for index, values in state["state"].items()

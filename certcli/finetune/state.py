@@ -74,14 +74,18 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
         structure.append({"state": entries, "param_groups": optimiser["param_groups"]})
     about = {name: getattr(state, name) for name in PLAIN}
     text = json.dumps(
-        {**about, "optimisers": structure, "parts": sorted(state.parts)}, sort_keys=True, separators=(",", ":")
+        {**about, "optimisers": structure, "parts": sorted(state.parts)},
+        sort_keys=True,
+        separators=(",", ":"),
     )
     whole = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     if len(whole) == len(tensors):
         if team.leads:
             write_safetensors(path, whole, {KEY: text}, True)
         return
-    likes = {name: value.like if isinstance(value, Rows) else value for name, value in tensors.items()}
+    likes = {
+        name: value.like if isinstance(value, Rows) else value for name, value in tensors.items()
+    }
 
     def joined() -> Iterator[Tensor]:
         for name in in_file_order(likes):
@@ -112,8 +116,13 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
         raise CheckpointError(f"{path} is not the state of a training run ({refusal})") from refusal
     require_state_of(path, identity, about.identity)
     later = [*(step for step, _ in about.changes[1:]), about.step]
-    if any(not 0 < step < total or step > after for (step, total), after in zip(about.changes, later, strict=False)):
-        raise CheckpointError(f"{path} is not the state of a training run (plans that no run makes)", "drop --resume")
+    if any(
+        not 0 < step < total or step > after
+        for (step, total), after in zip(about.changes, later, strict=False)
+    ):
+        raise CheckpointError(
+            f"{path} is not the state of a training run (plans that no run makes)", "drop --resume"
+        )
     if "generator" not in tensors:
         raise CheckpointError(f"{path} is not the state of a training run (it holds no generator)")
     optimisers: list[dict[str, Any]] = []
@@ -127,7 +136,9 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
         optimisers.append({"state": entries, "param_groups": optimiser.param_groups})
 
     def part(prefix: str) -> dict[str, Tensor]:
-        found = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+        found = {
+            name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)
+        }
         return {name: value.clone() for name, value in found.items()} if copy else found
 
     return TrainingState(

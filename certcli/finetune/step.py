@@ -33,7 +33,8 @@ class Diverged(CertvitError):
 
     def __init__(self, message: str) -> None:
         super().__init__(
-            message, "the best weights so far are kept; try a smaller --lr, a longer --warmup, or --clip-grad 1"
+            message,
+            "the best weights so far are kept; try a smaller --lr, a longer --warmup, or --clip-grad 1",
         )
 
 
@@ -59,12 +60,18 @@ class Descent:
     ) -> None:
         self.settings, self.objective, self.team, self.shares = settings, objective, team, shares
         self.optimisers, self.pairs = optimisers, pairs
-        self.parameters = [p for group in optimisers for part in group.param_groups for p in part["params"]]
+        self.parameters = [
+            p for group in optimisers for part in group.param_groups for p in part["params"]
+        ]
         self.scaler = torch.amp.GradScaler("cuda", enabled=settings.precision == "fp16")
         self.penalty = None if settings.msvp is None else SpectralPenalty(model.net, settings.msvp)
-        self.projection = None if settings.project is None else WeightProjection(model.net, settings)
+        self.projection = (
+            None if settings.project is None else WeightProjection(model.net, settings)
+        )
 
-    def step(self, train: Images, positions: Tensor, share: float, where: str, number: int) -> float:
+    def step(
+        self, train: Images, positions: Tensor, share: float, where: str, number: int
+    ) -> float:
         """Make step `number` at a share of the training, and return the mean loss before it.
 
         Dropout draws from global generators. Inside, they depend on seed, step and process alone, so that a run can resume.
@@ -78,15 +85,21 @@ class Descent:
         settings, device = self.settings, self.objective.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             seed_all((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
-            if self.team.several:  # the run's own generator orders the images, the same in all processes
+            if (
+                self.team.several
+            ):  # the run's own generator orders the images, the same in all processes
                 self.objective.generator.manual_seed(torch.initial_seed())
             start = 0.0 if settings.loss in NEEDS_CHAIN else START
-            ramp = 1.0 if settings.ramp == 0 else min(1.0, start + (1 - start) * share / settings.ramp)
+            ramp = (
+                1.0 if settings.ramp == 0 else min(1.0, start + (1 - start) * share / settings.ramp)
+            )
             epsilon = settings.epsilon * ramp
             batches = []
             for part in positions.split(settings.batch_size):
                 own, weight = self._own(part)
-                batches.append((self.objective.prepare(train, own, share), weight * len(part) / len(positions)))
+                batches.append(
+                    (self.objective.prepare(train, own, share), weight * len(part) / len(positions))
+                )
             loss = self._gradient(batches, epsilon, where)
             if settings.sam > 0:
                 length = length_of if self.shares is None else self.shares.length
@@ -164,14 +177,18 @@ class Descent:
         """Return the vectors of the penalty and the projection, and the scale of half-precision gradients."""
         parts = {name: dict(part.vectors) for name, part in self._remembering()}
         if self.scaler.is_enabled():
-            parts["scaler"] = {name: torch.tensor(value) for name, value in self.scaler.state_dict().items()}
+            parts["scaler"] = {
+                name: torch.tensor(value) for name, value in self.scaler.state_dict().items()
+            }
         return parts
 
     def load(self, parts: dict[str, dict[str, Tensor]]) -> None:
         for name, part in self._remembering():
             part.vectors = {path: value.clone() for path, value in parts[name].items()}
         if self.scaler.is_enabled():
-            self.scaler.load_state_dict({name: value.item() for name, value in parts["scaler"].items()})
+            self.scaler.load_state_dict(
+                {name: value.item() for name, value in parts["scaler"].items()}
+            )
 
     def _remembering(self) -> list[tuple[str, SpectralPenalty | WeightProjection]]:
         named = (("penalty", self.penalty), ("projection", self.projection))

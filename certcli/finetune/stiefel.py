@@ -105,7 +105,9 @@ class StiefelMuon(torch.optim.Optimizer):
             for (shape, *_), parameters in alike.items():
                 together = max(1, STACKED // shape.numel())
                 for start in range(0, len(parameters), together):
-                    self._update(parameters[start : start + together], group["lr"], group["momentum"])
+                    self._update(
+                        parameters[start : start + together], group["lr"], group["momentum"]
+                    )
 
     def _update(self, parameters: list[Tensor], lr: float, momentum: float) -> None:
         """Step matrices of one shape, stacked: (c, m, n)."""
@@ -113,7 +115,9 @@ class StiefelMuon(torch.optim.Optimizer):
         weight = _side_by_side(parameters)
         moment = _side_by_side([parameter.grad for parameter in parameters])  # type: ignore[misc]
         if "momentum" in states[0]:
-            moment = torch.add(moment, _side_by_side([state["momentum"] for state in states]), alpha=momentum)
+            moment = torch.add(
+                moment, _side_by_side([state["momentum"] for state in states]), alpha=momentum
+            )
         large = weight.device.type != "cpu" or weight.shape[-1] >= _HALF_WIDTH
         half = large and weight.dtype == torch.float32 and multiplies_bf16(weight.device)
         fast = torch.bfloat16 if half else weight.dtype
@@ -125,7 +129,9 @@ class StiefelMuon(torch.optim.Optimizer):
         if step % RETRACT_EVERY == 0:
             weight = _cubic(weight)
         wide = len(parameters[0]) != weight.shape[1]
-        for parameter, state, moved_weight, new in zip(parameters, states, weight, moment, strict=True):
+        for parameter, state, moved_weight, new in zip(
+            parameters, states, weight, moment, strict=True
+        ):
             # in the parameter's own layout: products of other layouts may round otherwise after --resume
             state["step"], state["momentum"] = step, (new.T if wide else new).contiguous()
             parameter.copy_((moved_weight.T if wide else moved_weight).reshape(parameter.shape))
@@ -155,7 +161,11 @@ def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
     first = _QUINTIC[1] * gram + (_QUINTIC[2] / scale**2) * square
     whiten: Tensor | None = None
     for left in reversed(range(_QUINTIC_STEPS)):
-        factor = first if whiten is None else torch.baddbmm(gram, gram, gram, beta=_QUINTIC[1], alpha=_QUINTIC[2])
+        factor = (
+            first
+            if whiten is None
+            else torch.baddbmm(gram, gram, gram, beta=_QUINTIC[1], alpha=_QUINTIC[2])
+        )
         factor.diagonal(dim1=-2, dim2=-1).add_(_QUINTIC[0])
         whiten = factor if whiten is None else whiten @ factor
         if left:

@@ -24,7 +24,9 @@ class Teacher:
         ArchitectureError: the teacher does not know the classes, or has no use for images of these channels.
     """
 
-    def __init__(self, model: PixelModel, record: Record, student: Record, classes: Sequence[str]) -> None:
+    def __init__(
+        self, model: PixelModel, record: Record, student: Record, classes: Sequence[str]
+    ) -> None:
         self.model, self.outputs, notes = model, None, []
         self.fit, resized = resizer(tuple(student.input.size), record.input)
         if student.input.size[0] not in (1, record.input.size[0]) and record.input.size[0] != 1:

@@ -47,7 +47,9 @@ def calibration_images(
         return datasets.load(dataset, record.input, "train", data_dir).limit(count + judges, seed)
     if record.dataset is not None:
         try:
-            return datasets.load(record.dataset, record.input, "train", data_dir).limit(count + judges, seed)
+            return datasets.load(record.dataset, record.input, "train", data_dir).limit(
+                count + judges, seed
+            )
         except DataError:
             pass  # a record holds a folder's name without its path
     return default_for(record, count, seed, judges)
@@ -108,7 +110,9 @@ def hold_out(images: Images, share: int = 5, most: int | None = None) -> tuple[I
     count = len(images)
     held = max(0 if count < 2 * share else -(-count // share), 0 if most is None else count - most)
     apart = {row * count // held for row in range(held)}
-    return images.select([row for row in range(count) if row not in apart]), images.select(sorted(apart))
+    return images.select([row for row in range(count) if row not in apart]), images.select(
+        sorted(apart)
+    )
 
 
 def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator) -> Array:
@@ -139,8 +143,13 @@ def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generato
         x, y = random.uniform(-0.08, 1.08) * width, random.uniform(-0.08, 1.08) * height
         left, right = max(0, int(x - radius)), min(width, int(x + radius) + 2)
         top, bottom = max(0, int(y - radius)), min(height, int(y + radius) + 2)
-        angle, tint = random.uniform(0.0, 2.0 * np.pi), random.random((channels, 1, 1), dtype=np.float32)
-        tint = tint.mean() + np.float32(random.random()) * (tint - tint.mean())  # most things are nearly grey
+        angle, tint = (
+            random.uniform(0.0, 2.0 * np.pi),
+            random.random((channels, 1, 1), dtype=np.float32),
+        )
+        tint = tint.mean() + np.float32(random.random()) * (
+            tint - tint.mean()
+        )  # most things are nearly grey
         share, flat = np.float32(random.uniform(0.2, 0.8)), random.uniform(0.4, 1.0)
         corners = int(random.integers(3, 8)) if random.random() < 0.5 else 0
         leaf = bank[int(random.integers(len(bank)))]
@@ -165,7 +174,9 @@ def _blurred(image: Array, times: int) -> Array:
     """Convolve with [1 2 1] / 4 along both axes, `times` times."""
     for _ in range(times):
         for axis in (1, 2):
-            padded = np.pad(image, [(1, 1) if each == axis else (0, 0) for each in range(3)], mode="edge")
+            padded = np.pad(
+                image, [(1, 1) if each == axis else (0, 0) for each in range(3)], mode="edge"
+            )
             length = image.shape[axis]
             before, middle, after = (np.take(padded, range(k, k + length), axis) for k in range(3))
             image = 0.25 * before + 0.5 * middle + 0.25 * after

@@ -18,7 +18,9 @@ from certcli.system.errors import DataError, one_line
 from certcli.system.registry import one_of
 
 
-def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None) -> Images:
+def load(
+    name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None
+) -> Images:
     """Load a dataset by name or path, its images in the size of `spec`. DataError says what is missing.
 
     Args:
@@ -35,14 +37,18 @@ def load(name: str, spec: InputSpec, split: str | None = None, data_dir: Path | 
             return load_folder(folder, spec, split)
     except (OSError, ValueError) as failure:
         raise DataError(
-            f"cannot read folder {one_line(name)} ({one_line(failure)})", "check name and permissions"
+            f"cannot read folder {one_line(name)} ({one_line(failure)})",
+            "check name and permissions",
         ) from failure
     raise DataError(
-        f"unknown dataset '{name}'", f"{one_of(name, ('digits', *_TORCHVISION))}, or a folder of class folders"
+        f"unknown dataset '{name}'",
+        f"{one_of(name, ('digits', *_TORCHVISION))}, or a folder of class folders",
     )
 
 
-def require_classes(images: Images, classes: int, class_names: Sequence[str] | None = None) -> Images:
+def require_classes(
+    images: Images, classes: int, class_names: Sequence[str] | None = None
+) -> Images:
     """Return the dataset with labels of the model's classes; DataError where they do not fit.
 
     Folders of ImageNet synset names are mapped to the indices of a 1,000-class model.
@@ -60,7 +66,9 @@ def require_classes(images: Images, classes: int, class_names: Sequence[str] | N
             "use the dataset it was trained for, or one with the same classes",
         )
     if class_names and not images.classes[0].isdigit() and tuple(class_names) != images.classes:
-        raise DataError(f"dataset '{images.name}' has other class names than the checkpoint was trained on")
+        raise DataError(
+            f"dataset '{images.name}' has other class names than the checkpoint was trained on"
+        )
     return images
 
 
@@ -77,7 +85,9 @@ def imagenet_indices(names: Sequence[str]) -> Tensor | None:
     # isort: split
     from timm.data import ImageNetInfo
 
-    known = {synset: index for index, synset in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    known = {
+        synset: index for index, synset in enumerate(ImageNetInfo("imagenet-1k").label_names())
+    }
     strange = [name for name in names if name not in known]
     if strange:
         raise DataError(f"folder '{strange[0]}' is not one of ImageNet's 1,000 synsets")
@@ -85,7 +95,13 @@ def imagenet_indices(names: Sequence[str]) -> Tensor | None:
 
 
 def _in_memory(
-    name: str, split: str, classes: Sequence[str], pixels: Tensor, labels: Tensor, scale: float, spec: InputSpec
+    name: str,
+    split: str,
+    classes: Sequence[str],
+    pixels: Tensor,
+    labels: Tensor,
+    scale: float,
+    spec: InputSpec,
 ) -> Images:
     """Return images from integer pixels (n, c, h, w), whose white is `scale`."""
     fit, note = resizer(tuple(pixels.shape[1:]), spec)
@@ -112,11 +128,17 @@ def resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor], 
         elif images.shape[1] > 1 and channels == 1:
             images = images.mean(dim=1, keepdim=True)
         elif images.shape[1] != channels:
-            raise DataError(f"images of {images.shape[1]} channels do not fit a network of {channels}")
-        resized = interpolate(images, (height, width), mode="bilinear", antialias=True, align_corners=False)
+            raise DataError(
+                f"images of {images.shape[1]} channels do not fit a network of {channels}"
+            )
+        resized = interpolate(
+            images, (height, width), mode="bilinear", antialias=True, align_corners=False
+        )
         return resized.clamp(0, 1)
 
-    note = f"images of size {'x'.join(map(str, size))} were resized to {'x'.join(map(str, spec.size))}"
+    note = (
+        f"images of size {'x'.join(map(str, size))} were resized to {'x'.join(map(str, spec.size))}"
+    )
     return fit, note
 
 
@@ -128,7 +150,9 @@ def _digits(spec: InputSpec, split: str) -> Images:
         chosen = stored["split"] == ("train", "val", "test").index(split)
         pixels = torch.from_numpy(stored["images"][chosen]).unsqueeze(1)
         labels = torch.from_numpy(stored["labels"][chosen])
-    return _in_memory("digits", split, [str(digit) for digit in range(10)], pixels, labels, 16.0, spec)
+    return _in_memory(
+        "digits", split, [str(digit) for digit in range(10)], pixels, labels, 16.0, spec
+    )
 
 
 _TORCHVISION = {
@@ -146,7 +170,9 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
         raise DataError(f"unknown dataset '{name}'", one_of(name, _TORCHVISION))
     require_split(name, split, ("train", "val", "test"))
     if data_dir is None:
-        raise DataError(f"dataset '{name}' needs --data-dir", "the folder that holds torchvision's files")
+        raise DataError(
+            f"dataset '{name}' needs --data-dir", "the folder that holds torchvision's files"
+        )
     import certcli.system.compat  # noqa: F401
 
     # isort: split
@@ -163,7 +189,9 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
         ) from failure
     pixels = torch.as_tensor(stored.data)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
-    images = _in_memory(name, split, stored.classes, pixels, torch.as_tensor(stored.targets), 255.0, spec)
+    images = _in_memory(
+        name, split, stored.classes, pixels, torch.as_tensor(stored.targets), 255.0, spec
+    )
     if split == "test":
         return images
     chosen = images.select(split_training(images.labels, split).tolist())

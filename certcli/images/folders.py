@@ -20,7 +20,9 @@ LARGEST_RESIZED = 2**24
 """Pixels of an image after resizing its short side, before the crop."""
 LONGEST_NAME = 512
 """Characters of a file's name in records and reports; of a longer one the end is kept."""
-IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"))
+IMAGE_SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+)
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
@@ -29,10 +31,13 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise DataError(f"no file {one_line(path)}", "name image files, or folders of them")
-        inside = sorted(child for child in path.rglob("*") if child.suffix.lower() in IMAGE_SUFFIXES)
+        inside = sorted(
+            child for child in path.rglob("*") if child.suffix.lower() in IMAGE_SUFFIXES
+        )
         if path.is_dir() and not inside:
             raise DataError(
-                f"{one_line(path)} holds no images", f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}"
+                f"{one_line(path)} holds no images",
+                f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
             )
         found += inside if path.is_dir() else [path]
     return found
@@ -109,7 +114,11 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
 
 
 def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
-    classes = sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    classes = sorted(
+        child.name
+        for child in folder.iterdir()
+        if child.is_dir() and not child.name.startswith(".")
+    )
     if not classes:
         raise DataError(f"{folder} holds no class folders", "one folder a class, its images inside")
     paths: list[Path] = []
@@ -117,7 +126,10 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
     for label, name in enumerate(classes):
         found = sorted(_images_below(folder / name))
         if not found:
-            raise DataError(f"class folder {folder / name} holds no images", "remove it, or put its images there")
+            raise DataError(
+                f"class folder {folder / name} holds no images",
+                "remove it, or put its images there",
+            )
         paths += found
         labels += [label] * len(found)
     return paths, labels, classes
@@ -151,22 +163,33 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
             f"{listing} is not a table of text ({one_line(failure)})", "columns 'file' and 'class'"
         ) from failure
     columns = list(rows[0]) if rows else []
-    name_column = next((c for c in columns if c.lower() in ("file", "filename", "path", "image", "name")), None)
-    class_column = next((c for c in columns if c.lower() in ("synset", "wnid", "class", "label", "index")), None)
+    name_column = next(
+        (c for c in columns if c.lower() in ("file", "filename", "path", "image", "name")), None
+    )
+    class_column = next(
+        (c for c in columns if c.lower() in ("synset", "wnid", "class", "label", "index")), None
+    )
     if name_column is None or class_column is None:
         shown = one_line(", ".join(columns) or "none")
         raise DataError(f"{listing} needs the columns 'file' and 'class'", f"it has: {shown}")
     empty = next((row for row in rows if not row[name_column] or not row[class_column]), None)
     if empty is not None:
-        raise DataError(f"{listing} has a row without file or class", f"line {rows.index(empty) + 2}")
+        raise DataError(
+            f"{listing} has a row without file or class", f"line {rows.index(empty) + 2}"
+        )
     found = {row[class_column] for row in rows}
     numbered = all(name.isascii() and name.isdigit() for name in found)
     # by length first: Python refuses to read a hostile number of many thousand digits
-    classes = sorted(found, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name) if numbered else (0, name))
+    classes = sorted(
+        found,
+        key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name) if numbered else (0, name),
+    )
     paths = [folder / row[name_column] for row in rows]
     for row, path in zip(rows, paths, strict=True):
         if ".." in path.parts or Path(row[name_column]).is_absolute():
-            raise DataError(f"{listing} names {one_line(row[name_column])}, which is not in its folder")
+            raise DataError(
+                f"{listing} names {one_line(row[name_column])}, which is not in its folder"
+            )
         if not path.is_file():
             raise DataError(f"{listing} names {one_line(path.name)}, which does not exist")
     return paths, [classes.index(row[class_column]) for row in rows], classes
@@ -235,6 +258,7 @@ class Decoder:
             return self.grey(scaled).expand(self.channels, -1, -1)
         if image.mode in ("I", "F"):
             raise DataError(
-                f"image {path} has {image.mode} pixels, whose white is not known", "save it with 8 or 16 bits"
+                f"image {path} has {image.mode} pixels, whose white is not known",
+                "save it with 8 or 16 bits",
             )
         return self.transform(image.convert("L" if self.channels == 1 else "RGB"))

@@ -20,7 +20,9 @@ DIGESTED = 256
 SPLITS = ("train", "val", "validation", "test")
 """Folders of a dataset that hold class folders."""
 VALIDATION_SHARE = 0.1
-_SPLIT_SEED = 20260101  # fixed for ever: the validation images of a dataset must be the same in every run
+_SPLIT_SEED = (
+    20260101  # fixed for ever: the validation images of a dataset must be the same in every run
+)
 
 
 def sent(pixels: Tensor, device: torch.device) -> Tensor:
@@ -82,7 +84,9 @@ class Images:
             expect=lambda rows: self.expect([chosen[row] for row in rows]),
         )
         if "_digested" in self.__dict__:
-            part.__dict__["_digested"] = {index: self._digested[index] for index in part.indices.tolist()}
+            part.__dict__["_digested"] = {
+                index: self._digested[index] for index in part.indices.tolist()
+            }
         return part
 
     def without(self, others: "Images") -> "Images":
@@ -143,11 +147,17 @@ class Images:
     def file_of(self) -> Mapping[int, str]:
         """Index of each image -> its file; empty for a dataset that is not made of files."""
         file = self.file
-        return {} if file is None else {index: file(position) for position, index in enumerate(self.indices.tolist())}
+        return (
+            {}
+            if file is None
+            else {index: file(position) for position, index in enumerate(self.indices.tolist())}
+        )
 
     def named(self, index: int) -> str:
         """Return "image 7", with the file in parentheses where there is one."""
-        return f"image {index} ({self.file_of[index]})" if index in self.file_of else f"image {index}"
+        return (
+            f"image {index} ({self.file_of[index]})" if index in self.file_of else f"image {index}"
+        )
 
     @cached_property
     def digests(self) -> dict[int, str]:
@@ -163,15 +173,23 @@ class Images:
     def _digested(self) -> dict[int, tuple[str, str]]:
         found: dict[int, tuple[str, str]] = {}
         for start in range(0, len(self), DIGESTED):
-            found |= {row[0]: row[1:] for row in self.digests_at(range(start, min(start + DIGESTED, len(self))))}
+            found |= {
+                row[0]: row[1:]
+                for row in self.digests_at(range(start, min(start + DIGESTED, len(self))))
+            }
         return found
 
     def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str, str]]:
         """Return (index, digest with the label, digest of the pixels) of the images at these positions."""
-        indices, labels = self.indices[list(positions)].tolist(), self.labels[list(positions)].tolist()
+        indices, labels = (
+            self.indices[list(positions)].tolist(),
+            self.labels[list(positions)].tolist(),
+        )
         found, pixels = [], self.fetch(positions)
         self.expect_at(max(positions) + 1, DIGESTED)
-        for index, label, row in zip(indices, labels, pixels.cpu().contiguous().numpy(), strict=True):
+        for index, label, row in zip(
+            indices, labels, pixels.cpu().contiguous().numpy(), strict=True
+        ):
             head = f"{row.dtype.str}\0{row.shape}\0".encode()
             texts = [f"{label}\0".encode() + head + row.tobytes(), head + row.tobytes()]
             labelled, alone = (hashlib.sha256(text).hexdigest()[:16] for text in texts)

@@ -18,7 +18,9 @@ ROOM = 1 << 28
 
 def usual_workers() -> int:
     """Return this process's share of the machine's cores, at most MOST."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, min(MOST, cores // max(1, int(beside) if beside.isdecimal() else 1)))
 
@@ -53,7 +55,9 @@ class Ahead:
         image = self._read(position) if waiting is None else waiting.result()
         if image.numel() <= min(SMALL, self._room):
             decoded = (image * 255).round().to(torch.uint8)
-            if torch.equal(decoded.float().div_(255), image):  # not of 16 bits: its bytes are all of it
+            if torch.equal(
+                decoded.float().div_(255), image
+            ):  # not of 16 bits: its bytes are all of it
                 self._decoded[position] = decoded
                 self._room -= image.numel()
         return image

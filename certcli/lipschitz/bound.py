@@ -119,7 +119,11 @@ def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for number, row in enumerate(rows):
         where = f"node {number} ({row.get('path')})"
         try:
-            value, parts, law = Real.from_json(row["value"]), [int(part) for part in row["parts"]], row["law"]
+            value, parts, law = (
+                Real.from_json(row["value"]),
+                [int(part) for part in row["parts"]],
+                row["law"],
+            )
         except (KeyError, TypeError, ValueError) as failure:
             problems.append(f"{where}: cannot be read ({failure})")
             values.append(INF)

@@ -109,7 +109,10 @@ def linear(call: Call, module: nn.Linear, x: Chain) -> Chain:
     return (*x, LinearLayer(call.path, module, F.linear, module.in_features, matrix=True))
 
 
-@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+@rules.module(
+    nn.Conv2d,
+    when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
+)
 def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
     size = call.node.args[0].meta["shape"]  # type: ignore[union-attr]
     if len(size) != 4:
@@ -118,7 +121,12 @@ def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
     padding = tuple((int(p), int(p)) for p in module.padding)
     geometry = Geometry(module.stride, padding, module.dilation, module.groups, tuple(size[2:]))
     terms = module.weight[0].numel()
-    return (*x, LinearLayer(call.path, module, lambda t, w: F.conv2d(t, w, None, *options), terms, geometry=geometry))
+    return (
+        *x,
+        LinearLayer(
+            call.path, module, lambda t, w: F.conv2d(t, w, None, *options), terms, geometry=geometry
+        ),
+    )
 
 
 @rules.module(nn.ReLU)
@@ -195,6 +203,9 @@ def read_chain(model: nn.Module, size: tuple[int, int, int]) -> tuple[Chain, Lin
     before: Layer | None = None
     for layer in layers:
         if isinstance(layer, Activation) and not isinstance(before, LinearLayer):
-            raise NoBoundError("the network has an activation without a linear layer before it", "--method lipschitz")
+            raise NoBoundError(
+                "the network has an activation without a linear layer before it",
+                "--method lipschitz",
+            )
         before = before if isinstance(layer, Flatten) else layer
     return layers[:-1], last

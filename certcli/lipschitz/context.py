@@ -105,7 +105,13 @@ class Context:
         return self.charge(x, constant, why, Size(self.arith, shape, fibre, axis, total, peak))
 
     def charge(
-        self, x: Value, constant: Scalar, why: str, size: Size, path: str | None = None, kind: str | None = None
+        self,
+        x: Value,
+        constant: Scalar,
+        why: str,
+        size: Size,
+        path: str | None = None,
+        kind: str | None = None,
     ) -> Value:
         """Return the value of this size after a map with this constant, reported under `path` and `kind` (the call's)."""
         if x.waiting is not None:
@@ -116,7 +122,9 @@ class Context:
         proof = None
         if self.arith.rigorous and x.proof is not None:
             leaf = Bound(path, kind, constant, "theorem", why)
-            proof = Bound(path, kind, base, "composition", "Lip(f o g) <= Lip(f) Lip(g)", (leaf, x.proof))
+            proof = Bound(
+                path, kind, base, "composition", "Lip(f o g) <= Lip(f) Lip(g)", (leaf, x.proof)
+            )
         return Value(base, size, None, proof, size.shape)
 
     def combine(self, parts: Sequence[tuple[Value, Scalar]], why: str, size: Size) -> Value:
@@ -125,7 +133,9 @@ class Context:
         for value, constant in parts:
             if value.waiting is not None:
                 raise AssertionError("a rule must settle its inputs before charging a constant")
-            same = next((i for i, (other, _) in enumerate(merged) if other.base is value.base), None)
+            same = next(
+                (i for i, (other, _) in enumerate(merged) if other.base is value.base), None
+            )
             if same is None:
                 merged.append((value, constant))
             else:
@@ -135,7 +145,9 @@ class Context:
             return charged[0]
         return self.join("sum", charged, "the differential is a sum over the arguments", size)
 
-    def join(self, law: Literal["sum", "concatenation"], values: Sequence[Value], why: str, size: Size) -> Value:
+    def join(
+        self, law: Literal["sum", "concatenation"], values: Sequence[Value], why: str, size: Size
+    ) -> Value:
         """Return the sum of settled values, or the tensor that has them side by side, with its proof."""
         bases = [value.base for value in values]
         base = self.arith.total(bases) if law == "sum" else self.arith.root_sum_of_squares(bases)
@@ -157,7 +169,12 @@ class Context:
         return settled[id(x)][1]
 
     def fold(
-        self, x: Value, weight: Tensor | Matrix, bias: Tensor | None, path: str | None = None, axis: int = -1
+        self,
+        x: Value,
+        weight: Tensor | Matrix,
+        bias: Tensor | None,
+        path: str | None = None,
+        axis: int = -1,
     ) -> Value:
         """Return `x` after a linear layer on an axis, composed with the map that is pending there.
 
@@ -183,12 +200,16 @@ class Context:
         if tuple(x.shape) == tuple(shape):
             return x
         old_shape = (1,) * (len(shape) - len(x.shape)) + tuple(x.shape)
-        if len(old_shape) > len(shape) or any(o not in (1, n) for o, n in zip(old_shape, shape, strict=True)):
+        if len(old_shape) > len(shape) or any(
+            o not in (1, n) for o, n in zip(old_shape, shape, strict=True)
+        ):
             raise NoRule(f"a tensor of shape {tuple(x.shape)} repeated to {tuple(shape)}")
         times = math.prod(shape) // max(1, math.prod(x.shape))
         factor = self.arith.const(up(math.sqrt(times), 1))
         old = x.size
-        axis = old.axis if len(x.shape) >= -old.axis and x.shape[old.axis] == shape[old.axis] else None
+        axis = (
+            old.axis if len(x.shape) >= -old.axis and x.shape[old.axis] == shape[old.axis] else None
+        )
         size = Size(
             self.arith,
             shape,

@@ -51,7 +51,9 @@ def prove(model: PixelModel, classes: int) -> NetworkBound:
     if classes:
         return found
     root = found.bound
-    why = "the network has no classifier: its outputs are features" if root.value.finite else root.why
+    why = (
+        "the network has no classifier: its outputs are features" if root.value.finite else root.why
+    )
     return replace(found, bound=Bound("", FEATURES, root.value, "same", why, (root,)))
 
 
@@ -65,13 +67,22 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
     try:
         with replayed(model, size, rules) as traced:
             outcome = propagate(traced, RigorousArithmetic())
-        with torch.no_grad(), deep_recursion():  # a waiting operation may have no theorem of its own
+        with (
+            torch.no_grad(),
+            deep_recursion(),
+        ):  # a waiting operation may have no theorem of its own
             settled = outcome.context.settle(outcome.logits)
     except (NoRule, Untraceable) as reason:
-        return NetworkBound(Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ())
+        return NetworkBound(
+            Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ()
+        )
     with torch.no_grad(), deep_recursion():
         pairs = pair_constants(outcome, classes) if outcome.logits.base.finite else None
-        blocks = tuple((call.path, call.kind, before, after) for call, before, after in outcome.scopes if after.finite)
+        blocks = tuple(
+            (call.path, call.kind, before, after)
+            for call, before, after in outcome.scopes
+            if after.finite
+        )
         assert settled.proof is not None  # the rigorous arithmetic always builds one
         return NetworkBound(settled.proof, pairs, outcome.charges, blocks, traced)
 
@@ -96,17 +107,26 @@ def pair_constants(outcome: Propagation, classes: int) -> Any:
     arith, logits = outcome.context.arith, outcome.logits
     pending = logits.pending
     effective = None if pending is None or pending.axis != -1 else pending.effective(arith)
-    if effective is None or effective.shape[0] != classes or (arith.rigorous and classes > _MANY_CLASSES):
+    if (
+        effective is None
+        or effective.shape[0] != classes
+        or (arith.rigorous and classes > _MANY_CLASSES)
+    ):
         total = outcome.context.settle(logits).base
         root = arith.sqrt(arith.const(2.0))
         if arith.rigorous and classes > _MANY_CLASSES:
             return torch.tensor(float(total * root), dtype=torch.float64).expand(classes, classes)
-        ones = torch.ones(classes, classes, dtype=torch.float64) - torch.eye(classes, dtype=torch.float64)
+        ones = torch.ones(classes, classes, dtype=torch.float64) - torch.eye(
+            classes, dtype=torch.float64
+        )
         return ones * float(total * root) if arith.rigorous else ones.to(total) * (total * root)
     rows = effective.tensor
     if not arith.rigorous:
         # differences, not inner products: close rows keep their digits
-        return logits.base * torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").double()
+        return (
+            logits.base
+            * torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").double()
+        )
     largest = float(logits.base)
     if math.isinf(largest):  # beyond float64
         return torch.full((classes, classes), math.inf, dtype=torch.float64).fill_diagonal_(0.0)
@@ -121,7 +141,13 @@ def pair_constants(outcome: Propagation, classes: int) -> Any:
     # in place: with 1,000 classes these are a million entries, and every pass over them counts
     reach = size.unsqueeze(0) + size.unsqueeze(1)
     reach.mul_(reach).mul_(slack).add_(rows.shape[1] * UNDERFLOW)
-    far = gram.mul_(-2).add_(square.unsqueeze(0)).add_(square.unsqueeze(1)).clamp_(min=0.0).add_(reach)
+    far = (
+        gram.mul_(-2)
+        .add_(square.unsqueeze(0))
+        .add_(square.unsqueeze(1))
+        .clamp_(min=0.0)
+        .add_(reach)
+    )
     distances = torch.ldexp(far.sqrt_().mul_(1 + 1e-12), torch.tensor(exponent, device=rows.device))
     distances.add_(2 * effective.error + UNDERFLOW).mul_(1 + 1e-12)
     return distances.mul_(largest).mul_(1 + 1e-12).add_(UNDERFLOW).fill_diagonal_(0.0)

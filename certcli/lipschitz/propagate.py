@@ -55,8 +55,14 @@ class GlobalDomain(Domain):
 
     def image(self, shape: tuple[int, ...]) -> Value:
         arith = self.walk.arith
-        proof = Bound("pixels", "input", ONE, "identity", "the image itself") if arith.rigorous else None
-        box = Size(arith, shape, peak=lambda: arith.const(1.0), pixels=True)  # every pixel lies in [0, 1]
+        proof = (
+            Bound("pixels", "input", ONE, "identity", "the image itself")
+            if arith.rigorous
+            else None
+        )
+        box = Size(
+            arith, shape, peak=lambda: arith.const(1.0), pixels=True
+        )  # every pixel lies in [0, 1]
         return Value(arith.const(1.0), box, None, proof, shape)
 
     def context(self, call: Call) -> Context:
@@ -91,7 +97,11 @@ def _arranged(result: Any, shape: Any) -> Any:
     """A rule's result in the call's shape where it has as many entries and nothing waits: norms do not see how they lie."""
     if isinstance(result, (list, tuple)) and isinstance(shape, list) and len(result) == len(shape):
         return [_arranged(item, part) for item, part in zip(result, shape, strict=True)]
-    if not isinstance(result, Value) or not isinstance(shape, tuple) or tuple(result.shape) == shape:
+    if (
+        not isinstance(result, Value)
+        or not isinstance(shape, tuple)
+        or tuple(result.shape) == shape
+    ):
         return result
     if math.prod(result.shape) != math.prod(shape) or result.waiting is not None:
         return result

@@ -85,14 +85,21 @@ class Size:
 
     @cached_property
     def peak(self) -> Scalar:
-        return self._least([known.value for known in (self._peak, self._fibre, self._total) if known is not None])
+        return self._least(
+            [known.value for known in (self._peak, self._fibre, self._total) if known is not None]
+        )
 
     def along(self, axis: int) -> "Size":
         """Return the same bounds, with the fibre bound along another axis."""
         if axis == self.axis:
             return self
         return Size(
-            self.arith, self.shape, lambda: self.fibre_along(axis), axis, self._of(self._total), self._of(self._peak)
+            self.arith,
+            self.shape,
+            lambda: self.fibre_along(axis),
+            axis,
+            self._of(self._total),
+            self._of(self._peak),
         )
 
     def arranged(self, shape: tuple[int, ...], axis: int | None, factor: float = 1.0) -> "Size":
@@ -107,7 +114,9 @@ class Size:
             grown = lambda: known.value * self.arith.sqrt(self.arith.const(factor))  # noqa: E731
             fibre = grown if factor != 1 else self._of(known)
         total = (lambda: self.total) if axis is None else self._of(self._total)
-        return Size(self.arith, shape, fibre, -1 if axis is None else axis, total, self._of(self._peak))
+        return Size(
+            self.arith, shape, fibre, -1 if axis is None else axis, total, self._of(self._peak)
+        )
 
     def _root(self, count: int) -> Scalar:
         return self.arith.sqrt(self.arith.const(float(count)))

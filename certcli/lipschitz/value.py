@@ -50,7 +50,14 @@ class Affine:
             carried = arith.matmul(weight, self.bias)
             offset = carried if offset is None else arith.add(offset, carried)
         matrix = weight if self.matrix is None else arith.matmul(weight, self.matrix)
-        return replace(self, matrix=matrix, bias=offset, source=(*self.source, path), result=None, kind="Linear")
+        return replace(
+            self,
+            matrix=matrix,
+            bias=offset,
+            source=(*self.source, path),
+            result=None,
+            kind="Linear",
+        )
 
     def scaled(self, arith: Arithmetic, gain: Tensor, path: str) -> "Affine":
         """Return this map followed by a gain for each of its features."""
@@ -62,7 +69,9 @@ class Affine:
 
     def shifted(self, arith: Arithmetic, shift: Matrix) -> "Affine":
         """Return this map plus a constant vector."""
-        return replace(self, bias=shift if self.bias is None else arith.add(self.bias, shift), result=None)
+        return replace(
+            self, bias=shift if self.bias is None else arith.add(self.bias, shift), result=None
+        )
 
     def rows(self, arith: Arithmetic) -> Matrix:
         """Return `matrix`, the identity where it is None: a second gain is not multiplied into the first, whose rounding
@@ -154,22 +163,36 @@ class Convolution:
 
     def shifted(self, arith: Arithmetic, shift: Matrix) -> "Convolution":
         """Return this convolution plus a constant for each of its output channels."""
-        sums = [shift if seen.bias is None else arith.add(seen.bias, shift) for seen in self.windows]
-        shifted = tuple(replace(seen, bias=bias) for seen, bias in zip(self.windows, sums, strict=True))
+        sums = [
+            shift if seen.bias is None else arith.add(seen.bias, shift) for seen in self.windows
+        ]
+        shifted = tuple(
+            replace(seen, bias=bias) for seen, bias in zip(self.windows, sums, strict=True)
+        )
         return replace(self, windows=shifted)
 
-    def after(self, arith: Arithmetic, weight: Matrix, bias: Tensor | None, path: str) -> "Convolution | None":
+    def after(
+        self, arith: Arithmetic, weight: Matrix, bias: Tensor | None, path: str
+    ) -> "Convolution | None":
         """Return this convolution followed by weight (new out, out) and bias; None where its kernel would be too large."""
         whole = self
         if self.groups > 1:
             if self.weight.numel() * self.groups > _LARGEST_KERNEL:
                 return None
-            spread = tuple(replace(seen, kernel=_ungrouped(seen.kernel, self.groups)) for seen in self.windows)
-            whole = replace(self, weight=_ungrouped(self.weight, self.groups), windows=spread, groups=1)
+            spread = tuple(
+                replace(seen, kernel=_ungrouped(seen.kernel, self.groups)) for seen in self.windows
+            )
+            whole = replace(
+                self, weight=_ungrouped(self.weight, self.groups), windows=spread, groups=1
+            )
         followed = whole._followed(arith, lambda rows: arith.matmul(weight, rows), path)
-        return followed if bias is None else followed.shifted(arith, arith.matrix(bias.reshape(-1, 1)))
+        return (
+            followed if bias is None else followed.shifted(arith, arith.matrix(bias.reshape(-1, 1)))
+        )
 
-    def _followed(self, arith: Arithmetic, change: Callable[[Matrix], Matrix], path: str) -> "Convolution":
+    def _followed(
+        self, arith: Arithmetic, change: Callable[[Matrix], Matrix], path: str
+    ) -> "Convolution":
         """Return this convolution followed by a linear map, given as a change of matrices whose rows are the channels."""
 
         def kernel(old: Tensor, error: float) -> tuple[Tensor, float]:
@@ -179,10 +202,16 @@ class Convolution:
         weight, error = kernel(self.weight, self.error)
         windows = []
         for seen in self.windows:
-            moved = (weight, error) if seen.kernel is self.weight else kernel(seen.kernel, seen.error)
-            windows.append(Windows(*moved, None if seen.bias is None else change(seen.bias), seen.entry))
+            moved = (
+                (weight, error) if seen.kernel is self.weight else kernel(seen.kernel, seen.error)
+            )
+            windows.append(
+                Windows(*moved, None if seen.bias is None else change(seen.bias), seen.entry)
+            )
         source = (*self.source, path)
-        return replace(self, weight=weight, error=error, windows=tuple(windows), key=None, source=source)
+        return replace(
+            self, weight=weight, error=error, windows=tuple(windows), key=None, source=source
+        )
 
 
 def _ungrouped(kernel: Tensor, groups: int) -> Tensor:

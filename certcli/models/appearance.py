@@ -6,11 +6,23 @@ from collections.abc import Mapping
 from torch import Tensor
 
 _OTHERS = (
-    (r"^(text_model|vision_model)\.", "transformers' CLIPModel or SiglipModel, which is no classifier"),
-    (r"^visual\.|^logit_scale$|^token_embedding\.", "an OpenCLIP model: a tower needs its timm architecture"),
-    (r"^(encoder|decoder)\.(block|layers)\.\d+\.(layer|self_attn)", "a sequence-to-sequence transformer"),
+    (
+        r"^(text_model|vision_model)\.",
+        "transformers' CLIPModel or SiglipModel, which is no classifier",
+    ),
+    (
+        r"^visual\.|^logit_scale$|^token_embedding\.",
+        "an OpenCLIP model: a tower needs its timm architecture",
+    ),
+    (
+        r"^(encoder|decoder)\.(block|layers)\.\d+\.(layer|self_attn)",
+        "a sequence-to-sequence transformer",
+    ),
     (r"^model\.layers\.\d+\.self_attn", "a language model"),
-    (r"^(decoder_blocks|decoder_embed|mask_token)", "a pre-trained autoencoder (MAE), which has no classifier"),
+    (
+        r"^(decoder_blocks|decoder_embed|mask_token)",
+        "a pre-trained autoencoder (MAE), which has no classifier",
+    ),
     (r"^layer1\.\d+\.conv1\.", "a ResNet: name timm's architecture, such as --arch resnet50"),
     (r"^(input_blocks|down_blocks|time_embed)", "a diffusion model"),
 )
@@ -21,7 +33,14 @@ def appearance(tensors: Mapping[str, Tensor]) -> str:
     """What the tensors' names and shapes tell, and what they cannot."""
     embedding, qkv = tensors.get("patch_embed.proj.weight"), tensors.get("blocks.0.attn.qkv.weight")
     if embedding is None or qkv is None or embedding.dim() != 4:
-        whose = next((words for pattern, words in _OTHERS if any(re.search(pattern, name) for name in tensors)), None)
+        whose = next(
+            (
+                words
+                for pattern, words in _OTHERS
+                if any(re.search(pattern, name) for name in tensors)
+            ),
+            None,
+        )
         if whose is not None:
             return f"has no certvit record; its tensors have the names of {whose}"
         known = ", ".join(sorted(tensors)[:2])

@@ -41,7 +41,11 @@ _ARGUMENTS = {
 
 
 def reading_of(
-    net: nn.Module, record: Record, origins: Mapping[str, str], default: str = OWN, doubts: Iterable[str] = ()
+    net: nn.Module,
+    record: Record,
+    origins: Mapping[str, str],
+    default: str = OWN,
+    doubts: Iterable[str] = (),
 ) -> Reading:
     """Return the facts that reading this network rests on.
 
@@ -50,7 +54,10 @@ def reading_of(
         default: The origin of all others.
     """
     spec = record.input
-    given = {name: next((origins[key] for key in keys if key in origins), default) for name, keys in _ARGUMENTS.items()}
+    given = {
+        name: next((origins[key] for key in keys if key in origins), default)
+        for name, keys in _ARGUMENTS.items()
+    }
     view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
     facts = [Fact("architecture", record.arch, origins.get("architecture", default))]
     facts += [Fact(name, value, given[name]) for name, value in invisible(net).items()]
@@ -95,7 +102,9 @@ def statistics_doubts(net: nn.Module, record: Record) -> list[str]:
     return [
         f"{name} {_numbers(given)} is not timm's own {_numbers(tuple(usual))} for {record.arch}"
         for name, given, usual in pairs
-        if usual and len(usual) == len(given) and any(abs(a - b) > 5e-3 for a, b in zip(given, usual, strict=True))
+        if usual
+        and len(usual) == len(given)
+        and any(abs(a - b) > 5e-3 for a, b in zip(given, usual, strict=True))
     ]
 
 
@@ -103,7 +112,9 @@ def _numbers(values: tuple[float, ...]) -> str:
     return f"{values[0]:g}" if len(set(values)) == 1 else " ".join(f"{value:g}" for value in values)
 
 
-def rival(net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: Iterable[str]) -> str | None:
+def rival(
+    net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: Iterable[str]
+) -> str | None:
     """Return why the tensors may belong to another network: they fit without the `given` arguments, with other logits.
 
     None where the tensors show the arguments, as those of a network that is not registered with its number of heads.
@@ -111,23 +122,34 @@ def rival(net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: 
     left = set(given) - _IMAGE_AND_CLASSES
     if not left:
         return None
-    usual = replace(record, arch_args={key: value for key, value in record.arch_args.items() if key not in left})
+    usual = replace(
+        record, arch_args={key: value for key, value in record.arch_args.items() if key not in left}
+    )
     try:
-        checkpoints = (build.with_network(Checkpoint(tensors, record), net), Checkpoint(tensors, usual))
+        checkpoints = (
+            build.with_network(Checkpoint(tensors, record), net),
+            Checkpoint(tensors, usual),
+        )
         nets = [build.own_network(each) for each in checkpoints]
         for each in nets:
             load_weights(each, tensors)
         pixels = torch.rand(2, *record.input.size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            here, there = (build.PixelModel(record.input, each).eval()(pixels).double() for each in nets)
+            here, there = (
+                build.PixelModel(record.input, each).eval()(pixels).double() for each in nets
+            )
         apart = float((here - there).norm() / there.norm().clamp_min(1e-300))
     except (ArchitectureError, RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         return None  # one of the two does not fit; loading shows whether the other runs
     if apart <= _SAME:
         return None
     first, second = (invisible(each) for each in nets)
-    differ = [f"{name} {second.get(name, 'none')}" for name in first if first[name] != second.get(name)]
-    words = ", ".join(f"{key}={record.arch_args[key]}" for key in sorted(left) if key in record.arch_args)
+    differ = [
+        f"{name} {second.get(name, 'none')}" for name in first if first[name] != second.get(name)
+    ]
+    words = ", ".join(
+        f"{key}={record.arch_args[key]}" for key in sorted(left) if key in record.arch_args
+    )
     own = f" ({', '.join(differ)})" if differ else ""
     return (
         f"the tensors fit {record.arch} with {words} and without{own} alike, and the logits of the two differ by "

@@ -42,8 +42,12 @@ class PixelNormalize(nn.Module):
             require_statistics(mean, std)
         except Refused as refusal:
             raise ArchitectureError(f"no normalisation of pixels: {refusal}") from refusal
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std, dtype=torch.float64).view(-1, 1, 1), persistent=False)
+        self.register_buffer(
+            "mean", torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1), persistent=False
+        )
+        self.register_buffer(
+            "std", torch.tensor(std, dtype=torch.float64).view(-1, 1, 1), persistent=False
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         return (pixels - self.mean.to(pixels.dtype)) / self.std.to(pixels.dtype)
@@ -100,7 +104,9 @@ def with_network(
 def own_network(checkpoint: Checkpoint) -> nn.Module:
     """Return the modules of the checkpoint's network for the caller to change, with weights that are yet to be set."""
     if isinstance(checkpoint, OpenCheckpoint):
-        return copy.deepcopy(checkpoint.net, {id(weight): weight for weight in checkpoint.net.parameters()})
+        return copy.deepcopy(
+            checkpoint.net, {id(weight): weight for weight in checkpoint.net.parameters()}
+        )
     return build(checkpoint.record, like=checkpoint.tensors)
 
 
@@ -108,7 +114,9 @@ def multiplies_bf16(device: torch.device) -> bool:
     """Tell whether the device multiplies matrices faster in bfloat16: tensor cores, a CPU's AMX tiles or AVX512-BF16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    return device.type == "cpu" and (
+        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    )
 
 
 def own_name(model: nn.Module, path: str) -> str:
@@ -119,7 +127,11 @@ def own_name(model: nn.Module, path: str) -> str:
 
 
 def create(
-    arch: str, arch_args: Mapping[str, Any], *, initialise: bool, like: Mapping[str, Tensor] | None = None
+    arch: str,
+    arch_args: Mapping[str, Any],
+    *,
+    initialise: bool,
+    like: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """Build a timm model in eval mode, without published weights; ArchitectureError for an unknown name or argument.
 
@@ -149,7 +161,8 @@ def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
         raise
     except Exception as failure:  # timm's constructors raise errors of any type
         raise ArchitectureError(
-            f"'{arch}' cannot be built with {one_line(arguments)}: {one_line(failure)}", "check --arch and --arch-arg"
+            f"'{arch}' cannot be built with {one_line(arguments)}: {one_line(failure)}",
+            "check --arch and --arch-arg",
         ) from failure
 
 
@@ -166,7 +179,9 @@ def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
     return net
 
 
-def build(record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None) -> nn.Module:
+def build(
+    record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None
+) -> nn.Module:
     """Build the record's network with its surgery; weights are unset unless `initialise`. `like` as in `create`."""
     with Building(like, initialise=initialise):
         net = _create(record.arch, record.arch_args)
@@ -183,11 +198,18 @@ def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
     except Refused as refusal:
         raise ArchitectureError(str(refusal)) from refusal
     except AttributeError as failure:
-        raise ArchitectureError(f"surgery names '{replacement.path}', which the architecture lacks") from failure
+        raise ArchitectureError(
+            f"surgery names '{replacement.path}', which the architecture lacks"
+        ) from failure
     builder: Callable[..., nn.Module] = REPLACEMENTS.load(replacement.kind)
     try:
         new = builder(old, **replacement.args)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as failure:  # a module of another kind
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as failure:  # a module of another kind
         raise ArchitectureError(
             f"'{replacement.kind}' cannot replace the {type(old).__name__} at '{replacement.path}': {one_line(failure)}"
         ) from failure
@@ -220,7 +242,9 @@ def load(
     tensors = checkpoint.tensors
     net = own_network(checkpoint)
     # copies for the CPU are mapped where they are large; a device converts after the transfer
-    load_weights(net, tensors, own=writable, dtype=dtype if torch.device(device).type == "cpu" else None)
+    load_weights(
+        net, tensors, own=writable, dtype=dtype if torch.device(device).type == "cpu" else None
+    )
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     model = PixelModel(checkpoint.record.input, net).eval().to(device)
@@ -243,7 +267,8 @@ def require_described(model: PixelModel, record: Record) -> None:
         logits = model(torch.zeros(1, *record.input.size, dtype=kind, device=where))
     except Exception as failure:  # timm's networks raise errors of any type
         raise ArchitectureError(
-            f"the network does not take an image of size {size} ({one_line(failure)})", "check --arch and --arch-arg"
+            f"the network does not take an image of size {size} ({one_line(failure)})",
+            "check --arch and --arch-arg",
         ) from failure
     if not isinstance(logits, Tensor):
         raise ArchitectureError(
@@ -275,12 +300,16 @@ def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> P
 
 def converted(model: PixelModel, dtype: torch.dtype) -> PixelModel:
     """Return a copy of the network with floating weights in another dtype; it shares unchanged tensors with `model`."""
-    place = "cpu" if dtype == torch.float64 and next(model.parameters()).device.type == "mps" else None
+    place = (
+        "cpu" if dtype == torch.float64 and next(model.parameters()).device.type == "mps" else None
+    )
     memo: dict[int, Any] = {}
     for value in (*model.parameters(), *model.buffers()):
         kind = dtype if value.is_floating_point() and value.dtype != dtype else value.dtype
         other = value.detach().to(place, kind)
-        memo[id(value)] = nn.Parameter(other, requires_grad=False) if isinstance(value, nn.Parameter) else other
+        memo[id(value)] = (
+            nn.Parameter(other, requires_grad=False) if isinstance(value, nn.Parameter) else other
+        )
     found = copy.deepcopy(model, memo)
     found.normalize = model.normalize if place is None else found.normalize
     return found
@@ -316,7 +345,9 @@ def initialise(
         seed_all(seed)
         net = create(arch, arch_args, initialise=True)
     spec = spec or spec_of(net, size=input_size_of(net), mean=mean, std=std)
-    record = Record(arch, arch_arguments(arch_args), spec, classes_of(net) if classes is None else classes)
+    record = Record(
+        arch, arch_arguments(arch_args), spec, classes_of(net) if classes is None else classes
+    )
     tensors = {name: value.detach() for name, value in net.state_dict().items()}
     for name, _ in net.named_buffers():
         if name in tensors and tensors[name].is_floating_point():
@@ -355,7 +386,9 @@ def spec_of(
     input_size = size or tuple(config.get("input_size") or ())
     mean, std = mean or config.get("mean"), std or config.get("std")
     if len(input_size) != 3 or not mean or not std:
-        raise UsageError("the architecture does not say its input size, mean or std", "give --mean and --std")
+        raise UsageError(
+            "the architecture does not say its input size, mean or std", "give --mean and --std"
+        )
     channels = int(input_size[0])
     mean, std = (tuple(values) * channels if len(values) == 1 else values for values in (mean, std))
     if not len(mean) == len(std) == channels:

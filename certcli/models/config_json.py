@@ -56,7 +56,9 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
     if not config.is_file():
         return None, []
     try:
-        stated = read_config(config, decode_config, "it needs what timm writes: architecture, num_classes, ...")
+        stated = read_config(
+            config, decode_config, "it needs what timm writes: architecture, num_classes, ..."
+        )
     except CheckpointError as failure:
         if hints.arch is None:
             raise
@@ -66,7 +68,8 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
     why = None if hints.as_stated else _of_another(path, stated)
     if why is not None and hints.arch is None:
         raise ArchitectureError(
-            f"is {config} about {path.name}? {why}", "--arch NAME for another network, --as-stated if it is"
+            f"is {config} about {path.name}? {why}",
+            "--arch NAME for another network, --as-stated if it is",
         )
     if why is not None:
         return None, [f"{CONFIG} is not used: {why}"]
@@ -84,7 +87,9 @@ def _of_another(path: Path, stated: ConfigFields) -> str | None:
     named = max((name for name in names if called.startswith(name)), key=len, default=None)
     family = re.split(r"[^a-z0-9]", called)[0]
     families = {name.partition("_")[0] for name in names}
-    if (named is not None and named != arch) or (family in families and family != arch.partition("_")[0]):
+    if (named is not None and named != arch) or (
+        family in families and family != arch.partition("_")[0]
+    ):
         return f"it says {arch}, and the file is called {path.name}"
     other = next((name for name in _HUB_NAMES if (path.parent / name).is_file()), None)
     if path.name not in _HUB_NAMES and other is not None:
@@ -95,8 +100,14 @@ def _of_another(path: Path, stated: ConfigFields) -> str | None:
 def _differences(stated: ConfigFields, hints: Hints) -> list[str]:
     """Return a sentence for each option that overrules config.json."""
     about = stated.pretrained_cfg
-    pairs: list[tuple[str, Any, Any]] = [("--mean", hints.mean, about.mean), ("--std", hints.std, about.std)]
-    pairs += [(f"--arch-arg {key}", value, stated.model_args.get(key)) for key, value in hints.arch_args.items()]
+    pairs: list[tuple[str, Any, Any]] = [
+        ("--mean", hints.mean, about.mean),
+        ("--std", hints.std, about.std),
+    ]
+    pairs += [
+        (f"--arch-arg {key}", value, stated.model_args.get(key))
+        for key, value in hints.arch_args.items()
+    ]
     found = []
     for option, given, said in pairs:
         if given is None or said is None or _same(given, said):
@@ -108,7 +119,9 @@ def _differences(stated: ConfigFields, hints: Hints) -> list[str]:
 def _same(given: Any, said: Any) -> bool:
     if isinstance(given, (list, tuple)) and isinstance(said, (list, tuple)):
         longest = max(len(given), len(said))
-        left, right = (list(part) * longest if len(part) == 1 else list(part) for part in (given, said))
+        left, right = (
+            list(part) * longest if len(part) == 1 else list(part) for part in (given, said)
+        )
         return left == right
     return bool(given == said)
 
@@ -117,7 +130,9 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]) -> Description:
+def describe(
+    path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]
+) -> Description:
     """Return the description of a foreign file, from config.json or, without it, the options."""
     origins, net = dict.fromkeys(hints.arch_args, "--arch-arg"), None
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
@@ -125,9 +140,12 @@ def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Map
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
         said["view"] = CONFIG if config.pretrained_cfg.crop_pct is not None else "by default"
         origins = {**dict.fromkeys(config.model_args, CONFIG), **said, **origins}
-        if config.pretrained_cfg == PretrainedFields():  # it names an architecture, and nothing of its images
+        if (
+            config.pretrained_cfg == PretrainedFields()
+        ):  # it names an architecture, and nothing of its images
             origins |= dict.fromkeys(
-                {"mean", "std", "view"} - {key for key in ("mean", "std") if getattr(hints, key)}, TIMM
+                {"mean", "std", "view"} - {key for key in ("mean", "std") if getattr(hints, key)},
+                TIMM,
             )
             record, net = _from_hints(_as_hints(config, hints), tensors, path)
         else:
@@ -140,11 +158,19 @@ def describe(path: Path, hints: Hints, config: ConfigFields | None, tensors: Map
 
 def _as_hints(stated: ConfigFields, hints: Hints) -> Hints:
     """Return what config.json says as options would say it; the options themselves come first."""
-    classes = {} if stated.num_classes is None or hints.features else {"num_classes": stated.num_classes}
-    return replace(hints, arch=stated.architecture, arch_args={**classes, **stated.model_args, **hints.arch_args})
+    classes = (
+        {} if stated.num_classes is None or hints.features else {"num_classes": stated.num_classes}
+    )
+    return replace(
+        hints,
+        arch=stated.architecture,
+        arch_args={**classes, **stated.model_args, **hints.arch_args},
+    )
 
 
-def _from_config(config: Path, stated: ConfigFields, hints: Hints, tensors: Mapping[str, Tensor]) -> Record:
+def _from_config(
+    config: Path, stated: ConfigFields, hints: Hints, tensors: Mapping[str, Tensor]
+) -> Record:
     about = stated.pretrained_cfg
     arguments = {**stated.model_args, **hints.arch_args}
     if (found := _classes(tensors, hints, stated.num_classes)) is not None:
@@ -154,7 +180,9 @@ def _from_config(config: Path, stated: ConfigFields, hints: Hints, tensors: Mapp
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
     missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise ArchitectureError(f"{config} does not say {', '.join(missing)}", "add it, or pass --mean and --std")
+        raise ArchitectureError(
+            f"{config} does not say {', '.join(missing)}", "add it, or pass --mean and --std"
+        )
     if not isinstance(classes, int):
         raise CheckpointError(f"{config} cannot be used: num_classes is no number")
     assert about.input_size is not None
@@ -170,7 +198,9 @@ def _classes(tensors: Mapping[str, Tensor], hints: Hints, stated: int | None = N
     return rows or (0 if hints.features else stated)
 
 
-def _from_hints(hints: Hints, tensors: Mapping[str, Tensor], path: Path) -> tuple[Record, nn.Module]:
+def _from_hints(
+    hints: Hints, tensors: Mapping[str, Tensor], path: Path
+) -> tuple[Record, nn.Module]:
     """Return record and network of `hints.arch`; mean, std, crop and interpolation are timm's unless given."""
     arguments = dict(hints.arch_args)
     if (classes := _classes(tensors, hints)) is not None:

@@ -32,11 +32,18 @@ class Hints:
             arch_arguments(self.arch_args)
             require_statistics(self.mean or (), self.std or ())
         except Refused as refusal:
-            raise UsageError(str(refusal), "see --arch-arg, --mean and --std; pixels are in [0, 1]") from refusal
+            raise UsageError(
+                str(refusal), "see --arch-arg, --mean and --std; pixels are in [0, 1]"
+            ) from refusal
 
     @property
     def given(self) -> list[str]:
         """Return the options that are given, as spelled on the command line."""
-        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--weights": self.weights}
+        named = {
+            "--arch": self.arch,
+            "--mean": self.mean,
+            "--std": self.std,
+            "--weights": self.weights,
+        }
         arguments = [f"--arch-arg {key}" for key in self.arch_args]
         return [option for option, value in named.items() if value] + arguments

@@ -18,7 +18,9 @@ def host() -> str:
 
 def reachable() -> bool:
     """Tell whether the hub's host accepts a connection; True behind a proxy, which the library uses."""
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+    if any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
         return True
     try:
         with socket.create_connection((host(), 443), timeout=SECONDS):

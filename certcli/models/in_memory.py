@@ -56,12 +56,17 @@ def open_module(
     hidden = {name for name, _ in net.named_parameters(remove_duplicate=False)} - state.keys()
     hidden |= {name for name, value in state.items() if not isinstance(value, Tensor)}
     if hidden:
-        raise ArchitectureError(f"'{one_line(min(hidden))}' of the {kind} is no tensor of its state_dict")
+        raise ArchitectureError(
+            f"'{one_line(min(hidden))}' of the {kind} is no tensor of its state_dict"
+        )
     tensors = {name: value.detach() for name, value in state.items()}
     require_numbers(tensors, f"the {kind}")
     try:
         spec = build.spec_of(
-            net, size=input_size or build.input_size_of(net), mean=per_channel(mean), std=per_channel(std)
+            net,
+            size=input_size or build.input_size_of(net),
+            mean=per_channel(mean),
+            std=per_channel(std),
         )
         require_pixels(spec.size, spec.mean, spec.std)
     except (UsageError, Refused) as failure:
@@ -73,7 +78,9 @@ def open_module(
     # so that the digest covers parts without tensors
     shown = {"structure": hashlib.sha256(repr(net).encode()).hexdigest()[:16]}
     try:
-        model = build.load(build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0)), net))
+        model = build.load(
+            build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0)), net)
+        )
         with torch.no_grad():
             weight = next(model.parameters(), torch.zeros(()))
             width = model(torch.zeros(1, *spec.size, dtype=weight.dtype)).shape[1]
@@ -86,8 +93,12 @@ def open_module(
     known = isinstance(stated, int)
     ends = (known and stated == 0) or (features and not (known and stated == width))
     if width < 2 and not ends:
-        raise ArchitectureError(f"the {kind} returns one logit an image", "a classifier has two logits or more")
-    found = build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0 if ends else width)), net)
+        raise ArchitectureError(
+            f"the {kind} returns one logit an image", "a classifier has two logits or more"
+        )
+    found = build.with_network(
+        Checkpoint(tensors, Record(arch, shown, spec, 0 if ends else width)), net
+    )
     (require_features if features else require_classifier)(found, f"the {kind}")
     return found
 
@@ -96,4 +107,8 @@ def per_channel(values: Statistics | None) -> tuple[float, ...] | None:
     """Return one value, or one a channel, as a tuple."""
     if values is None:
         return None
-    return (float(values),) if isinstance(values, (int, float)) else tuple(float(value) for value in values)
+    return (
+        (float(values),)
+        if isinstance(values, (int, float))
+        else tuple(float(value) for value in values)
+    )

@@ -13,7 +13,9 @@ from certcli.system.operations import OperationMode
 
 MOST_VALUES = 2**33  # of a new network: 32 GiB of float32
 SPARE_VALUES = 2**26  # for values beside the parameters: position indices, window masks
-SPARE_WORK = 2**31  # for computations: some constructors run their first layers once, to learn a shape
+SPARE_WORK = (
+    2**31
+)  # for computations: some constructors run their first layers once, to learn a shape
 MOST_STEPS = 400_000
 SPARE_STEPS = 4_000
 
@@ -30,10 +32,14 @@ class Building(OperationMode):
     """
 
     _FILLS = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "random", "trunc_normal"))
-    _AFTERWARDS = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "div", "sub", "log"))
+    _AFTERWARDS = frozenset(
+        f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "div", "sub", "log")
+    )
     _COMPARISONS = frozenset(("aten::lt", "aten::gt", "aten::le", "aten::ge"))
 
-    def __init__(self, like: Mapping[str, Tensor] | None = None, *, initialise: bool = False) -> None:
+    def __init__(
+        self, like: Mapping[str, Tensor] | None = None, *, initialise: bool = False
+    ) -> None:
         super().__init__()
         self.unset: dict[int, Tensor] = {}
         self.initialise = initialise
@@ -64,18 +70,46 @@ class Building(OperationMode):
             self.values -= values
         if min(self.steps, self.work, self.values, self.values - values if computed else 0) < 0:
             about = (
-                "any network here may have" if self.stored is None else f"the {self.stored:,} values that are stored"
+                "any network here may have"
+                if self.stored is None
+                else f"the {self.stored:,} values that are stored"
             )
             raise ArchitectureError(
-                f"the architecture describes a network much larger than {about}", "check --arch and --arch-arg"
+                f"the architecture describes a network much larger than {about}",
+                "check --arch and --arch-arg",
             )
 
 
 _POINTWISE = frozenset(
     f"aten::{name}"
     for name in (
-        *("add", "sub", "rsub", "mul", "div", "pow", "eq", "ne", "lt", "gt", "le", "ge", "where", "maximum", "minimum"),
-        *("remainder", "floor_divide", "fmod", "atan2", "hypot", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *(
+            "add",
+            "sub",
+            "rsub",
+            "mul",
+            "div",
+            "pow",
+            "eq",
+            "ne",
+            "lt",
+            "gt",
+            "le",
+            "ge",
+            "where",
+            "maximum",
+            "minimum",
+        ),
+        *(
+            "remainder",
+            "floor_divide",
+            "fmod",
+            "atan2",
+            "hypot",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+        ),
         *("logical_and", "logical_or", "logical_xor", "mm"),  # mm: (n, 1) times (1, m)
     )
 )
@@ -96,5 +130,7 @@ def _values(name: str, args: tuple[Any, ...]) -> int:
         if all(isinstance(side, int) for side in args[0]):
             return math.prod(args[0])
         return sum(part.numel() for part in args[0] if isinstance(part, Tensor))
-    numbers = [abs(part) for part in args if isinstance(part, (int, float)) and not isinstance(part, bool)]
+    numbers = [
+        abs(part) for part in args if isinstance(part, (int, float)) and not isinstance(part, bool)
+    ]
     return int(max(numbers, default=1))

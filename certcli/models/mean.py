@@ -20,7 +20,10 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
         ArchitectureError: the architecture has no mean.
     """
     if not isinstance(mirror, bool) or len(members) > MOST_MEMBERS:
-        raise UsageError("a mean cannot be built of these", f"mirror=true or false, and at most {MOST_MEMBERS} members")
+        raise UsageError(
+            "a mean cannot be built of these",
+            f"mirror=true or false, and at most {MOST_MEMBERS} members",
+        )
     first = members[0].record
     same = ("input", "classes", "class_names")
     for number, member in enumerate(members, 1):
@@ -29,18 +32,26 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
             raise UsageError(f"member {number} is of {one_line(own.arch)}, not {arch}")
         differs = [name for name in same if getattr(own, name) != getattr(first, name)]
         if differs:
-            raise UsageError(f"member {number} has another {differs[0].replace('_', ' ')} than the first")
+            raise UsageError(
+                f"member {number} has another {differs[0].replace('_', ' ')} than the first"
+            )
         if own.surgery or not isinstance(getattr(member.net, "head", None), FlatHead):
-            raise ArchitectureError(f"member {number}: no mean of such networks is built", "certvit_lip_*, sort or mix")
+            raise ArchitectureError(
+                f"member {number}: no mean of such networks is built", "certvit_lip_*, sort or mix"
+            )
     arguments: dict[str, Any] = {"members": len(members), "mirror": mirror}
     for key in sorted({key for member in members for key in member.record.arch_args}):
         values = [member.record.arch_args.get(key) for member in members]
         if all(value == values[0] for value in values):
             arguments[key] = values[0]
         else:  # an absent one keeps the architecture's default: timm drops None
-            arguments |= {f"{key}_{i}": value for i, value in enumerate(values, 1) if value is not None}
+            arguments |= {
+                f"{key}_{i}": value for i, value in enumerate(values, 1) if value is not None
+            }
     steps = tuple(step for member in members for step in member.record.lineage)
-    dataset = first.dataset if all(member.record.dataset == first.dataset for member in members) else None
+    dataset = (
+        first.dataset if all(member.record.dataset == first.dataset for member in members) else None
+    )
     record = replace(first, arch_args=arguments, dataset=dataset, lineage=steps, evidence=())
     tensors = mean_tensors([member.tensors for member in members], mirror)
     digests = {"members": [member.digest for member in members], "mirror": mirror}

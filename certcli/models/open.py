@@ -39,7 +39,13 @@ from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
 from certcli.models.reading import Fact
 from certcli.models.weights import require_computed, require_fitting
-from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, UsageError, one_line
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    CheckpointError,
+    UsageError,
+    one_line,
+)
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
@@ -109,9 +115,15 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
 def _nearest(source: str) -> str:
     """Return a question for the closest name of a file or a timm model, or ""."""
     path = Path(source)
-    files = {file.name: str(file) for file in path.parent.glob("*.safetensors")} if path.parent.is_dir() else {}
+    files = (
+        {file.name: str(file) for file in path.parent.glob("*.safetensors")}
+        if path.parent.is_dir()
+        else {}
+    )
     near = [files[name] for name in get_close_matches(path.name, files, 1)]
-    near = near or (get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else [])
+    near = near or (
+        get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else []
+    )
     return f"did you mean '{near[0]}'? " if near else ""
 
 
@@ -145,7 +157,15 @@ def _valid(record: Record, name: str) -> Record:
         ) from failure
 
 
-_OF_ANOTHER_SHAPE = (KeyError, IndexError, ValueError, RuntimeError, ArithmeticError, TypeError, AttributeError)
+_OF_ANOTHER_SHAPE = (
+    KeyError,
+    IndexError,
+    ValueError,
+    RuntimeError,
+    ArithmeticError,
+    TypeError,
+    AttributeError,
+)
 """Errors of torch and Python where a tensor is missing or has another shape than a converter expects."""
 
 
@@ -175,11 +195,14 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
         require_computed(net, converted.computed)
     except ArchitectureError as failure:
         raise ArchitectureError(
-            f"{converted.source}, by timm's names: {failure.message}", "its config may belong to another file"
+            f"{converted.source}, by timm's names: {failure.message}",
+            "its config may belong to another file",
         ) from failure
     default = f"{converted.source}, converted"
     ends = [] if converted.features is None else [Fact("features", converted.features, default)]
-    reading = reading_of(net, record, converted.origins, default, converted.doubts).with_facts([*ends, *facts])
+    reading = reading_of(net, record, converted.origins, default, converted.doubts).with_facts(
+        [*ends, *facts]
+    )
     return build.with_network(Checkpoint(tensors, record), net, reading)
 
 
@@ -206,11 +229,22 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
                 f"which network is {path.name}? {why}",
                 "--as-stated if it was trained with these arguments; else leave them out",
             )
-        if config is not None and (why := rival(net, record, bare.tensors, config.model_args)) is not None:
+        if (
+            config is not None
+            and (why := rival(net, record, bare.tensors, config.model_args)) is not None
+        ):
             doubts.append(f"config.json is believed: {why}")
     doubts = doubts or statistics_doubts(net, record)
-    if config is not None and config.num_classes not in (None, record.classes, hints.arch_args.get("num_classes")):
-        head = f"the head has {record.classes}: the head is taken" if record.classes else "the file has no classifier"
+    if config is not None and config.num_classes not in (
+        None,
+        record.classes,
+        hints.arch_args.get("num_classes"),
+    ):
+        head = (
+            f"the head has {record.classes}: the head is taken"
+            if record.classes
+            else "the file has no classifier"
+        )
         doubts.append(f"config.json says {config.num_classes} classes, {head}")
     reading = reading_of(net, record, description.origins, doubts=doubts).with_facts(bare.facts())
     return build.with_network(Checkpoint(bare.tensors, record), net, reading)
@@ -228,7 +262,9 @@ def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
     """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
     whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
     if whole.keys() == net.state_dict().keys():
-        bare = replace(bare, tensors=whole, prefix="")  # three of timm's networks consist of one module `encoder`
+        bare = replace(
+            bare, tensors=whole, prefix=""
+        )  # three of timm's networks consist of one module `encoder`
     tensors = bare.tensors
     try:
         require_fitting(net, tensors)
@@ -237,11 +273,14 @@ def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
         found = filtered(tensors, net)
         if found is not None and _fits(net, found):
             own = {name for name, _ in net.named_buffers()}
-            require_computed(net, {name: value for name, value in tensors.items() if name in own - found.keys()})
+            require_computed(
+                net, {name: value for name, value in tensors.items() if name in own - found.keys()}
+            )
             return replace(bare, tensors=found, original=True)
         if hints.arch is None and not hints.arch_args:
             raise ArchitectureError(
-                failure.message, f"does {config_path(path)} belong to another file? Name the architecture with --arch"
+                failure.message,
+                f"does {config_path(path)} belong to another file? Name the architecture with --arch",
             ) from failure
         raise
 
@@ -250,7 +289,12 @@ def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> b
     """Tell whether the tensors are those of the same network without a classifier."""
     arguments = {**record.arch_args, "num_classes": 0}
     try:
-        _fitting(path, bare, build.create(record.arch, arguments, initialise=False, like=bare.tensors), hints)
+        _fitting(
+            path,
+            bare,
+            build.create(record.arch, arguments, initialise=False, like=bare.tensors),
+            hints,
+        )
         return True
     except ArchitectureError:
         return False
@@ -322,7 +366,9 @@ def _reason(failure: Exception) -> str:
 def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     """Fetch pretrained weights through timm's loader."""
     if name.startswith("certvit_"):
-        raise CheckpointError(f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors")
+        raise CheckpointError(
+            f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors"
+        )
     with cache_if_unreachable() as offline:
         try:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
@@ -334,13 +380,17 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     about: Any = net.pretrained_cfg or {}
     arch = str(about.get("architecture", name)).split(".")[0]
     spec = build.spec_of(net, size=build.input_size_of(net), mean=hints.mean, std=hints.std)
-    record = Record(arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net))
+    record = Record(
+        arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net)
+    )
     tensors = {key: value.detach() for key, value in net.state_dict().items()}
     require_numbers(tensors, name)
     net = build.build(record, like=tensors)  # as every later command builds it
     why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
     if why is not None:
-        raise ArchitectureError(f"{name} is not published with these arguments: {why}", "--as-stated if it is meant")
+        raise ArchitectureError(
+            f"{name} is not published with these arguments: {why}", "--as-stated if it is meant"
+        )
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
     doubts += [] if hints.weights is None else [f"{name} is one set of weights: --weights ignored"]
     doubts += [

@@ -32,8 +32,12 @@ class Reading:
         for fact in self.facts:
             if not groups or groups[-1][0] != fact.origin:
                 groups.append((fact.origin, []))
-            groups[-1][1].append(fact.value if fact.name == "architecture" else f"{fact.name} {fact.value}")
-        return "network: " + "; ".join(f"{', '.join(values)} ({origin})" for origin, values in groups)
+            groups[-1][1].append(
+                fact.value if fact.name == "architecture" else f"{fact.name} {fact.value}"
+            )
+        return "network: " + "; ".join(
+            f"{', '.join(values)} ({origin})" for origin, values in groups
+        )
 
     def to_json(self) -> dict[str, Any]:
         facts = {fact.name: {"value": fact.value, "from": fact.origin} for fact in self.facts}

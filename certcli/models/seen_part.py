@@ -63,8 +63,12 @@ class GreyPixels(SeenPart):
 
     def forward(self, pixels: Tensor, views: Tensor) -> Tensor:
         (down, across), (height, width) = self.grid.cell, pixels.shape[-2:]
-        shown = views.repeat_interleave(down, 1).repeat_interleave(across, 2)[:, None, :height, :width]
-        logits: Tensor = self.model(torch.where(shown, pixels, self.model.normalize.mean.to(pixels.dtype)))
+        shown = views.repeat_interleave(down, 1).repeat_interleave(across, 2)[
+            :, None, :height, :width
+        ]
+        logits: Tensor = self.model(
+            torch.where(shown, pixels, self.model.normalize.mean.to(pixels.dtype))
+        )
         return logits
 
 
@@ -84,14 +88,22 @@ class KeptTokens(SeenPart):
             pixels = pixels.double()
         kept = views.flatten(1).nonzero()[:, 1].view(len(views), -1)
         pieces = self.model.normalize(pixels).unfold(2, down, down).unfold(3, across, across)
-        pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(1, 2)  # (b, rows, columns, c, down, across) before
+        pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(
+            1, 2
+        )  # (b, rows, columns, c, down, across) before
         pieces = pieces[torch.arange(len(kept), device=kept.device)[:, None], kept].flatten(2)
         embed = net.patch_embed
         tokens = embed.norm(linear(pieces, embed.proj.weight.flatten(1), embed.proj.bias))
         prefix = [getattr(net, name, None) for name in ("cls_token", "dist_token", "reg_token")]
-        first = torch.cat([part for part in prefix if part is not None] or [tokens.new_zeros(1, 0, tokens.shape[2])], 1)
+        first = torch.cat(
+            [part for part in prefix if part is not None]
+            or [tokens.new_zeros(1, 0, tokens.shape[2])],
+            1,
+        )
         if net.pos_embed is not None:
-            before = net.pos_embed.shape[1] - views[0].numel()  # positions of the prefix, where it has any
+            before = (
+                net.pos_embed.shape[1] - views[0].numel()
+            )  # positions of the prefix, where it has any
             tokens = tokens + net.pos_embed[0, before:][kept]
             first = first + net.pos_embed[:, :before] if before else first
         whole = torch.cat([first.expand(len(tokens), -1, -1), tokens], dim=1)
@@ -106,15 +118,21 @@ def _require_tokens(net: nn.Module) -> PatchEmbed:
     """UsageError that says why tokens of this network cannot be dropped."""
 
     def refuse(why: str) -> UsageError:
-        return UsageError(f"tokens of this network cannot be dropped: {why}", "--hide pixels takes any network")
+        return UsageError(
+            f"tokens of this network cannot be dropped: {why}", "--hide pixels takes any network"
+        )
 
     if type(net) not in (VisionTransformer, VisionTransformerDistilled):
-        raise refuse(f"{type(net).__name__} is neither timm's VisionTransformer nor VisionTransformerDistilled")
+        raise refuse(
+            f"{type(net).__name__} is neither timm's VisionTransformer nor VisionTransformerDistilled"
+        )
     embed = net.patch_embed
     if type(embed) is not PatchEmbed or embed.dynamic_img_pad or not embed.flatten:
         raise refuse("its patch embedding is not timm's, image patch by image patch")
     conv = embed.proj
-    if type(conv) is not nn.Conv2d or not conv.kernel_size == conv.stride == tuple(embed.patch_size):
+    if type(conv) is not nn.Conv2d or not conv.kernel_size == conv.stride == tuple(
+        embed.patch_size
+    ):
         raise refuse("its patches overlap")
     if conv.padding != (0, 0) or conv.dilation != (1, 1) or conv.groups != 1:
         raise refuse("its patch embedding is padded, dilated or grouped")
@@ -141,7 +159,9 @@ def _require_same(part: KeptTokens, size: tuple[int, int, int]) -> None:
         )
 
 
-def seen_part(model: PixelModel, hide: str, cell: Sequence[int] | None = None, fine: bool = True) -> SeenPart:
+def seen_part(
+    model: PixelModel, hide: str, cell: Sequence[int] | None = None, fine: bool = True
+) -> SeenPart:
     """How passes hide: "tokens", "pixels", or "auto" (tokens where that is possible). UsageError where it is not.
 
     cell: pixels (height, width) that are hidden together, where pixels are grey. Without it they are few (fine), else as many
@@ -167,5 +187,7 @@ def seen_part(model: PixelModel, hide: str, cell: Sequence[int] | None = None, f
         tokens = (-(-size[1] // most), -(-size[2] // most))
     sides = cell or tokens
     if not 1 <= sides[0] <= size[1] or not 1 <= sides[1] <= size[2]:
-        raise UsageError(f"cells of {sides[1]} x {sides[0]} pixels do not fit into an image of {size[2]} x {size[1]}")
+        raise UsageError(
+            f"cells of {sides[1]} x {sides[0]} pixels do not fit into an image of {size[2]} x {size[1]}"
+        )
     return GreyPixels(model, Grid(size[1], size[2], (int(sides[0]), int(sides[1]))), why)

@@ -59,7 +59,8 @@ def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
     shape = [-(-side // cell) for cell in grid.cell]
     if any(size >= cells for size, cells in zip(shape, grid.shape, strict=True)):
         raise UsageError(
-            f"squares of {side} pixels leave nothing of an image of {grid.width} x {grid.height}", "smaller"
+            f"squares of {side} pixels leave nothing of an image of {grid.width} x {grid.height}",
+            "smaller",
         )
     corners = [
         sorted({round(step * (cells - size) / (places - 1)) for step in range(places)})

@@ -11,7 +11,11 @@ from certcli.system.errors import ArchitectureError, one_line
 
 
 def load_weights(
-    net: nn.Module, tensors: Mapping[str, Tensor], *, own: bool = False, dtype: torch.dtype | None = None
+    net: nn.Module,
+    tensors: Mapping[str, Tensor],
+    *,
+    own: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Set the weights of `net` to exactly these tensors; ArchitectureError names those that do not fit.
 
@@ -22,7 +26,9 @@ def load_weights(
     # half precision is widened, and single beside double. This is exact: bound and forward pass use the same numbers
     double = any(value.dtype == torch.float64 for value in tensors.values())
     wide = dtype or (torch.float64 if double else torch.float32)
-    dtypes = {name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()}
+    dtypes = {
+        name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()
+    }
     copied = {name: value for name, value in tensors.items() if own or value.dtype != dtypes[name]}
     net.load_state_dict({**tensors, **mapped.copies(copied, dtypes)}, strict=True, assign=True)
 
@@ -63,7 +69,9 @@ def require_computed(net: nn.Module, stated: Mapping[str, Tensor]) -> None:
     own = dict(net.named_buffers())
     for name, value in stated.items():
         if name not in own:
-            raise ArchitectureError(f"architecture and tensors disagree: unexpected '{one_line(name)}'")
+            raise ArchitectureError(
+                f"architecture and tensors disagree: unexpected '{one_line(name)}'"
+            )
         expected = own[name].double().flatten()
         rounding = 4 * torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
         allowed = rounding * float(expected.abs().max()) if len(expected) else 0.0

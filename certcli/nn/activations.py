@@ -20,7 +20,9 @@ class MaxMin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] % 2:
-            raise ValueError(f"MaxMin compares the two halves of {x.shape[-1]} features: an even number is needed")
+            raise ValueError(
+                f"MaxMin compares the two halves of {x.shape[-1]} features: an even number is needed"
+            )
         if torch.is_grad_enabled() and x.requires_grad:
             return _Sorted.apply(x)
         return _sorted(x)
@@ -43,7 +45,9 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         first, second = inputs[0].chunk(2, dim=-1)
-        ctx.save_for_backward(first.clone().ge_(second))  # 1 or 0 at once: a mask that is converted takes twice as long
+        ctx.save_for_backward(
+            first.clone().ge_(second)
+        )  # 1 or 0 at once: a mask that is converted takes twice as long
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ class AttentionReplacement(nn.Module):
         """Set all weights in closed form from those of the attention that this one replaces."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         if attn_mask is not None or is_causal:
             raise ArchitectureError(f"{self.title} takes no mask")
         return self.proj(self.mix(x))
@@ -61,7 +63,9 @@ class LipschitzAttention(AttentionReplacement):
         if window is not None:
             cells = (2 * window[0] - 1) * (2 * window[1] - 1)
             self.relative_position_bias_table = nn.Parameter(torch.zeros(cells, heads))
-            self.register_buffer("relative_position_index", get_relative_position_index(*window), persistent=False)
+            self.register_buffer(
+                "relative_position_index", get_relative_position_index(*window), persistent=False
+            )
         if shape.gated:
             self.pos_proj = nn.Linear(3, heads)
             self.gating_param = nn.Parameter(torch.ones(heads))
@@ -75,7 +79,11 @@ class LipschitzAttention(AttentionReplacement):
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        mask: Tensor | None = None,
     ) -> Tensor:
         if attn_mask is not None or is_causal:
             raise ArchitectureError(f"{self.title} takes no mask but that of shifted windows")
@@ -92,7 +100,9 @@ class LipschitzAttention(AttentionReplacement):
         if self.window_size is not None:
             logits = logits + self.position_bias()
         if mask is not None:
-            logits = (logits.view(-1, len(mask), h, n, n) + mask.to(logits.dtype).unsqueeze(1)).view(b, h, n, n)
+            logits = (
+                logits.view(-1, len(mask), h, n, n) + mask.to(logits.dtype).unsqueeze(1)
+            ).view(b, h, n, n)
         weights = logits.softmax(dim=-1)
         if self.gated:
             gate = torch.sigmoid(self.gating_param).view(1, -1, 1, 1)
@@ -103,13 +113,19 @@ class LipschitzAttention(AttentionReplacement):
     def position_bias(self) -> Tensor:
         """Return Swin's table at the relative position of every pair of tokens: (h, n, n)."""
         n = len(self.relative_position_index)
-        return self.relative_position_bias_table[self.relative_position_index.view(-1)].view(n, n, -1).permute(2, 0, 1)
+        return (
+            self.relative_position_bias_table[self.relative_position_index.view(-1)]
+            .view(n, n, -1)
+            .permute(2, 0, 1)
+        )
 
     def get_rel_indices(self, n: int) -> Tensor:
         """Return (x, y, x^2 + y^2) from token to token of a square grid, the input of `pos_proj`: (1, n, n, 3)."""
         side = math.isqrt(n)
         if side * side != n:
-            raise ArchitectureError(f"gated positional attention needs a square grid of tokens, not {n} of them")
+            raise ArchitectureError(
+                f"gated positional attention needs a square grid of tokens, not {n} of them"
+            )
         weight = self.pos_proj.weight
         steps = torch.arange(side, dtype=weight.dtype, device=weight.device)
         offset = steps.view(1, -1) - steps.view(-1, 1)

@@ -61,7 +61,9 @@ class AttentionShape:
     def require_no_positions(self, name: str) -> None:
         """Raise ArchitectureError where the replacement `name` would lose positions."""
         if self.window is not None:
-            raise ArchitectureError(f"{name} would lose the windows' relative position bias and mask")
+            raise ArchitectureError(
+                f"{name} would lose the windows' relative position bias and mask"
+            )
         if self.gated:
             raise ArchitectureError(f"{name} would lose the gated positions of ConViT's GPSA")
 
@@ -99,7 +101,9 @@ class AttentionWeights:
         known = _require_known(old)
         layers, inner = _input_maps(known)
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        bias = (
+            None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        )
         query, key, value = weight.split(inner)
         query_bias, key_bias, value_bias = (None, None, None) if bias is None else bias.split(inner)
         found = AttentionWeights(
@@ -119,7 +123,10 @@ class AttentionWeights:
             found.position_bias = known._get_rel_pos_bias()[0].detach()
         if type(known) is GPSA:
             found.gate = known.gating_param.detach()
-            found.gate_weight, found.gate_bias = known.pos_proj.weight.detach(), known.pos_proj.bias.detach()
+            found.gate_weight, found.gate_bias = (
+                known.pos_proj.weight.detach(),
+                known.pos_proj.bias.detach(),
+            )
         return found
 
     def head(self, tensor: Tensor, number: int) -> Tensor:
@@ -143,11 +150,15 @@ def _require_known(old: nn.Module) -> Any:
         )
     for name, option in _NORM_OPTIONS.items():
         if not isinstance(getattr(old, name, nn.Identity()), nn.Identity):
-            raise ArchitectureError(f"the option '{option}' ('{name}') of {where} would be lost in a replacement")
+            raise ArchitectureError(
+                f"the option '{option}' ('{name}') of {where} would be lost in a replacement"
+            )
     if getattr(old, "gate", None) is not None:
         raise ArchitectureError(f"the option 'gated' of {where} would be lost in a replacement")
     for name in ("qkv", "qk", "v", "proj", "pos_proj"):
         part = getattr(old, name, None)
         if part is not None and type(part) is not nn.Linear:
-            raise ArchitectureError(f"'{name}' of {where} is a {type(part).__name__}, not a plain linear layer")
+            raise ArchitectureError(
+                f"'{name}' of {where} is a {type(part).__name__}, not a plain linear layer"
+            )
     return old

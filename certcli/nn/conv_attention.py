@@ -21,7 +21,9 @@ class ConvAttention(AttentionReplacement):
 
     def __init__(self, shape: AttentionShape, kernel: int = KERNEL) -> None:
         super().__init__(shape)
-        self.convolution = nn.Conv1d(shape.width, shape.inner, kernel, padding=kernel // 2, bias=shape.bias)
+        self.convolution = nn.Conv1d(
+            shape.width, shape.inner, kernel, padding=kernel // 2, bias=shape.bias
+        )
         self.proj = nn.Linear(shape.inner, shape.out_width, bias=shape.proj_bias)
 
     def mix(self, x: Tensor) -> Tensor:
@@ -31,7 +33,11 @@ class ConvAttention(AttentionReplacement):
     def start(self, weights: AttentionWeights) -> None:
         """Set every tap to W_V / taps, the local mean of the old values; copy the output map."""
         taps = self.convolution.kernel_size[0]
-        copy_linear(self.convolution, (weights.value / taps).unsqueeze(-1).expand(-1, -1, taps), weights.value_bias)
+        copy_linear(
+            self.convolution,
+            (weights.value / taps).unsqueeze(-1).expand(-1, -1, taps),
+            weights.value_bias,
+        )
         copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
 
 

@@ -42,7 +42,9 @@ class L2Pool(nn.Module):
     def __init__(self, side: int, windows: int) -> None:
         super().__init__()
         if windows < 1 or side % windows:
-            raise ArchitectureError(f"{side} x {side} tokens do not fall into {windows} x {windows} windows")
+            raise ArchitectureError(
+                f"{side} x {side} tokens do not fall into {windows} x {windows} windows"
+            )
         self.side, self.windows = side, windows
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,11 +85,15 @@ class _Lengths(torch.autograd.Function):
 def build_flat_head(net: nn.Module, widths: Sequence[int] = ()) -> nn.Module:
     """Give a plain timm ViT a head over all its tokens, in place; return it with pooling switched off."""
     if type(net) is not VisionTransformer or net.attn_pool is not None or net.pos_embed is None:
-        raise ArchitectureError("a flat head replaces the head of timm's plain VisionTransformer only")
+        raise ArchitectureError(
+            "a flat head replaces the head of timm's plain VisionTransformer only"
+        )
     if not isinstance(net.head, nn.Linear):
         raise ArchitectureError("the network has no linear head to replace")
     if any(width % 2 for width in widths):
-        raise ArchitectureError(f"head widths {list(widths)} must be even: MaxMin compares the two halves")
+        raise ArchitectureError(
+            f"head widths {list(widths)} must be even: MaxMin compares the two halves"
+        )
     tokens = net.patch_embed.num_patches + net.num_prefix_tokens
     net.global_pool = ""
     net.head = FlatHead(tokens * net.embed_dim, widths, net.head.out_features)

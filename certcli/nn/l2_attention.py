@@ -37,7 +37,9 @@ class L2Attention(LipschitzAttention):
         copy_linear(self.query, torch.cat(queries), None)
         outputs = weights.proj_weight.double().split(self.head_dim, dim=1)
         values = [weights.head(weights.value, h) for h in range(self.num_heads)]
-        maps = [o @ v @ torch.linalg.pinv(q) for o, v, q in zip(outputs, values, queries, strict=True)]
+        maps = [
+            o @ v @ torch.linalg.pinv(q) for o, v, q in zip(outputs, values, queries, strict=True)
+        ]
         bias = weights.proj_bias
         if weights.value_bias is not None:
             moved = weights.proj_weight.double() @ weights.value_bias.double()
@@ -68,11 +70,15 @@ class L2UntiedValueAttention(LipschitzAttention):
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return [P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
-        return self.average(l2_logits(self.split_heads(self.query(x))), self.split_heads(self.value(x)), mask)
+        return self.average(
+            l2_logits(self.split_heads(self.query(x))), self.split_heads(self.value(x)), mask
+        )
 
     def start(self, weights: AttentionWeights) -> None:
         """Set tied queries by `tied_query`; copy values and the output map."""
-        copy_linear(self.query, torch.cat([tied_query(weights, h) for h in range(self.num_heads)]), None)
+        copy_linear(
+            self.query, torch.cat([tied_query(weights, h) for h in range(self.num_heads)]), None
+        )
         copy_linear(self.value, weights.value, weights.value_bias)
         copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
         self.start_positions(weights)

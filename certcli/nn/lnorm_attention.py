@@ -21,14 +21,18 @@ class LipschitzNormAttention(LipschitzAttention):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self.query, self.key, self.value = (nn.Linear(shape.width, shape.inner, bias=shape.bias) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(shape.width, shape.inner, bias=shape.bias) for _ in range(3)
+        )
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return [P_h v_h]_h, the input of `proj`: (b, n, d) -> (b, n, h * dh)."""
         q, k, v = (self.split_heads(layer(x)) for layer in (self.query, self.key, self.value))
         all_queries = q.flatten(2).norm(dim=-1)
         key, value = (rows.norm(dim=-1).amax(dim=-1) for rows in (k, v))
-        size = torch.maximum(torch.maximum(all_queries * key, all_queries * value), key * value).clamp_min(FLOOR)
+        size = torch.maximum(
+            torch.maximum(all_queries * key, all_queries * value), key * value
+        ).clamp_min(FLOOR)
         return self.average(q @ k.transpose(-2, -1) / size[..., None, None], v, mask)
 
     def start(self, weights: AttentionWeights) -> None:

@@ -34,7 +34,9 @@ class MeanNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         views = [x, x.flip(3)] if self.mirror else [x]
-        return self.head(torch.cat([member(view) for view in views for member in self.members], dim=1))
+        return self.head(
+            torch.cat([member(view) for view in views for member in self.members], dim=1)
+        )
 
 
 def build_members(make: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
@@ -46,9 +48,16 @@ def build_members(make: Callable[..., nn.Module], arguments: dict[str, Any]) -> 
         return make(**arguments)
     count = 1 if count is None else count
     if type(count) is not int or not 1 <= count <= MOST_MEMBERS:
-        raise ArchitectureError(f"members cannot be {count!r}", f"a number from 1 to {MOST_MEMBERS}")
-    own = [{key: value for key, value in arguments.items() if key.endswith(f"_{i}")} for i in range(1, count + 1)]
-    shared = {key: value for key, value in arguments.items() if not any(key in part for part in own)}
+        raise ArchitectureError(
+            f"members cannot be {count!r}", f"a number from 1 to {MOST_MEMBERS}"
+        )
+    own = [
+        {key: value for key, value in arguments.items() if key.endswith(f"_{i}")}
+        for i in range(1, count + 1)
+    ]
+    shared = {
+        key: value for key, value in arguments.items() if not any(key in part for part in own)
+    }
     each = [shared | {key.rpartition("_")[0]: value for key, value in part.items()} for part in own]
     return MeanNetwork([make(**part) for part in each], mirror)
 
@@ -57,9 +66,15 @@ def mean_tensors(members: Sequence[Mapping[str, Tensor]], mirror: bool) -> dict[
     """Return the tensors of the `MeanNetwork` of networks with these tensors."""
     found: dict[str, Tensor] = {}
     for number, tensors in enumerate(members):
-        found |= {f"members.{number}.{name}": t for name, t in tensors.items() if not name.startswith("head.out.")}
+        found |= {
+            f"members.{number}.{name}": t
+            for name, t in tensors.items()
+            if not name.startswith("head.out.")
+        }
     views = 1 + mirror
-    weights = torch.cat([tensors["head.out.weight"] for tensors in members], dim=1) / (len(members) * views)
+    weights = torch.cat([tensors["head.out.weight"] for tensors in members], dim=1) / (
+        len(members) * views
+    )
     # one by one, since an order of sums that depends on the processor would be another file there
     bias = sum((tensors["head.out.bias"] for tensors in members), torch.zeros(())) / len(members)
     return found | {"head.weight": weights.repeat(1, views), "head.bias": bias}

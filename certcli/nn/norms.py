@@ -45,7 +45,9 @@ class FloorNorm(nn.Module):
     def __init__(self, width: int, floor: float = 1.0) -> None:
         super().__init__()
         if width < 2 or not 0 < floor < math.inf:
-            raise ArchitectureError(f"FloorNorm needs two features and a positive floor, not {width} and {floor:g}")
+            raise ArchitectureError(
+                f"FloorNorm needs two features and a positive floor, not {width} and {floor:g}"
+            )
         self.width = width
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
@@ -55,7 +57,9 @@ class FloorNorm(nn.Module):
         centred = x - x.mean(dim=-1, keepdim=True)
         variance = centred.square().mean(dim=-1, keepdim=True)
         # the floor comes before the root, whose slope at 0 is infinite: constant tokens keep finite gradients
-        return centred / torch.maximum(variance, self.floor.square()).sqrt() * self.weight + self.bias
+        return (
+            centred / torch.maximum(variance, self.floor.square()).sqrt() * self.weight + self.bias
+        )
 
     def extra_repr(self) -> str:
         return str(self.width)
@@ -71,13 +75,19 @@ class TokenBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() not in (2, 3):
-            raise ArchitectureError("norm_layer=batchnorm is for tokens (b, n, d)", "maps take norm_layer=batchnorm2d")
+            raise ArchitectureError(
+                "norm_layer=batchnorm is for tokens (b, n, d)", "maps take norm_layer=batchnorm2d"
+            )
         if self.training:
             return super().forward(x.mT).mT if x.dim() == 3 else super().forward(x)
         mean, variance = self.running_mean, self.running_var
         if mean is None or variance is None:
             raise ArchitectureError("a BatchNorm without statistics depends on the batch")
-        scale = (variance + self.eps).rsqrt() if self.weight is None else self.weight * (variance + self.eps).rsqrt()
+        scale = (
+            (variance + self.eps).rsqrt()
+            if self.weight is None
+            else self.weight * (variance + self.eps).rsqrt()
+        )
         return (x - mean) * scale if self.bias is None else (x - mean) * scale + self.bias
 
 
@@ -91,7 +101,10 @@ def norm_width(old: nn.Module) -> int:
 
 def floor_fits(old: nn.Module) -> bool:
     """Tell whether this is exactly a LayerNorm over the last dimension: torch's own or timm's, which computes the same."""
-    return type(old) in (nn.LayerNorm, TimmLayerNorm) and len(getattr(old, "normalized_shape", ())) == 1
+    return (
+        type(old) in (nn.LayerNorm, TimmLayerNorm)
+        and len(getattr(old, "normalized_shape", ())) == 1
+    )
 
 
 def build_center_norm(old: nn.Module) -> CenterNorm:

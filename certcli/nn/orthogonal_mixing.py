@@ -34,7 +34,11 @@ class OrthogonalMixing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
         matrices = torch.stack([matrix.weight for matrix in self.maps])  # type: ignore[misc]
-        grouped = x.reshape(b, n, self.heads, d // self.heads).permute(2, 1, 0, 3).reshape(self.heads, n, -1)
+        grouped = (
+            x.reshape(b, n, self.heads, d // self.heads)
+            .permute(2, 1, 0, 3)
+            .reshape(self.heads, n, -1)
+        )
         mixed = torch.bmm(matrices, grouped).reshape(self.heads, n, b, -1).permute(2, 1, 0, 3)
         return mixed.reshape(b, n, d) + self.shift
 
@@ -52,10 +56,14 @@ class TokenMaxMin(nn.Module):
     With `soft` the pair becomes `SoftMaxMin`'s softmax averages. (b, n, d) -> (b, n, d).
     """
 
-    def __init__(self, tokens: int, width: int, stride: int, across: int | None = None, soft: bool = False) -> None:
+    def __init__(
+        self, tokens: int, width: int, stride: int, across: int | None = None, soft: bool = False
+    ) -> None:
         super().__init__()
         if stride < 1 or tokens % (2 * stride):
-            raise ArchitectureError(f"{tokens} tokens do not fall into pairs at a distance of {stride}")
+            raise ArchitectureError(
+                f"{tokens} tokens do not fall into pairs at a distance of {stride}"
+            )
         self.across = width if across is None else across
         if not 0 < self.across <= width or (width - self.across) % 2:
             raise ArchitectureError(
@@ -88,7 +96,9 @@ class ChannelRoll(nn.Module):
     def __init__(self, side: int, width: int, back: bool = False) -> None:
         super().__init__()
         if width % 4:
-            raise ArchitectureError(f"a width of {width} does not fall into quarters", "a multiple of 4")
+            raise ArchitectureError(
+                f"a width of {width} does not fall into quarters", "a multiple of 4"
+            )
         self.side, self.step = side, -1 if back else 1
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ class LipschitzPyramid(nn.Module):
     ) -> None:
         super().__init__()
         if not widths or len(widths) != len(depths):
-            raise ArchitectureError(f"{len(widths)} widths and {len(depths)} depths: each stage has one of both")
+            raise ArchitectureError(
+                f"{len(widths)} widths and {len(depths)} depths: each stage has one of both"
+            )
         self.num_classes = classes
         self.embed = nn.Conv2d(channels, widths[0], patch, stride=patch)
         self.stages = nn.ModuleList()
@@ -44,7 +46,9 @@ class LipschitzPyramid(nn.Module):
             before = 4 * widths[number - 1] if number else None
             if number:
                 if side % 2:
-                    raise ArchitectureError(f"{side} x {side} tokens do not fall into windows of 2 x 2")
+                    raise ArchitectureError(
+                        f"{side} x {side} tokens do not fall into windows of 2 x 2"
+                    )
                 side //= 2
             self.stages.append(_Stage(side, before, width, depth))
         self.pool = L2Pool(side, windows)

@@ -43,7 +43,9 @@ _IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CIFAR_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
-def _config(channels: int, side: int, classes: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
+def _config(
+    channels: int, side: int, classes: int, mean: Sequence[float], std: Sequence[float]
+) -> dict[str, Any]:
     return {
         "input_size": (channels, side, side),
         "num_classes": classes,
@@ -59,7 +61,8 @@ def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in given.items()
-        if value is not None and key not in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+        if value is not None
+        and key not in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
     }
 
 
@@ -70,7 +73,12 @@ def _vit(
     kind: type[VisionTransformer] = VisionTransformer,
 ) -> nn.Module:
     channels, side, _ = config["input_size"]
-    arguments = {"img_size": side, "in_chans": channels, "num_classes": config["num_classes"], **defaults}
+    arguments = {
+        "img_size": side,
+        "in_chans": channels,
+        "num_classes": config["num_classes"],
+        **defaults,
+    }
     arguments |= _network_arguments(given)
     net = kind(**arguments)
     net.pretrained_cfg = dict(config)  # type: ignore[assignment]
@@ -78,14 +86,20 @@ def _vit(
 
 
 def _sized(
-    make: Callable[..., nn.Module], config: dict[str, Any], shape: dict[str, Any], given: dict[str, Any]
+    make: Callable[..., nn.Module],
+    config: dict[str, Any],
+    shape: dict[str, Any],
+    given: dict[str, Any],
 ) -> nn.Module:
     """Build make(channels, side, classes, **shape), where `given` may change each; other channels share one statistic."""
     arguments = _network_arguments(given)
     channels = arguments.pop("in_chans", config["input_size"][0])
     side = arguments.pop("img_size", config["input_size"][1])
     if channels != config["input_size"][0]:
-        config = {**config, **{name: tuple(config[name][:1]) * channels for name in ("mean", "std")}}
+        config = {
+            **config,
+            **{name: tuple(config[name][:1]) * channels for name in ("mean", "std")},
+        }
     classes = arguments.pop("num_classes", config["num_classes"])
     own = lambda **own_shape: make(channels=channels, side=side, classes=classes, **own_shape)  # noqa: E731
     net = build_members(own, shape | arguments)
@@ -140,7 +154,10 @@ class SmallConvNet(nn.Module):
 
 
 def _convnet(
-    config: dict[str, Any], convolutions: Sequence[tuple[int, int, int]], widths: Sequence[int], given: dict[str, Any]
+    config: dict[str, Any],
+    convolutions: Sequence[tuple[int, int, int]],
+    widths: Sequence[int],
+    given: dict[str, Any],
 ) -> nn.Module:
     unknown = sorted(_network_arguments(given).keys() - {"in_chans", "img_size", "num_classes"})
     if unknown:
@@ -175,7 +192,10 @@ class LipschitzMixer(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2 * depth))
         if not isinstance(rolls, bool):
             raise ArchitectureError(f"rolls cannot be {rolls!r}", "true or false")
-        moves = [ChannelRoll(side // patch, width, bool(i % 2)) if rolls else nn.Identity() for i in range(2 * depth)]
+        moves = [
+            ChannelRoll(side // patch, width, bool(i % 2)) if rolls else nn.Identity()
+            for i in range(2 * depth)
+        ]
         self.rolls = nn.ModuleList(moves)
         self.act = MaxMin()
         self.head = FlatHead(tokens * width, head, classes)
@@ -187,14 +207,27 @@ class LipschitzMixer(nn.Module):
         return self.head(tokens)
 
 
-def _token_mixing(kind: str, tokens: int, width: int, heads: int, block: int, across: int | None = None) -> nn.Module:
-    if kind in ("sort", "soft"):  # at distances 1, 2, 4, ...: after log2(tokens) blocks every token has met every other
-        return TokenMaxMin(tokens, width, 1 << (block % max(1, tokens.bit_length() - 1)), across, soft=kind == "soft")
+def _token_mixing(
+    kind: str, tokens: int, width: int, heads: int, block: int, across: int | None = None
+) -> nn.Module:
+    if kind in (
+        "sort",
+        "soft",
+    ):  # at distances 1, 2, 4, ...: after log2(tokens) blocks every token has met every other
+        return TokenMaxMin(
+            tokens,
+            width,
+            1 << (block % max(1, tokens.bit_length() - 1)),
+            across,
+            soft=kind == "soft",
+        )
     if kind == "orthogonal":
         return OrthogonalMixing(tokens, width, heads)
     if kind == "none":
         return TokenShift(tokens, width)
-    raise ArchitectureError(f"unknown token mixing '{kind}'", "one of: sort, soft, orthogonal, none")
+    raise ArchitectureError(
+        f"unknown token mixing '{kind}'", "one of: sort, soft, orthogonal, none"
+    )
 
 
 class TokenMixer(nn.Module):
@@ -221,7 +254,9 @@ class TokenMixer(nn.Module):
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         tokens = (side // patch) ** 2
         self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
-        self.mixings = nn.ModuleList(_token_mixing(mixing, tokens, width, heads, block) for block in range(depth))
+        self.mixings = nn.ModuleList(
+            _token_mixing(mixing, tokens, width, heads, block) for block in range(depth)
+        )
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.act = MaxMin()
         self.head = FlatHead(width, head, classes)
@@ -241,7 +276,15 @@ class PlaceMixer(nn.Module):
     """
 
     def __init__(
-        self, channels: int, side: int, patch: int, width: int, depth: int, mixing: str, across: int, classes: int
+        self,
+        channels: int,
+        side: int,
+        patch: int,
+        width: int,
+        depth: int,
+        mixing: str,
+        across: int,
+        classes: int,
     ) -> None:
         super().__init__()
         self.num_classes = classes
@@ -250,7 +293,9 @@ class PlaceMixer(nn.Module):
         # orthogonal mixing of the transposed tensor: a place is a head, and its channels are what it mixes
         self.maps = nn.ModuleList(OrthogonalMixing(width, tokens, tokens) for _ in range(depth))
         mixings = [_token_mixing(mixing, tokens, width, 1, block, across) for block in range(depth)]
-        self.mixings = nn.ModuleList(m if isinstance(m, TokenMaxMin) else nn.Sequential(m, MaxMin()) for m in mixings)
+        self.mixings = nn.ModuleList(
+            m if isinstance(m, TokenMaxMin) else nn.Sequential(m, MaxMin()) for m in mixings
+        )
         self.head = FlatHead(tokens * width, [], classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -276,7 +321,13 @@ _TOKENS = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256]}
 
 
 def _shape(patch: int, width: int, depth: int, heads: int, ratio: float) -> dict[str, Any]:
-    return {"patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": heads, "mlp_ratio": ratio}
+    return {
+        "patch_size": patch,
+        "embed_dim": width,
+        "depth": depth,
+        "num_heads": heads,
+        "mlp_ratio": ratio,
+    }
 
 
 def _pyramid(widths: Sequence[int], depths: Sequence[int], given: dict[str, Any]) -> nn.Module:
@@ -289,11 +340,19 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "vit_digits": partial(_vit, _config(1, 8, 10, (0.5,), (0.5,)), _shape(2, 64, 2, 4, 2.0)),
     "vit_mnist": partial(_vit, _config(1, 28, 10, *_MNIST_STATISTICS), _shape(7, 128, 6, 4, 4.0)),
     "vit_cifar10": partial(_vit, _CIFAR10, _shape(4, 192, 6, 6, 3.0)),
-    "vit_cifar100": partial(_vit, _config(3, 32, 100, *_CIFAR_STATISTICS), _shape(4, 192, 12, 6, 3.0)),
-    "vit_tinyimagenet": partial(_vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 6, 3.0)),
+    "vit_cifar100": partial(
+        _vit, _config(3, 32, 100, *_CIFAR_STATISTICS), _shape(4, 192, 12, 6, 3.0)
+    ),
+    "vit_tinyimagenet": partial(
+        _vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 6, 3.0)
+    ),
     # VNN-COMP 2023; norm_layer=batchnorm for those whose BatchNorm is not folded into their weights
-    "vit_ibp_3_3_8": partial(_vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 8, "depth": 3, "num_heads": 3}),
-    "vit_pgd_2_3_16": partial(_vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 16, "depth": 2, "num_heads": 3}),
+    "vit_ibp_3_3_8": partial(
+        _vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 8, "depth": 3, "num_heads": 3}
+    ),
+    "vit_pgd_2_3_16": partial(
+        _vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 16, "depth": 2, "num_heads": 3}
+    ),
     # DINOv2 of the small size with a linear classifier on class token and mean
     "dinov2_classifier": partial(
         _vit,
@@ -302,7 +361,9 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
         kind=ClassAndMeanViT,
     ),
     # (out, kernel, stride) of convolutions, widths of linear layers; 4c3f has 1,973,536 weights, as in CertViT's Table 1
-    "4c3f": partial(_convnet, _config(*_GREY), [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)], [512, 512]),
+    "4c3f": partial(
+        _convnet, _config(*_GREY), [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)], [512, 512]
+    ),
     "6c2f": partial(
         _convnet,
         _config(3, 32, 10, *_COLOUR),
@@ -312,7 +373,16 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "8c2f": partial(
         _convnet,
         _config(3, 64, 200, *_COLOUR),
-        [(64, 3, 1), (64, 3, 1), (64, 4, 2), (128, 3, 1), (128, 3, 1), (128, 4, 2), (256, 3, 1), (256, 4, 2)],
+        [
+            (64, 3, 1),
+            (64, 3, 1),
+            (64, 4, 2),
+            (128, 3, 1),
+            (128, 3, 1),
+            (128, 4, 2),
+            (256, 3, 1),
+            (256, 4, 2),
+        ],
         [256],
     ),
     "lip_digits": partial(
@@ -322,7 +392,10 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
         {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]},
     ),
     "lip_mnist": partial(
-        _sized, LipschitzMixer, _config(*_GREY), {"patch": 7, "width": 64, "depth": 2, "head": [512, 512, 256]}
+        _sized,
+        LipschitzMixer,
+        _config(*_GREY),
+        {"patch": 7, "width": 64, "depth": 2, "head": [512, 512, 256]},
     ),
     "lip_cifar10": partial(
         _sized,

@@ -42,8 +42,18 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, block: Block, residual: Residual) -> None:
         super().__init__()
-        self.norm1, self.attn, self.ls1, self.drop_path1 = block.norm1, block.attn, block.ls1, block.drop_path1
-        self.norm2, self.mlp, self.ls2, self.drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
+        self.norm1, self.attn, self.ls1, self.drop_path1 = (
+            block.norm1,
+            block.attn,
+            block.ls1,
+            block.drop_path1,
+        )
+        self.norm2, self.mlp, self.ls2, self.drop_path2 = (
+            block.norm2,
+            block.mlp,
+            block.ls2,
+            block.drop_path2,
+        )
         self.residual1, self.residual2 = residual(), residual()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +66,12 @@ class ResidualConvitBlock(nn.Module):
 
     def __init__(self, block: ConvitBlock, residual: Residual) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+        self.norm1, self.attn, self.norm2, self.mlp = (
+            block.norm1,
+            block.attn,
+            block.norm2,
+            block.mlp,
+        )
         self.drop_path = block.drop_path
         self.residual1, self.residual2 = residual(), residual()
 
@@ -70,7 +85,13 @@ class ResidualSwinBlock(SwinTransformerBlock):
 
     def __init__(self, block: SwinTransformerBlock, residual: Residual) -> None:
         nn.Module.__init__(self)
-        for name in ("input_resolution", "window_size", "shift_size", "window_area", "dynamic_mask"):
+        for name in (
+            "input_resolution",
+            "window_size",
+            "shift_size",
+            "window_area",
+            "dynamic_mask",
+        ):
             setattr(self, name, getattr(block, name))
         self.norm1, self.attn, self.drop_path1 = block.norm1, block.attn, block.drop_path1
         self.norm2, self.mlp, self.drop_path2 = block.norm2, block.mlp, block.drop_path2
@@ -112,7 +133,11 @@ def attention_weight(model: nn.Module) -> float | None:
     for module in model.modules():
         if isinstance(module, ResidualBlock):
             residual = module.residual1
-            value = torch.sigmoid(residual.theta) if isinstance(residual, ConvexResidual) else residual.scale.abs()
+            value = (
+                torch.sigmoid(residual.theta)
+                if isinstance(residual, ConvexResidual)
+                else residual.scale.abs()
+            )
             shares.append(float(value))
         elif hasattr(module, "attn") and hasattr(module, "norm1"):
             shares.append(1.0)

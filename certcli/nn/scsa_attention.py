@@ -22,7 +22,9 @@ class CosineAttention(LipschitzAttention):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self.query, self.key, self.value = (nn.Linear(shape.width, shape.inner, bias=shape.bias) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(shape.width, shape.inner, bias=shape.bias) for _ in range(3)
+        )
         self.tau = nn.Parameter(torch.ones(shape.heads))
         self.nu = nn.Parameter(torch.ones(shape.heads))
 
@@ -45,8 +47,12 @@ class CosineAttention(LipschitzAttention):
         heads, maps = self.num_heads, (weights.query, weights.key, weights.value)
         sizes = []
         biases = (weights.query_bias, weights.key_bias, weights.value_bias)
-        for layer, weight, bias in zip((self.query, self.key, self.value), maps, biases, strict=True):
-            square = weight.double().square().sum(1) + (0 if bias is None else bias.double().square())
+        for layer, weight, bias in zip(
+            (self.query, self.key, self.value), maps, biases, strict=True
+        ):
+            square = weight.double().square().sum(1) + (
+                0 if bias is None else bias.double().square()
+            )
             size = square.view(heads, -1).sum(1).sqrt().clamp_min(1e-6)
             each = size.repeat_interleave(self.head_dim)
             copy_linear(layer, weight / each.unsqueeze(1), None if bias is None else bias / each)

@@ -19,7 +19,12 @@ REPLACEMENTS = Registry(
         "tied L2 attention with values of their own: a bound on tokens of bounded norm only",
         "the form that CertViT publishes",
     ),
-    Entry("scsa-attention", "certcli.nn.scsa_attention:build", "scaled cosine similarity attention", "Qi et al. 2023"),
+    Entry(
+        "scsa-attention",
+        "certcli.nn.scsa_attention:build",
+        "scaled cosine similarity attention",
+        "Qi et al. 2023",
+    ),
     Entry(
         "lnorm-attention",
         "certcli.nn.lnorm_attention:build",
@@ -37,19 +42,45 @@ REPLACEMENTS = Registry(
         "certcli.nn.orthogonal_attention:build",
         "orthogonal matrices over the tokens in place of attention; takes their number",
     ),
-    Entry("center-norm", "certcli.nn.norms:build_center_norm", "LayerNorm without the division", "Qi et al. 2023"),
+    Entry(
+        "center-norm",
+        "certcli.nn.norms:build_center_norm",
+        "LayerNorm without the division",
+        "Qi et al. 2023",
+    ),
     Entry(
         "floor-norm",
         "certcli.nn.norms:build_floor_norm",
         "LayerNorm whose deviation stays above a floor: slope 1 / floor",
     ),
-    Entry("identity", "certcli.nn.norms:build_identity", "nothing in place of a module that was folded into the next"),
-    Entry("convex-block", "certcli.nn.residual:build_convex", "residuals (1 - t) x + t f(x), 0 <= t <= 1"),
-    Entry("weighted-block", "certcli.nn.residual:build_weighted", "residuals x + a f(x), a learned"),
-    Entry("relu", "certcli.nn.activations:build_relu", "ReLU in place of GELU: slope 1 instead of 1.13"),
-    Entry("maxmin", "certcli.nn.activations:build_maxmin", "MaxMin in place of GELU or ReLU", "Anil et al. 2019"),
+    Entry(
+        "identity",
+        "certcli.nn.norms:build_identity",
+        "nothing in place of a module that was folded into the next",
+    ),
+    Entry(
+        "convex-block",
+        "certcli.nn.residual:build_convex",
+        "residuals (1 - t) x + t f(x), 0 <= t <= 1",
+    ),
+    Entry(
+        "weighted-block", "certcli.nn.residual:build_weighted", "residuals x + a f(x), a learned"
+    ),
+    Entry(
+        "relu",
+        "certcli.nn.activations:build_relu",
+        "ReLU in place of GELU: slope 1 instead of 1.13",
+    ),
+    Entry(
+        "maxmin",
+        "certcli.nn.activations:build_maxmin",
+        "MaxMin in place of GELU or ReLU",
+        "Anil et al. 2019",
+    ),
     Entry("norm-eps", "certcli.nn.norms:build_norm_eps", "the same norm with an eps of its own"),
     Entry(
-        "flat-head", "certcli.nn.heads:build_flat_head", "tokens side by side into a MaxMin MLP, in place of pooling"
+        "flat-head",
+        "certcli.nn.heads:build_flat_head",
+        "tokens side by side into a MaxMin MLP, in place of pooling",
     ),
 )

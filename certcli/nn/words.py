@@ -47,4 +47,8 @@ def set_norm_eps(net: nn.Module, eps: float) -> None:
 
 def takes_no_norm_eps(failure: BaseException) -> bool:
     """Tell whether a constructor refused `norm_eps` as an unknown argument."""
-    return isinstance(failure, TypeError) and NORM_EPS in str(failure) and "unexpected keyword" in str(failure)
+    return (
+        isinstance(failure, TypeError)
+        and NORM_EPS in str(failure)
+        and "unexpected keyword" in str(failure)
+    )

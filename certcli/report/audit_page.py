@@ -24,7 +24,11 @@ Pictures = Mapping[str, Gallery]
 def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
     network, dataset, bound, machine = audit.network, audit.dataset, audit.bound, audit.machine
     size = " x ".join(str(side) for side in network.input)
-    images = "no images" if dataset is None else f"{dataset.images} images at most of {dataset.name} ({dataset.split})"
+    images = (
+        "no images"
+        if dataset is None
+        else f"{dataset.images} images at most of {dataset.name} ({dataset.split})"
+    )
     return HtmlPage(
         title=f"Audit of {network.name}",
         subtitle=f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}",
@@ -34,12 +38,16 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         examples=[pictures["scale"]] if "scale" in pictures else [],
         verdict=audit.verdict,
         doubts=audit.doubts,
-        gates=[(row.passed, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged],
+        gates=[
+            (row.passed, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged
+        ],
         tables=[table for table in _tables(audit) if table.rows],
         curves=list(curves(audit)),
         curve_note=NOTE,
         constants=[
-            Constant(block.path or "(network)", block.log10, block.text, f"{block.kind}. {block.why}")
+            Constant(
+                block.path or "(network)", block.log10, block.text, f"{block.kind}. {block.why}"
+            )
             for block in (bound.blocks if bound is not None else [])
         ],
         constants_note="" if bound is None else CONSTANTS.format(bound=bound.upper_text),
@@ -47,9 +55,18 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         commands=list(_commands(audit)),
         facts=[
             f"Network (digest of its function): {audit.checkpoint}",
-            *([] if dataset is None else [f"Images (digest of pixels and labels): {dataset.digest}"]),
-            *([] if machine is None else [f"{audit.date} UTC; {machine.cpu}, threads {machine.threads}"]),
-            "Versions: " + ", ".join(f"{name} {version}" for name, version in audit.versions.items()),
+            *(
+                []
+                if dataset is None
+                else [f"Images (digest of pixels and labels): {dataset.digest}"]
+            ),
+            *(
+                []
+                if machine is None
+                else [f"{audit.date} UTC; {machine.cpu}, threads {machine.threads}"]
+            ),
+            "Versions: "
+            + ", ".join(f"{name} {version}" for name, version in audit.versions.items()),
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",
         ],
     )
@@ -75,10 +92,14 @@ def curves(audit: Audit) -> Iterator[PlotLine]:
         yield PlotLine(label, "attacked", *_asked(attack.clean, attack.robust))
 
 
-def _asked(clean: Share, shares: Mapping[str, Share]) -> tuple[list[tuple[float, float]], list[Mark]]:
+def _asked(
+    clean: Share, shares: Mapping[str, Share]
+) -> tuple[list[tuple[float, float]], list[Mark]]:
     """Return points and marks of the shares at the radii of the plan, radius 0 first."""
     found = [(0.0, clean), *((float(at), share) for at, share in shares.items() if float(at) > 0)]
-    return [(at, share.share) for at, share in found], [Mark(at, share.share, *share.interval) for at, share in found]
+    return [(at, share.share) for at, share in found], [
+        Mark(at, share.share, *share.interval) for at, share in found
+    ]
 
 
 def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
@@ -94,19 +115,35 @@ def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
 def _tables(audit: Audit) -> Iterator[Table]:
     told = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
     if audit.slope is not None:
-        told.append(f"slope {audit.slope.lower:.4g} found (measured, images tried: {audit.slope.images})")
+        told.append(
+            f"slope {audit.slope.lower:.4g} found (measured, images tried: {audit.slope.images})"
+        )
     if audit.attention_weight is not None:
-        told.append(f"largest weight of attention in a residual sum {audit.attention_weight:.2g} (measured)")
-    yield Table("What was found", COLUMNS, [row.cells for row in share_rows(audit)], NUMBERS, "; ".join(told))
+        told.append(
+            f"largest weight of attention in a residual sum {audit.attention_weight:.2g} (measured)"
+        )
+    yield Table(
+        "What was found",
+        COLUMNS,
+        [row.cells for row in share_rows(audit)],
+        NUMBERS,
+        "; ".join(told),
+    )
     changed = [compare.cells(change) for change in audit.changes]
     yield Table(compare.TITLE, compare.COLUMNS, changed)
-    rows = [[found.method, found.about, found.title, found.statement] for found in audit.certificates]
+    rows = [
+        [found.method, found.about, found.title, found.statement] for found in audit.certificates
+    ]
     if (behind := audit.patched) is not None:
         rows.append(["patch", "the network behind masks", behind.title, behind.statement])
     yield Table("What the certificates say", ["method", "about", "how", "promise"], rows)
-    yield Table("What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped])
+    yield Table(
+        "What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped]
+    )
     yield lineage_table([(step, step.parameters) for step in audit.lineage])
-    rows = [[name, _fact(value)] for name, value in audit.network.reading.items() if name != "doubts"]
+    rows = [
+        [name, _fact(value)] for name, value in audit.network.reading.items() if name != "doubts"
+    ]
     yield Table("What was assumed in reading the file", ["of", "value and where it is from"], rows)
 
 
@@ -136,9 +173,14 @@ def _short(values: Mapping[str, Any]) -> str:
 
 
 def _commands(audit: Audit) -> Iterator[Command]:
-    yield Command("The same audit (how many images fit into its time depends on the machine):", audit.reproduce)
+    yield Command(
+        "The same audit (how many images fit into its time depends on the machine):",
+        audit.reproduce,
+    )
     for found in audit.certificates:
-        what = f"The certificates of {found.method}, again, on the same {found.dataset.images} images:"
+        what = (
+            f"The certificates of {found.method}, again, on the same {found.dataset.images} images:"
+        )
         yield Command(what, certify_again(audit, found.method))
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",

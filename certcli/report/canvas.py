@@ -19,7 +19,14 @@ from certcli.checkpoint.outputs import FIGURES
 from certcli.system.errors import plain
 from certcli.system.files import atomic_file
 
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
+BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#e69f00",
+    "#cc79a7",
+    "#56b4e9",
+)
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 """Colours of what is shown, in this order; VERMILION is kept for attacks."""
 INK, FAINT = "#222222", "#d9d9d9"
@@ -58,18 +65,28 @@ STYLE: Any = {
 
 
 @contextmanager
-def grid(path: Path, rows: int, columns: int, size: tuple[float, float], title: str = "") -> Iterator[list[Any]]:
+def grid(
+    path: Path, rows: int, columns: int, size: tuple[float, float], title: str = ""
+) -> Iterator[list[Any]]:
     """Axes to draw on, row by row; the figure appears at `path`, in the format of its ending, when the block ends well."""
     with matplotlib.rc_context(STYLE):
-        canvas, cells = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+        canvas, cells = pyplot.subplots(
+            rows, columns, figsize=size, layout="constrained", squeeze=False
+        )
         try:
             if title:
                 canvas.suptitle(title, x=0.01, ha="left")
             yield list(cells.flat)
             kind = FIGURES[path.suffix.lower()]
-            for text in canvas.findobj(Text):  # names of files: no control characters in SVG, no mathematics
+            for text in canvas.findobj(
+                Text
+            ):  # names of files: no control characters in SVG, no mathematics
                 text.set_text(plain(text.get_text()).replace("$", r"\$"))
-            undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+            undated = {
+                "png": {"Software": None},
+                "svg": {"Date": None},
+                "pdf": {"CreationDate": None},
+            }
             with atomic_file(path) as temporary:
                 canvas.savefig(temporary, format=kind, metadata=undated[kind])
         finally:

@@ -63,15 +63,26 @@ def as_card(audit: Audit) -> str:
         lines += [f"      name: {quoted(dataset.name)}", f"      type: {quoted(dataset.name)}"]
         lines += [f"      split: {quoted(dataset.split)}", "    metrics:"]
         for kind, name, value in metrics:
-            lines += [f"    - type: {kind}", f"      name: {quoted(name)}", f"      value: {value!r}"]
+            lines += [
+                f"    - type: {kind}",
+                f"      name: {quoted(name)}",
+                f"      value: {value!r}",
+            ]
     if lines[-1] == "  results:":
         lines[-1] = "  results: []"
     lines += ["---", "", "## Robustness", ""]
-    lines += [f"{prose(line)}\n" for line in (audit.headline, audit.scale, audit.reference, *audit.verdict) if line]
+    lines += [
+        f"{prose(line)}\n"
+        for line in (audit.headline, audit.scale, audit.reference, *audit.verdict)
+        if line
+    ]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(map(prose, row.cells)) + " |" for row in share_rows(audit)]
     if audit.bound is not None:
-        lines += ["", f"Lipschitz bound (proven, pixel l2, images in [0, 1]): {prose(audit.bound.upper_text)}"]
+        lines += [
+            "",
+            f"Lipschitz bound (proven, pixel l2, images in [0, 1]): {prose(audit.bound.upper_text)}",
+        ]
     lines += ["", f"Digest of the network: `{audit.checkpoint}`. Made by certvit; repeated by:", ""]
     lines += [f"    {one_line(audit.reproduce)}", ""]
     return "\n".join(lines)
@@ -88,7 +99,11 @@ def one_line(text: str) -> str:
 
 def prose(text: str) -> str:
     """Text that Markdown shows as it is: its own characters escaped, HTML too."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", one_line(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")
+    return (
+        re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", one_line(text))
+        .replace("\\<", "&lt;")
+        .replace("\\>", "&gt;")
+    )
 
 
 def _metrics(audit: Audit) -> Iterator[tuple[Dataset, list[tuple[str, str, float]]]]:

@@ -15,7 +15,10 @@ def changes(before: Audit, after: Audit) -> list[Change]:
 
 
 def _bounds(before: Audit, after: Audit) -> Iterator[Change]:
-    old, new = ("not measured" if found.bound is None else found.bound.upper_text for found in (before, after))
+    old, new = (
+        "not measured" if found.bound is None else found.bound.upper_text
+        for found in (before, after)
+    )
     same = before.network.input == after.network.input
     why = "" if same else "inputs of other sizes"
     yield Change(figure="Lipschitz bound", before=old, after=new, alike=same, why=why)
@@ -31,7 +34,9 @@ def _shares(before: Audit, after: Audit) -> Iterator[Change]:
     for subject in [*new, *(one for one in old if one not in new)]:
         first, last = old.get(subject), new.get(subject)
         why = _unlike(first, last) or _other_attack(before, after, first)
-        yield Change(figure=subject, before=_figure(first), after=_figure(last), alike=not why, why=why)
+        yield Change(
+            figure=subject, before=_figure(first), after=_figure(last), alike=not why, why=why
+        )
 
 
 def _subject(row: ShareRow) -> str:
@@ -49,16 +54,32 @@ def _unlike(first: ShareRow | None, last: ShareRow | None) -> str:
     if first.dataset.digest == last.dataset.digest:
         return ""
     counts = f"{first.share.images} images before, {last.share.images} now"
-    return f"not the same images ({counts})" if first.share.images != last.share.images else "not the same images"
+    return (
+        f"not the same images ({counts})"
+        if first.share.images != last.share.images
+        else "not the same images"
+    )
 
 
 def _other_attack(before: Audit, after: Audit, row: ShareRow | None) -> str:
     """Return that an attack of the same name had other settings, which makes another threat."""
-    if row is None or row.kind != "robust_accuracy" or before.attack is None or after.attack is None:
+    if (
+        row is None
+        or row.kind != "robust_accuracy"
+        or before.attack is None
+        or after.attack is None
+    ):
         return ""
-    old, new = ({**found.settings, "batch_size": 0} for found in (before.attack, after.attack))  # decided by the time
+    old, new = (
+        {**found.settings, "batch_size": 0} for found in (before.attack, after.attack)
+    )  # decided by the time
     return "" if old == new else "attacks with other settings"
 
 
 def cells(change: Change) -> list[str]:
-    return [change.figure, change.before, change.after, "yes" if change.alike else f"no: {change.why}"]
+    return [
+        change.figure,
+        change.before,
+        change.after,
+        "yes" if change.alike else f"no: {change.why}",
+    ]

@@ -23,7 +23,10 @@ def draw_certified(
     with figure(path, (6.4, 4.2), title) as axes:
         grid = [end * step / 400 for step in range(401)]
         for (label, radii), color in zip(certified.items(), SERIES * len(certified)):
-            share = [100 * sum(radius > at or (at == 0 and radius >= 0) for radius in radii) / count for at in grid]
+            share = [
+                100 * sum(radius > at or (at == 0 and radius >= 0) for radius in radii) / count
+                for at in grid
+            ]
             if len(certified) == 1:  # several would mix their colours
                 axes.fill_between(grid, share, step="post", color=color, alpha=0.15)
             axes.step(grid, share, where="post", color=color, label=label)
@@ -31,8 +34,15 @@ def draw_certified(
             points = [(at, 100 * share) for at, share in sorted(attacked.items())]
             points.append((end, points[-1][1]))
             # what withstands a radius withstands smaller ones: between two radii the left value is an upper bound
-            axes.step(*zip(*points), where="post", color=VERMILION, label="attack on the network itself (measured)")
-            axes.plot(*zip(*points[:-1]), linestyle="none", marker="o", markersize=4, color=VERMILION)
+            axes.step(
+                *zip(*points),
+                where="post",
+                color=VERMILION,
+                label="attack on the network itself (measured)",
+            )
+            axes.plot(
+                *zip(*points[:-1]), linestyle="none", marker="o", markersize=4, color=VERMILION
+            )
         axes.set_xlim(0, end)
         axes.set_ylim(0, 102)
         axes.set_xlabel(f"radius ({norm}, pixels in [0, 1])")

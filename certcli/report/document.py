@@ -33,7 +33,9 @@ class Share(_Part):
 
     @staticmethod
     def of(hits: int, images: int) -> "Share":
-        return Share(hits=hits, images=images, share=hits / images, interval=share_interval(hits, images))
+        return Share(
+            hits=hits, images=images, share=hits / images, interval=share_interval(hits, images)
+        )
 
 
 class Network(_Part):

@@ -31,10 +31,14 @@ def as_csv(audit: Audit) -> str:
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
     heads = [f"radius_{method}" for method in methods] + [f"withstood_{radius}" for radius in radii]
-    table.writerow(["index", "label", "prediction", *heads, "adversarial_prediction", "norm", "file"])
+    table.writerow(
+        ["index", "label", "prediction", *heads, "adversarial_prediction", "norm", "file"]
+    )
     for row in audit.records:
         found = [row.radius.get(method, "") for method in methods]
-        found += [str(int(row.withstood[radius])) if radius in row.withstood else "" for radius in radii]
+        found += [
+            str(int(row.withstood[radius])) if radius in row.withstood else "" for radius in radii
+        ]
         last = [row.adversarial_prediction, row.norm, _no_formula(row.file or "")]
         cells = [row.index, row.label, row.prediction, *found, *last]
         table.writerow(["" if cell is None else cell for cell in cells])

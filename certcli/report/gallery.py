@@ -32,11 +32,15 @@ def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str
     Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the range.
     """
     networks = len(rows[0])
-    height = 2.75 if any(picture.file for row in rows for picture in row) else 2.5  # a second line above each image
+    height = (
+        2.75 if any(picture.file for row in rows for picture in row) else 2.5
+    )  # a second line above each image
     with figure(path, (1.0 + 2.1 * 3 * networks, 0.9 + height * len(rows)), title) as whole:
         canvas = whole.figure
         whole.remove()
-        for pictures, axes in zip(rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True):
+        for pictures, axes in zip(
+            rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True
+        ):
             for number, picture in enumerate(pictures):
                 _triple(picture, axes[3 * number : 3 * number + 3])
 
@@ -47,7 +51,9 @@ def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     _show(left, picture.image)
     _show(middle, change)
     _show(right, picture.adversarial)
-    heading = "\n".join(filter(None, (_cut(picture.heading), _cut(picture.file, from_the_left=True))))
+    heading = "\n".join(
+        filter(None, (_cut(picture.heading), _cut(picture.file, from_the_left=True)))
+    )
     left.set_title(heading, fontsize=10, loc="left")
     middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
     _caption(left, picture.clean_class, BLUE if picture.clean_right else VERMILION)

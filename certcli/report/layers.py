@@ -16,10 +16,16 @@ def draw_layers(networks: Mapping[str, Layers], path: Path, title: str) -> None:
     count = len(networks)
     height = 0.8 / count
     longest = max(map(len, names), default=0)
-    with figure(path, (4.4 + 0.085 * longest, 1.5 + 0.21 * count**0.5 * max(len(names), 4)), title) as axes:
+    with figure(
+        path, (4.4 + 0.085 * longest, 1.5 + 0.21 * count**0.5 * max(len(names), 4)), title
+    ) as axes:
         axes.grid(False, axis="y")
         for number, (label, found, color) in enumerate(zip(networks, told, SERIES)):
-            place = {name: row + (number - (count - 1) / 2) * height for row, name in enumerate(names) if name in found}
+            place = {
+                name: row + (number - (count - 1) / 2) * height
+                for row, name in enumerate(names)
+                if name in found
+            }
             values = [found[name] or 0.0 for name in place]
             axes.barh(list(place.values()), values, color=color, height=0.9 * height, label=label)
             for name, where in place.items():

@@ -25,22 +25,30 @@ RULES = {
 def as_sarif(audit: Audit) -> str:
     """Return one run: each gate a result (kind pass or fail), what an audit warns of as notes."""
     results = [
-        _result("certvit/gate", row.reason, row.fail_on, "none" if row.passed else "error") for row in audit.gate.judged
+        _result("certvit/gate", row.reason, row.fail_on, "none" if row.passed else "error")
+        for row in audit.gate.judged
     ]
     proofs = [found.certified for found in audit.certificates if found.failure == 0]
     proofs += [] if audit.patched is None else [audit.patched.certified]
-    if audit.bound is not None and not any(share.hits for shares in proofs for share in shares.values()):
+    if audit.bound is not None and not any(
+        share.hits for shares in proofs for share in shares.values()
+    ):
         results.append(_result("certvit/no-usable-proof", audit.verdict[0], "proof"))
     if audit.attack is not None:
         for radius, count in audit.attack.fooled.items():
             names, correct = ", ".join(audit.attack.attacks), audit.attack.clean.hits
             told = f"{names} fooled {part_of(count, correct, 'correct images')} at l2 {radius}"
             results += [_result("certvit/fooled", told, f"{names}@{radius}")] if count else []
-    results += [_result("certvit/not-done", f"{item.stage}: {item.why}", item.stage) for item in audit.skipped]
+    results += [
+        _result("certvit/not-done", f"{item.stage}: {item.why}", item.stage)
+        for item in audit.skipped
+    ]
     where = {"uri": quote(audit.network.path or audit.network.name)}
     where |= {} if audit.network.path is None else {"uriBaseId": ROOT}
     for row in results:
-        row["locations"] = [{"physicalLocation": {"artifactLocation": where, "region": {"startLine": 1}}}]
+        row["locations"] = [
+            {"physicalLocation": {"artifactLocation": where, "region": {"startLine": 1}}}
+        ]
     driver = {
         "name": "certvit",
         "version": audit.versions.get("certvit", "0"),
@@ -52,7 +60,9 @@ def as_sarif(audit: Audit) -> str:
     run = {
         "tool": {"driver": driver},
         "invocations": [invocation],
-        "originalUriBaseIds": {ROOT: {"description": {"text": "The root of the repository that holds the network."}}},
+        "originalUriBaseIds": {
+            ROOT: {"description": {"text": "The root of the repository that holds the network."}}
+        },
         "artifacts": [{"location": where, "hashes": {"certvit-function": audit.checkpoint}}],
         "results": results,
         "properties": {"headline": audit.headline, **about(audit)},
@@ -93,10 +103,20 @@ def as_junit(audit: Audit) -> str:
     """
     failed = sum(not row.passed for row in audit.gate.judged)
     total = len(audit.gate.judged) + len(audit.skipped) + 1
-    counts = {"tests": str(total), "failures": str(failed), "errors": "0", "skipped": str(len(audit.skipped))}
+    counts = {
+        "tests": str(total),
+        "failures": str(failed),
+        "errors": "0",
+        "skipped": str(len(audit.skipped)),
+    }
     name = xml_text(audit.network.name)
     root = ElementTree.Element("testsuites")
-    counts |= {"id": "0", "package": "certvit.audit", "hostname": "localhost", "time": f"{audit.seconds:.2f}"}
+    counts |= {
+        "id": "0",
+        "package": "certvit.audit",
+        "hostname": "localhost",
+        "time": f"{audit.seconds:.2f}",
+    }
     counts["timestamp"] = audit.date or "1970-01-01T00:00:00"
     suite = ElementTree.SubElement(root, "testsuite", {"name": name, **counts})
     properties = ElementTree.SubElement(suite, "properties")
@@ -104,7 +124,11 @@ def as_junit(audit: Audit) -> str:
         ElementTree.SubElement(properties, "property", {"name": key, "value": xml_text(value)})
 
     def case(what: str, seconds: float = 0.0) -> ElementTree.Element:
-        words = {"classname": f"certvit.audit.{name}", "name": xml_text(what), "time": f"{seconds:.2f}"}
+        words = {
+            "classname": f"certvit.audit.{name}",
+            "name": xml_text(what),
+            "time": f"{seconds:.2f}",
+        }
         return ElementTree.SubElement(suite, "testcase", words)
 
     case("audit", audit.seconds)
@@ -120,7 +144,11 @@ def as_junit(audit: Audit) -> str:
     )
     ElementTree.SubElement(suite, "system-err")
     ElementTree.indent(root, " ")
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?>\n'
+        + ElementTree.tostring(root, encoding="unicode")
+        + "\n"
+    )
 
 
 def figures(audit: Audit) -> dict[str, str]:

@@ -115,7 +115,9 @@ class HtmlPage:
 
 def render(page: HtmlPage) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
-    template = environment.from_string(files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    )
     return template.render(page=page, plot=plot(page.curves), constants=bars(page.constants))
 
 
@@ -130,7 +132,9 @@ def ticks(end: float) -> list[float]:
         return [0.0]
     raw = end / MOST_TICKS
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    step = next(
+        power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9)
+    )
     return [step * number for number in range(int(end / step * (1 + 1e-9)) + 1)]
 
 
@@ -149,8 +153,12 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
     lines = []
     for curve in curves:
         first, *rest = curve.points
-        path = f"M{x(first[0])} {y(first[1])}" + "".join(f"H{x(radius)}V{y(share)}" for radius, share in rest)
-        falls = curve.kind == "proven" and curve.points[-1][1] == 0  # elsewhere nothing is known beyond the last point
+        path = f"M{x(first[0])} {y(first[1])}" + "".join(
+            f"H{x(radius)}V{y(share)}" for radius, share in rest
+        )
+        falls = (
+            curve.kind == "proven" and curve.points[-1][1] == 0
+        )  # elsewhere nothing is known beyond the last point
         last = RIGHT if falls else x(curve.points[-1][0])
         path += f"H{RIGHT}" if falls else ""
         dots = [{"x": x(mark.radius), "y": y(mark.share)} for mark in curve.marks]
@@ -160,7 +168,15 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
             if mark.low is not None and mark.high is not None
         ]
         area = "" if curve.kind == "attacked" else f"{path}H{last}V{BOTTOM}H{LEFT}Z"
-        lines.append({"kind": curve.kind, "path": path, "area": area, "dots": dots, "whiskers": "".join(whiskers)})
+        lines.append(
+            {
+                "kind": curve.kind,
+                "path": path,
+                "area": area,
+                "dots": dots,
+                "whiskers": "".join(whiskers),
+            }
+        )
     return {
         "width": WIDTH,
         "height": HEIGHT,
@@ -176,7 +192,12 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
 
 def bars(rows: Sequence[Constant]) -> list[dict[str, Any]]:
     """Return rows with the length of each bar in percent. Beyond MOST_CONSTANTS the largest are kept, in order."""
-    least = min(sorted((abs(row.value) for row in rows), reverse=True)[:MOST_CONSTANTS], default=0.0)
+    least = min(
+        sorted((abs(row.value) for row in rows), reverse=True)[:MOST_CONSTANTS], default=0.0
+    )
     kept = [row for row in rows if abs(row.value) >= least][:MOST_CONSTANTS]
     most = max((abs(row.value) for row in kept), default=0.0) or 1.0
-    return [{"row": row, "width": round(100 * abs(row.value) / most, 1), "small": row.value < 0} for row in kept]
+    return [
+        {"row": row, "width": round(100 * abs(row.value) / most, 1), "small": row.value < 0}
+        for row in kept
+    ]

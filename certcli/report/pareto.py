@@ -29,7 +29,13 @@ def draw_curves(
             marks = axes.plot(errors, norms, color=BLUE, marker=".", label="what can be reached")
             if name in chosen:
                 error, norm = chosen[name]
-                look = {"marker": "D", "markersize": 7, "linestyle": "none", "color": INK, "zorder": 3}
+                look = {
+                    "marker": "D",
+                    "markersize": 7,
+                    "linestyle": "none",
+                    "color": INK,
+                    "zorder": 3,
+                }
                 marks += axes.plot([100 * error], [norm], label="chosen", **look)
             axes.set_title(name, fontsize=9, loc="left")
             axes.set_xscale("symlog", linthresh=1)

@@ -16,7 +16,9 @@ def data_uri(image: Tensor) -> str:
     pixels = image.detach().cpu().double().clamp(0, 1)
     pixels = pixels if pixels.shape[0] in (1, 3) else pixels[:1]
     rows = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    picture = Image.fromarray(rows[:, :, 0], "L") if rows.shape[2] == 1 else Image.fromarray(rows, "RGB")
+    picture = (
+        Image.fromarray(rows[:, :, 0], "L") if rows.shape[2] == 1 else Image.fromarray(rows, "RGB")
+    )
     if max(picture.size) > LARGEST:
         picture.thumbnail((LARGEST, LARGEST))
     out = io.BytesIO()

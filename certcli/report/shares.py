@@ -32,15 +32,29 @@ class ShareRow:
     @property
     def metric(self) -> str:
         """Return the name on a model card, "certified accuracy, l2 0.5, lipschitz (proven), n = 200"."""
-        what = {"accuracy": "accuracy", "robust_accuracy": f"accuracy {self.what}"}.get(self.kind, "certified accuracy")
-        at = "" if not self.size else f", patch {self.size}" if "x" in self.size else f", l2 {self.size}"
-        how = f", {self.name.split()[0]} ({self.holds})" if self.kind == "certified_accuracy" else ""
+        what = {"accuracy": "accuracy", "robust_accuracy": f"accuracy {self.what}"}.get(
+            self.kind, "certified accuracy"
+        )
+        at = (
+            ""
+            if not self.size
+            else f", patch {self.size}"
+            if "x" in self.size
+            else f", l2 {self.size}"
+        )
+        how = (
+            f", {self.name.split()[0]} ({self.holds})" if self.kind == "certified_accuracy" else ""
+        )
         few = interval_of_few(self.share.hits, self.share.images)
         return f"{what}{at}{how}, n = {self.share.images}{few}"
 
     @property
     def percent(self) -> str:
-        return f"{100 * self.share.share:.1f} %" if self.holds == MEASURED else proven_percent(self.share.share)
+        return (
+            f"{100 * self.share.share:.1f} %"
+            if self.holds == MEASURED
+            else proven_percent(self.share.share)
+        )
 
     @property
     def between(self) -> str:
@@ -49,7 +63,14 @@ class ShareRow:
 
     @property
     def cells(self) -> list[str]:
-        return [self.what, self.size or "0", self.percent, self.between, str(self.share.images), self.holds]
+        return [
+            self.what,
+            self.size or "0",
+            self.percent,
+            self.between,
+            str(self.share.images),
+            self.holds,
+        ]
 
 
 COLUMNS = ["share of the images", "radius or patch", "share", "95 % interval", "n", "holds"]
@@ -60,7 +81,9 @@ NUMBERS = (1, 2, 3, 4)
 def share_rows(audit: Audit) -> Iterator[ShareRow]:
     """Clean accuracy, certificates, patches, attacks, in this order."""
     if audit.clean is not None and audit.dataset is not None:
-        yield ShareRow("clean", "accuracy", "clean", "clean", "", audit.clean, MEASURED, audit.dataset)
+        yield ShareRow(
+            "clean", "accuracy", "clean", "clean", "", audit.clean, MEASURED, audit.dataset
+        )
     for found in audit.certificates:
         holds = "proven" if found.failure == 0 else found.promise
         for radius, share in found.certified.items():
@@ -71,12 +94,29 @@ def share_rows(audit: Audit) -> Iterator[ShareRow]:
         for size, share in behind.certified.items():
             key, name = f"patched.{behind.procedure}@{size}", f"{behind.procedure} against {size}"
             what = f"no patch changes it, {behind.procedure}"
-            yield ShareRow(key, "certified_accuracy", name, what, size, share, "proven", behind.dataset)
+            yield ShareRow(
+                key, "certified_accuracy", name, what, size, share, "proven", behind.dataset
+            )
     if (attack := audit.attack) is not None:
         for radius, share in attack.robust.items():
             at = attacked_radius(radius)
             key, what = f"robust@{radius}", f"after {', '.join(attack.attacks)}"
-            yield ShareRow(key, "robust_accuracy", f"attacked at {at}", what, at, share, MEASURED, attack.dataset)
+            yield ShareRow(
+                key,
+                "robust_accuracy",
+                f"attacked at {at}",
+                what,
+                at,
+                share,
+                MEASURED,
+                attack.dataset,
+            )
     if (tried := audit.patch_attack) is not None:
-        key, name, what = f"robust.patch@{tried.patch}", f"patched by {tried.patch}", "after patches, without masks"
-        yield ShareRow(key, "robust_accuracy", name, what, tried.patch, tried.robust, MEASURED, tried.dataset)
+        key, name, what = (
+            f"robust.patch@{tried.patch}",
+            f"patched by {tried.patch}",
+            "after patches, without masks",
+        )
+        yield ShareRow(
+            key, "robust_accuracy", name, what, tried.patch, tried.robust, MEASURED, tried.dataset
+        )

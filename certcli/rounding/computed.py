@@ -56,7 +56,9 @@ def _most(x: Tensor) -> float:
 
 def _matrices(p: Precision, step: Computed, sizes: list[float], errors: list[float]) -> float:
     """gamma |X| |W| of executed operands, |X| e_W + |W| e_X, and as much of a bias."""
-    x, w = (operand.double().abs() + e for operand, e in zip(step.args[-2:], errors[-2:], strict=True))
+    x, w = (
+        operand.double().abs() + e for operand, e in zip(step.args[-2:], errors[-2:], strict=True)
+    )
     bias = (sizes[0], errors[0]) if step.name == "addmm" else (0.0, 0.0)
     passed = float(x.sum(-1).max()) * errors[-1] + float(w.sum(-2).max()) * errors[-2]
     own = (_most(x @ w) + bias[0]) * float(p.products(x.shape[-1]))
@@ -68,7 +70,9 @@ def _product(p: Precision, step: Computed, sizes: list[float], errors: list[floa
 
 
 def _sum(p: Precision, step: Computed, sizes: list[float], errors: list[float]) -> float:
-    return errors[0] + errors[1] + 3 * p.unit * (sizes[0] + sizes[1]) if not step.kwargs else math.inf
+    return (
+        errors[0] + errors[1] + 3 * p.unit * (sizes[0] + sizes[1]) if not step.kwargs else math.inf
+    )
 
 
 def _moved(p: Precision, step: Computed, sizes: list[float], errors: list[float]) -> float:
@@ -86,7 +90,9 @@ _RULES: dict[str, _Rule] = {
     "tanh": lambda p, step, sizes, errors: errors[0] + 2 * p.function,
     # |exp(e) - 1| <= 2 |e| for |e| <= 1
     "exp": lambda p, step, sizes, errors: (
-        2 * (errors[0] + p.function) * _most(step.result) * (1 + 2 * errors[0]) if errors[0] <= 1 else math.inf
+        2 * (errors[0] + p.function) * _most(step.result) * (1 + 2 * errors[0])
+        if errors[0] <= 1
+        else math.inf
     ),
     **dict.fromkeys((*MOVING, "relu", "clamp", "clamp_min", "clamp_max", "neg"), _moved),
 }

@@ -22,7 +22,10 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
         result = value[0] if isinstance(value, (tuple, list)) else value
         own = rounding(op.norm(x), op.norm(result), math.sqrt(x.numel())) + TINY
         found = total(own, None if size is None else size * slope)
-        return value, found if result is value else [found, *[torch.full_like(found, torch.inf)] * (len(value) - 1)]
+        return value, found if result is value else [
+            found,
+            *[torch.full_like(found, torch.inf)] * (len(value) - 1),
+        ]
 
 
 # x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings
@@ -30,7 +33,9 @@ _curve("gelu", slope=1.13, rounding=lambda x, value, root: x * (2 * FUNCTION))
 _curve("silu", slope=1.1, rounding=lambda x, value, root: x * (2 * FUNCTION))
 _curve("mish", slope=1.09, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
 _curve("hardswish", slope=1.5, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
-_curve("log_sigmoid_forward", slope=1.0, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+_curve(
+    "log_sigmoid_forward", slope=1.0, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION)
+)
 _curve("tanh", "atan", slope=1.0, rounding=lambda x, value, root: value * FUNCTION)
 _curve("erf", slope=1.1284, rounding=lambda x, value, root: value * FUNCTION)
 _curve("sin", "cos", slope=1.0, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
@@ -57,7 +62,9 @@ def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: A
 def exponential(op: Operation, x: Tensor) -> Found:
     value, size = op.run(), op.size(x)
     own = op.norm(value) * FUNCTION + TINY
-    return value, own if size is None else own + size * (value.amax() * (size * ROUNDED).exp() * ROUNDED)
+    return value, own if size is None else own + size * (
+        value.amax() * (size * ROUNDED).exp() * ROUNDED
+    )
 
 
 @rule("sqrt", "rsqrt")
@@ -86,7 +93,13 @@ def square(x: Tensor) -> Tensor:
 def power(x: Any, exponent: Any) -> Any:
     """Small whole powers as products, and roots."""
     if isinstance(x, Tensor) and exponent in (0.5, -0.5, -1):
-        return x.sqrt() if exponent == 0.5 else x.rsqrt() if exponent == -0.5 else torch.ones_like(x) / x
+        return (
+            x.sqrt()
+            if exponent == 0.5
+            else x.rsqrt()
+            if exponent == -0.5
+            else torch.ones_like(x) / x
+        )
     if not isinstance(x, Tensor) or exponent not in (2, 3, 4):
         raise NoRule(f"no rounding error is known of a power of {exponent}")
     squared = x * x
@@ -112,7 +125,9 @@ def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Foun
     """The length of the error, by the triangle inequality."""
     op.require(order == 2, f"a norm of order {order}")
     value = op.run()
-    return value, total(op.norm(value) * gamma(x.numel() // max(1, value.numel()) + 8) + TINY, op.size(x))
+    return value, total(
+        op.norm(value) * gamma(x.numel() // max(1, value.numel()) + 8) + TINY, op.size(x)
+    )
 
 
 def _normalised(op: Operation, x: Tensor, size: Any, eps: float) -> tuple[Tensor, Tensor]:
@@ -133,7 +148,9 @@ def _normalised(op: Operation, x: Tensor, size: Any, eps: float) -> tuple[Tensor
 
 
 def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shape: Any) -> Found:
-    op.require(op.size(weight) is None and op.size(bias) is None, "a norm whose weights were computed")
+    op.require(
+        op.size(weight) is None and op.size(bias) is None, "a norm whose weights were computed"
+    )
     if weight is not None:
         x, size = x * weight.view(shape), size * weight.abs().amax()
         size = size + (torch.linalg.vector_norm(x) + TINY) * UNIT
@@ -151,7 +168,15 @@ def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps
 
 @rule("native_group_norm")
 def group_norm(
-    op: Operation, x: Tensor, weight: Any, bias: Any, count: int, channels: int, size: int, groups: int, eps: float
+    op: Operation,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    count: int,
+    channels: int,
+    size: int,
+    groups: int,
+    eps: float,
 ) -> Found:
     shape = (-1, *[1] * (x.dim() - 2))
     found, error = _normalised(op, x.reshape(count, groups, -1), op.size(x), eps)
@@ -159,7 +184,9 @@ def group_norm(
 
 
 @put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
-def batch_norm(x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any) -> tuple[Any, ...]:
+def batch_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any
+) -> tuple[Any, ...]:
     if len(options) == 3 and options[0]:
         raise NoRule("a BatchNorm that depends on the batch")
     shape = (-1, *[1] * (x.dim() - 2))
@@ -173,19 +200,27 @@ def _variance(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> Tensor:
     dims = tuple(range(x.dim())) if dim is None or not len(dim) else tuple(dim)
     count = math.prod(x.shape[d] for d in dims)
     centred = x - x.mean(dims, keepdim=True)
-    return (centred * centred).sum(dims, keepdim) / (count - (1 if correction is None else correction))
+    return (centred * centred).sum(dims, keepdim) / (
+        count - (1 if correction is None else correction)
+    )
 
 
 @put_together("var")
-def variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+def variance(
+    x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Tensor:
     return _variance(x, dim, correction, keepdim)
 
 
 @put_together("std")
-def deviation(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+def deviation(
+    x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Tensor:
     return _variance(x, dim, correction, keepdim).sqrt()
 
 
 @put_together("var_mean")
-def variance_and_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def variance_and_mean(
+    x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
     return _variance(x, dim, correction, keepdim), x.mean(dim, keepdim=keepdim)

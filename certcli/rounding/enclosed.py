@@ -61,7 +61,12 @@ class EnclosedErrors:
     """
 
     def __init__(
-        self, steps: Sequence[Step], enclosed: frozenset[str], last: int, head: Head | None, precision: Precision
+        self,
+        steps: Sequence[Step],
+        enclosed: frozenset[str],
+        last: int,
+        head: Head | None,
+        precision: Precision,
     ) -> None:
         self.steps, self.last, self.head, self.precision = steps, last, head, precision
         self.places: dict[str, list[int]] = {}
@@ -87,9 +92,14 @@ class EnclosedWalk:
     def found(self, node: str, parts: Sequence[Bounds]) -> None:
         """Note the values of a node; "" is the image. What may overflow has no enclosure."""
         for place, bounds in zip(self.errors.places[node], parts, strict=True):
-            box, rows = self.errors.steps[place].box, zip(*(part.tolist() for part in bounds), strict=True)
+            box, rows = (
+                self.errors.steps[place].box,
+                zip(*(part.tolist() for part in bounds), strict=True),
+            )
             for image, (total, fibre, peak, deviation) in enumerate(rows):
-                most = [as_real(x) if x >= 0 else INF for x in (total, fibre, peak)]  # not where it is NaN
+                most = [
+                    as_real(x) if x >= 0 else INF for x in (total, fibre, peak)
+                ]  # not where it is NaN
                 size = box.within_all(most[0], most[1], most[2], deviation)
                 self.sizes[image][place] = size
                 self.holds[image] &= size.peak < self.errors.precision.largest
@@ -97,7 +107,9 @@ class EnclosedWalk:
     def lost(self, node: str) -> list[Tensor]:
         """Return the l2 norm of what rounding adds to each result of a node, image by image: (b,) each."""
         return [
-            torch.tensor([self._lost(image, self.errors.steps[place]) for image in range(len(self.sizes))]).double()
+            torch.tensor(
+                [self._lost(image, self.errors.steps[place]) for image in range(len(self.sizes))]
+            ).double()
             for place in self.errors.places[node]
         ]
 

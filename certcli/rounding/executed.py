@@ -50,7 +50,13 @@ class Executed:
 
     def within_all(self, total: Real, fibre: Real, peak: Real, deviation: float) -> "Executed":
         """Return the lesser bounds."""
-        return Executed(self.shape, min(self.total, total), min(self.fibre, fibre), min(self.peak, peak), deviation)
+        return Executed(
+            self.shape,
+            min(self.total, total),
+            min(self.fibre, fibre),
+            min(self.peak, peak),
+            deviation,
+        )
 
 
 @dataclass(frozen=True)
@@ -113,11 +119,16 @@ class Operation:
             return self.stored(tensor)
         # from real numbers on, there and in float64, in which the graph has it
         error = error_of(tensor, self.precision, self.made) + error_of(tensor, FLOAT64, self.made)
-        return Stored(tensor.detach().double().abs() + error, torch.full_like(tensor, error).double(), 0.0)
+        return Stored(
+            tensor.detach().double().abs() + error, torch.full_like(tensor, error).double(), 0.0
+        )
 
     def tensor(self, x: Any) -> Tensor:
         """Return a constant argument of the call."""
-        self.require(isinstance(x, (Constant, Tensor)), "an operand that should be constant depends on the image")
+        self.require(
+            isinstance(x, (Constant, Tensor)),
+            "an operand that should be constant depends on the image",
+        )
         return x.tensor if isinstance(x, Constant) else x
 
     def factor(self, x: Any) -> Stored:
@@ -126,7 +137,9 @@ class Operation:
             return self.stored(x.tensor)
         return Stored.of(torch.tensor(float(x), dtype=torch.float64), self.precision)
 
-    def map(self, weight: Tensor, bias: Tensor | None, geometry: Geometry | None = None) -> LinearMap:
+    def map(
+        self, weight: Tensor, bias: Tensor | None, geometry: Geometry | None = None
+    ) -> LinearMap:
         for tensor in (weight, bias):
             if tensor is not None:
                 self.stored(tensor)
@@ -142,7 +155,10 @@ def linear(op: Operation, module: nn.Linear, x: Followed) -> Rounding:
     return lambda sizes: layer.rounding(sizes(x).total, x.rows)
 
 
-@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+@rules.module(
+    nn.Conv2d,
+    when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
+)
 def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
     padding: Any = tuple((int(p), int(p)) for p in module.padding)
     options: Any = module.stride, padding, module.dilation, module.groups, tuple(x.shape[-2:])
@@ -175,7 +191,10 @@ def added(op: Operation, a: Any, b: Any) -> Rounding:
         if isinstance(part, Followed):
             tensors.append((part, as_real(op.entries / part.entries).sqrt()))
         elif isinstance(part, Constant):
-            stored, root = op.operand(part.tensor), as_real(op.entries / max(1, part.tensor.numel())).sqrt()
+            stored, root = (
+                op.operand(part.tensor),
+                as_real(op.entries / max(1, part.tensor.numel())).sqrt(),
+            )
             moved, constant = moved + stored.moved * root, constant + length(stored.number) * root
         else:
             size = as_real(abs(float(part))) * as_real(float(op.entries)).sqrt()
@@ -216,20 +235,25 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
 @rules.module(nn.AvgPool2d)
 def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
     kernel, stride = pair(module.kernel_size), pair(module.stride)
-    plain = module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
+    plain = (
+        module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
+    )
     op.require(plain, "a pooling whose windows have different sizes")
     count = math.prod(kernel)
     return _means(op, x, count, count, overlap(kernel, stride))
 
 
-@rules.function(functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, torch.adaptive_avg_pool1d)
+@rules.function(
+    functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, torch.adaptive_avg_pool1d
+)
 def averaged_adaptively(op: Operation, x: Followed, output_size: Any) -> Rounding:
     assert op.call is not None
     axes = int(op.call.kind[-2])  # adaptive_avg_pool2d
     sizes, counts = x.shape[-axes:], op.call.shape[-axes:]
     op.require(all(c <= s for s, c in zip(sizes, counts, strict=True)), "a pooling that enlarges")
     least, most = (
-        math.prod(s // c + more * (s % c > 0) for s, c in zip(sizes, counts, strict=True)) for more in (0, 2)
+        math.prod(s // c + more * (s % c > 0) for s, c in zip(sizes, counts, strict=True))
+        for more in (0, 2)
     )
     return _means(op, x, least, most, windows_of_entry(sizes, counts))
 
@@ -259,29 +283,40 @@ def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
         whole = sizes(x).total * root
         if not op.precision.fits(whole):
             return INF
-        return (whole / count if averaged else whole) * products + op.precision.lost(count, op.entries)
+        return (whole / count if averaged else whole) * products + op.precision.lost(
+            count, op.entries
+        )
 
     return rounding
 
 
 @rules.module(ConvexResidual)
-def convex_residual(op: Operation, module: ConvexResidual, x: Followed, branch: Followed) -> Rounding:
+def convex_residual(
+    op: Operation, module: ConvexResidual, x: Followed, branch: Followed
+) -> Rounding:
     """(1 - t) x + t f: t = sigmoid(theta) has slope 1/4, and an error of its own."""
     theta = op.stored(module.theta)
     share = theta.moved + 4 * op.precision.function
     return lambda sizes: (
-        (sizes(x).total + sizes(branch).total) * compounded(share + 4 * op.precision.unit) + op.underflow()
+        (sizes(x).total + sizes(branch).total) * compounded(share + 4 * op.precision.unit)
+        + op.underflow()
     )
 
 
 @rules.module(WeightedResidual)
-def weighted_residual(op: Operation, module: WeightedResidual, x: Followed, branch: Followed) -> Rounding:
+def weighted_residual(
+    op: Operation, module: WeightedResidual, x: Followed, branch: Followed
+) -> Rounding:
     scale = op.stored(module.scale)
     size, relative = largest(scale.number), compounded(as_real(4 * op.precision.unit))
 
     def rounding(sizes: Sizes) -> Real:
         added_branch = sizes(branch).total
-        return (sizes(x).total + size * added_branch) * relative + scale.moved * added_branch + op.underflow()
+        return (
+            (sizes(x).total + size * added_branch) * relative
+            + scale.moved * added_branch
+            + op.underflow()
+        )
 
     return rounding
 
@@ -308,9 +343,18 @@ class Head:
         size, gamma = float(total), float(p.products(layer.terms))
         norm = torch.linalg.vector_norm(layer.weight.number, dim=1)
         own = norm * (size * gamma) + float(p.lost(layer.terms, 1.0))
-        own = own + (torch.linalg.vector_norm(layer.weight.difference, dim=1) + layer.weight.flushed) * size
+        own = (
+            own
+            + (torch.linalg.vector_norm(layer.weight.difference, dim=1) + layer.weight.flushed)
+            * size
+        )
         if layer.bias is not None:
-            own = own + layer.bias.number.abs() * gamma + layer.bias.difference.abs() + layer.bias.flushed
+            own = (
+                own
+                + layer.bias.number.abs() * gamma
+                + layer.bias.difference.abs()
+                + layer.bias.flushed
+            )
         apart = torch.cdist(self.exact, self.exact, compute_mode="donot_use_mm_for_euclid_dist")
         return (apart * float(error) + own[:, None] + own[None, :]) * up + 1e-300
 
@@ -321,6 +365,10 @@ def head_of(traced: Trace, precision: Precision) -> Head | None:
     if node.op != "call_module" or len(node.meta["shape"]) != 2:
         return None
     module = traced.root.get_submodule(str(node.target))
-    if not runs_known_code(module, nn.Linear) or not isinstance(module, nn.Linear) or module.out_features > 4096:
+    if (
+        not runs_known_code(module, nn.Linear)
+        or not isinstance(module, nn.Linear)
+        or module.out_features > 4096
+    ):
         return None
     return Head(LinearMap(module.weight, module.bias, precision), module.weight.detach().double())

@@ -58,7 +58,9 @@ def _output(heads: list[Real], values: list[Real], proj: LinearMap, tokens: int)
     """Return the error of all tokens behind the output map, of its rows' errors and lengths head by head."""
     error = _root_of_squares(heads)
     row = _root_of_squares(values) + error
-    return (proj.norm * error + proj.moved * error + proj.rounding(row)) * as_real(float(tokens)).sqrt()
+    return (proj.norm * error + proj.moved * error + proj.rounding(row)) * as_real(
+        float(tokens)
+    ).sqrt()
 
 
 def _root_of_squares(parts: list[Real]) -> Real:
@@ -75,7 +77,9 @@ def _heads(op: Operation, weight: Tensor, bias: Tensor | None, count: int) -> li
 
 
 @attention_module(rules)
-def dot_product(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False) -> Rounding:
+def dot_product(
+    op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False
+) -> Rounding:
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     p, count = op.precision, module.num_heads
     parts = _heads(op, module.qkv.weight, module.qkv.bias, 3 * count)
@@ -89,7 +93,9 @@ def dot_product(op: Operation, module: Any, x: Followed, attn_mask: Any = None, 
             if not p.fits(product):
                 return None
             score = product * scale
-            moved = (q.error * k.size + q.size * k.error) * scale  # |dq| |dk| is inside: sizes are of executed rows
+            moved = (
+                q.error * k.size + q.size * k.error
+            ) * scale  # |dq| |dk| is inside: sizes are of executed rows
             own = score * p.products(width) + p.lost(width, 1.0)
             found.append((score + own, moved + own, v))
         return found
@@ -110,7 +116,10 @@ def _positions(op: Operation, module: LipschitzAttention, mask: Any) -> tuple[Re
 
 
 def _attended(
-    op: Operation, x: Followed, proj: LinearMap, heads: Callable[[Real], list[tuple[Real, Real, Rows]] | None]
+    op: Operation,
+    x: Followed,
+    proj: LinearMap,
+    heads: Callable[[Real], list[tuple[Real, Real, Rows]] | None],
 ) -> Rounding:
     """Return the rounding of softmax attention behind a rule for its heads.
 
@@ -136,7 +145,10 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
        mask: Any = None) -> Rounding:  # fmt: skip
     """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q| |dq|."""
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    op.require(all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)), "a replaced linear layer")
+    op.require(
+        all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)),
+        "a replaced linear layer",
+    )
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
     parts = _heads(op, module.query.weight, module.query.bias, module.num_heads)
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
@@ -156,7 +168,9 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
     return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
 
 
-def _placed(p: Precision, score: Real, moved: Real, positions: tuple[Real, Real]) -> tuple[Real, Real]:
+def _placed(
+    p: Precision, score: Real, moved: Real, positions: tuple[Real, Real]
+) -> tuple[Real, Real]:
     """Return size and error of scores to which positions and a mask, two numbers, were added."""
     if positions[0] == ZERO:
         return score, moved
@@ -171,11 +185,16 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
     """Rows w / sqrt(|w|^2 + 1) are within 1, of slope 1 in w = W x, and lose a few roundings; tau and nu are stored."""
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     layers = (module.query, module.key, module.value)
-    op.require(all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)), "a replaced linear layer")
+    op.require(
+        all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)),
+        "a replaced linear layer",
+    )
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
     maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
-    relative = compounded(p.products(width) + 2 * p.function + 12 * p.unit)  # of |w|^2 + 1, which is no less than 1
+    relative = compounded(
+        p.products(width) + 2 * p.function + 12 * p.unit
+    )  # of |w|^2 + 1, which is no less than 1
 
     def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
         found = []
@@ -191,8 +210,18 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
             own = score * p.products(width) + p.lost(width, 1.0) + q.size * k.size * tau[h].farthest
             moved = (q.error * k.size + q.size * k.error) * largest(tau[h].number)
             size, rounded = v.size * largest(nu[h].number), compounded(as_real(2 * p.unit))
-            error = v.error * largest(nu[h].number) + v.size * nu[h].farthest + size * rounded + p.lost(1, 1.0)
-            found.append((*_placed(p, score + own, moved + own, positions), Rows(size + size * rounded, error)))
+            error = (
+                v.error * largest(nu[h].number)
+                + v.size * nu[h].farthest
+                + size * rounded
+                + p.lost(1, 1.0)
+            )
+            found.append(
+                (
+                    *_placed(p, score + own, moved + own, positions),
+                    Rows(size + size * rounded, error),
+                )
+            )
         return found
 
     return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)

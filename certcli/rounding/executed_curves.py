@@ -30,7 +30,9 @@ def _curve(
 
     def rounding(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
         fixed = as_real(float(x.entries)).sqrt() * float(of_one)
-        return lambda sizes: (sizes(x).total * float(of_x) + fixed) * op.precision.function + op.underflow() * 2.0
+        return lambda sizes: (
+            (sizes(x).total * float(of_x) + fixed) * op.precision.function + op.underflow() * 2.0
+        )
 
     rules.module(*modules)(lambda op, module, x: rounding(op, x))
     rules.function(*functions)(rounding)
@@ -38,18 +40,36 @@ def _curve(
 
 
 # x g(x) with 0 <= g <= 1: what is off by a factor in the argument of g moves |g| by 1/2 of that factor at most
-_curve(nn.SiLU, timm_activations.Swish, timm_activations.QuickGELU, functions=(functional.silu,), of_x=6)
+_curve(
+    nn.SiLU,
+    timm_activations.Swish,
+    timm_activations.QuickGELU,
+    functions=(functional.silu,),
+    of_x=6,
+)
 _curve(nn.Mish, timm_activations.Mish, functions=(functional.mish,), of_x=8)
 # x + 3 and x + 2 are off by 3 units where g is neither 0 nor 1
 _curve(nn.Hardswish, timm_activations.HardSwish, functions=(functional.hardswish,), of_x=8)
 _curve(timm_activations.HardMish, of_x=8)
 # |tanh x| <= |x|
-_curve(nn.Tanh, timm_activations.Tanh, functions=(torch.tanh, functional.tanh), methods=("tanh", "tanh_"), of_x=2)
+_curve(
+    nn.Tanh,
+    timm_activations.Tanh,
+    functions=(torch.tanh, functional.tanh),
+    methods=("tanh", "tanh_"),
+    of_x=2,
+)
 _curve(nn.Tanhshrink, functions=(functional.tanhshrink,), of_x=4)
 _curve(nn.Softsign, functions=(functional.softsign,), of_x=4)
 _curve(nn.Sigmoid, timm_activations.Sigmoid, functions=(torch.sigmoid, functional.sigmoid),
        methods=("sigmoid", "sigmoid_"), of_x=0, of_one=4)  # fmt: skip
-_curve(nn.Hardsigmoid, timm_activations.HardSigmoid, functions=(functional.hardsigmoid,), of_x=0, of_one=8)
+_curve(
+    nn.Hardsigmoid,
+    timm_activations.HardSigmoid,
+    functions=(functional.hardsigmoid,),
+    of_x=0,
+    of_one=8,
+)
 
 
 @rules.function(functional.gelu)
@@ -71,7 +91,9 @@ rules.module(GELUTanh)(lambda op, module, x: gelu(op, x, "tanh"))
 
 
 @rules.function(functional.leaky_relu)
-def leaky_relu(op: Operation, x: Followed, negative_slope: float = 0.01, inplace: bool = False) -> Rounding:
+def leaky_relu(
+    op: Operation, x: Followed, negative_slope: float = 0.01, inplace: bool = False
+) -> Rounding:
     """A product with a number that is stored, for the entries below 0."""
     share = compounded(as_real(4 * op.precision.unit)) * abs(float(negative_slope))
     return lambda sizes: sizes(x).total * share + op.underflow()

@@ -51,7 +51,10 @@ def larger(op: Operation, a: Any, b: Any) -> Rounding:
     """Entries are compared; those of a constant, which may be repeated, are stored."""
     moved = ZERO
     for constant in _constants_in((a, b)):
-        moved = moved + op.stored(constant).moved * as_real(op.entries / max(1, constant.numel())).sqrt()
+        moved = (
+            moved
+            + op.stored(constant).moved * as_real(op.entries / max(1, constant.numel())).sqrt()
+        )
     return lambda sizes: moved
 
 
@@ -79,7 +82,9 @@ rules.function(
 
 
 @rules.function(functional.pad)
-def padded(op: Operation, x: Followed, padding: Any, mode: str = "constant", value: float | None = None) -> Rounding:
+def padded(
+    op: Operation, x: Followed, padding: Any, mode: str = "constant", value: float | None = None
+) -> Rounding:
     """Entries are moved, beside a number that is stored."""
     moved = op.factor(value or 0.0).farthest * as_real(float(op.entries)).sqrt()
     return lambda sizes: moved
@@ -89,7 +94,9 @@ def padded(op: Operation, x: Followed, padding: Any, mode: str = "constant", val
 @rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
 def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
     """Entries are compared with limits that are stored."""
-    farthest = [op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None]
+    farthest = [
+        op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None
+    ]
     moved = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
     return lambda sizes: moved
 

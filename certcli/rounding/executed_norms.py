@@ -21,7 +21,9 @@ from certcli.rounding.precisions import FLOAT32, compounded
 from certcli.rounding.stored import largest, length
 
 
-def _gain(op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: Real, error: Real) -> Real:
+def _gain(
+    op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: Real, error: Real
+) -> Real:
     """Return the error of gain n + bias for an n that is off by `error`, of norm `n` as executed, of the size of x."""
     relative = compounded(as_real(6 * op.precision.unit))
     gain, moved = as_real(factor), ZERO
@@ -37,7 +39,13 @@ def _gain(op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: 
 
 
 def _normalised(
-    op: Operation, x: Followed, sizes: Sizes, least: float, weight: Any, bias: Any, group: int | None = None
+    op: Operation,
+    x: Followed,
+    sizes: Sizes,
+    least: float,
+    weight: Any,
+    bias: Any,
+    group: int | None = None,
 ) -> Real:
     """Return the error of gain c / sqrt(s^2 + eps) or of gain c / max(s, floor), c = x - mean, s = |c| / sqrt(d).
 
@@ -59,7 +67,9 @@ def _normalised(
     if not p.fits(square) or not lost > _least_square(op, d):
         return INF
     moved = size.total * (p.products(d) + 2 * p.unit) * 5.0 / least
-    own = compounded(as_real(2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(lost)) * 2))
+    own = compounded(
+        as_real(2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(lost)) * 2)
+    )
     n = as_real(float(x.entries)).sqrt() + moved
     return _gain(op, x, weight, bias, 1.0, n, moved + n * own)
 
@@ -75,7 +85,9 @@ def _least_deviation(op: Operation, eps: float, d: int) -> float:
     if least * least <= (needed := _least_square(op, d)):
         place = op.call.path if op.call is not None else "LayerNorm"
         wider = "float64" if op.precision.tiny == FLOAT32.tiny else "float32"
-        why = f"the eps {eps:g} of {place} vanishes in {op.precision.name}, which needs {needed:.2g}"
+        why = (
+            f"the eps {eps:g} of {place} vanishes in {op.precision.name}, which needs {needed:.2g}"
+        )
         op.vanished.append(f"{why}: use --arithmetic {wider}, or a larger eps")
     return least
 
@@ -83,12 +95,17 @@ def _least_deviation(op: Operation, eps: float, d: int) -> float:
 @rules.function(functional.layer_norm, torch.layer_norm)
 def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
                *_: Any) -> Rounding:  # fmt: skip
-    op.require(isinstance(normalized_shape, int) or len(normalized_shape) == 1, "a norm over more than the last axis")
+    op.require(
+        isinstance(normalized_shape, int) or len(normalized_shape) == 1,
+        "a norm over more than the last axis",
+    )
     least = _least_deviation(op, eps, x.shape[-1])
     return lambda sizes: _normalised(op, x, sizes, least, weight, bias)
 
 
-rules.module(nn.LayerNorm, TimmLayerNorm)(with_attributes(layer_norm, "normalized_shape", "weight", "bias", "eps"))
+rules.module(nn.LayerNorm, TimmLayerNorm)(
+    with_attributes(layer_norm, "normalized_shape", "weight", "bias", "eps")
+)
 
 
 @rules.function(functional.group_norm, torch.group_norm)
@@ -108,7 +125,10 @@ def rms_norm(
     op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Rounding:
     """x / sqrt(|x|^2 / d + eps), rows within sqrt(d): relative errors of |x|^2, where nothing cancels, and of roundings."""
-    op.require(len(normalized_shape) == 1 and eps is not None, "a norm over more than the last axis, or without eps")
+    op.require(
+        len(normalized_shape) == 1 and eps is not None,
+        "a norm over more than the last axis, or without eps",
+    )
     p, d = op.precision, x.shape[-1]
     least = _least_deviation(op, float(eps or 0.0), d)
     n = as_real(float(x.entries)).sqrt()
@@ -117,7 +137,9 @@ def rms_norm(
         lost, size = as_real(least) * least, sizes(x).fibre
         if not p.fits(size * size) or not lost > _least_square(op, d):
             return INF
-        relative = compounded(p.products(d) + 2 * p.function + 12 * p.unit + float((d + 8) * p.tiny / float(lost)) * 2)
+        relative = compounded(
+            p.products(d) + 2 * p.function + 12 * p.unit + float((d + 8) * p.tiny / float(lost)) * 2
+        )
         return _gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
 
     return rounding
@@ -135,8 +157,16 @@ def normalize(
     stored = op.factor(eps)
     lost = as_real(d + 8) * known.tiny  # of |x|^2
     least = float(eps) * (1 - 2.0**-40)
-    op.require(p == 2 and float(lost) < 2.0**-20 * least * least, f"an eps of {eps:g}, which vanishes in {known.name}")
-    relative = known.products(d) + 2 * known.function + 8 * known.unit + (stored.farthest + lost.sqrt()) / least
+    op.require(
+        p == 2 and float(lost) < 2.0**-20 * least * least,
+        f"an eps of {eps:g}, which vanishes in {known.name}",
+    )
+    relative = (
+        known.products(d)
+        + 2 * known.function
+        + 8 * known.unit
+        + (stored.farthest + lost.sqrt()) / least
+    )
     total = compounded(relative) * as_real(x.entries / d).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
@@ -167,8 +197,12 @@ def floor_norm(op: Operation, module: FloorNorm, x: Followed) -> Rounding:
     least = float(module.floor) - float(floor.farthest)
     op.require(least > 0, "a floor of 0")
     relative = compounded(floor.farthest / least * 2.0)
-    root = as_real(float(x.entries)).sqrt() * (1.0 if module.weight is None else float(largest(module.weight.detach())))
-    return lambda sizes: _normalised(op, x, sizes, least, module.weight, module.bias) + root * relative * 2.0
+    root = as_real(float(x.entries)).sqrt() * (
+        1.0 if module.weight is None else float(largest(module.weight.detach()))
+    )
+    return lambda sizes: (
+        _normalised(op, x, sizes, least, module.weight, module.bias) + root * relative * 2.0
+    )
 
 
 @rules.module(GlobalResponseNorm)
@@ -177,8 +211,13 @@ def global_response_norm(op: Operation, module: GlobalResponseNorm, x: Followed)
     p, channels = op.precision, module.weight.numel()
     weight, bias, eps = op.stored(module.weight), op.stored(module.bias), op.factor(module.eps)
     area = x.entries // channels
-    lost, least = (as_real(area + 8) * p.tiny).sqrt() * 4.0 + eps.farthest, float(module.eps) * (1 - 2.0**-40)
-    relative = compounded(p.products(area) + p.products(channels) + 4 * p.function + 12 * p.unit + lost / least)
+    lost, least = (
+        (as_real(area + 8) * p.tiny).sqrt() * 4.0 + eps.farthest,
+        float(module.eps) * (1 - 2.0**-40),
+    )
+    relative = compounded(
+        p.products(area) + p.products(channels) + 4 * p.function + 12 * p.unit + lost / least
+    )
     copies = as_real(float(area)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
@@ -186,8 +225,15 @@ def global_response_norm(op: Operation, module: GlobalResponseNorm, x: Followed)
         if not p.fits(size * size, size * float(channels)):
             return INF
         gained = size * float(channels) * (largest(weight.number) * relative + weight.farthest)
-        whole = size * (largest(weight.number) * float(channels) + 1.0) + length(bias.number) * copies
-        return gained + bias.moved * copies + (whole + gained) * compounded(as_real(4 * p.unit)) + op.underflow() * 2.0
+        whole = (
+            size * (largest(weight.number) * float(channels) + 1.0) + length(bias.number) * copies
+        )
+        return (
+            gained
+            + bias.moved * copies
+            + (whole + gained) * compounded(as_real(4 * p.unit))
+            + op.underflow() * 2.0
+        )
 
     return rounding
 
@@ -202,7 +248,9 @@ def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
         if not op.precision.fits(total * as_real(float(d)).sqrt()):
             return INF
         moved = total * relative
-        return _gain(op, x, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + moved, moved)
+        return _gain(
+            op, x, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + moved, moved
+        )
 
     return rounding
 
@@ -246,11 +294,18 @@ def batch_norm(
         size = reach * (gain + moved) + shift
         if not p.fits(size, gain + moved, reach):
             return INF
-        return reach * moved + shifted + size * compounded(as_real(8 * p.unit)) + op.underflow() * (2 + gain + moved)
+        return (
+            reach * moved
+            + shifted
+            + size * compounded(as_real(8 * p.unit))
+            + op.underflow() * (2 + gain + moved)
+        )
 
     return rounding
 
 
 rules.module(nn.BatchNorm1d, nn.BatchNorm2d, when=lambda module: module.running_mean is not None)(
-    with_attributes(batch_norm, "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    with_attributes(
+        batch_norm, "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
+    )
 )

@@ -24,7 +24,9 @@ def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     """A rounding of each product: |a b| <= max |a_i| |b| of two tensors, of which one may be repeated."""
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
         x, factor = (a, b) if isinstance(a, Followed) else (b, a)
-        return scaled(op, x, op.operand(factor.tensor) if isinstance(factor, Constant) else op.factor(factor))
+        return scaled(
+            op, x, op.operand(factor.tensor) if isinstance(factor, Constant) else op.factor(factor)
+        )
     roots = [as_real(op.entries / x.entries).sqrt() for x in (a, b)]
 
     def rounding(sizes: Sizes) -> Real:
@@ -50,7 +52,10 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
     p, terms, rows = op.precision, a.shape[-1], a.shape[-2]
     out = b.shape[-1]
     # matrices of one operand may meet several of the other
-    copies = [as_real(op.entries / (rows * out) / (x.entries / (x.shape[-1] * x.shape[-2]))).sqrt() for x in (a, b)]
+    copies = [
+        as_real(op.entries / (rows * out) / (x.entries / (x.shape[-1] * x.shape[-2]))).sqrt()
+        for x in (a, b)
+    ]
 
     def rounding(sizes: Sizes) -> Real:
         left, right = sizes(a), sizes(b)
@@ -83,7 +88,9 @@ def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
 
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
-def softmax(op: Operation, x: Followed, dim: int, _stacklevel: int = 3, dtype: Any = None) -> Rounding:
+def softmax(
+    op: Operation, x: Followed, dim: int, _stacklevel: int = 3, dtype: Any = None
+) -> Rounding:
     """What softmax loses in one distribution, in l1, for each of them."""
     op.require(dtype is None, "a softmax in another precision")
     tokens = x.shape[dim]
@@ -95,7 +102,9 @@ rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 
 
 @fused_attention(rules)
-def fused(op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Rounding:
+def fused(
+    op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: float | None
+) -> Rounding:
     """softmax(scale q k^T + m) v, m a constant: roundings of scores, of the sum, of softmax and of the averages, by token."""
     op.require(isinstance(key, Followed) and isinstance(value, Followed), "attention to constants")
     p, tokens, width = op.precision, key.shape[-2], key.shape[-1]
@@ -108,7 +117,11 @@ def fused(op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: flo
         if not tensor.is_floating_point():
             op.require_own(tensor)
         else:
-            added = Stored.of(tensor.masked_fill(hidden, 0.0), p) if bool(hidden.any()) else op.operand(tensor)
+            added = (
+                Stored.of(tensor.masked_fill(hidden, 0.0), p)
+                if bool(hidden.any())
+                else op.operand(tensor)
+            )
             op.require_own(tensor) if bool(hidden.any()) else None
             bias, moved_bias = largest(added.number), added.farthest
 

@@ -64,7 +64,11 @@ def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
 def joined(op: Operation, tensors: Sequence[Tensor], *_: Any) -> Found:
     """Of max(a, b) and min(a, b) the error of a and b: sorting has slope 1."""
     value, notes = op.run(), [op.note(x) for x in tensors]
-    if len(notes) == 2 and all(isinstance(note, Sorted) for note in notes) and notes[0].name != notes[1].name:
+    if (
+        len(notes) == 2
+        and all(isinstance(note, Sorted) for note in notes)
+        and notes[0].name != notes[1].name
+    ):
         one, other = notes[0].pair
         if one is not other and notes[1].pair[0] is one and notes[1].pair[1] is other:
             return value, _together(op, (one, other))
@@ -79,7 +83,9 @@ def larger(op: Operation, a: Tensor, b: Tensor) -> Found:
     if a.shape == b.shape:
         size = _together(op, (a, b)) if a is not b else op.size(a)
         return value, Error(size, Sorted(op.name, (a, b)))  # type: ignore[arg-type]
-    return value, rooted([size for x in (a, b) if (size := spread(op, x, value.numel())) is not None])
+    return value, rooted(
+        [size for x in (a, b) if (size := spread(op, x, value.numel())) is not None]
+    )
 
 
 @rule("expand", "repeat")
@@ -113,7 +119,9 @@ def chosen(op: Operation, *tensors: Any) -> Found:
     op.require(op.size(mask) is None, "a choice by rounded numbers")
     value = op.run()
     others = [x for x in tensors if x is not mask]
-    return value, rooted([size for x in others if (size := spread(op, x, value.numel())) is not None])
+    return value, rooted(
+        [size for x in others if (size := spread(op, x, value.numel())) is not None]
+    )
 
 
 @rule("_to_copy")
@@ -124,13 +132,17 @@ def copied(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
         op.require(value.dtype == torch.float64, f"a rounded number becomes {value.dtype}")
         return value, size.to(value.device)
     if value.is_floating_point():
-        op.require(not x.is_complex() and torch.equal(value.to(x), x), f"{x.dtype} becomes {value.dtype}")
+        op.require(
+            not x.is_complex() and torch.equal(value.to(x), x), f"{x.dtype} becomes {value.dtype}"
+        )
     return value, None
 
 
 @rule("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 def made_of_shape(op: Operation, x: Tensor, *numbers: Any, **_: Any) -> Found:
-    op.require(not any(isinstance(number, Tensor) for number in numbers), "a number that may be rounded")
+    op.require(
+        not any(isinstance(number, Tensor) for number in numbers), "a number that may be rounded"
+    )
     return op.run(), None
 
 
@@ -144,7 +156,10 @@ def read_back(op: Operation, x: Tensor) -> Found:
 def passed_on(op: Operation, x: Tensor, *limits: Any, **named: Any) -> Found:
     """Slope 1 and no rounding."""
     value = op.run()
-    op.require(all(op.size(limit) is None for limit in [*limits, *named.values()]), "limits that are rounded")
+    op.require(
+        all(op.size(limit) is None for limit in [*limits, *named.values()]),
+        "limits that are rounded",
+    )
     return value, spread(op, x, value.numel())
 
 
@@ -184,4 +199,8 @@ def overlap(kernel: Sequence[int], stride: Sequence[int], plain: bool = True) ->
 def windows_of_entry(sizes: Sequence[int], counts: Sequence[int]) -> float:
     """Return the same of adaptive pooling: windows overlap where their number does not divide the size."""
     sizes = list(sizes)[-len(counts) :]
-    return float(math.prod(1 if s % c == 0 else 2 if c <= s else c for s, c in zip(sizes, counts, strict=True)))
+    return float(
+        math.prod(
+            1 if s % c == 0 else 2 if c <= s else c for s, c in zip(sizes, counts, strict=True)
+        )
+    )

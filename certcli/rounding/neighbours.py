@@ -62,15 +62,23 @@ class _Rules:
         slope, own = slopes.find(module), rules.find(module)
         if slope is None:
             return None
-        return replace(slope, apply=self.domain.followed(slope.apply, None if own is None else own.apply))
+        return replace(
+            slope, apply=self.domain.followed(slope.apply, None if own is None else own.apply)
+        )
 
 
 class _Looked:
-    def __init__(self, slope: Mapping[Any, Rule], own: Mapping[Any, Rule], domain: "_Stepwise") -> None:
+    def __init__(
+        self, slope: Mapping[Any, Rule], own: Mapping[Any, Rule], domain: "_Stepwise"
+    ) -> None:
         self.slope, self.own, self.domain = slope, own, domain
 
     def get(self, name: Any) -> Rule | None:
-        return self.domain.followed(self.slope[name], self.own.get(name)) if name in self.slope else None
+        return (
+            self.domain.followed(self.slope[name], self.own.get(name))
+            if name in self.slope
+            else None
+        )
 
 
 class _Stepwise(GlobalDomain):
@@ -114,7 +122,9 @@ class _Stepwise(GlobalDomain):
                 raise NoRule(f"a precision of its own, {ctx.call.dtype}")
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
             try:
-                found = [self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources]
+                found = [
+                    self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources
+                ]
             except NoRule as reason:
                 finite = all(self.steps[x.place].box.total.finite for x in sources)
                 whys = [] if finite else self.operation.vanished  # then no theorem is at fault
@@ -131,7 +141,13 @@ class _Stepwise(GlobalDomain):
         return apply
 
     def _settled(
-        self, ctx: Context, slope: Rule, args: Any, kwargs: Any, sources: Sequence[Followed], moving: Followed
+        self,
+        ctx: Context,
+        slope: Rule,
+        args: Any,
+        kwargs: Any,
+        sources: Sequence[Followed],
+        moving: Followed,
     ) -> Any:
         """Return the theorem's values with only one of the tensors moving, at slope 1."""
         values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
@@ -151,7 +167,11 @@ class _Stepwise(GlobalDomain):
         return Value(base, size, None, None, box.shape)
 
     def _step(
-        self, node: str, sources: Sequence[Followed], values: Sequence[Value], rounding: Callable[[Sizes], Real]
+        self,
+        node: str,
+        sources: Sequence[Followed],
+        values: Sequence[Value],
+        rounding: Callable[[Sizes], Real],
     ) -> Followed:
         shape, size = tuple(values[0].shape), values[0].size
         bases = tuple(value.base for value in values)
@@ -254,7 +274,9 @@ class NeighbourErrors:
 
     def beside(self, enclosed: Collection[str]) -> EnclosedErrors:
         """Return what rounding adds to the results of these nodes, and to margins behind them, in walks that enclose them."""
-        return EnclosedErrors(self._steps, frozenset(enclosed), self._last.place, self._head, self.precision)
+        return EnclosedErrors(
+            self._steps, frozenset(enclosed), self._last.place, self._head, self.precision
+        )
 
     def __call__(self, pixels: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
         """Return bounds on the rounding of z_i - z_j, i the top class: (b, c, h, w), (b,), (b,) -> (b, k).
@@ -263,7 +285,9 @@ class NeighbourErrors:
         profile, the one that is less on the whole: images then share one matrix of all pairs.
         """
         pixels = pixels.detach().double()
-        radii = radii.to(pixels).clamp(max=math.sqrt(self.pixels))  # no image of the box is further away
+        radii = radii.to(pixels).clamp(
+            max=math.sqrt(self.pixels)
+        )  # no image of the box is further away
         try:
             at_images = self._lengths(pixels)
         except (RuntimeError, ValueError, TypeError, LookupError) as failure:
@@ -272,17 +296,25 @@ class NeighbourErrors:
             # an operation that is not known for many images
             return self.on_box[tops]
         near = at_images + _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
-        grown = torch.stack([(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1)
+        grown = torch.stack(
+            [(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1
+        )
         steps = (grown.clamp(1e-250, 1e250).log2() * _STEPS + 2.0**-10).ceil()
-        whole = torch.stack([profile.log().sum() for profile in self._profiles]) * (_STEPS / math.log(2))
+        whole = torch.stack([profile.log().sum() for profile in self._profiles]) * (
+            _STEPS / math.log(2)
+        )
         chosen = (whole + steps * len(self._steps)).argmin(1, keepdim=True)
         keys = torch.cat([chosen.double(), steps.gather(1, chosen)], 1).int().tolist()
-        return torch.stack([self._shared(*key)[top] for key, top in zip(keys, tops.tolist(), strict=True)])
+        return torch.stack(
+            [self._shared(*key)[top] for key, top in zip(keys, tops.tolist(), strict=True)]
+        )
 
     def _shared(self, profile: int, step: int) -> Tensor:
         """Return E near images whose sizes are below 2^(step / steps) times a profile."""
         if (profile, step) not in self._known:
-            lengths = self._profiles[profile] * (2.0 ** (step / _STEPS) if step < _FAR else math.inf)
+            lengths = self._profiles[profile] * (
+                2.0 ** (step / _STEPS) if step < _FAR else math.inf
+            )
             lengths = lengths * (1 + 2.0**-20) + 1e-290
             self._known[profile, step] = self._pairs(lengths.tolist()).to(lengths)
         return self._known[profile, step]

@@ -66,15 +66,29 @@ def compounded(total: Real) -> Real:
     return total + total * total if total <= 0.5 else INF
 
 
-FLOAT64 = Precision("float64", torch.float64, 2.0**-53, 2.0**-1022, torch.finfo(torch.float64).max, 2.0**-46)
-FLOAT32 = Precision("float32", torch.float32, 2.0**-24, 2.0**-126, torch.finfo(torch.float32).max, 2.0**-18)
+FLOAT64 = Precision(
+    "float64", torch.float64, 2.0**-53, 2.0**-1022, torch.finfo(torch.float64).max, 2.0**-46
+)
+FLOAT32 = Precision(
+    "float32", torch.float32, 2.0**-24, 2.0**-126, torch.finfo(torch.float32).max, 2.0**-18
+)
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision
     for precision in (
         FLOAT64,
         FLOAT32,
-        Precision("tf32", torch.float32, 2.0**-24, 2.0**-126, FLOAT32.largest, 2.0**-18, factor=2.0**-10),
-        Precision("bf16", torch.bfloat16, 2.0**-8, 2.0**-126, torch.finfo(torch.bfloat16).max, 2.0**-7, wide=FLOAT32),
+        Precision(
+            "tf32", torch.float32, 2.0**-24, 2.0**-126, FLOAT32.largest, 2.0**-18, factor=2.0**-10
+        ),
+        Precision(
+            "bf16",
+            torch.bfloat16,
+            2.0**-8,
+            2.0**-126,
+            torch.finfo(torch.bfloat16).max,
+            2.0**-7,
+            wide=FLOAT32,
+        ),
         Precision("fp16", torch.float16, 2.0**-11, 2.0**-24, 65504.0, 2.0**-10, wide=FLOAT32),
     )
 }

@@ -179,7 +179,9 @@ class Running(OperationMode):
             try:
                 return known(op, *op.args, **op.kwargs)
             except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as failure:
-                raise NoRule(f"'{op.name}' is called with arguments its rule does not know ({failure})") from failure
+                raise NoRule(
+                    f"'{op.name}' is called with arguments its rule does not know ({failure})"
+                ) from failure
         if op.exact:
             value = op.run()
             found = tensors_of(value)
@@ -209,14 +211,18 @@ class Running(OperationMode):
             if x.untyped_storage().data_ptr() == storage:
                 self.norms.pop(x, None)
                 if error is not None:
-                    self.errors[x] = Error(torch.full((), torch.inf, dtype=torch.float64, device=x.device))
+                    self.errors[x] = Error(
+                        torch.full((), torch.inf, dtype=torch.float64, device=x.device)
+                    )
         target.copy_(value)
         self.errors.pop(target, None)
         return self._keep(target, error)
 
     def _keep(self, value: Any, error: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            for one, its in zip(value, [None] * len(value) if error is None else error, strict=True):
+            for one, its in zip(
+                value, [None] * len(value) if error is None else error, strict=True
+            ):
                 self._keep(one, its)
         elif isinstance(value, Tensor):
             if value.is_complex():
@@ -290,7 +296,9 @@ class ErrorAnalysis:
 
     def __init__(self, model: nn.Module) -> None:
         if float(torch.full((), 2.0**-1074, dtype=torch.float64) * 1.0) == 0:
-            raise NoRule("the network: denormal numbers are flushed to zero (torch.set_flush_denormal)")
+            raise NoRule(
+                "the network: denormal numbers are flushed to zero (torch.set_flush_denormal)"
+            )
         self.model = model
         own = [*model.parameters(), *model.buffers()]
         self._weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
@@ -309,7 +317,11 @@ class ErrorAnalysis:
         best = logits.topk(2, dim=1).values
         open_ones = (~(best[:, :1] - best[:, -1:] > 2 * errors)).flatten().nonzero().flatten()
         if len(pixels) > 1 and len(open_ones):
-            parts = [open_ones] if len(open_ones) < len(pixels) else open_ones.split(-(-len(pixels) // 2))
+            parts = (
+                [open_ones]
+                if len(open_ones) < len(pixels)
+                else open_ones.split(-(-len(pixels) // 2))
+            )
             for part in parts:
                 logits[part], errors[part] = self(pixels[part])
         return logits, errors

@@ -29,7 +29,11 @@ class Stored:
         exact = tensor.detach().double()
         number = exact.to(precision.dtype).double()
         normal = torch.finfo(precision.dtype).tiny
-        small = float(((number != 0) & (number.abs() < normal)).sum()) if precision.tiny >= normal else 0.0
+        small = (
+            float(((number != 0) & (number.abs() < normal)).sum())
+            if precision.tiny >= normal
+            else 0.0
+        )
         return cls(number, number - exact, math.sqrt(small) * normal)
 
     @property
@@ -60,7 +64,11 @@ class LinearMap:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, precision: Precision, geometry: Geometry | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: Precision,
+        geometry: Geometry | None = None,
     ) -> None:
         self.precision, self.geometry = precision, geometry
         self.weight = Stored.of(weight, precision)

@@ -40,7 +40,11 @@ def _unrounded(op: Operation, value: Tensor) -> bool:
     """Tell whether this is made of exact numbers and integers, or small integers itself: then nothing was rounded."""
     if not value.is_floating_point():
         return op.exact
-    return op.exact and value.dtype == torch.float32 and bool(((value == value.round()) & (value.abs() < 2**22)).all())
+    return (
+        op.exact
+        and value.dtype == torch.float32
+        and bool(((value == value.round()) & (value.abs() < 2**22)).all())
+    )
 
 
 def _reach(x: Any, like: Any) -> Any:
@@ -65,10 +69,20 @@ def added(op: Operation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
     if _unrounded(op, value):
         return value, None
     scale = 1.0 if alpha == 1 else abs(float(alpha)) * (1 + UNIT)
-    one, other, entries = _spread(op, a, value.numel()), _spread(op, b, value.numel()), value.numel()
+    one, other, entries = (
+        _spread(op, a, value.numel()),
+        _spread(op, b, value.numel()),
+        value.numel(),
+    )
     scaled, plain = (one, other) if op.name == "rsub" else (other, one)
     note = op.note(b)
-    if op.name == "sub" and scale == 1.0 and isinstance(note, Mean) and note.of is a and b.dim() == a.dim():
+    if (
+        op.name == "sub"
+        and scale == 1.0
+        and isinstance(note, Mean)
+        and note.of is a
+        and b.dim() == a.dim()
+    ):
         scaled = note.own * math.sqrt(entries / b.numel())
     size = op.norm(_unmasked(op, value, a, b)) * UNIT
     if scale != 1.0:
@@ -144,7 +158,11 @@ def _plain_norm(x: Tensor) -> Tensor:
     most = x.abs().amax().clamp_min(TINY)  # scaled, so that no square underflows
     size = x.abs() / most
     crossed = (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
-    return torch.minimum(torch.linalg.vector_norm(size, dim=(-2, -1)), crossed).amax() * (most * ROUNDED) + TINY
+    return (
+        torch.minimum(torch.linalg.vector_norm(size, dim=(-2, -1)), crossed).amax()
+        * (most * ROUNDED)
+        + TINY
+    )
 
 
 def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
@@ -159,7 +177,12 @@ def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
     matrices = x.reshape(-1, *x.shape[-2:])
     plain = _plain_norm(x)
     few = len(matrices) <= 64 and (is_weight or x.numel() <= 2**18)
-    found = (plain.new_tensor(max(spectral_norms(list(matrices)))) if few and bool(plain.isfinite()) else plain, plain)
+    found = (
+        plain.new_tensor(max(spectral_norms(list(matrices))))
+        if few and bool(plain.isfinite())
+        else plain,
+        plain,
+    )
     if is_weight:
         op.running.known[key] = found
     return found
@@ -197,7 +220,9 @@ def _same(op: Operation, x: Tensor, view: Tensor) -> Tensor:
 
 
 @rule("addmm", "baddbmm", "addmv")
-def matrices_and_bias(op: Operation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Found:
+def matrices_and_bias(
+    op: Operation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Found:
     value, terms = op.run(), a.shape[-1] + 4
     size = _product(op, a, b, terms) * (abs(alpha) * ROUNDED)
     return value, size if beta == 0 else size + _bias(op, bias, value, terms) * abs(beta)
@@ -240,12 +265,20 @@ def summed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
         source = note.of
         error, axes = (
             op.size(source),
-            [axis for axis in range(x.dim()) if len(value.shape) == x.dim() and value.shape[axis] != x.shape[axis]],
+            [
+                axis
+                for axis in range(x.dim())
+                if len(value.shape) == x.dim() and value.shape[axis] != x.shape[axis]
+            ],
         )
         if math.prod(x.shape[axis] for axis in axes) == count:
             if error is None:
                 return value, own
-            longest = torch.linalg.vector_norm(source, dim=axes).amax() + TINY if axes else source.abs().amax()
+            longest = (
+                torch.linalg.vector_norm(source, dim=axes).amax() + TINY
+                if axes
+                else source.abs().amax()
+            )
             squares = error * (2 * longest * ROUNDED + error)
             return value, own + (squares / count if op.name == "mean" else squares)
     found = total(own, None if size is None else size * factor)
@@ -258,7 +291,9 @@ def running_sum(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found
     if _unrounded(op, value):
         return value, None
     n = x.shape[dim]
-    return value, total(op.norm(x) * (n * gamma(n)), None if (size := op.size(x)) is None else size * n)
+    return value, total(
+        op.norm(x) * (n * gamma(n)), None if (size := op.size(x)) is None else size * n
+    )
 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")

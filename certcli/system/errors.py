@@ -66,7 +66,9 @@ class Refused(ValueError):
 
 def plain(text: str) -> str:
     """Return text for a screen, with unprintable characters (escapes, directions) spelled out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def one_line(failure: object) -> str:

@@ -65,24 +65,38 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
         raise UsageError(f"the output {path} is a folder", f"give a file name with {option}")
     if is_stream(path):
         number = _descriptor(path)
-        readable = number is not None and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        readable = (
+            number is not None and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        )
         if readable or (number is None and not os.access(path, os.W_OK)):
-            raise OutputError(f"cannot write {path}: it may only be read", f"choose another {option}")
+            raise OutputError(
+                f"cannot write {path}: it may only be read", f"choose another {option}"
+            )
         return
     if mode is not None and not stat.S_ISREG(mode):
         kind = _NO_FILES.get(stat.S_IFMT(mode), "no file")
         raise UsageError(f"the output {path} is {kind}", f"choose another {option}")
     if mode is not None and not force:
-        raise UsageError(f"{path} exists already", f"choose another {option}, or pass --force to replace it")
+        raise UsageError(
+            f"{path} exists already", f"choose another {option}, or pass --force to replace it"
+        )
     folder = _file(path).parent
     if not folder.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # permissions do not show it: those of /proc allow files
+        tempfile.TemporaryFile(
+            dir=folder
+        ).close()  # permissions do not show it: those of /proc allow files
     except OSError as failure:
         locked = failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        reason = f"the folder {folder} is read-only" if locked else f"{folder} takes no files ({failure.strerror})"
-        raise OutputError(f"cannot write {path}: {reason}", f"choose another folder with {option}") from failure
+        reason = (
+            f"the folder {folder} is read-only"
+            if locked
+            else f"{folder} takes no files ({failure.strerror})"
+        )
+        raise OutputError(
+            f"cannot write {path}: {reason}", f"choose another folder with {option}"
+        ) from failure
 
 
 def _file(path: Path) -> Path:
@@ -144,7 +158,9 @@ def open_alone(path: Path) -> IO[bytes]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as failure:
         handle.close()
-        raise OutputError(f"cannot write {path}: another run writes it", "wait for it, or choose another") from failure
+        raise OutputError(
+            f"cannot write {path}: another run writes it", "wait for it, or choose another"
+        ) from failure
     except OSError:  # some file systems know no locks
         pass
     return handle
@@ -181,7 +197,9 @@ def _workplace(beside: Path | None, name: str) -> Iterator[Path]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         number = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, number)
-        with contextlib.suppress(OSError):  # some file systems know no locks: there nothing is swept
+        with contextlib.suppress(
+            OSError
+        ):  # some file systems know no locks: there nothing is swept
             fcntl.flock(number, fcntl.LOCK_EX)
         yield folder
 

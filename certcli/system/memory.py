@@ -21,7 +21,13 @@ _FILES = (  # the file of a limit, the file of the usage, the prefix of cached p
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
-_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "failed to map segment")
+_NO_MEMORY = (
+    "allocate memory",
+    "out of memory",
+    "not enough memory",
+    "bad_alloc",
+    "failed to map segment",
+)
 """How torch, C++ and the loader of libraries say it."""
 
 
@@ -66,17 +72,27 @@ def _groups() -> Iterator[Path]:
     """Yield the folders of this process's memory group and of its parents, as far as they are mounted."""
     try:
         mounts = [line.split() for line in (_ROOT / "proc/self/mountinfo").read_text().splitlines()]
-        own = [line.split(":", 2) for line in (_ROOT / "proc/self/cgroup").read_text().splitlines() if ":" in line]
+        own = [
+            line.split(":", 2)
+            for line in (_ROOT / "proc/self/cgroup").read_text().splitlines()
+            if ":" in line
+        ]
     except (OSError, UnicodeDecodeError):
         return
     for fields in mounts:
         kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
         for _, controllers, path in own:
             second = kind == "cgroup2" and not controllers
-            if second or (kind == "cgroup" and "memory" in options and "memory" in controllers.split(",")):
+            if second or (
+                kind == "cgroup" and "memory" in options and "memory" in controllers.split(",")
+            ):
                 seen, place = PurePosixPath(fields[3]), PurePosixPath(path)
                 # a container may see its own group as the top one, by a path that is the host's
-                below = place.relative_to(seen).parts if place.is_relative_to(seen) and ".." not in place.parts else ()
+                below = (
+                    place.relative_to(seen).parts
+                    if place.is_relative_to(seen) and ".." not in place.parts
+                    else ()
+                )
                 folder = _ROOT / fields[4].lstrip("/")
                 for count in range(len(below), -1, -1):
                     yield folder.joinpath(*below[:count])

@@ -13,7 +13,11 @@ class OperationMode(TorchDispatchMode):
         return False  # torch would load its compiler at the first call, to tell it not to compile this one
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return self.seen(func, args, kwargs or {})
 

@@ -52,7 +52,9 @@ class Team:
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         if not 0 <= rank < size:
-            raise UsageError(f"there is no process {rank} of {size}", "RANK and WORLD_SIZE are torchrun's to set")
+            raise UsageError(
+                f"there is no process {rank} of {size}", "RANK and WORLD_SIZE are torchrun's to set"
+            )
         self.rank, self.size = rank, size
         self._given, self._calls, self._grouped = store, 0, False
         self._unreachable = False
@@ -159,9 +161,15 @@ class Team:
         import torch.distributed as distributed
 
         if not self._grouped:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
+            backend = (
+                "cpu:gloo,cuda:nccl"
+                if torch.cuda.is_available() and distributed.is_nccl_available()
+                else "gloo"
+            )
             store = distributed.PrefixStore("group", self._store)
-            distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=LONGEST)
+            distributed.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=LONGEST
+            )
             self._grouped = True
         return distributed
 
@@ -177,7 +185,9 @@ class Team:
         for same in kinds.values():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
             self.group().all_reduce(flat)
-            for tensor, total in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            for tensor, total in zip(
+                same, flat.split([tensor.numel() for tensor in same]), strict=True
+            ):
                 tensor.detach().copy_(total.view_as(tensor))
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -200,7 +210,9 @@ class Team:
         import torch
 
         sent = tensor.detach()  # gloo has no booleans
-        self.group().broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, src=rank)
+        self.group().broadcast(
+            sent.view(torch.uint8) if sent.dtype == torch.bool else sent, src=rank
+        )
 
     def join(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
         """Return in the leader the whole tensor, on the CPU, from each process's rows (as torch.chunk splits it).
@@ -226,7 +238,10 @@ class Team:
             while not self._store.check(["said"]) and time.monotonic() < until:
                 time.sleep(POLL)
             return int(self._store.get("code")) if self._store.check(["code"]) else code
-        except (RuntimeError, UsageError):  # the store went with the process that held it, or was never there
+        except (
+            RuntimeError,
+            UsageError,
+        ):  # the store went with the process that held it, or was never there
             return None if self.leads or self._unreachable else code
 
     def said(self) -> None:
@@ -287,7 +302,8 @@ def team() -> Team:
         found = Team(int(rank), int(size))
     except ValueError as failure:
         raise UsageError(
-            f"RANK {one_line(rank)}, WORLD_SIZE {one_line(size)} are no numbers", "torchrun sets them"
+            f"RANK {one_line(rank)}, WORLD_SIZE {one_line(size)} are no numbers",
+            "torchrun sets them",
         ) from failure
     port = os.environ.get("MASTER_PORT", "")
     if not (os.environ.get("MASTER_ADDR") and port.isdecimal() and 0 < int(port[:9]) < 2**16):

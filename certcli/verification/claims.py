@@ -100,7 +100,11 @@ Certify = Callable[[Request], Again]
 
 
 def check(
-    checkpoint: Checkpoint, certify: Certify, device: torch.device | str = "cpu", *, measured: bool = True
+    checkpoint: Checkpoint,
+    certify: Certify,
+    device: torch.device | str = "cpu",
+    *,
+    measured: bool = True,
 ) -> list[Claim]:
     """Return every claim of the checkpoint's record. measured: whether results of attacks are asked for too."""
     claims = list(_lineage(checkpoint))
@@ -120,7 +124,14 @@ def check(
             unknown = command_of(entry) != entry.command
             why = f"not what {command_of(entry)} writes ({refusal})"
             statement = "not understood, not shown"
-            found = [Claim(where, statement, "not checked" if unknown else "refuted", str(refusal) if unknown else why)]
+            found = [
+                Claim(
+                    where,
+                    statement,
+                    "not checked" if unknown else "refuted",
+                    str(refusal) if unknown else why,
+                )
+            ]
         claims += [replace(claim, number=number) for claim in found]
     return claims
 
@@ -128,9 +139,13 @@ def check(
 def verdict(claims: Sequence[Claim]) -> list[str]:
     """Why the checkpoint is not verified, a line each; empty when all that was asked for was, and something was."""
     asked = [claim for claim in claims if claim.asked or claim.status == "refuted"]
-    reasons = [f"{c.entry}, {c.claim}: {c.status} ({c.why})" for c in asked if c.status != "verified"]
+    reasons = [
+        f"{c.entry}, {c.claim}: {c.status} ({c.why})" for c in asked if c.status != "verified"
+    ]
     if not reasons and not any(claim.status == "verified" for claim in asked):
-        reasons = ["nothing was verified: the file makes no claim about this network that can be checked"]
+        reasons = [
+            "nothing was verified: the file makes no claim about this network that can be checked"
+        ]
     return reasons
 
 
@@ -141,17 +156,27 @@ def statuses(claims: Sequence[Claim], entries: int) -> list[Status]:
         own = [claim for claim in claims if claim.number == number]
         bad = any(claim.status == "refuted" for claim in own)
         open_to_proof = {claim.status for claim in own if claim.why != MEASURED}
-        found.append("refuted" if bad else "verified" if open_to_proof == {"verified"} else "not checked")
+        found.append(
+            "refuted" if bad else "verified" if open_to_proof == {"verified"} else "not checked"
+        )
     return found
 
 
 def _check(
-    checkpoint: Checkpoint, entry: Decoded, where: str, proven: Real | None, certify: Certify, measured: bool
+    checkpoint: Checkpoint,
+    entry: Decoded,
+    where: str,
+    proven: Real | None,
+    certify: Certify,
+    measured: bool,
 ) -> Iterator[Claim]:
     if entry.command == "lipschitz" and proven is not None:
         if (entry.result.bound_of == FEATURES) is not (checkpoint.record.classes == 0):
             yield Claim(
-                where, f"a bound of the {entry.result.bound_of}", "refuted", "this network ends in other outputs"
+                where,
+                f"a bound of the {entry.result.bound_of}",
+                "refuted",
+                "this network ends in other outputs",
             )
         yield from _bound(where, entry.result, proven)
     elif entry.command == "finetune" and proven is not None:
@@ -173,7 +198,11 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
     if result.log10_upper is None and result.upper == "inf":
         yield Claim(where, "no bound", "verified", f"no bound is stated; proven is {proven}")
         return
-    statement = f"bound 10^{result.log10_upper}" if isinstance(result.upper, str) else f"bound {result.upper:.9g}"
+    statement = (
+        f"bound 10^{result.log10_upper}"
+        if isinstance(result.upper, str)
+        else f"bound {result.upper:.9g}"
+    )
     wrong = below_log10(result.log10_upper, proven)
     if isinstance(result.upper, float):
         wrong = wrong or below(Real(result.upper), proven)
@@ -181,9 +210,16 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
         statement, wrong = f"{statement} ({text})", wrong or below_text(text, proven)
     lower = getattr(result, "lower", None)
     if wrong:
-        yield Claim(where, statement, "refuted", f"it does not follow from the weights; proven is {proven}")
+        yield Claim(
+            where, statement, "refuted", f"it does not follow from the weights; proven is {proven}"
+        )
     elif lower is not None and proven * (1 + SLACK) < Real(lower):
-        yield Claim(where, statement, "refuted", f"the measured slope {lower:.6g} is above what is proven, {proven}")
+        yield Claim(
+            where,
+            statement,
+            "refuted",
+            f"the measured slope {lower:.6g} is above what is proven, {proven}",
+        )
     else:
         yield Claim(where, statement, "verified", f"proven again: {proven}")
     if lower is not None:
@@ -191,7 +227,9 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
         yield Claim(where, slope, "not checked", MEASURED, asked=False)
 
 
-def _training(checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certify) -> Iterator[Claim]:
+def _training(
+    checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certify
+) -> Iterator[Claim]:
     steps, result = checkpoint.record.lineage, entry.result
     images = result.dataset if isinstance(result.dataset, JudgedImages) else None
     limit, digest = entry.parameters.images, None if images is None else images.digest
@@ -216,9 +254,13 @@ def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) 
     }
     given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
     given["arithmetic"] = result.arithmetic
-    request = Request(about.split, about.limit, about.seed, result.method, given, result.dataset.digest)
+    request = Request(
+        about.split, about.limit, about.seed, result.method, given, result.dataset.digest
+    )
     mean = None if isinstance(result.average_radius, msgspec.UnsetType) else result.average_radius
-    yield from _again(where, result.clean, result.shares, mean, result.dataset, stated, request, certify)
+    yield from _again(
+        where, result.clean, result.shares, mean, result.dataset, stated, request, certify
+    )
 
 
 def _again(
@@ -242,17 +284,29 @@ def _again(
         yield Claim(where, f"{total} images", "refuted", f"they are {again.total}")
         return
     yield _named(where, images, again, request)
-    different = [name for name, value in stated.items() if again.stated and again.stated.get(name) != value]
+    different = [
+        name for name, value in stated.items() if again.stated and again.stated.get(name) != value
+    ]
     if different:
         why = f"{request.method} states another {' and '.join(different)}"
         yield Claim(where, "how it was certified", "refuted", why)
         return
     yield Claim(where, f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, again))
     for threat, share in shares:
-        statement = f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
+        statement = (
+            f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
+        )
         yield Claim(where, statement, *_judge(threat, share, again))
-    if len(again.rows) < again.total:  # who asks for a sample does not ask for what no sample can tell
-        yield Claim(where, "the counts themselves", "not checked", "a sample bounds shares, and no mean", asked=False)
+    if (
+        len(again.rows) < again.total
+    ):  # who asks for a sample does not ask for what no sample can tell
+        yield Claim(
+            where,
+            "the counts themselves",
+            "not checked",
+            "a sample bounds shares, and no mean",
+            asked=False,
+        )
     elif mean is not None:
         yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again))
 
@@ -260,14 +314,21 @@ def _again(
 def _named(where: str, images: JudgedImages | None, again: Again, request: Request) -> Claim:
     """Tell whether the images are those of the dataset and the split that the evidence names."""
     here = f"{again.name} ({again.split})"
-    chosen = "" if request.limit is None else f"; which of them, its author chose (seed {request.seed})"
+    chosen = (
+        "" if request.limit is None else f"; which of them, its author chose (seed {request.seed})"
+    )
     if images is None or (images.name, images.split) == (again.name, again.split):
         same = "the same pixels and labels" if images is not None else "no digest is stated"
         return Claim(where, f"{again.total} images of {here}", "verified", same + chosen)
     statement = f"{again.total} images of {images.name} ({images.split})"
     if again.registered or again.split != images.split:
         return Claim(where, statement, "refuted", f"they are of {here}")
-    return Claim(where, statement, "not checked", f"the same pixels and labels, in a folder that is named {here} here")
+    return Claim(
+        where,
+        statement,
+        "not checked",
+        f"the same pixels and labels, in a folder that is named {here} here",
+    )
 
 
 def _judge(threat: Threat | None, share: float, again: Again) -> tuple[Status, str]:
@@ -297,17 +358,25 @@ def _hits(threat: Threat | None, rows: Sequence[tuple[bool, Held]]) -> int:
 
 
 def _judge_mean(mean: float, again: Again) -> tuple[Status, str]:
-    radii = [held if correct else 0.0 for correct, held in again.rows if not isinstance(held, tuple)]
+    radii = [
+        held if correct else 0.0 for correct, held in again.rows if not isinstance(held, tuple)
+    ]
     finite = [radius for radius in radii if radius < float("inf")]
     found = sum(finite) / len(finite) if finite else 0.0
-    return ("refuted" if mean > found * (1 + SLACK) else "verified"), f"found {proven_radius(found)}"
+    return (
+        "refuted" if mean > found * (1 + SLACK) else "verified"
+    ), f"found {proven_radius(found)}"
 
 
 def _stale(checkpoint: Checkpoint, entry: Evidence, where: str) -> Claim:
     """Evidence about a network of the lineage is history; about any other, the record or the tensors were changed."""
     if entry.digest in {step.parent for step in checkpoint.record.lineage}:
         return Claim(
-            where, "a result", "not checked", "about an earlier network of the lineage, not this one", asked=False
+            where,
+            "a result",
+            "not checked",
+            "about an earlier network of the lineage, not this one",
+            asked=False,
         )
     why = f"about network {entry.digest[:16]}: neither this one ({checkpoint.digest[:16]}) nor one of its lineage"
     return Claim(where, "a result", "refuted", why)
@@ -319,30 +388,58 @@ def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
     commands = [step.command for step in record.lineage]
     statement = " -> ".join(commands) or "no step"
     if record.surgery and "adapt" not in commands:
-        yield Claim("lineage", statement, "refuted", "the network has replaced modules, and no step `adapt`")
+        yield Claim(
+            "lineage", statement, "refuted", "the network has replaced modules, and no step `adapt`"
+        )
     fresh = [entry for entry in record.evidence if entry.digest == checkpoint.digest]
-    if any(entry.command == "finetune" for entry in fresh) and (not commands or commands[-1] != "finetune"):
-        yield Claim("lineage", statement, "refuted", "there is a result of `finetune`, and it is not the last step")
-    joined = len(commands) - commands[::-1].index(MEAN) if MEAN in commands else 0  # before it each member begins
+    if any(entry.command == "finetune" for entry in fresh) and (
+        not commands or commands[-1] != "finetune"
+    ):
+        yield Claim(
+            "lineage",
+            statement,
+            "refuted",
+            "there is a result of `finetune`, and it is not the last step",
+        )
+    joined = (
+        len(commands) - commands[::-1].index(MEAN) if MEAN in commands else 0
+    )  # before it each member begins
     late = next(
-        (number for number, command in enumerate(commands) if command == "init" and number >= max(1, joined)), None
+        (
+            number
+            for number, command in enumerate(commands)
+            if command == "init" and number >= max(1, joined)
+        ),
+        None,
     )
     if late is not None:
-        yield Claim("lineage", statement, "refuted", f"step {late + 1} is `init`, which only begins")
+        yield Claim(
+            "lineage", statement, "refuted", f"step {late + 1} is `init`, which only begins"
+        )
     yield Claim(
-        "lineage", statement, "not checked", "told by the file; give the earlier files too to compare", asked=False
+        "lineage",
+        statement,
+        "not checked",
+        "told by the file; give the earlier files too to compare",
+        asked=False,
     )
 
 
 def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
     """(number, digest) of each step's parent, and of each member that a mean is of, as the step tells them."""
     for number, step in enumerate(steps):
-        yield from ((number, digest) for digest in dict.fromkeys([step.parent or "", *_members(step)]))
+        yield from (
+            (number, digest) for digest in dict.fromkeys([step.parent or "", *_members(step)])
+        )
 
 
 def _members(step: Step) -> list[str]:
     told = step.parameters.get("members") if step.command == MEAN else None
-    return [digest for digest in told if isinstance(digest, str)] if isinstance(told, list | tuple) else []
+    return (
+        [digest for digest in told if isinstance(digest, str)]
+        if isinstance(told, list | tuple)
+        else []
+    )
 
 
 def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
@@ -354,21 +451,35 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
         steps = checkpoint.record.lineage
-        joined = next((number for number, step in enumerate(steps) if step.command == MEAN), -1)  # a mean is no member
+        joined = next(
+            (number for number, step in enumerate(steps) if step.command == MEAN), -1
+        )  # a mean is no member
         for number, origin in _origins(steps):
             parent, before = by_digest.get(origin, name), steps[:number]
             if parent == name:
                 continue
             own = checkpoints[parent].record.lineage
-            ends = (number, number + 1)  # `init` names itself: its parent has the digest of its result
+            ends = (
+                number,
+                number + 1,
+            )  # `init` names itself: its parent has the digest of its result
             parts = (steps[:end] for end in ends)
             if number == joined:
                 parts = (before[start : start + len(own)] for start in range(number))
             elif number < joined:
                 parts = (steps[max(0, end - len(own)) : end] for end in ends)
             same, step = own in parts, f"lineage, step {number + 1}"
-            why = f"{parent} tells the same steps" if same else f"its parent is {parent}, whose own lineage is another"
-            yield name, Claim(step, "what came before", "verified" if same else "refuted", why, asked=False)
+            why = (
+                f"{parent} tells the same steps"
+                if same
+                else f"its parent is {parent}, whose own lineage is another"
+            )
+            yield (
+                name,
+                Claim(
+                    step, "what came before", "verified" if same else "refuted", why, asked=False
+                ),
+            )
 
 
 def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
@@ -386,11 +497,20 @@ def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, C
             after = [later.parent for later in steps[number + 1 :]] or [checkpoint.digest]
             why = f"the mean of {', '.join(by_digest[digest] for digest in dict.fromkeys(told))}, made again, is "
             try:
-                opened = {digest: with_network(checkpoints[by_digest[digest]]) for digest in set(told)}  # each once
-                members, mirror = [opened[digest] for digest in told], step.parameters.get("mirror", False)
+                opened = {
+                    digest: with_network(checkpoints[by_digest[digest]]) for digest in set(told)
+                }  # each once
+                members, mirror = (
+                    [opened[digest] for digest in told],
+                    step.parameters.get("mirror", False),
+                )
                 made = mean_of(checkpoint.record.arch, members, mirror)
                 same = made.digest == after[0]
-                why += "the same, bit for bit" if same else f"network {made.digest[:16]}, not that of this step"
+                why += (
+                    "the same, bit for bit"
+                    if same
+                    else f"network {made.digest[:16]}, not that of this step"
+                )
             except CertvitError as failure:
                 same, why = False, why + f"refused: {failure.message}"
             status: Status = "verified" if same else "refuted"

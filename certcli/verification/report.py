@@ -18,13 +18,17 @@ residual, whose last digits differ between BLAS libraries, thread counts and dev
 and far below what a forged number would have to gain."""
 
 
-def verify(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Verification:
+def verify(
+    report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu"
+) -> Verification:
     """Check the report's laws and headline, and prove its leaves, root and layers again."""
     problems = tuple(check_laws(report)) or tuple(check_weights(report, checkpoint, device))
     return Verification(len(report.proof), theorems(report), True, problems)
 
 
-def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Iterator[str]:
+def check_weights(
+    report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu"
+) -> Iterator[str]:
     """Yield each statement that does not follow from these weights; the engine proves everything again."""
     record = checkpoint.record
     if report.checkpoint != checkpoint.digest:
@@ -45,7 +49,9 @@ def check_weights(report: ReportFields, checkpoint: Checkpoint, device: torch.de
     for number, (stated, proven) in enumerate(zip(report.proof, rows, strict=True)):
         where = f"node {number} ({proven['path']})"
         names = ("path", "kind", "law", "parts", "why")
-        different = next((name for name in names if getattr(stated, name) not in (proven[name], UNSET)), None)
+        different = next(
+            (name for name in names if getattr(stated, name) not in (proven[name], UNSET)), None
+        )
         if different is not None:
             yield f"{where}: {different} is {getattr(stated, different)!a}, of these weights {proven[different]!a}"
         elif below(Real.from_json(list(stated.value)), Real.from_json(proven["value"])):
@@ -61,7 +67,10 @@ def _check_layers(layers: list[LayerFields], found: NetworkBound) -> Iterator[st
         yield "the report's layers are not those that these weights have"
         return
     for layer, charge in zip(layers, found.charges, strict=True):
-        for stated, proven in ((layer.log10_upper, charge.constant), (layer.log10_cumulative, charge.cumulative)):
+        for stated, proven in (
+            (layer.log10_upper, charge.constant),
+            (layer.log10_cumulative, charge.cumulative),
+        ):
             if below_log10(stated, proven) or (stated is None and proven.finite and proven > ZERO):
                 yield f"layer {layer.path}: 10^{stated} is stated, 10^{proven.log10():.9f} is proven"
         if isinstance(layer.upper, float) and below(Real(layer.upper), charge.constant):
@@ -95,4 +104,6 @@ def below_log10(stated: float | None, proven: Real) -> bool:
     """Return the same for a logarithm; None stands for a bound that is 0 or infinite."""
     if stated is None:
         return False
-    return not proven.finite or (proven > ZERO and stated < proven.log10() - SLACK / 3)  # log10(1 + SLACK) > SLACK / 3
+    return not proven.finite or (
+        proven > ZERO and stated < proven.log10() - SLACK / 3
+    )  # log10(1 + SLACK) > SLACK / 3

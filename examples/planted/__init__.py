@@ -94,7 +94,9 @@ class _Normalised(nn.Module):
 def _pixels() -> Planted:
     """The pixels' normalisation left out: radii of normalised images are 10 times those of pixels."""
     net = _network(_Normalised(), linear(_MARGIN))
-    return Planted(net, _image(0.52, 0.5, 0.5, 0.5), _image(0.45, 0.5, 0.5, 0.5), (2 * 0.02 / 0.1) / 2)
+    return Planted(
+        net, _image(0.52, 0.5, 0.5, 0.5), _image(0.45, 0.5, 0.5, 0.5), (2 * 0.02 / 0.1) / 2
+    )
 
 
 class _Attention(nn.Module):
@@ -129,7 +131,11 @@ def _l2_attention() -> Planted:
     """L2 attention without A_h, by sqrt(n / d) (4 W(n / e) + 1) sqrt(|W_Q| + |W_V|), with n = 2, d = 1 and |W_V| = 1."""
     net = _network(_L2Attention(), linear([[1.0, 0], [-1.0, 0]], [-0.75, 0.75]))
     image, adversary = _image(0.50015, 1.0, 0.5, 0.0), _image(0.50006, 1.0, 0.5, 0.0)
-    slope = math.sqrt(2) * (4 * float(lambertw(2 / math.e).real) + 1) * math.sqrt(_L2Attention.query + 1)
+    slope = (
+        math.sqrt(2)
+        * (4 * float(lambertw(2 / math.e).real) + 1)
+        * math.sqrt(_L2Attention.query + 1)
+    )
     return Planted(net, image, adversary, _margin(net, image) / (2 * slope))
 
 
@@ -213,7 +219,8 @@ def _batch_axis() -> Planted:
 def _reordered() -> Planted:
     """Pairs of rows read before the logits are reordered: |w_0 - w_1| = 0.2 in place of |w_2 - w_0| = 2."""
     net = _network(
-        linear([[1, 0, 0, 0], [0.8, 0, 0, 0], [-1, 0, 0, 0]], [-0.5, -5, 0.5]), Step(lambda z: z[:, [0, 2, 1]])
+        linear([[1, 0, 0, 0], [0.8, 0, 0, 0], [-1, 0, 0, 0]], [-0.5, -5, 0.5]),
+        Step(lambda z: z[:, [0, 2, 1]]),
     )
     return Planted(net, _image(0.52, 0.5, 0.5, 0.5), _image(0.45, 0.5, 0.5, 0.5), 2 * 0.02 / 0.2)
 
@@ -239,18 +246,26 @@ def _underflow() -> Planted:
     constant = torch.tensor(1.0)
     for layer in (net[1], net[2], net[3]):
         constant = constant * torch.linalg.matrix_norm(layer.weight, 2).float()
-    radius = math.inf if float(constant) == 0 or not constant.isfinite() else _margin(net, image) / float(constant)
+    radius = (
+        math.inf
+        if float(constant) == 0 or not constant.isfinite()
+        else _margin(net, image) / float(constant)
+    )
     return Planted(net, image, _image(0.45, 0.5, 0.5, 0.5), radius)
 
 
 def _slope() -> Planted:
     """The gradient at the image in place of a bound: 0 on the flat side of a ReLU."""
-    net = _network(linear([[50.0, 0, 0, 0]], [-30.0]), nn.ReLU(), linear([[-1.0], [1.0]], [0.5, -0.5]))
+    net = _network(
+        linear([[50.0, 0, 0, 0]], [-30.0]), nn.ReLU(), linear([[-1.0], [1.0]], [0.5, -0.5])
+    )
     image = _image(0.55, 0.5, 0.5, 0.5).requires_grad_()
     logits = net(image[None])[0]
     (gradient,) = torch.autograd.grad(logits[0] - logits[1], image)
     margin, length = float((logits[0] - logits[1]).detach()), float(gradient.norm())
-    return Planted(net, image.detach(), _image(0.62, 0.5, 0.5, 0.5), margin / length if length else math.inf)
+    return Planted(
+        net, image.detach(), _image(0.62, 0.5, 0.5, 0.5), margin / length if length else math.inf
+    )
 
 
 CASES: dict[str, Case] = {

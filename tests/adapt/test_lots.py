@@ -51,15 +51,25 @@ def test_sums_over_lots_are_the_same_bits_for_any_number_of_processes(count: int
     assert torch.equal(rows.sort().values, images[:, 0].sort().values)
     for size in (2, 3, 5):
         for found, side_by_side in found_by(size, count):
-            assert all(torch.equal(mine, alone) for mine, alone in zip(found, sums, strict=True)), size
+            assert all(torch.equal(mine, alone) for mine, alone in zip(found, sums, strict=True)), (
+                size
+            )
             assert torch.equal(side_by_side, rows)
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [(43, 10), (3, 10), (64, 64), (20, 3)])
-def test_an_epoch_meets_every_image_once_in_batches_of_the_size_asked_for(count: int, batch_size: int) -> None:
+def test_an_epoch_meets_every_image_once_in_batches_of_the_size_asked_for(
+    count: int, batch_size: int
+) -> None:
     lots, met = Lots(count), []
     for batch in lots.batches(batch_size, torch.Generator().manual_seed(0)):
-        met.append([range(count)[lots.images(lot)][row] for lot, rows in batch.items() for row in rows.tolist()])
+        met.append(
+            [
+                range(count)[lots.images(lot)][row]
+                for lot, rows in batch.items()
+                for row in rows.tolist()
+            ]
+        )
     assert sorted(image for images in met for image in images) == list(range(count))
     assert {len(images) for images in met[:-1]} <= {batch_size}
     assert len(met) == -(-count // batch_size)

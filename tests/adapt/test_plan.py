@@ -57,7 +57,14 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """One small member of each family."""
 
-_SIZES = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
+_SIZES = {
+    "img_size": 32,
+    "patch_size": 16,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 5,
+}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "cait": ("cait_xxs24_224", _SIZES),
     "xcit": ("xcit_nano_12_p16_224", _SIZES),
@@ -93,10 +100,14 @@ def make(name: str) -> Checkpoint:
 
 
 def pixels(checkpoint: Checkpoint, count: int = 24) -> Tensor:
-    return torch.rand(count, *checkpoint.record.input.size, generator=torch.Generator().manual_seed(2))
+    return torch.rand(
+        count, *checkpoint.record.input.size, generator=torch.Generator().manual_seed(2)
+    )
 
 
-def run(checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor) -> tuple[list[AdaptedPart], Checkpoint]:
+def run(
+    checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor
+) -> tuple[list[AdaptedPart], Checkpoint]:
     if not settings.refit:
         keeper = Keeper(checkpoint, settings, images, CPU)
         list(keeper.run())
@@ -142,7 +153,9 @@ def error_of(adapter: Adapter, images: Tensor) -> float:
 def test_every_family_keeps_its_function_under_other_residuals(name: str, residual: str) -> None:
     """Only rounding, and for convex residuals LayerNorm's eps on a stream of half the size, may change anything."""
     images = pixels(make(name))
-    adapter = Adapter(make(name), AdaptSettings(norm="keep", residual=residual, epochs=0), images, CPU)
+    adapter = Adapter(
+        make(name), AdaptSettings(norm="keep", residual=residual, epochs=0), images, CPU
+    )
     limit = 1e-2 if residual == "convex" else 1e-4
     assert error_of(adapter, images) < limit  # after surgery alone
     list(adapter.run())
@@ -156,13 +169,17 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
     images = pixels(original, 5)
     records, result = run(original, AdaptSettings(), images)
     size = original.record.input.size
-    assert bound_network(build.load(result), size, 5).upper < trial_upper(build.load(original), size)
+    assert bound_network(build.load(result), size, 5).upper < trial_upper(
+        build.load(original), size
+    )
     assert {item.path for item in result.record.surgery} == {record.path for record in records}
     assert {item.kind for item in result.record.surgery} == {"floor-norm"}
     floors = [float(value) for key, value in result.tensors.items() if key.endswith("floor")]
     # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as much
     eps = max(part.eps for part in build.load(original).modules() if isinstance(part, nn.LayerNorm))
-    assert logit_error(result, original, images) < 10 * sum(eps / (2 * floor**2) for floor in floors)
+    assert logit_error(result, original, images) < 10 * sum(
+        eps / (2 * floor**2) for floor in floors
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -185,14 +202,19 @@ def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
 def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     """A finite bound, closer to the old function than surgery alone, the plan carried out."""
     original = make(name)
-    images, settings = pixels(original), AdaptSettings("certify", norm=norm, epochs=0, batch_size=10)
+    images, settings = (
+        pixels(original),
+        AdaptSettings("certify", norm=norm, epochs=0, batch_size=10),
+    )
     adapter = Adapter(original, settings, images, CPU)
     surgery_alone = error_of(adapter, images)
     records = list(adapter.run())
     result = adapter.result()  # which folds norms
     fitted = error_of(adapter, images)
     assert fitted < 0.7 * surgery_alone
-    assert {item.path for item in plan(original, settings)} == {item.path for item in result.record.surgery}
+    assert {item.path for item in plan(original, settings)} == {
+        item.path for item in result.record.surgery
+    }
     assert all(record.error < 1 for record in records)  # 1 is the error of an output of zeros
     model = build.load(result)
     with torch.no_grad():
@@ -223,21 +245,29 @@ PAIRS = [
 def test_every_combination_runs_and_is_bounded(
     plain: Checkpoint, images: Tensor, norm: str, residual: str, head: tuple[int, ...] | None
 ) -> None:
-    settings = AdaptSettings("certify", norm=norm, residual=residual, activation="maxmin", head=head, epochs=0)
+    settings = AdaptSettings(
+        "certify", norm=norm, residual=residual, activation="maxmin", head=head, epochs=0
+    )
     parts, result = run(plain, settings, images[:64])
     assert any(part.path == "blocks.0" for part in parts)
     model = build.load(result)
     found = bound_network(model, result.record.input.size, 10)
     assert found.upper.finite, found.bound.why
     assert isinstance(model.net.blocks[0].attn, L2Attention)
-    assert {item.path for item in plan(plain, settings)} == {item.path for item in result.record.surgery}
+    assert {item.path for item in plan(plain, settings)} == {
+        item.path for item in result.record.surgery
+    }
     assert result.record.lineage[-1].command == "adapt"
 
 
-@pytest.mark.parametrize("attention", [name for name, kind in ATTENTIONS.items() if kind is not None])
+@pytest.mark.parametrize(
+    "attention", [name for name, kind in ATTENTIONS.items() if kind is not None]
+)
 def test_every_attention_is_fitted(plain: Checkpoint, images: Tensor, attention: str) -> None:
     """Fitting on images leaves less error than surgery alone."""
-    adapter = Adapter(plain, AdaptSettings(attention=attention, norm="keep", epochs=1, distill=0), images, CPU)
+    adapter = Adapter(
+        plain, AdaptSettings(attention=attention, norm="keep", epochs=1, distill=0), images, CPU
+    )
     surgery_alone = error_of(adapter, images)
     list(adapter.run())
     assert error_of(adapter, images) < surgery_alone
@@ -245,7 +275,9 @@ def test_every_attention_is_fitted(plain: Checkpoint, images: Tensor, attention:
 
 def test_the_same_seed_gives_the_same_bytes(plain: Checkpoint, images: Tensor) -> None:
     settings = AdaptSettings("certify", head=(16,), epochs=1, distill=1)
-    assert run(plain, settings, images[:64])[1].digest == run(plain, settings, images[:64])[1].digest
+    assert (
+        run(plain, settings, images[:64])[1].digest == run(plain, settings, images[:64])[1].digest
+    )
 
 
 def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
@@ -264,7 +296,9 @@ def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
         ("vit_tiny_patch16_224", {"depth": 0}, "no attention"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(arch: str, arguments: dict[str, Any], named: str) -> None:
+def test_what_is_not_known_is_refused_by_name(
+    arch: str, arguments: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ArchitectureError, match=named):
         plan(_ready_made(arch, **arguments), CERTIFY)
 
@@ -287,7 +321,9 @@ def test_refusals(plain: Checkpoint, images: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "named", [{"head": ()}, {"activation": "relu"}, {"attention": "l2"}, {"norm_floor": 0.5}, {"epochs": 0}], ids=str
+    "named",
+    [{"head": ()}, {"activation": "relu"}, {"attention": "l2"}, {"norm_floor": 0.5}, {"epochs": 0}],
+    ids=str,
 )
 def test_a_named_part_is_refitted_under_the_goal_keep(named: dict[str, Any]) -> None:
     alone, chosen = AdaptSettings(), AdaptSettings(**named)

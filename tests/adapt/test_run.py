@@ -35,7 +35,9 @@ INTERRUPTIBLE = AdaptSettings("certify", head=(16,), epochs=1, distill=3, batch_
 
 
 @pytest.fixture(scope="module")
-def whole(plain: Checkpoint, images: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> tuple[Adapter, Path]:
+def whole(
+    plain: Checkpoint, images: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Adapter, Path]:
     """A whole run, and a folder with the state after each of its records."""
     adapter, folder = Adapter(plain, INTERRUPTIBLE, images, CPU), tmp_path_factory.mktemp("states")
     for number, _ in enumerate(adapter.run(), start=1):
@@ -79,7 +81,17 @@ def test_the_state_of_another_run_is_refused(
 
 def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
     """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was left alone."""
-    words = [workshop / "plain.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 2]
+    words = [
+        workshop / "plain.safetensors",
+        "--dataset",
+        "digits",
+        "--limit",
+        20,
+        "--epochs",
+        1,
+        "--distill",
+        2,
+    ]
     certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
@@ -95,7 +107,17 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
 def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [workshop / "plain.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 2]
+    words = [
+        workshop / "plain.safetensors",
+        "--dataset",
+        "digits",
+        "--limit",
+        20,
+        "--epochs",
+        1,
+        "--distill",
+        2,
+    ]
     words += ["-o", tmp_path / "o.safetensors"]
     living, refused = Adapter.run, []
 
@@ -105,11 +127,15 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
             if len(refused) < 2:
                 with monkeypatch.context() as patch:
                     patch.setattr(Adapter, "run", living)
-                    refused.append(attempt("adapt", *words, *(["--resume"] if refused else [])).exception)
+                    refused.append(
+                        attempt("adapt", *words, *(["--resume"] if refused else [])).exception
+                    )
 
     monkeypatch.setattr(Adapter, "run", run)
     certvit("adapt", *words)
-    assert [("another run" in str(failure), getattr(failure, "code", 0)) for failure in refused] == [(True, 8)] * 2
+    assert [
+        ("another run" in str(failure), getattr(failure, "code", 0)) for failure in refused
+    ] == [(True, 8)] * 2
     assert {path.name for path in tmp_path.iterdir()} == {"o.safetensors"}
 
 
@@ -129,7 +155,9 @@ def test_the_plan_says_what_would_be_done(plain: Checkpoint) -> None:
 
 
 def test_multiply_adds_are_those_of_the_products() -> None:
-    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 2 * 2, 5))
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 2 * 2, 5)
+    )
     assert multiply_adds(net, (1, 4, 4)) == 2 * 2 * 2 * 9 + 8 * 5
 
 
@@ -138,7 +166,16 @@ def test_a_plan_on_the_command_line_downloads_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("timm.create_model", _refuse_pretrained())
-    words = ["adapt", "vit_tiny_patch16_224", "--goal", "certify", "--arch-arg", "depth=1", "--no-bounds", "--dry-run"]
+    words = [
+        "adapt",
+        "vit_tiny_patch16_224",
+        "--goal",
+        "certify",
+        "--arch-arg",
+        "depth=1",
+        "--no-bounds",
+        "--dry-run",
+    ]
     told = attempt(*words, "--json", "--quiet")
     assert told.exit_code == 0, told.output
     document = json.loads(told.stdout)
@@ -200,13 +237,23 @@ def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoin
     told = attempt("adapt", tmp_path / "cnn.safetensors", "--dry-run")
     assert isinstance(told.exception, ArchitectureError)
     assert "no LayerNorm" in told.exception.message
-    told = attempt("adapt", tmp_path / "cnn.safetensors", "--goal", "certify", "--dataset", tmp_path / "nowhere")
+    told = attempt(
+        "adapt",
+        tmp_path / "cnn.safetensors",
+        "--goal",
+        "certify",
+        "--dataset",
+        tmp_path / "nowhere",
+    )
     assert isinstance(told.exception, ArchitectureError)
     assert "no attention" in told.exception.message
 
 
 def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:
-    exact = torch.randint(0, 256, (4, 1, 3, 3), generator=torch.Generator().manual_seed(0)).float() / 255
+    exact = (
+        torch.randint(0, 256, (4, 1, 3, 3), generator=torch.Generator().manual_seed(0)).float()
+        / 255
+    )
     odd = exact * 0.9
     assert compact([exact[:2], exact[2:]]).dtype == torch.uint8
     assert torch.equal(compact([exact]).float() / 255, exact)
@@ -214,9 +261,13 @@ def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(("channels", "side"), [(3, 64), (3, 8), (1, 8)])
-def test_varied_images_stay_pixels_and_depend_on_the_generator_alone(channels: int, side: int) -> None:
+def test_varied_images_stay_pixels_and_depend_on_the_generator_alone(
+    channels: int, side: int
+) -> None:
     images = torch.rand(6, channels, side, side, generator=torch.Generator().manual_seed(0))
-    first, second = (augment(images, draw_augmentation(6, torch.Generator().manual_seed(1))) for _ in range(2))
+    first, second = (
+        augment(images, draw_augmentation(6, torch.Generator().manual_seed(1))) for _ in range(2)
+    )
     assert torch.equal(first, second)
     assert first.shape == images.shape
     assert float(first.min()) >= 0
@@ -226,8 +277,14 @@ def test_varied_images_stay_pixels_and_depend_on_the_generator_alone(channels: i
 
 GOALS = {
     "floors alone": (["--keep", 1], ("keep", "floor", "keep", 0)),
-    "certify": (["--goal", "certify", "--epochs", 1, "--distill", 1], ("l2", "center", "convex", 1)),
-    "certify, norms folded": (["--goal", "certify", "--norm", "fold", "--epochs", 0], ("l2", "fold", "convex", 0)),
+    "certify": (
+        ["--goal", "certify", "--epochs", 1, "--distill", 1],
+        ("l2", "center", "convex", 1),
+    ),
+    "certify, norms folded": (
+        ["--goal", "certify", "--norm", "fold", "--epochs", 0],
+        ("l2", "fold", "convex", 0),
+    ),
     "what is named wins": (["--attention", "scsa", "--epochs", 0], ("scsa", "floor", "keep", 0)),
 }
 
@@ -245,7 +302,10 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
     assert tuple(step[name] for name in ("attention", "norm", "residual", "epochs")) == chosen
     old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
     pixels, labels = (
-        datasets.load("digits", written.record.input, "train").limit(150, 0).select(range(0, 150, 5)).tensors()
+        datasets.load("digits", written.record.input, "train")
+        .limit(150, 0)
+        .select(range(0, 150, 5))
+        .tensors()
     )
     with torch.no_grad():
         before, after = old(pixels), new(pixels)
@@ -253,7 +313,9 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
     assert kept["agreement"] == float((before.argmax(1) == after.argmax(1)).double().mean())
     assert kept["accuracy_after"] == float((after.argmax(1) == labels).double().mean())
     # kernels on batches of another size differ by some 1e-6 of the logits
-    assert kept["logits_error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert kept["logits_error"] == pytest.approx(
+        float((after - before).norm() / before.norm()), rel=1e-3
+    )
     assert report["log10_upper_after"] < report["log10_upper_before"]
     if chosen[0] == "keep":  # nothing but eps and rows below every floor seen can differ
         assert kept["agreement"] >= 0.95
@@ -262,12 +324,18 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
 
 @pytest.mark.parametrize(
     ("goal", "classes", "said"),
-    [("keep", 1000, ""), ("certify", 10, "must follow"), ("certify", 1000, "'a b' --loss ce --lr 1e-5 --clip-grad 1)")],
+    [
+        ("keep", 1000, ""),
+        ("certify", 10, "must follow"),
+        ("certify", 1000, "'a b' --loss ce --lr 1e-5 --clip-grad 1)"),
+    ],
 )
 def test_training_to_follow_is_announced(
     goal: str, classes: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_training_follows(AdaptSettings(goal), classes, ["certvit", "finetune", "a b"], Sink(False, False))
+    say_training_follows(
+        AdaptSettings(goal), classes, ["certvit", "finetune", "a b"], Sink(False, False)
+    )
     words = " ".join(capsys.readouterr().err.split())
     assert said in words
     assert bool(words) == bool(said)
@@ -284,7 +352,9 @@ def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path
     outcome = attempt("adapt", source, "--limit", 100, "--keep", 1, "--json", "-o", out)
     assert outcome.exit_code == 0, outcome.exception
     parts = json.loads(outcome.stdout)["replaced"]
-    assert 0 < sum(part["error"] for part in parts) < 1e-2  # a norm of this net has a floor near .02
+    assert (
+        0 < sum(part["error"] for part in parts) < 1e-2
+    )  # a norm of this net has a floor near .02
     old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
     images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(100, 0)
     seen = images.select([row for row in range(100) if row % 5]).tensors()[0]
@@ -293,7 +363,13 @@ def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path
         for pixels in (seen, blank):
             before, after = old(pixels), new(pixels)
             # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as much
-            assert float((after - before).norm() / before.norm()) < 10 * sum(part["error"] for part in parts)
-    floors = [float(value) for name, value in Checkpoint.read(out).tensors.items() if name.endswith("floor")]
+            assert float((after - before).norm() / before.norm()) < 10 * sum(
+                part["error"] for part in parts
+            )
+    floors = [
+        float(value)
+        for name, value in Checkpoint.read(out).tensors.items()
+        if name.endswith("floor")
+    ]
     assert floors
     assert min(floors) > 1e-3  # no slope of 1,000 is left

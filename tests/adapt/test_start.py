@@ -18,13 +18,19 @@ CPU = torch.device("cpu")
 
 
 def test_floor_norm_is_layer_norm_above_its_floor() -> None:
-    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 50).unsqueeze(1)
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -2, 2, 50
+    ).unsqueeze(1)
     norm = FloorNorm(6, floor=0.5)
     deviation = x.var(dim=1, correction=0).sqrt()
     found, reference = norm(x), nn.functional.layer_norm(x, (6,), eps=0.0)
-    assert torch.allclose(found[deviation > 0.5], reference[deviation > 0.5], atol=1e-5)  # float32 rounding
+    assert torch.allclose(
+        found[deviation > 0.5], reference[deviation > 0.5], atol=1e-5
+    )  # float32 rounding
     below = found[deviation < 0.5]
-    assert torch.allclose(below, (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5, atol=1e-5)
+    assert torch.allclose(
+        below, (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5, atol=1e-5
+    )
 
 
 def test_floor_norm_of_a_constant_token_has_a_finite_gradient() -> None:

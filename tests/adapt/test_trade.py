@@ -54,7 +54,9 @@ def split(plain: Checkpoint) -> Any:
 
 
 @pytest.mark.parametrize("keep", [0.97, 0.85])
-def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any, keep: float) -> None:
+def test_more_is_changed_as_far_as_enough_is_kept(
+    plain: Checkpoint, split: Any, keep: float
+) -> None:
     learnt, choosing = split
     keeper = Keeper(plain, AdaptSettings(keep=keep), learnt.tensors()[0], CPU)
     keeper.choose_by(ReferenceLogits(keeper.teacher, choosing))
@@ -71,7 +73,9 @@ def test_more_is_changed_as_far_as_enough_is_kept(plain: Checkpoint, split: Any,
     again = build.load(result)
     # the rung that was taken is the network in the file, its bound and its answers measured afresh
     assert prove(again, 10).upper.log10() == pytest.approx(taken.log10_upper, abs=1e-3)
-    told = ReferenceLogits(build.load(plain), choosing).compare(ReferenceLogits(again, choosing).before)
+    told = ReferenceLogits(build.load(plain), choosing).compare(
+        ReferenceLogits(again, choosing).before
+    )
     assert told.agreement == taken.agreement
     assert told.error == pytest.approx(taken.error, rel=1e-3)
     replaced = {path for path, each in keeper.trade.placed.items() if each.kind != FLOOR}
@@ -86,7 +90,9 @@ def test_floors_leave_room_for_images_that_took_no_part(plain: Checkpoint, split
     list(keeper.run())
     with torch.no_grad():
         before, after = keeper.teacher(pixels), keeper.student(pixels)
-    assert float((after - before).norm() / before.norm()) < 10 * sum(part.error for part in keeper.records)
+    assert float((after - before).norm() / before.norm()) < 10 * sum(
+        part.error for part in keeper.records
+    )
 
 
 def test_trials_leave_the_network_as_it_was(plain: Checkpoint, split: Any) -> None:
@@ -113,18 +119,31 @@ def test_without_a_bound_nothing_is_traded(
     list(keeper.run())
     (rung,) = keeper.trade.rungs
     assert (rung.changes, rung.log10_upper, rung.taken) == (0, None, True)
-    keeper.result().with_evidence("adapt", {}, {"trade": [to_builtins(rung)]}).write(tmp_path / "a.safetensors")
+    keeper.result().with_evidence("adapt", {}, {"trade": [to_builtins(rung)]}).write(
+        tmp_path / "a.safetensors"
+    )
 
 
 def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Path) -> None:
     output = tmp_path / "kept.safetensors"
-    words = ["adapt", str(workshop / "plain.safetensors"), "--dataset", "digits", "--limit", "100", "-o", str(output)]
+    words = [
+        "adapt",
+        str(workshop / "plain.safetensors"),
+        "--dataset",
+        "digits",
+        "--limit",
+        "100",
+        "-o",
+        str(output),
+    ]
     done = attempt(*words, "--json", "--quiet")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert sum(rung["taken"] for rung in told["trade"]) == 1
     assert {"path", "change", "digits", "logits_error", "taken"} == set(told["options"][0])
-    (evidence,) = [entry for entry in Checkpoint.read(output).record.evidence if entry.command == "adapt"]
+    (evidence,) = [
+        entry for entry in Checkpoint.read(output).record.evidence if entry.command == "adapt"
+    ]
     assert evidence.result["trade"] == told["trade"]
     table = attempt(*words, "--force", "--quiet")
     assert "digits gained" in table.stdout
@@ -132,6 +151,10 @@ def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Pa
     assert "trade" not in json.loads(named.stdout)
     adapted = Checkpoint.read(output).record.lineage[-1]
     assert adapted.parameters["calibration_images"] == 80  # none of those that would choose is lost
-    for share, command in (("0", []), ("0.9", ["--goal", "certify"]), ("0.9", ["--attention", "l2"])):
+    for share, command in (
+        ("0", []),
+        ("0.9", ["--goal", "certify"]),
+        ("0.9", ["--attention", "l2"]),
+    ):
         refused = attempt(*words, "--force", "--keep", share, *command)
         assert isinstance(refused.exception, UsageError)

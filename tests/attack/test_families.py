@@ -57,8 +57,16 @@ def test_no_attack_succeeds_below_the_exact_distance(name: str, norm: Norm) -> N
 # Attacks that follow the likeliest class cannot know the nearest one, so theirs is the net of two classes. FGSM is one
 # step and Square a random search: sharpness is not claimed for them. 5 % is the project's goal.
 SHARP = [
-    *((name, norm, 2) for name in ("pgd", "eot-pgd", "margin-pgd", "apgd-ce", "apgd-dlr") for norm in NORMS),
-    *((name, norm, 5) for name in ("apgd-t", "fab", "autoattack", "autoattack-full") for norm in NORMS),
+    *(
+        (name, norm, 2)
+        for name in ("pgd", "eot-pgd", "margin-pgd", "apgd-ce", "apgd-dlr")
+        for norm in NORMS
+    ),
+    *(
+        (name, norm, 5)
+        for name in ("apgd-t", "fab", "autoattack", "autoattack-full")
+        for norm in NORMS
+    ),
     ("cw", "l2", 2),
     ("deepfool", "l2", 5),
 ]
@@ -72,7 +80,9 @@ def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes:
         images[2:] = images[2:].round()
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
-    settings = AttackSettings(steps={"cw": None, "deepfool": None, "fab": 20}.get(name, 40), queries=40)
+    settings = AttackSettings(
+        steps={"cw": None, "deepfool": None, "fab": 20}.get(name, 40), queries=40
+    )
     region = Region.each(norm, (1.05 * distance).tolist())
     assert region.own.max() > 1.5 * region.own.min()  # each image has a radius of its own
     for record in attack_images(model, batches(images, labels), [name], region, settings):
@@ -89,7 +99,9 @@ def test_no_attack_leaves_the_ball_of_its_own_image(name: str, norm: Norm) -> No
     images = pictures(6)
     labels = labelled(model, images)
     radii = (exact_distances(model, images, labels, norm) * (1 - ROUNDING)).tolist()
-    for record in attack_images(model, batches(images, labels, 6), [name], Region.each(norm, radii), SHORT):
+    for record in attack_images(
+        model, batches(images, labels, 6), [name], Region.each(norm, radii), SHORT
+    ):
         assert record.withstood, name
         assert record.epsilon == radii[record.index]
 
@@ -123,7 +135,10 @@ def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
 # the fewest classes for every attack, and the other networks in turn
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [*((case, "perceptron-2") for case in CASES), *crossed([(n, m) for n, m in CASES if m == "l2"], [*MODELS][1:])],
+    [
+        *((case, "perceptron-2") for case in CASES),
+        *crossed([(n, m) for n, m in CASES if m == "l2"], [*MODELS][1:]),
+    ],
 )
 def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
     """Successes flip the label inside ball and box, misclassified images stay themselves, a seed fixes all of it."""
@@ -133,7 +148,11 @@ def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
     region = Region(norm, 0.3 if norm == "l2" else 0.05)
     settings = replace(SHORT, seed=7)
     runs = [
-        list(attack_images(model, batches(images, labels, 6), [name], region, settings, keep_images=True))
+        list(
+            attack_images(
+                model, batches(images, labels, 6), [name], region, settings, keep_images=True
+            )
+        )
         for _ in range(2)
     ]
     assert [record.index for record in runs[0]] == list(range(6))
@@ -211,7 +230,9 @@ def test_another_seed_is_another_run(name: str) -> None:
     labels = labelled(model, images)
     craft = ATTACKS.load(name)
     settings = replace(SHORT, stop_early=False)
-    first, second = (craft(model, images, labels, Region("l2", 2.0), replace(settings, seed=s)) for s in (0, 1))
+    first, second = (
+        craft(model, images, labels, Region("l2", 2.0), replace(settings, seed=s)) for s in (0, 1)
+    )
     assert not torch.equal(first, second)
 
 
@@ -223,7 +244,9 @@ def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
     distance = exact_distances(model, images, labels, "l2")
     for row, radius in enumerate(distance.tolist()):
         batch = [(torch.tensor([row]), images[row : row + 1], labels[row : row + 1])]
-        (record,) = attack_images(model, batch, ["margin-pgd"], Region("l2", 1.02 * radius), AttackSettings(steps=20))
+        (record,) = attack_images(
+            model, batch, ["margin-pgd"], Region("l2", 1.02 * radius), AttackSettings(steps=20)
+        )
         assert not record.withstood
 
 
@@ -235,7 +258,9 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
     settings, region = AttackSettings(step_size=100.0, stop_early=False), Region("l2", 1.0)
     heights = []
     for steps in range(1, 8):
-        peak = ascend(model, images, labels, region, settings, lost_margin, steps=steps, random_start=False)
+        peak = ascend(
+            model, images, labels, region, settings, lost_margin, steps=steps, random_start=False
+        )
         with torch.no_grad():
             heights.append(lost_margin(model(peak), labels))
     # in batches of one size the same point gives the same logits, so this comparison is exact
@@ -249,7 +274,8 @@ def test_tiny_gradients_still_give_whole_steps() -> None:
     plain, tiny = Scaled(1.0).eval(), Scaled(1e-12).eval()
     data = batches(images, labelled(plain, images))
     runs = [
-        robust_accuracy(attack_images(net, data, ["pgd"], Region("l2", 2.0), AttackSettings())) for net in (plain, tiny)
+        robust_accuracy(attack_images(net, data, ["pgd"], Region("l2", 2.0), AttackSettings()))
+        for net in (plain, tiny)
     ]
     assert runs[0].robust == runs[1].robust == 0.0
 
@@ -283,12 +309,22 @@ def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
     calls: list[bool] = []
     model.register_forward_hook(lambda _, __, output: calls.append(output.requires_grad))
     for name in ("pgd", "autoattack"):
-        records = list(attack_images(model, batches(images, labels), [name], Region("l2", 0.5), SHORT, source=source))
+        records = list(
+            attack_images(
+                model, batches(images, labels), [name], Region("l2", 0.5), SHORT, source=source
+            )
+        )
         assert len(records) == 10
     seen: list[int] = []
     source.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
-    list(attack_images(model, batches(images, labels, 10), ["pgd-9"], Region("l2", 2.0), SHORT, source=source))
-    assert seen == [10] * 10  # no row rests when the source is fooled: that says nothing about the tested net
+    list(
+        attack_images(
+            model, batches(images, labels, 10), ["pgd-9"], Region("l2", 2.0), SHORT, source=source
+        )
+    )
+    assert (
+        seen == [10] * 10
+    )  # no row rests when the source is fooled: that says nothing about the tested net
     assert not any(calls)  # the tested net is only ever asked, never differentiated
 
 
@@ -309,7 +345,9 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
     settings = AttackSettings(steps=10, samples=8)
     for norm, radius in (("l2", 1.5), ("linf", 0.3)):
         summary = robust_accuracy(
-            attack_images(model, batches(images, labels), ["eot-pgd"], Region(norm, radius), settings)
+            attack_images(
+                model, batches(images, labels), ["eot-pgd"], Region(norm, radius), settings
+            )
         )
         assert summary.robust < summary.clean
     flags = {flag.check.name: flag.raised for flag in checks.inspect_model(model, images, labels)}
@@ -326,7 +364,9 @@ def test_nets_without_parameters_and_in_float64() -> None:
     for model, pixels in ((Sums().eval(), images), (perceptron(3).double(), images.double())):
         labels = labelled(model, pixels)
         for name in GENERAL:
-            records = attack_images(model, batches(pixels, labels), [name], Region("l2", 0.5), SHORT, keep_images=True)
+            records = attack_images(
+                model, batches(pixels, labels), [name], Region("l2", 0.5), SHORT, keep_images=True
+            )
             assert all(record.adversarial.dtype == pixels.dtype for record in records)
 
 
@@ -376,9 +416,13 @@ def test_radius_zero_and_empty_batches() -> None:
     images = pictures(4)
     labels = labelled(model, images)
     for name in GENERAL:
-        (summary,) = curve(attack_images(model, batches(images, labels), [name], Region("l2", 0.0), SHORT))
+        (summary,) = curve(
+            attack_images(model, batches(images, labels), [name], Region("l2", 0.0), SHORT)
+        )
         assert summary.robust == summary.clean == 1.0
-        assert ATTACKS.load(name)(model, images[:0], labels[:0], Region("l2", 0.1), SHORT).shape == (0, 1, 6, 6)
+        assert ATTACKS.load(name)(
+            model, images[:0], labels[:0], Region("l2", 0.1), SHORT
+        ).shape == (0, 1, 6, 6)
 
 
 def test_every_attack_names_its_source() -> None:

@@ -12,7 +12,16 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.system.errors import ArchitectureError, DataError
-from tests.helpers.attack_nets import NORMS, ROUNDING, batches, exact_distances, labelled, linear, perceptron, pictures
+from tests.helpers.attack_nets import (
+    NORMS,
+    ROUNDING,
+    batches,
+    exact_distances,
+    labelled,
+    linear,
+    perceptron,
+    pictures,
+)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -53,7 +62,9 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
     images, labels = pictures(3), torch.zeros(3, dtype=torch.long)
     region = Region("l2", 1.0)
     with pytest.raises(DataError, match="outside"):
-        judge(linear(2), torch.where(images == images.max(), 1.5, images), labels, images, region)  # one pixel
+        judge(
+            linear(2), torch.where(images == images.max(), 1.5, images), labels, images, region
+        )  # one pixel
     with pytest.raises(DataError, match="disagree"):
         judge(linear(2), images, labels[:2], images, region)
     with pytest.raises(DataError, match="disagree"):
@@ -136,7 +147,11 @@ def test_solved_rows_cost_nothing_more() -> None:
     model.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     images = pictures(20)
     labels = labelled(model, images)
-    list(attack_images(model, batches(images, labels, 20), ["pgd"], Region("l2", 1.0), AttackSettings(steps=20)))
+    list(
+        attack_images(
+            model, batches(images, labels, 20), ["pgd"], Region("l2", 1.0), AttackSettings(steps=20)
+        )
+    )
     early = sum(rows)
     rows.clear()
     settings = AttackSettings(steps=20, stop_early=False)
@@ -154,8 +169,12 @@ def test_watched_model_keeps_the_first_success_of_a_row() -> None:
     watched(images)
     flip = images.clone()
     flip[:2] = (images + 5 * direction).clamp(0, 1)[:2]
-    watched(flip).detach().scatter_(1, labels[:, None], 1e9)  # some attacks write into the logits they get
-    logits = watched(images)  # the solved rows rest on their last logits although their pixels went back
+    watched(flip).detach().scatter_(
+        1, labels[:, None], 1e9
+    )  # some attacks write into the logits they get
+    logits = watched(
+        images
+    )  # the solved rows rest on their last logits although their pixels went back
     verdict = judge(model, images, labels, watched.harvest(images), region)
     assert verdict.success.tolist() == [True, True, False, False]
     assert (logits.argmax(dim=1) != labels).tolist() == [True, True, False, False]

@@ -46,17 +46,33 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
             assert record.broken_by == names[fallen]
     assert all(None not in record.robust.values() for record in alone)
     nearest = [
-        *attack_images(model, data, ["fab", "fgsm"], Region("l2", 1.0), AttackSettings(steps=20), independent=True)
+        *attack_images(
+            model,
+            data,
+            ["fab", "fgsm"],
+            Region("l2", 1.0),
+            AttackSettings(steps=20),
+            independent=True,
+        )
     ]
     least = [*attack_images(model, data, ["fab"], Region("l2", 1.0), AttackSettings(steps=20))]
     assert [record.norm for record in nearest] == [record.norm for record in least]
     in_turn, separate = robust_accuracy(cascade), robust_accuracy(alone)
     assert in_turn.clean == separate.clean == 17 / 20
-    assert in_turn.robust == in_turn.attacks["pgd-5"] <= in_turn.attacks["margin-pgd"] <= in_turn.attacks["fgsm"]
+    assert (
+        in_turn.robust
+        == in_turn.attacks["pgd-5"]
+        <= in_turn.attacks["margin-pgd"]
+        <= in_turn.attacks["fgsm"]
+    )
     assert separate.robust <= min(separate.attacks.values())
     assert in_turn.attacks["fgsm"] == separate.attacks["fgsm"]
     assert in_turn.images == 20
-    assert all(low <= in_turn.attacks[name] <= high for name, (low, high) in in_turn.intervals.items() if name in names)
+    assert all(
+        low <= in_turn.attacks[name] <= high
+        for name, (low, high) in in_turn.intervals.items()
+        if name in names
+    )
 
 
 def test_a_curve_falls_and_carries_what_fell() -> None:
@@ -65,7 +81,9 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
     labels = labelled(model, images, wrong=3)
     radii = (0.4, 0.05, 0.1, 0.2)
     records = list(
-        attack_images(model, batches(images, labels), ["fgsm", "pgd"], growing("l2", radii), AttackSettings())
+        attack_images(
+            model, batches(images, labels), ["fgsm", "pgd"], growing("l2", radii), AttackSettings()
+        )
     )
     summaries = curve(records)
     assert [summary.epsilon for summary in summaries] == sorted(radii)
@@ -79,7 +97,10 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
         if record.broken_by == "fgsm":
             assert record.robust == {"fgsm": False, "pgd": None}
         if record.index in first:
-            assert (record.norm, record.broken_by) == (first[record.index].norm, first[record.index].broken_by)
+            assert (record.norm, record.broken_by) == (
+                first[record.index].norm,
+                first[record.index].broken_by,
+            )
         elif record.norm is not None:
             first[record.index] = record
     with pytest.raises(DataError, match="several radii"):
@@ -103,7 +124,13 @@ def test_plans() -> None:
 
 @pytest.mark.parametrize(
     "choice",
-    [{"steps": 0}, {"restarts": 0}, {"step_size": float("nan")}, {"learning_rate": -1.0}, {"precision": "fp8"}],
+    [
+        {"steps": 0},
+        {"restarts": 0},
+        {"step_size": float("nan")},
+        {"learning_rate": -1.0},
+        {"precision": "fp8"},
+    ],
 )
 def test_settings_refuse_nonsense(choice: dict[str, float]) -> None:
     with pytest.raises(UsageError):
@@ -121,13 +148,18 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(UsageError, match="training"):
         list(attack_images(perceptron(3).train(), data, ["pgd"], Region("l2", 0.1), SHORT))
     with pytest.raises(UsageError, match="Square"):
-        ATTACKS.load("square")(model, torch.rand(1, 1, 4, 9), torch.zeros(1).long(), Region("l2", 0.1), SHORT)
+        ATTACKS.load("square")(
+            model, torch.rand(1, 1, 4, 9), torch.zeros(1).long(), Region("l2", 0.1), SHORT
+        )
     with pytest.raises(DataError):
         robust_accuracy([])
 
 
 def test_preset_radii_are_the_papers() -> None:
-    radii = {name: [(part.region.norm, part.region.radius) for part in entry.parts] for name, entry in PRESETS.items()}
+    radii = {
+        name: [(part.region.norm, part.region.radius) for part in entry.parts]
+        for name, entry in PRESETS.items()
+    }
     assert radii == {
         "certvit": [("l2", 36 / 255)],
         "specformer-standard": [("linf", 2 / 255)],
@@ -166,7 +198,9 @@ def test_margin_sees_through_a_saturated_softmax() -> None:
     images = pictures(20)
     data = batches(images, labelled(model, images))
     robust = {
-        name: robust_accuracy(attack_images(model, data, [name], Region("l2", 0.5), AttackSettings())).robust
+        name: robust_accuracy(
+            attack_images(model, data, [name], Region("l2", 0.5), AttackSettings())
+        ).robust
         for name in ("pgd", "margin-pgd")
     }
     assert robust["margin-pgd"] < robust["pgd"]
@@ -175,12 +209,16 @@ def test_margin_sees_through_a_saturated_softmax() -> None:
 def test_checks_of_the_attacks() -> None:
     images = pictures(40)
     model = perceptron(4)
-    flags = checks.inspect_attacks(model, images, labelled(model, images), Region("l2", 0.15), AttackSettings())
+    flags = checks.inspect_attacks(
+        model, images, labelled(model, images), Region("l2", 0.15), AttackSettings()
+    )
     assert not checks.raised(flags)
     assert [flag.check.name for flag in flags] == ["rising accuracy", "weak iteration"]
     # a step so small that PGD never leaves the neighbourhood of its start, while FGSM goes the whole way
     lame = AttackSettings(step_size=1e-6, steps=2)
-    flags = checks.inspect_attacks(model, images, labelled(model, images), Region("linf", 0.05), lame)
+    flags = checks.inspect_attacks(
+        model, images, labelled(model, images), Region("linf", 0.05), lame
+    )
     assert "weak iteration" in {flag.check.name for flag in checks.raised(flags)}
     assert checks.rising_accuracy({0.1: 0.5, 0.2: 0.55, 0.4: 0.1}, 100).raised
     assert not checks.rising_accuracy({0.1: 0.5, 0.2: 0.52, 0.4: 0.1}, 100).raised
@@ -195,12 +233,20 @@ def test_certified_above_attacked_is_fatal(norm: Norm) -> None:
     labels = labelled(model, images, wrong=2)
     exact = exact_distances(model, images, labels, "l2")
     region = Region(norm, 2.0 if norm == "l2" else 0.5)
-    records = list(attack_images(model, batches(images, labels), ["margin-pgd"], region, SHORT, refine_steps=12))
+    records = list(
+        attack_images(
+            model, batches(images, labels), ["margin-pgd"], region, SHORT, refine_steps=12
+        )
+    )
     honest = {index: float(exact[index]) * (1 - ROUNDING) for index in range(10)}
-    honest |= dict.fromkeys(range(2), 1.0)  # a certified radius speaks of the prediction, right or wrong
+    honest |= dict.fromkeys(
+        range(2), 1.0
+    )  # a certified radius speaks of the prediction, right or wrong
     flag = checks.certified_above_attacked(records, honest)
     assert not flag.raised
-    assert not checks.certified_above_attacked(records, {record.index: record.l2 or 0.0 for record in records}).raised
+    assert not checks.certified_above_attacked(
+        records, {record.index: record.l2 or 0.0 for record in records}
+    ).raised
     broken = next(record for record in records if record.correct and record.l2 is not None)
     flag = checks.certified_above_attacked(records, {**honest, broken.index: broken.l2 * 1.01})
     assert flag.raised
@@ -216,14 +262,23 @@ def test_examples_are_proofs_by_themselves() -> None:
     region = Region("l2", 0.2)
     records = list(
         attack_images(
-            model, batches(images, labels), ["margin-pgd"], growing("l2", (0.1, 0.2)), SHORT, keep_images=True
+            model,
+            batches(images, labels),
+            ["margin-pgd"],
+            growing("l2", (0.1, 0.2)),
+            SHORT,
+            keep_images=True,
         )
     )
     saved = examples.collect([record for record in records if record.fell])
     assert (
         len(saved["indices"])
         == len(saved["indices"].unique())
-        == sum(record.correct and record.norm is not None for record in records if record.epsilon == 0.2)
+        == sum(
+            record.correct and record.norm is not None
+            for record in records
+            if record.epsilon == 0.2
+        )
     )
     assert torch.equal(saved["images"], images[saved["indices"]])
     assert region.contains(saved["adversarial"], saved["images"]).all()

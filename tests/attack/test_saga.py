@@ -42,7 +42,9 @@ def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -
     images = pictures(6)
     labels = labelled(model, images, wrong=1)
     region = Region(norm, 3.0 if norm == "l2" else 0.6)
-    records = list(attack_images(model, batches(images, labels), ["saga"], region, SHORT, keep_images=True))
+    records = list(
+        attack_images(model, batches(images, labels), ["saga"], region, SHORT, keep_images=True)
+    )
     assert len(records) == 6
     assert any(record.fell for record in records)  # a random net at half of the box's diagonal
     for record in records:
@@ -57,7 +59,9 @@ def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
     for block in model.blocks:
         attention = block.attn
         attention.fused_attn = False
-        attention.attn_drop.register_forward_hook(lambda _, __, output: maps.append(output.mean(dim=1)))
+        attention.attn_drop.register_forward_hook(
+            lambda _, __, output: maps.append(output.mean(dim=1))
+        )
     model(images)
     eye = torch.eye(10)
     seen = ((maps[1] + eye) / 2 @ ((maps[0] + eye) / 2))[:, 0, 1:]
@@ -69,7 +73,9 @@ def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
     assert torch.equal(found[:, 0, ::2, ::2], found[:, 0, 1::2, 1::2])
 
 
-@pytest.mark.parametrize("model", [perceptron(3), nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()])
+@pytest.mark.parametrize(
+    "model", [perceptron(3), nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()]
+)
 def test_saga_refuses_a_net_without_attention(model: nn.Module) -> None:
     images = pictures(2)
     with pytest.raises(UsageError, match="saga needs"):
@@ -114,4 +120,6 @@ def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) 
     assert points.dtype == torch.float32
     verdict = judge(model, images, labels, points, region)
     with torch.no_grad():
-        assert (model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]).all()
+        assert (
+            model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]
+        ).all()

@@ -21,7 +21,9 @@ from tests.helpers.commands import attempt, certvit, document, record_lines
 
 AVAILABLE = [name for name in names() if not signature(name).missing]
 SHORT = {
-    **dict.fromkeys(("steps", "num_iter_set", "nb_iter", "restarts", "binary_search_steps", "eot_iter"), 2),
+    **dict.fromkeys(
+        ("steps", "num_iter_set", "nb_iter", "restarts", "binary_search_steps", "eot_iter"), 2
+    ),
     **dict.fromkeys(("max_iterations", "popsize", "n_queries"), 10),
     "nb_sample": 4,
     "max_batch_size": 4,
@@ -32,7 +34,9 @@ SHORT = {
 @pytest.fixture(scope="module")
 def colour() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 16), nn.ReLU(), nn.Linear(16, 10)).eval()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * 8 * 8, 16), nn.ReLU(), nn.Linear(16, 10)
+    ).eval()
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     return model, images, labelled(model, images)
 
@@ -42,13 +46,18 @@ def short(name: str) -> str:
     return ",".join([f"torchattacks:{name}", *chosen])
 
 
-@pytest.mark.parametrize(("name", "norm"), [(name, norm) for name in AVAILABLE for norm in signature(name).norms])
+@pytest.mark.parametrize(
+    ("name", "norm"), [(name, norm) for name in AVAILABLE for norm in signature(name).norms]
+)
 def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
     colour: tuple[nn.Module, torch.Tensor, torch.Tensor], name: str, norm: Norm
 ) -> None:
     model, images, labels = colour
     region, settings = Region(norm, 1.5 if norm == "l2" else 0.1), AttackSettings(seed=3)
-    before, drawn = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    before, drawn = (
+        {key: value.clone() for key, value in model.state_dict().items()},
+        torch.get_rng_state(),
+    )
 
     def run() -> list[AttackRecord]:
         batch = [(torch.arange(2), images, labels)]
@@ -76,7 +85,12 @@ def test_most_attacks_find_something(colour: tuple[nn.Module, torch.Tensor, torc
     region = Region("linf", 0.2)
     for name in ("PGD", "APGD", "Jitter", "FAB", "MIFGSM"):
         batch = [(torch.arange(2), images, labels)]
-        assert all(row.fell for row in attack_images(model, batch, [f"torchattacks:{name}"], region, AttackSettings()))
+        assert all(
+            row.fell
+            for row in attack_images(
+                model, batch, [f"torchattacks:{name}"], region, AttackSettings()
+            )
+        )
 
 
 def test_a_failure_of_the_library_is_one_line() -> None:
@@ -84,7 +98,11 @@ def test_a_failure_of_the_library_is_one_line() -> None:
     model, images = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval(), torch.rand(1, 1, 8, 8)
     batch = [(torch.arange(1), images, labelled(model, images))]
     with pytest.raises(UsageError, match="torchattacks:TIFGSM fails on these images: RuntimeError"):
-        list(attack_images(model, batch, ["torchattacks:TIFGSM"], Region("linf", 0.1), AttackSettings()))
+        list(
+            attack_images(
+                model, batch, ["torchattacks:TIFGSM"], Region("linf", 0.1), AttackSettings()
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,10 +134,14 @@ def test_arguments_are_checked_before_any_work(text: str, told: str) -> None:
 
 def test_one_attack_has_one_spelling() -> None:
     """The label of records and tables: arguments typed, in the order of the signature."""
-    (plan,) = planned_attacks(["torchattacks:PGD,steps=20/2,alpha=4/8,random_start=False"], AttackSettings())
+    (plan,) = planned_attacks(
+        ["torchattacks:PGD,steps=20/2,alpha=4/8,random_start=False"], AttackSettings()
+    )
     assert plan.label == "torchattacks:PGD,alpha=0.5,steps=10,random_start=false"
     assert ATTACKS[plan.label].name == plan.label
-    assert ATTACKS["torchattacks:Pixle,x_dimensions=2:4"].name == "torchattacks:Pixle,x_dimensions=2:4"
+    assert (
+        ATTACKS["torchattacks:Pixle,x_dimensions=2:4"].name == "torchattacks:Pixle,x_dimensions=2:4"
+    )
 
 
 def test_the_radius_of_each_image_and_a_step_that_follows_it(
@@ -138,20 +160,39 @@ def test_the_radius_of_each_image_and_a_step_that_follows_it(
     monkeypatch.setattr(torchattacks.PGD, "__init__", noted)
     model, images, labels = colour
     batch = [(torch.arange(2), images, labels)]
-    list(attack_images(model, batch, ["torchattacks:PGD"], Region.each("linf", [0.02, 0.001]), AttackSettings(steps=4)))
+    list(
+        attack_images(
+            model,
+            batch,
+            ["torchattacks:PGD"],
+            Region.each("linf", [0.02, 0.001]),
+            AttackSettings(steps=4),
+        )
+    )
     assert sorted(called) == [(0.001, 0.00025, 4), (0.02, 0.005, 4)]
 
 
-def test_the_command_writes_records_and_evidence_like_any_other(workshop: Path, tmp_path: Path) -> None:
+def test_the_command_writes_records_and_evidence_like_any_other(
+    workshop: Path, tmp_path: Path
+) -> None:
     out, path = tmp_path / "o.safetensors", tmp_path / "r.jsonl"
-    words = ("attack", workshop / "plain.safetensors", "-a", "torchattacks:Jitter,steps=3", "--norm", "linf")
+    words = (
+        "attack",
+        workshop / "plain.safetensors",
+        "-a",
+        "torchattacks:Jitter,steps=3",
+        "--norm",
+        "linf",
+    )
     words = (*words, "-e", "8/255", "--limit", 12, "--no-checks", "--records", path)
     found = document(*words, "-o", out)
     (label,) = found["attacks"]
     assert label == "torchattacks:Jitter,steps=3"
     rows = record_lines(path)
     assert found["robust"] == sum(row["robust"][label] is True for row in rows) / 12
-    assert decode_evidence(Checkpoint.read(out).record.evidence[-1]).result.robust == found["robust"]
+    assert (
+        decode_evidence(Checkpoint.read(out).record.evidence[-1]).result.robust == found["robust"]
+    )
     again = document(*words, "--resume")
     assert {**again, "resumed": None} == {**found, "resumed": None}
     assert again["resumed"]["computed_again"] == 12
@@ -162,12 +203,17 @@ def test_the_command_writes_records_and_evidence_like_any_other(workshop: Path, 
 
 def test_the_list_shows_every_attack_with_its_arguments_and_norms() -> None:
     shown = " ".join(certvit("attack", "--list").stdout.split())
-    assert all(f"{name} " in shown for name in (*ATTACKS.names(), *(f"torchattacks:{name}" for name in names())))
+    assert all(
+        f"{name} " in shown
+        for name in (*ATTACKS.names(), *(f"torchattacks:{name}" for name in names()))
+    )
     assert "torchattacks:FFGSM linf linf alpha=1.25*radius" in shown
     assert "it needs trainloader" in shown
 
 
-def test_without_torchattacks_everything_else_works(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchattacks_everything_else_works(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torchattacks", None)
     words = ("attack", workshop / "plain.safetensors", "-e", 0.1, "--limit", 4, "--no-checks")
     document(*words, "-a", "deepfool", "-a", "pgd")

@@ -31,7 +31,14 @@ HOSTILE = "</title><script>alert(1)</script>\"'&]]>--><svg onload=x>|`*\x1b[31m\
 def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("audit")
     reports = [part for suffix in SUFFIXES for part in ("--report", made / f"certified.{suffix}")]
-    certvit("audit", workshop / "certified.safetensors", *QUICK, *reports, "-o", made / "certified.safetensors")
+    certvit(
+        "audit",
+        workshop / "certified.safetensors",
+        *QUICK,
+        *reports,
+        "-o",
+        made / "certified.safetensors",
+    )
     few = ("--limit", 6, "--report", made / "plain.json")
     certvit("audit", workshop / "plain.safetensors", *QUICK, *few)
     return made
@@ -48,7 +55,9 @@ def hostile(folder: Path) -> Audit:
     audit = from_json((folder / "plain.json").read_text())
     assert audit.bound is not None
     assert audit.dataset is not None
-    network = msgspec.structs.replace(audit.network, name=HOSTILE, arch=HOSTILE, reading={HOSTILE: {"value": HOSTILE}})
+    network = msgspec.structs.replace(
+        audit.network, name=HOSTILE, arch=HOSTILE, reading={HOSTILE: {"value": HOSTILE}}
+    )
     judged = [GateResult(fail_on=HOSTILE, passed=False, measured=None, reason=HOSTILE)]
     block = Block(path=HOSTILE, kind=HOSTILE, log10=1.0, text=HOSTILE, why=HOSTILE)
     return msgspec.structs.replace(

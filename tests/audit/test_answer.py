@@ -40,9 +40,22 @@ from tests.helpers.commands import attempt, certvit, document
 ROOT = Path(__file__).parents[2]
 DATASET = Dataset(name="d", split="test", images=60, digest="0" * 64)
 BOUND = GlobalBound(
-    upper=1e19, upper_finite=True, log10_upper=19.0, upper_text="1e+19", why="", drivers="", blocks=[], seconds=0.0
+    upper=1e19,
+    upper_finite=True,
+    log10_upper=19.0,
+    upper_text="1e+19",
+    why="",
+    drivers="",
+    blocks=[],
+    seconds=0.0,
 )
-SAME: dict[str, Any] = {"dataset": DATASET, "arithmetic": "", "title": "", "statement": "", "seconds": 0.0}
+SAME: dict[str, Any] = {
+    "dataset": DATASET,
+    "arithmetic": "",
+    "title": "",
+    "statement": "",
+    "seconds": 0.0,
+}
 
 
 def found(fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more: Any) -> Findings:
@@ -58,7 +71,12 @@ def found(fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more
         parameters={"sigma": 0.12}, **SAME,
     )  # fmt: skip
     return Findings(
-        bound=BOUND, dataset=DATASET, clean=Share.of(correct, correct), attack=attack, certificates=[certified], **more
+        bound=BOUND,
+        dataset=DATASET,
+        clean=Share.of(correct, correct),
+        attack=attack,
+        certificates=[certified],
+        **more,
     )
 
 
@@ -71,7 +89,10 @@ LARGE, SMALL = (3, 224, 224), (1, 8, 8)
         (
             found(42, 45),
             LARGE,
-            ["fooled by changes nobody sees: 42 of 45", "nothing useful was proven about it as it is"],
+            [
+                "fooled by changes nobody sees: 42 of 45",
+                "nothing useful was proven about it as it is",
+            ],
         ),
         (found(42, 45), SMALL, ["changes of 3.8 grey levels a pixel value: 42 of 45"]),
         (found(0, 45), LARGE, ["PGD fooled none of 45", "which proves nothing"]),
@@ -95,7 +116,9 @@ LARGE, SMALL = (3, 224, 224), (1, 8, 8)
         (Findings(dataset=DATASET), LARGE, ["too short to judge one image"]),
     ],
 )
-def test_one_sentence_says_it(findings: Findings, size: tuple[int, int, int], said: list[str]) -> None:
+def test_one_sentence_says_it(
+    findings: Findings, size: tuple[int, int, int], said: list[str]
+) -> None:
     sentence = headline(findings, Plan(radii=(0.12,)), size)
     assert [words for words in said if words not in sentence] == []
     assert sentence[:1].isupper()
@@ -109,7 +132,9 @@ def standing_alone(text: str) -> list[str]:
     """Shares of few images without their interval; the chances of certificates are no shares."""
     rest = WITH_INTERVAL.sub("", text.replace("99.9 %", ""))
     return [
-        found[0] for found in re.finditer(r"(?:\d+|none) of (?:the )?(\d+)|[\d.]+ %", rest) if int(found[1] or 0) < 30
+        found[0]
+        for found in re.finditer(r"(?:\d+|none) of (?:the )?(\d+)|[\d.]+ %", rest)
+        if int(found[1] or 0) < 30
     ]
 
 
@@ -121,8 +146,12 @@ def test_the_check_finds_what_stands_alone() -> None:
 
 
 @pytest.mark.parametrize("failure", [0.0, 0.001])
-@pytest.mark.parametrize(("fooled", "correct", "kept"), [(0, 1, 0), (0, 7, 0), (3, 7, 4), (29, 29, 0), (0, 29, 29)])
-def test_no_share_of_few_images_stands_alone(fooled: int, correct: int, kept: int, failure: float) -> None:
+@pytest.mark.parametrize(
+    ("fooled", "correct", "kept"), [(0, 1, 0), (0, 7, 0), (3, 7, 4), (29, 29, 0), (0, 29, 29)]
+)
+def test_no_share_of_few_images_stands_alone(
+    fooled: int, correct: int, kept: int, failure: float
+) -> None:
     findings = found(fooled, correct, failure, kept)
     findings.patched = PatchShares(
         procedure="voting",
@@ -132,9 +161,16 @@ def test_no_share_of_few_images_stands_alone(fooled: int, correct: int, kept: in
         **SAME,
     )
     findings.patch_attack = PatchAttack(
-        patch="2x2", dataset=DATASET, clean=Share.of(correct, correct), robust=Share.of(kept, correct), seconds=0.0
+        patch="2x2",
+        dataset=DATASET,
+        clean=Share.of(correct, correct),
+        robust=Share.of(kept, correct),
+        seconds=0.0,
     )
-    plan = Plan(radii=(0.12,), gates=tuple(map(gates.parse, ("certified@0.12<0.5", "robust@0.12<0.5", "clean<1"))))
+    plan = Plan(
+        radii=(0.12,),
+        gates=tuple(map(gates.parse, ("certified@0.12<0.5", "robust@0.12<0.5", "clean<1"))),
+    )
     judged = gates.judge(plan.gates, findings, (8, 8))
     for text in (
         headline(findings, plan, LARGE),
@@ -174,7 +210,15 @@ def test_published_figures_stand_in_the_docs() -> None:
     page = (ROOT / "docs" / "results.md").read_text().splitlines()
     for row in published():
         size, bound = " x ".join(map(str, row.input)), f"{row.log10_bound:g}"
-        cells = [row.name, row.images, size, cell(row.fooled), bound, cell(row.smoothed), f"`{row.command}`"]
+        cells = [
+            row.name,
+            row.images,
+            size,
+            cell(row.fooled),
+            bound,
+            cell(row.smoothed),
+            f"`{row.command}`",
+        ]
         assert f"| {' | '.join(cells)} |" in page
     for size in (LARGE, SMALL, (3, 32, 32)):
         assert (known := nearest(size)) is not None
@@ -185,9 +229,19 @@ def test_published_figures_stand_in_the_docs() -> None:
 
 def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
     """A network with random weights: no attack, no certificate, and a gate that fails for this reason."""
-    words = ("audit", workshop / "init.safetensors", *QUICK, "--dataset", "digits", "--fail-on", "robust@0.05<0.1")
+    words = (
+        "audit",
+        workshop / "init.safetensors",
+        *QUICK,
+        "--dataset",
+        "digits",
+        "--fail-on",
+        "robust@0.05<0.1",
+    )
     audit = document(*words, code=7)
-    assert audit["headline"].startswith("Nothing can be said about robustness yet: the network is right on")
+    assert audit["headline"].startswith(
+        "Nothing can be said about robustness yet: the network is right on"
+    )
     assert audit["attack"] is None
     assert audit["certificates"] == []
     assert "about chance" in audit["gate"]["reasons"][0]
@@ -198,11 +252,19 @@ def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
 def test_statistics_that_fit_better_are_the_next_step() -> None:
     """The options that were wrong go, the images stay."""
     findings = Findings(
-        dataset=DATASET, clean=Share.of(0, 60), failing="wrong", statistics=["--mean", "0.5", "--std", "0.5"]
+        dataset=DATASET,
+        clean=Share.of(0, 60),
+        failing="wrong",
+        statistics=["--mean", "0.5", "--std", "0.5"],
     )
-    typed = Typed("m.pth", ["--arch", "vit", "--mean", "0", "--std", "0.2", "--as-stated"], "my images")
+    typed = Typed(
+        "m.pth", ["--arch", "vit", "--mean", "0", "--std", "0.2", "--as-stated"], "my images"
+    )
     (step,) = next_steps(findings, Plan(), typed)
-    assert step == "certvit audit m.pth --arch vit --as-stated --dataset 'my images' --mean 0.5 --std 0.5"
+    assert (
+        step
+        == "certvit audit m.pth --arch vit --as-stated --dataset 'my images' --mean 0.5 --std 0.5"
+    )
     findings.statistics = []
     (step,) = next_steps(findings, Plan(), typed)
     assert step == "certvit audit m.pth --arch vit --as-stated --dataset FOLDER --mean M --std S"
@@ -211,7 +273,14 @@ def test_statistics_that_fit_better_are_the_next_step() -> None:
 def test_other_pixel_statistics_that_fit_better_are_named() -> None:
     """A network that is right exactly with the means of ImageNet."""
     pixels, labels = torch.rand(40, 3, 8, 8), torch.ones(40).long()
-    images = Images("made", "test", ("a", "b"), labels, torch.arange(40), lambda positions: pixels[list(positions)])
+    images = Images(
+        "made",
+        "test",
+        ("a", "b"),
+        labels,
+        torch.arange(40),
+        lambda positions: pixels[list(positions)],
+    )
     model = torch.nn.Module()
     model.normalize = PixelNormalize((0.5,) * 3, (0.5,) * 3)
 
@@ -227,8 +296,16 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
     assert list(better_statistics(model, images, [True] * 40)) == []
 
 
-def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Path, tmp_path: Path) -> None:
-    words = ("audit", workshop / "certified.safetensors", *QUICK, "--compare", folder / "certified.json")
+def test_two_audits_are_compared_where_they_are_alike(
+    workshop: Path, folder: Path, tmp_path: Path
+) -> None:
+    words = (
+        "audit",
+        workshop / "certified.safetensors",
+        *QUICK,
+        "--compare",
+        folder / "certified.json",
+    )
     same = document(*words)["changes"]
     assert {row["figure"] for row in same} >= {
         "Lipschitz bound",
@@ -238,7 +315,9 @@ def test_two_audits_are_compared_where_they_are_alike(workshop: Path, folder: Pa
     }
     assert all(row["alike"] and row["before"] == row["after"] for row in same)
     other = document(*words, "--limit", 12)["changes"]
-    assert {row["why"] for row in other if not row["alike"]} == {"not the same images (24 images before, 12 now)"}
+    assert {row["why"] for row in other if not row["alike"]} == {
+        "not the same images (24 images before, 12 now)"
+    }
     assert "is the word of that file" in " ".join(attempt(*words).stdout.split())
     for name, text in (("no.json", "{}"), ("not.json", "[")):
         (tmp_path / name).write_text(text)
@@ -256,11 +335,15 @@ def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str,
         "after fgsm at 0.05",
         "after fgsm at 0.3",
     }
-    assert [row.why for row in rows if row.figure == "clean"] == ["measured in one of the two audits only"]
+    assert [row.why for row in rows if row.figure == "clean"] == [
+        "measured in one of the two audits only"
+    ]
     assert all(row.alike for row in rows if row.figure.startswith("certified"))
 
 
-def test_a_document_names_date_machine_and_attention(folder: Path, certified_audit: dict[str, Any]) -> None:
+def test_a_document_names_date_machine_and_attention(
+    folder: Path, certified_audit: dict[str, Any]
+) -> None:
     audit: Audit = from_json(json.dumps(certified_audit))
     assert audit.machine is not None
     assert audit.machine.threads == torch.get_num_threads()

@@ -28,7 +28,11 @@ def in_order(schema: Any) -> Any:
     """Return a schema with its alternatives sorted: their order is msgspec's own."""
     if isinstance(schema, list):
         return sorted(map(in_order, schema), key=repr)
-    return {key: in_order(value) for key, value in schema.items()} if isinstance(schema, dict) else schema
+    return (
+        {key: in_order(value) for key, value in schema.items()}
+        if isinstance(schema, dict)
+        else schema
+    )
 
 
 def test_the_published_schema_is_the_documents(folder: Path) -> None:
@@ -50,9 +54,14 @@ def test_the_records_are_one_line_an_image(folder: Path, certified_audit: dict) 
     with (folder / "certified.csv").open(newline="") as handle:
         rows = list(csv.DictReader(handle))
     assert len(rows) == 24 == len(certified_audit["records"])
-    held = sum(row["label"] == row["prediction"] and float(row["radius_lipschitz"]) > 0.3 for row in rows)
+    held = sum(
+        row["label"] == row["prediction"] and float(row["radius_lipschitz"]) > 0.3 for row in rows
+    )
     assert held == certified_audit["certificates"][0]["certified"]["0.3"]["hits"]
-    assert sum(row["withstood_0.3"] == "1" for row in rows) == certified_audit["attack"]["robust"]["0.3"]["hits"]
+    assert (
+        sum(row["withstood_0.3"] == "1" for row in rows)
+        == certified_audit["attack"]["robust"]["0.3"]["hits"]
+    )
 
 
 class Read(HTMLParser):
@@ -66,14 +75,19 @@ class Read(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "action", "data")
+        ]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
 
 def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: Audit) -> None:
     figure = Figure(HOSTILE, [("data:image/png;base64,AA==", HOSTILE)] * 3, False)
     pictures = {name: Gallery(HOSTILE, HOSTILE, [figure]) for name in ("scale", "fooled")}
-    for text in ((folder / "certified.html").read_text(), formats.text_of(hostile, ".html", pictures)):
+    for text in (
+        (folder / "certified.html").read_text(),
+        formats.text_of(hostile, ".html", pictures),
+    ):
         page = Read()
         page.feed(text)
         assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & set(page.tags)
@@ -85,7 +99,9 @@ def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: 
         assert "@media print" in text
         assert page.tags.count("svg") == 1
         assert "title" not in page.tags[page.tags.index("svg") :]  # nothing needs a pointer
-        broken = re.findall(r'<td class="long">(.*?)</td>', text, re.DOTALL)  # only these may be parted within a word
+        broken = re.findall(
+            r'<td class="long">(.*?)</td>', text, re.DOTALL
+        )  # only these may be parted within a word
         assert [cell for cell in broken if max(map(len, unescape(cell).split())) <= 24] == []
     assert broken
     fooled = json.loads((folder / "certified.json").read_text())["attack"]["fooled"]["0.3"]
@@ -98,15 +114,28 @@ def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
     assert suite is not None
     assert suite.get("name", "").startswith("</title><script>")
     assert {case.tag for case in suite} == {"properties", "testcase", "system-out", "system-err"}
-    counted = {tag: sum(case.find(tag) is not None for case in suite) for tag in ("failure", "skipped")}
-    assert (counted["failure"], counted["skipped"]) == (int(suite.get("failures", "")), int(suite.get("skipped", "")))
+    counted = {
+        tag: sum(case.find(tag) is not None for case in suite) for tag in ("failure", "skipped")
+    }
+    assert (counted["failure"], counted["skipped"]) == (
+        int(suite.get("failures", "")),
+        int(suite.get("skipped", "")),
+    )
     assert len(suite.findall("testcase")) == int(suite.get("tests", ""))
     badge = ElementTree.fromstring(formats.text_of(hostile, ".svg"))
-    assert {element.tag.rpartition("}")[2] for element in badge.iter()} == {"svg", "title", "rect", "g", "text"}
+    assert {element.tag.rpartition("}")[2] for element in badge.iter()} == {
+        "svg",
+        "title",
+        "rect",
+        "g",
+        "text",
+    }
     card = formats.text_of(hostile, ".md")
     front = card.split("---\n")[1]
     assert [
-        line for line in card.replace(front, "").splitlines() if "<script>" in line and not line.startswith("    ")
+        line
+        for line in card.replace(front, "").splitlines()
+        if "<script>" in line and not line.startswith("    ")
     ] == []
     assert all(line.isprintable() for line in card.splitlines())
     assert json.loads(formats.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
@@ -118,13 +147,21 @@ def objects(text: str, suffix: str) -> Any:
         return json.loads(text)
 
     def plain(element: ElementTree.Element) -> dict[str, Any]:
-        return {"tag": element.tag, "attributes": element.attrib, "children": [plain(child) for child in element]}
+        return {
+            "tag": element.tag,
+            "attributes": element.attrib,
+            "children": [plain(child) for child in element],
+        }
 
     return plain(ElementTree.fromstring(text))
 
 
-@pytest.mark.parametrize(("suffix", "schema"), [(".sarif", "sarif-2.1.0.json"), (".xml", "junit.json")])
-def test_sarif_and_junit_are_what_their_schemas_allow(folder: Path, hostile: Audit, suffix: str, schema: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "schema"), [(".sarif", "sarif-2.1.0.json"), (".xml", "junit.json")]
+)
+def test_sarif_and_junit_are_what_their_schemas_allow(
+    folder: Path, hostile: Audit, suffix: str, schema: str
+) -> None:
     """SARIF by the schema of OASIS; JUnit by Ant's JUnit.xsd within Jenkins' junit-10.xsd, as a JSON schema."""
     rules = json.loads((ROOT / "tests" / "helpers" / schema).read_text())
     for text in ((folder / f"certified{suffix}").read_text(), formats.text_of(hostile, suffix)):
@@ -148,7 +185,9 @@ def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> N
             assert result["message"]["text"]
             assert names[result["ruleIndex"]] == result["ruleId"]
             assert result["level"] in ("none", "note", "warning", "error")
-            assert (result["kind"] == "fail") is (result["level"] != "none")  # 3.27.10: a level belongs to a failure
+            assert (result["kind"] == "fail") is (
+                result["level"] != "none"
+            )  # 3.27.10: a level belongs to a failure
             for place in result["locations"]:
                 uri = place["physicalLocation"]["artifactLocation"]["uri"]
                 assert re.fullmatch(r"[A-Za-z0-9._~%/-]+", uri), uri
@@ -164,13 +203,17 @@ def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_a
     yaml = pytest.importorskip("yaml")
     _, front, text = (folder / "certified.md").read_text().split("---\n", 2)
     (model,) = yaml.safe_load(front)["model-index"]
-    found = {metric["name"]: metric["value"] for result in model["results"] for metric in result["metrics"]}
+    found = {
+        metric["name"]: metric["value"]
+        for result in model["results"]
+        for metric in result["metrics"]
+    }
     held = certified_audit["certificates"][0]["certified"]["0.3"]
     share, (low, high) = held["share"], held["interval"]
     between = f"{100 * low:.0f} to {100 * high:.0f} %"
-    assert found[f"certified accuracy, l2 0.3, lipschitz (proven), n = 24 (95 % interval {between})"] == pytest.approx(
-        share, abs=1e-6
-    )
+    assert found[
+        f"certified accuracy, l2 0.3, lipschitz (proven), n = 24 (95 % interval {between})"
+    ] == pytest.approx(share, abs=1e-6)
     assert certified_audit["verdict"][1] in text
     badge = (folder / "certified.svg").read_text()
     assert "proven" in badge
@@ -179,21 +222,36 @@ def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_a
     )  # few: with its interval
 
 
-def test_pages_of_certify_and_log(workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_certify_and_log(
+    workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, page = workshop / "certified.safetensors", folder / "certify.html"
-    found = document("certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--quiet", "--html", page)
+    found = document(
+        "certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--quiet", "--html", page
+    )
     text = page.read_text()
     assert proven_percent(found["certified"]["0.3"]) in text
     assert found["checkpoint"] in text
     monkeypatch.chdir(workshop)  # a page names its files, not where they were
-    again = shlex.split(unescape(re.sub("<[^>]+>", "", text.partition("<pre>")[2].partition("</pre>")[0])))
+    again = shlex.split(
+        unescape(re.sub("<[^>]+>", "", text.partition("<pre>")[2].partition("</pre>")[0]))
+    )
     assert document(*again[1:])["certified"] == found["certified"]
-    certvit("certify", path, "--limit", 12, "--quiet", "--html", page, code=2)  # it is there already
+    certvit(
+        "certify", path, "--limit", 12, "--quiet", "--html", page, code=2
+    )  # it is there already
     both = folder / "log.html"
     certvit("log", folder / "certified.safetensors", path, "--html", both)
     assert both.read_text().count("Evidence of certified.safetensors") == 2
     assert "(proven)" in both.read_text()  # in the words of the terminal
-    certvit("log", folder / "certified.safetensors", "--html", folder / "certified.safetensors", "--force", code=2)
+    certvit(
+        "log",
+        folder / "certified.safetensors",
+        "--html",
+        folder / "certified.safetensors",
+        "--force",
+        code=2,
+    )
     for made in (page, both):
         read = Read()
         read.feed(made.read_text())

@@ -39,7 +39,10 @@ def test_gates(workshop: Path) -> None:
     assert problems(found, schema) == []  # what stands on stdout is the document, too
     assert len(found["gate"]["reasons"]) == sum(not passed for passed in GATES.values())
     met = [part for gate, passed in GATES.items() if passed for part in ("--fail-on", gate)]
-    assert document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"]["passed"] is True
+    assert (
+        document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"]["passed"]
+        is True
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,22 +71,32 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     few = ("--quiet", "--json", "--limit", 8, "-e", 0.05)
     bare = Checkpoint.read(workshop / "init.safetensors")
     assert bare.record.dataset is None
-    found = document("audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7)
+    found = document(
+        "audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7
+    )
     assert found["clean"] is None
     assert found["attack"] is None
     assert "no labelled images" in found["gate"]["reasons"][0]
     assert found["gate"]["judged"][0]["measured"] is None
     assert "Without labelled images" in found["verdict"][-1]
     share = Share.of(1, 2)
-    judged = gates.judge([gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], Findings(clean=share), (8, 8))
+    judged = gates.judge(
+        [gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], Findings(clean=share), (8, 8)
+    )
     assert [row.passed for row in judged.judged] == [False, True]
 
 
 @pytest.mark.parametrize(
     ("gate", "said"),
     [
-        ("clean<0.9", "correct without any change: required at least 90 %, found 94.5 %, 189 of 200 images"),
-        ("clean<=0.95", "correct without any change: required more than 95 %, found 94.5 %, 189 of 200 images"),
+        (
+            "clean<0.9",
+            "correct without any change: required at least 90 %, found 94.5 %, 189 of 200 images",
+        ),
+        (
+            "clean<=0.95",
+            "correct without any change: required more than 95 %, found 94.5 %, 189 of 200 images",
+        ),
     ],
 )
 def test_a_gate_is_read_forwards(gate: str, said: str) -> None:

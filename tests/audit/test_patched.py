@@ -17,10 +17,21 @@ WORDS = ("-e", 0.05, "-a", "fgsm", "--quiet", "--method", "patch", "--time-budge
 def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("patched")
     reports = [
-        part for suffix in ("json", "html", "sarif", "xml", "md", "csv") for part in ("--report", made / f"a.{suffix}")
+        part
+        for suffix in ("json", "html", "sarif", "xml", "md", "csv")
+        for part in ("--report", made / f"a.{suffix}")
     ]
     gates = ("--fail-on", "patched@1<0.01", "--fail-on", "patched@1<0.99")
-    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 12, "--patch", "1", *gates)
+    words = (
+        "audit",
+        workshop / "certified.safetensors",
+        *WORDS,
+        "--limit",
+        12,
+        "--patch",
+        "1",
+        *gates,
+    )
     certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
     return made
 
@@ -31,7 +42,8 @@ def test_the_audit_says_what_certify_finds(folder: Path, workshop: Path) -> None
     kept = audit.patched.certified["1x1"]
     assert 0 < kept.hits < kept.images == 12
     assert any(
-        f"no 1 x 1 patch changes the answer for {kept.hits} of {kept.images} images" in line for line in audit.verdict
+        f"no 1 x 1 patch changes the answer for {kept.hits} of {kept.images} images" in line
+        for line in audit.verdict
     )
     assert audit.certificates == []  # shares at radii stand apart
     assert audit.patch_attack is not None  # of the network without masks
@@ -39,7 +51,17 @@ def test_the_audit_says_what_certify_finds(folder: Path, workshop: Path) -> None
     assert any(f"a patch of 1 x 1 pixels fooled {fell} of" in line for line in audit.verdict)
     assert ("at this place it changes the class" in (folder / "a.html").read_text()) is (fell > 0)
     assert sum(row.proven == ["1x1"] for row in audit.records) == kept.hits
-    same = ("certify", workshop / "certified.safetensors", "--method", "patch", "--patch", "1", "--limit", 12, "--json")
+    same = (
+        "certify",
+        workshop / "certified.safetensors",
+        "--method",
+        "patch",
+        "--patch",
+        "1",
+        "--limit",
+        12,
+        "--json",
+    )
     assert json.loads(certvit(*same).stdout)["certified"] == {"1x1": kept.share}
 
 
@@ -56,7 +78,9 @@ def test_its_evidence_is_verified(folder: Path) -> None:
     assert entry["result"]["method"] == "patch"
 
 
-def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(folder: Path, workshop: Path) -> None:
+def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
+    folder: Path, workshop: Path
+) -> None:
     judged = json.loads((folder / "a.json").read_text())["gate"]["judged"]
     assert [row["passed"] for row in judged] == [True, False]
     words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 2)
@@ -67,7 +91,14 @@ def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(folder: Pat
 
 @pytest.mark.parametrize(
     "text",
-    ["patched<0.1", "patched@soup<0.1", "patched@0.5<0.1", "patched@32>0.1", "proven@16x16<0.1", "patched@0<0.1"],
+    [
+        "patched<0.1",
+        "patched@soup<0.1",
+        "patched@0.5<0.1",
+        "patched@32>0.1",
+        "proven@16x16<0.1",
+        "patched@0<0.1",
+    ],
 )
 def test_gates_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
@@ -75,7 +106,9 @@ def test_gates_that_mean_nothing_are_refused(text: str) -> None:
 
 
 def test_gates_know_every_spelling_of_a_patch() -> None:
-    assert [gates.parse(f"patched@{size} < 1/10").patch for size in ("32", "16x64", "2%", "2:8")] == [
+    assert [
+        gates.parse(f"patched@{size} < 1/10").patch for size in ("32", "16x64", "2%", "2:8")
+    ] == [
         "32",
         "16x64",
         "2%",

@@ -29,20 +29,29 @@ from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
 
 
-def test_the_answer_is_what_the_commands_find(workshop: Path, folder: Path, certified_audit: dict) -> None:
-    path, words = workshop / "certified.safetensors", ("--limit", 24, "-e", 0.05, "-e", 0.3, "--json", "--quiet")
+def test_the_answer_is_what_the_commands_find(
+    workshop: Path, folder: Path, certified_audit: dict
+) -> None:
+    path, words = (
+        workshop / "certified.safetensors",
+        ("--limit", 24, "-e", 0.05, "-e", 0.3, "--json", "--quiet"),
+    )
     (found,) = certified_audit["certificates"]
     alone = document("certify", path, *words)
-    assert {radius: share["share"] for radius, share in found["certified"].items()} == alone["certified"]
+    assert {radius: share["share"] for radius, share in found["certified"].items()} == alone[
+        "certified"
+    ]
     assert found["dataset"] == alone["dataset"]
     assert found["clean"]["share"] == alone["clean"]
     # the audit takes batches of another size, in which sums may be made in another order
     assert found["average_radius"] == pytest.approx(alone["average_radius"], rel=1e-12)
     attacked = document("attack", path, "-a", "fgsm", *words)
-    assert {radius: share["share"] for radius, share in certified_audit["attack"]["robust"].items()} == attacked[
-        "curve"
-    ]
-    assert certified_audit["bound"]["upper"] == document("lipschitz", path, "--no-estimate")["upper"]
+    assert {
+        radius: share["share"] for radius, share in certified_audit["attack"]["robust"].items()
+    } == attacked["curve"]
+    assert (
+        certified_audit["bound"]["upper"] == document("lipschitz", path, "--no-estimate")["upper"]
+    )
     assert certified_audit["slope"]["lower"] <= certified_audit["bound"]["upper"]
     held = found["certified"]["0.05"]
     assert f"{held['hits']} of 24 images" in certified_audit["verdict"][0]
@@ -54,15 +63,22 @@ def test_the_answer_is_what_the_commands_find(workshop: Path, folder: Path, cert
 
 def test_a_network_without_a_usable_proof_is_told_so(folder: Path) -> None:
     found = json.loads((folder / "plain.json").read_text())
-    proven = any(item["failure"] == 0 and item["certified"]["0.05"]["hits"] for item in found["certificates"])
-    opening = "The global bound proves nothing: 10^" if proven else "No usable proof: the global bound is 10^"
+    proven = any(
+        item["failure"] == 0 and item["certified"]["0.05"]["hits"] for item in found["certificates"]
+    )
+    opening = (
+        "The global bound proves nothing: 10^"
+        if proven
+        else "No usable proof: the global bound is 10^"
+    )
     assert opening in found["verdict"][0]
     assert "LayerNorms alone contributes 1,000" in found["verdict"][0]
     smoothed = next(item for item in found["certificates"] if item["method"] == "smoothing")
     assert smoothed["failure"] == 0.001
     at = smoothed["certified"]["0.05"]
     assert any(
-        f"certifies {at['hits']} of {at['images']} images" in line and "99.9 %" in line for line in found["verdict"]
+        f"certifies {at['hits']} of {at['images']} images" in line and "99.9 %" in line
+        for line in found["verdict"]
     )
     assert {"local", "smoothing"} <= {item["method"] for item in found["certificates"]}
     again = found["reproduce"].split()
@@ -83,18 +99,32 @@ def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder:
     certvit("log", folder / "forged.safetensors", "--verify", "--proven-only", code=7)
 
 
-def test_what_is_shown_to_be_typed_works_here(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_shown_to_be_typed_works_here(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The terminal names the files as they were typed, with what reading them needs; a document has no folders."""
     (tmp_path / "a b").mkdir()
     shutil.copy(workshop / "certified.safetensors", tmp_path / "a b" / "net.safetensors")
     monkeypatch.chdir(tmp_path)
-    words = ["audit", "a b/net.safetensors", "--as-stated", "--dataset", "digits", "--data-dir", ".", "--limit", "4"]
+    words = [
+        "audit",
+        "a b/net.safetensors",
+        "--as-stated",
+        "--dataset",
+        "digits",
+        "--data-dir",
+        ".",
+        "--limit",
+        "4",
+    ]
     words += ["--report", "r.json", "-a", "fgsm", "--quiet"]
     shown = attempt(*words).stdout
     again = shlex.split(re.sub(r"\s+", " ", shown.partition("Again: ")[2]))
     assert again[1:8] == words[:7]
     certvit(*again[1:], "--quiet")
-    following = shlex.split(re.sub(r"\s+", " ", shown.partition("Next: ")[2].partition("\n  or:")[0]))
+    following = shlex.split(
+        re.sub(r"\s+", " ", shown.partition("Next: ")[2].partition("\n  or:")[0])
+    )
     certvit(*following[1:], "--quiet")
     assert "net.safetensors --as-stated" in json.loads(Path("r.json").read_text())["reproduce"]
     assert "a b" not in Path("r.json").read_text()
@@ -105,7 +135,9 @@ def test_an_audit_of_one_second_names_every_stage_that_did_not_fit(workshop: Pat
     done = {"bound": found["bound"], "clean": found["clean"], "attack": found["attack"]}
     missing = {item["stage"].partition(",")[0] for item in found["skipped"]}
     assert {name for name, value in done.items() if value is None} <= missing | {"attack"}
-    assert {"smoothing", "attack", "clean"} & {item["stage"].partition(",")[0] for item in found["skipped"]}
+    assert {"smoothing", "attack", "clean"} & {
+        item["stage"].partition(",")[0] for item in found["skipped"]
+    }
     assert any("--time-budget" in line for line in found["next"])
     assert sum(share is not None for share in done.values()) + len(missing) >= 3
 
@@ -118,7 +150,9 @@ class OneBatch(StageTime):
     @property
     def left(self) -> float:
         self.asked += 1
-        return 1e6 if self.asked <= 3 else 0.0  # asked twice when it begins, and before its first batch
+        return (
+            1e6 if self.asked <= 3 else 0.0
+        )  # asked twice when it begins, and before its first batch
 
 
 def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
@@ -138,10 +172,16 @@ def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
     whole.go(StageTime(1e6))
     assert counts == [4, 8, 10]
     assert rounds.records == whole.records
-    assert [row.index for row in rounds.records[:8:2]] != [row.index for row in rounds.records[8:16:2]]
+    assert [row.index for row in rounds.records[:8:2]] != [
+        row.index for row in rounds.records[8:16:2]
+    ]
     assert rounds.shares is not None
     assert rounds.shares.robust == whole.shares.robust
-    assert len({row.index for row in rounds.exhibits()}) == len(rounds.exhibits()) == len(whole.exhibits())
+    assert (
+        len({row.index for row in rounds.exhibits()})
+        == len(rounds.exhibits())
+        == len(whole.exhibits())
+    )
     going = judging.Certifying(prepare("lipschitz", checkpoint, cpu), images, 4)
     while going.rest:
         going.go(OneBatch(1e6))
@@ -166,14 +206,19 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
 
     network = workshop / "plain.safetensors"  # made when it is first named
     load, loaded = build.load, []
-    monkeypatch.setattr(build, "load", lambda *given, **more: (loaded.append(1), load(*given, **more))[1])
+    monkeypatch.setattr(
+        build, "load", lambda *given, **more: (loaded.append(1), load(*given, **more))[1]
+    )
 
     monkeypatch.setattr(audit_run, "LARGE", 1)
     monkeypatch.setattr(build, "multiplies_bf16", lambda device: True)
     if not runs:
         monkeypatch.setattr(audit_run, "Classifier", refused)
     words = ("--limit", 4, "-e", 0.1, "-a", "fgsm", "--method", "smoothing", "--json", "--quiet")
-    words += ("--fail-on", "certified@0.3<0")  # holds if it was measured: the noise must reach as far
+    words += (
+        "--fail-on",
+        "certified@0.3<0",
+    )  # holds if it was measured: the noise must reach as far
     found = document("audit", network, *words)
     assert len(loaded) == 1
     precision = "bf16" if runs else "float32"
@@ -194,9 +239,15 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     certifier = prepare("local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4]))
     tried: list[float] = []
     proven = certifier.proven
-    certifier.proven = lambda image, label, radius: tried.append(radius) or proven(image, label, radius)
+    certifier.proven = lambda image, label, radius: (
+        tried.append(radius) or proven(image, label, radius)
+    )
     (found,) = certifier.batch(*given)
-    assert [found.holds_at(Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [True, True, False]
+    assert [found.holds_at(Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [
+        True,
+        True,
+        False,
+    ]
     assert len(tried) == 3
     (confirmed,) = certifier.confirm([found], given[1], Doubt(0, 1e-6))
     assert confirmed.status == "verified"
@@ -213,7 +264,9 @@ def test_a_stage_is_broken_off_and_the_timer_is_given_back() -> None:
     part = Clock(1.0).part(0.05)
     with pytest.raises(OutOfTime), part.ended():
         turn_for_ever()
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "a timer left behind would ring in another test"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), (
+        "a timer left behind would ring in another test"
+    )
     with pytest.raises(OutOfTime), part.ended():
         pass
 
@@ -261,7 +314,9 @@ def test_the_parts_of_a_bound_multiply_to_it(folder: Path) -> None:
 def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
     """Of a network whose bound is hopeless, too: then its 0 % is measured."""
     words = (*QUICK, "--json", "--method", "lipschitz")
-    found = document("audit", workshop / "plain.safetensors", *words, "--fail-on", "proven@0.05<0.1", code=7)
+    found = document(
+        "audit", workshop / "plain.safetensors", *words, "--fail-on", "proven@0.05<0.1", code=7
+    )
     assert [item["method"] for item in found["certificates"]] == ["lipschitz"]
     assert found["gate"]["judged"][0]["measured"] == 0.0
     assert {item["stage"] for item in found["skipped"]} >= {"local", "smoothing"}

@@ -25,7 +25,9 @@ def test_the_command_line_knows_the_arithmetics() -> None:
     for method in ("auto", "smoothing", "patch"):
         certvit("certify", "any.safetensors", "--method", method, *given, code=2)
     kinds = {name: get_type_hints(METHODS.load(name))["options"] for name in METHODS.names()}
-    assert {name for name, kind in kinds.items() if "arithmetic" in kind.__dataclass_fields__} == set(SPOKEN_OF)
+    assert {
+        name for name, kind in kinds.items() if "arithmetic" in kind.__dataclass_fields__
+    } == set(SPOKEN_OF)
     certvit("certify", "any.safetensors", *given[:-1], "half", code=2)
     with pytest.raises(UsageError, match="half"):
         Local(arithmetic="half")
@@ -41,11 +43,17 @@ class Rounding:
 
 
 def test_radii_as_executed_are_what_rounding_leaves_of_real_ones() -> None:
-    radii, tops, images = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 0]), torch.zeros(3, 1, 1, 1)
+    radii, tops, images = (
+        torch.tensor([1.0, 2.0, 3.0]),
+        torch.tensor([0, 1, 0]),
+        torch.zeros(3, 1, 1, 1),
+    )
 
     def found(rounding: Any, count: int) -> list[float]:
         real = radii[:count]
-        left = as_executed(rounding, images[:count], tops[:count], real, lambda rows, lost: real[rows] - lost[:, 0])
+        left = as_executed(
+            rounding, images[:count], tops[:count], real, lambda rows, lost: real[rows] - lost[:, 0]
+        )
         return left.tolist()
 
     assert found(None, 3) == [1.0, 2.0, 3.0]
@@ -64,7 +72,18 @@ def test_records_of_another_arithmetic_are_refuted(
         certvit("init", "certvit_4c3f", "--arch-arg", "img_size=8", "-o", checkpoint)
     elif method == "local":
         checkpoint = workshop / "plain.safetensors"
-    given = ("--limit", 3, "--dataset", "digits", "--arithmetic", "float32", "--records", records, "--effort", "norms")
+    given = (
+        "--limit",
+        3,
+        "--dataset",
+        "digits",
+        "--arithmetic",
+        "float32",
+        "--records",
+        records,
+        "--effort",
+        "norms",
+    )
     found = document("certify", checkpoint, "--method", method, *given)
     assert found["arithmetic"] == "float32"
     certvit("certify", checkpoint, "--dataset", "digits", "--verify", records)
@@ -72,4 +91,14 @@ def test_records_of_another_arithmetic_are_refuted(
     assert '"arithmetic":"float32"' in header.replace(" ", "")
     records.write_text("\n".join([header.replace('"float32"', '"bf16"'), *rows, ""]))
     certvit("certify", checkpoint, "--dataset", "digits", "--verify", records, code=7)
-    certvit("certify", checkpoint, "--dataset", "digits", "--verify", records, "--arithmetic", "bf16", code=2)
+    certvit(
+        "certify",
+        checkpoint,
+        "--dataset",
+        "digits",
+        "--verify",
+        records,
+        "--arithmetic",
+        "bf16",
+        code=2,
+    )

@@ -24,9 +24,13 @@ PIXELS = 24
 def drawn(seed: int, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     """Images, half of their pixels at 0 or 1; anchors near and far; lengths from next to nothing to beyond the box."""
     generator = torch.Generator().manual_seed(seed)
-    images = (2 * torch.rand(rows, PIXELS, generator=generator, dtype=torch.float64) - 0.5).clamp(0, 1)
+    images = (2 * torch.rand(rows, PIXELS, generator=generator, dtype=torch.float64) - 0.5).clamp(
+        0, 1
+    )
     step = torch.randn(rows, PIXELS, generator=generator, dtype=torch.float64)
-    anchors = (images + step * torch.logspace(-9, 0, rows, dtype=torch.float64)[:, None]).clamp(0, 1)
+    anchors = (images + step * torch.logspace(-9, 0, rows, dtype=torch.float64)[:, None]).clamp(
+        0, 1
+    )
     lengths = 10 ** (torch.rand(rows, generator=generator, dtype=torch.float64) * 4 - 3)
     return images, anchors, lengths
 
@@ -40,9 +44,13 @@ def points(images: Tensor, anchors: Tensor, radii: Tensor, seed: int) -> list[Te
         away = images - anchors + (0 if number == 0 else number / 10) * away * radii[:, None]
         inside = images
         for _ in range(30):
-            moved = (inside + away * radii[:, None] / away.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(0, 1)
+            moved = (
+                inside + away * radii[:, None] / away.norm(dim=1, keepdim=True).clamp(min=1e-300)
+            ).clamp(0, 1)
             length = (moved - images).norm(dim=1, keepdim=True).clamp(min=1e-300)
-            inside = images + (moved - images) * (radii[:, None] / length).clamp(max=1) * (1 - 1e-12)
+            inside = images + (moved - images) * (radii[:, None] / length).clamp(max=1) * (
+                1 - 1e-12
+            )
         found.append(inside)
     return found
 
@@ -79,8 +87,12 @@ def test_the_distance_is_rounded_up() -> None:
     """Not below r^2 + |u|^2 + 2 (the dual at mu), in rational numbers, where the dual is taken at its own best points."""
     images, anchors, radii = drawn(7)
     found = distance(images, anchors, radii)
-    assert (found.squared[0] < 1.001 * radii[0] ** 2).all()  # an anchor next to the image: nothing else hides rounding
-    for image, anchor, r, squared, mu in zip(images, anchors, radii, found.squared, found.mu, strict=True):
+    assert (
+        found.squared[0] < 1.001 * radii[0] ** 2
+    ).all()  # an anchor next to the image: nothing else hides rounding
+    for image, anchor, r, squared, mu in zip(
+        images, anchors, radii, found.squared, found.mu, strict=True
+    ):
         square, weight = Fraction(float(r)) ** 2, Fraction(float(mu))
         exact = square * (1 + weight)
         for x, a in zip(map(Fraction, image.tolist()), map(Fraction, anchor.tolist()), strict=True):
@@ -92,7 +104,10 @@ def test_the_distance_is_rounded_up() -> None:
 
 
 def test_what_reaches_nowhere() -> None:
-    images, anchors = torch.zeros(6, 2, dtype=torch.float64), torch.full((6, 2), 0.5, dtype=torch.float64)
+    images, anchors = (
+        torch.zeros(6, 2, dtype=torch.float64),
+        torch.full((6, 2), 0.5, dtype=torch.float64),
+    )
     within = torch.tensor([0.0, 0.5, math.inf, math.nan, 1e-200, -1.0], dtype=torch.float64)
     assert reach(images, anchors, within).tolist() == [0, 0, math.inf, 0, 0, 0]
     anchors[0, 0] = math.nan
@@ -104,9 +119,14 @@ def test_what_reaches_nowhere() -> None:
 def test_a_pixel_without_room_below_it_costs_nothing() -> None:
     """x = (0, 1/2), the anchor lighter in the first pixel: no image lies on its far side, so |x' - a|^2 <= r^2 + |u|^2."""
     image = torch.tensor([[0.0, 0.5]], dtype=torch.float64)
-    anchor, r = torch.tensor([[0.3, 0.5]], dtype=torch.float64), torch.tensor([0.4], dtype=torch.float64)
+    anchor, r = (
+        torch.tensor([[0.3, 0.5]], dtype=torch.float64),
+        torch.tensor([0.4], dtype=torch.float64),
+    )
     assert float(distance(image, anchor, r).squared) == pytest.approx(0.25, rel=1e-6)
-    assert float(reach(image, anchor, torch.tensor([0.5], dtype=torch.float64))) == pytest.approx(0.4, rel=1e-6)
+    assert float(reach(image, anchor, torch.tensor([0.5], dtype=torch.float64))) == pytest.approx(
+        0.4, rel=1e-6
+    )
 
 
 def plane(normal: Tensor, bias: float) -> PixelModel:
@@ -115,7 +135,9 @@ def plane(normal: Tensor, bias: float) -> PixelModel:
     head.weight.data = torch.stack([normal, torch.zeros_like(normal)])
     head.bias.data = torch.tensor([bias, 0.0], dtype=torch.float64)
     net = nn.Sequential(nn.Flatten(), head)
-    return PixelModel(InputSpec((1, 4, 6), (0.0,), (1.0,)), net).double().eval().requires_grad_(False)
+    return (
+        PixelModel(InputSpec((1, 4, 6), (0.0,), (1.0,)), net).double().eval().requires_grad_(False)
+    )
 
 
 def test_before_a_plane_nearly_all_of_what_the_box_gives_is_found() -> None:
@@ -126,7 +148,9 @@ def test_before_a_plane_nearly_all_of_what_the_box_gives_is_found() -> None:
     for image in images:
         margin = 0.3 * float(normal.norm())
         model = plane(normal, margin - float(normal @ image))
-        free = torch.where(((image == 0) & (normal > 0)) | ((image == 1) & (normal < 0)), 0.0, normal)
+        free = torch.where(
+            ((image == 0) & (normal > 0)) | ((image == 1) & (normal < 0)), 0.0, normal
+        )
         true = margin / float(free.norm())  # as long as no pixel crosses the whole box
         assert float((free / free.norm()).abs().max()) * true < 1
         found, plain = (
@@ -143,7 +167,10 @@ def network(seed: int) -> PixelModel:
     torch.manual_seed(seed)
     layers = [nn.Flatten(), nn.Linear(PIXELS, 12), nn.ReLU(), nn.Linear(12, 4)]
     return (
-        PixelModel(InputSpec((1, 4, 6), (0.4,), (0.5,)), nn.Sequential(*layers)).double().eval().requires_grad_(False)
+        PixelModel(InputSpec((1, 4, 6), (0.4,), (0.5,)), nn.Sequential(*layers))
+        .double()
+        .eval()
+        .requires_grad_(False)
     )
 
 
@@ -158,7 +185,9 @@ def test_radii_are_never_less_and_are_found_again_alone(arithmetic: str | None) 
         certifier = BoxCertifier(model, bound, arithmetic)
         found = certifier.batch(places, images, labels)
         assert all(row.radius >= other.radius for row, other in zip(found, plain, strict=True))
-        gained = sum(row.radius > 1.02 * other.radius for row, other in zip(found, plain, strict=True))
+        gained = sum(
+            row.radius > 1.02 * other.radius for row, other in zip(found, plain, strict=True)
+        )
         assert arithmetic == "bf16" or gained > len(labels) / 4
         for row, image in zip(found, images, strict=True):
             (again,) = certifier.confirm([row], image[None], Doubt(0, 0.0))
@@ -170,12 +199,19 @@ def test_what_is_kept_back_is_for_the_one_who_checks() -> None:
     images = drawn(0)[0].view(-1, 1, 4, 6)
     certifier = BoxCertifier(model, prove(model, 4))
     rows = certifier.batch(range(len(images)), images, model(images).argmax(1).tolist())
-    (row, image) = next((row, image) for row, image in zip(rows, images, strict=True) if row.rung == "box")
-    for factor, status in ((1 + certifier.kept_back / 2, "verified"), (1 + 4 * certifier.kept_back, "refuted")):
+    (row, image) = next(
+        (row, image) for row, image in zip(rows, images, strict=True) if row.rung == "box"
+    )
+    for factor, status in (
+        (1 + certifier.kept_back / 2, "verified"),
+        (1 + 4 * certifier.kept_back, "refuted"),
+    ):
         claim = replace(row, radius=row.radius * factor)
         assert certifier.confirm([claim], image[None], Doubt(0, 0.0))[0].status == status
     assert certifier.kept_back == BoxCertifier.kept_back > 0
-    assert certifier.batch([row.index], image[None], [row.label])[0].radius == pytest.approx(row.radius, rel=1e-6)
+    assert certifier.batch([row.index], image[None], [row.label])[0].radius == pytest.approx(
+        row.radius, rel=1e-6
+    )
 
 
 def test_what_the_search_makes_of_a_margin_that_is_no_number() -> None:

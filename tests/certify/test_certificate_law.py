@@ -81,7 +81,10 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.head = L2Attention(AttentionShape(6, 2, 3, True, 6, True)), nn.Linear(6, 4)
+        self.attention, self.head = (
+            L2Attention(AttentionShape(6, 2, 3, True, 6, True)),
+            nn.Linear(6, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(1, 2)
@@ -113,12 +116,23 @@ def law_network(pretrained: bool = False, kind: str = "linear", **given: Any) ->
 
 def network(kind: str) -> Checkpoint:
     classes = 2 if kind == "linear" else 4
-    return build.initialise("law_network", {"kind": kind}, InputSpec(SIZE, (0.4,), (0.5,)), classes, seed=4)
+    return build.initialise(
+        "law_network", {"kind": kind}, InputSpec(SIZE, (0.4,), (0.5,)), classes, seed=4
+    )
 
 
-def certificates(method: str, checkpoint: Checkpoint, pixels: Tensor) -> tuple[Certifier, list[Certificate]]:
+def certificates(
+    method: str, checkpoint: Checkpoint, pixels: Tensor
+) -> tuple[Certifier, list[Certificate]]:
     """What the method claims of these images, as certified with the label that it predicts."""
-    options = {"sigma": 0.1, "samples": 2000, "alpha": ALPHA, "precision": "float32", "patches": ["1", "2"], "masks": 3}
+    options = {
+        "sigma": 0.1,
+        "samples": 2000,
+        "alpha": ALPHA,
+        "precision": "float32",
+        "patches": ["1", "2"],
+        "masks": 3,
+    }
     certifier = prepare(method, checkpoint, torch.device("cpu"), options_of(method, options))
     if certifier.failure and "linear" not in checkpoint.record.arch_args.values():
         return certifier, []  # another smoothed classifier is not known
@@ -140,8 +154,13 @@ def real_margins(net: nn.Module, image: Tensor, label: int) -> Fraction | float:
     plain = net.net
     if not isinstance(plain, nn.Sequential):
         logits = net(image[None])[0]
-        return float((logits[label] - logits).index_fill(0, torch.tensor(label), torch.inf).min()) + 1e-9
-    x = (number(image.flatten()) - Fraction(float(net.normalize.mean))) / Fraction(float(net.normalize.std))
+        return (
+            float((logits[label] - logits).index_fill(0, torch.tensor(label), torch.inf).min())
+            + 1e-9
+        )
+    x = (number(image.flatten()) - Fraction(float(net.normalize.mean))) / Fraction(
+        float(net.normalize.std)
+    )
     for layer in plain:
         if isinstance(layer, nn.Linear):
             x = number(layer.weight) @ x + number(layer.bias)
@@ -162,7 +181,11 @@ def climbed(net: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) -> Te
         for _ in range(20):
             near = near.detach().requires_grad_(True)
             logits = net(near)
-            margins = (logits.gather(1, labels[:, None]) - logits).scatter(1, labels[:, None], torch.inf).amin(1)
+            margins = (
+                (logits.gather(1, labels[:, None]) - logits)
+                .scatter(1, labels[:, None], torch.inf)
+                .amin(1)
+            )
             better = margins < worst
             best = torch.where(better.view(-1, 1, 1, 1), near.detach(), best)
             worst = torch.minimum(worst, margins.detach())
@@ -174,7 +197,9 @@ def climbed(net: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) -> Te
     return best
 
 
-def false_claims(checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certificate]) -> list[Certificate]:
+def false_claims(
+    checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certificate]
+) -> list[Certificate]:
     """Those with an image of another class, or of none alone, inside their radius."""
     net = build.load_double(checkpoint, torch.device("cpu"))
     claims = [row for row in rows if row.radius > 0 and row.prediction is not None]
@@ -191,7 +216,9 @@ def false_claims(checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certific
     ]
 
 
-def false_of_patches(certifier: Certifier, pixels: Tensor, rows: Sequence[Certificate]) -> list[Certificate]:
+def false_of_patches(
+    certifier: Certifier, pixels: Tensor, rows: Sequence[Certificate]
+) -> list[Certificate]:
     """Those whose defended classifier gives another class where a patch is black, white or noise, at every place."""
     assert isinstance(certifier, PatchCertifier)
     draw, found = torch.Generator().manual_seed(6), []
@@ -199,7 +226,9 @@ def false_of_patches(certifier: Certifier, pixels: Tensor, rows: Sequence[Certif
         for patch in map(Patch.from_key, row.held if isinstance(row.held, tuple) else ()):
             image = pixels[row.index]
             nearby = [image]
-            for corner in itertools.product(*(range(side - patch.height + 1) for side in image.shape[1:])):
+            for corner in itertools.product(
+                *(range(side - patch.height + 1) for side in image.shape[1:])
+            ):
                 for filled in (
                     torch.zeros_like(image),
                     torch.ones_like(image),
@@ -212,7 +241,9 @@ def false_of_patches(certifier: Certifier, pixels: Tensor, rows: Sequence[Certif
     return found
 
 
-def false_of_linear(checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certificate]) -> list[Certificate]:
+def false_of_linear(
+    checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certificate]
+) -> list[Certificate]:
     """Those beyond the distance to the hyperplane between two classes, which the smoothed classifier shares."""
     net: Any = build.load_double(checkpoint, torch.device("cpu"))
     gap = net.net[1].weight[1] - net.net[1].weight[0]
@@ -220,7 +251,11 @@ def false_of_linear(checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certi
     margins = net(pixels)[:, 1] - net(pixels)[:, 0]
     true = [(int(m > 0), abs(float(m)) / steep) for m in margins]
     claims = [row for row in rows if row.radius > 0 and row.prediction is not None]
-    return [r for r in claims if r.prediction != true[r.index][0] or r.radius > true[r.index][1] * (1 + 1e-9)]
+    return [
+        r
+        for r in claims
+        if r.prediction != true[r.index][0] or r.radius > true[r.index][1] * (1 + 1e-9)
+    ]
 
 
 def hold(method: str, kind: str, count: int = COUNT) -> int:
@@ -238,10 +273,16 @@ def hold(method: str, kind: str, count: int = COUNT) -> int:
         assert not false_of_patches(certifier, pixels, rows)
     elif certifier.failure == 0:
         assert not false_claims(checkpoint, pixels, rows)
-    if kind == "linear" and certifier.domain == "all":  # within the box the hyperplane may be farther away
+    if (
+        kind == "linear" and certifier.domain == "all"
+    ):  # within the box the hyperplane may be farther away
         wrong = false_of_linear(checkpoint, pixels, rows)
         # so many false ones have a chance below 1e-6 where each has alpha
-        allowed = next(k for k in range(count + 1) if math.comb(count, k) * certifier.failure**k < 1e-6) if wrong else 1
+        allowed = (
+            next(k for k in range(count + 1) if math.comb(count, k) * certifier.failure**k < 1e-6)
+            if wrong
+            else 1
+        )
         assert len(wrong) < max(1, allowed), wrong
     return sum(bool(row.held) for row in rows)
 
@@ -252,7 +293,10 @@ def test_nothing_of_another_class_is_inside_a_claimed_radius(method: str, kind: 
     claims = hold(method, kind, COUNT if EVERY else 3)
     if kind == ("relu" if method == "patch" else "linear"):
         assert claims  # the law is about something
-    if kind == "tied" and method not in ("smoothing", "patch"):  # as a network is executed, its ties go one way
+    if kind == "tied" and method not in (
+        "smoothing",
+        "patch",
+    ):  # as a network is executed, its ties go one way
         assert not claims
 
 
@@ -268,16 +312,23 @@ class Claiming(Certifier):
     def attacked(self) -> nn.Module:
         return self.model
 
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
         tops = self.model(pixels.double()).argmax(1).tolist()
         rows = zip(indices, labels, tops, strict=True)
-        return [Certificate(index, label, top, 0.5, self.method, self.failure) for index, label, top in rows]
+        return [
+            Certificate(index, label, top, 0.5, self.method, self.failure)
+            for index, label, top in rows
+        ]
 
 
 class PatchClaiming(PatchCertifier):
     """A false method: every image, whatever the masked passes say."""
 
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[PatchCertificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[PatchCertificate]:
         tops = self.predict(pixels)
         return [
             PatchCertificate(index, label, top, 0.0, "patch", 0.0, proven=("2x2",))
@@ -310,7 +361,9 @@ def test_a_method_that_claims_every_patch_breaks_the_law(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["linear", "relu", "maxmin", "bias25", "tied"])
-def test_a_method_that_claims_a_half_of_every_image_breaks_the_law(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_claims_a_half_of_every_image_breaks_the_law(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entry = Entry("claiming", f"{__name__}:claiming", "a false method")
     monkeypatch.setitem(METHODS._entries, "claiming", entry)
     with pytest.raises(AssertionError):
@@ -318,6 +371,8 @@ def test_a_method_that_claims_a_half_of_every_image_breaks_the_law(kind: str, mo
 
 
 def test_a_chance_of_failure_excuses_no_false_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS._entries, "chancy", Entry("chancy", f"{__name__}:chancy", "a false method"))
+    monkeypatch.setitem(
+        METHODS._entries, "chancy", Entry("chancy", f"{__name__}:chancy", "a false method")
+    )
     with pytest.raises(AssertionError):
         hold("chancy", "linear")

@@ -93,7 +93,10 @@ def test_what_does_not_run_in_its_precision_runs_in_float64_unless_memory_ends()
     certifier: Any = CERTIFIERS["lipschitz"](model)
     certifier._executed = Failing(1, 1).half()
     first, second = model(pixels).argmax(1).tolist()
-    claims = [Certificate(0, 0, first, 0.1, "", 0.0), Certificate(1, 0, (second + 1) % 3, 0.1, "", 0.0)]
+    claims = [
+        Certificate(0, 0, first, 0.1, "", 0.0),
+        Certificate(1, 0, (second + 1) % 3, 0.1, "", 0.0),
+    ]
     assert certifier.stands(claims, pixels, Doubt(0, 1e-4)) == [True, False]
     certifier._executed.words = "can't allocate memory"
     with pytest.raises(RuntimeError, match="memory"):
@@ -104,7 +107,9 @@ def test_an_image_is_right_whose_top_class_is_its_label() -> None:
     model, pixels = network(), torch.rand(4, *SIZE)
     labels = model(pixels.double()).argmax(1)
     labels[1:] = (labels[1:] + 1) % 3
-    images = Images("", "all", ("0", "1", "2"), labels, torch.arange(4), lambda places: pixels[list(places)])
+    images = Images(
+        "", "all", ("0", "1", "2"), labels, torch.arange(4), lambda places: pixels[list(places)]
+    )
     assert right_of(model, images, 3) == [True, False, False, False]
     assert right_of(model, images, labels=labels + 1)[0] is False
 
@@ -120,7 +125,12 @@ class OneImage(nn.Module):
 
 @pytest.mark.parametrize("name", ["lipschitz", "zonotope", "norms"])
 def test_a_network_of_one_image_is_refused_a_batch(name: str) -> None:
-    model = PixelModel(InputSpec(SIZE, (0.5,), (0.5,)), OneImage()).double().eval().requires_grad_(False)
+    model = (
+        PixelModel(InputSpec(SIZE, (0.5,), (0.5,)), OneImage())
+        .double()
+        .eval()
+        .requires_grad_(False)
+    )
     certifier = CERTIFIERS[name](model)
     assert len(found(certifier, torch.rand(1, *SIZE))) == 1
     with pytest.raises(NoBoundError, match="does not take 2 images"):
@@ -139,7 +149,9 @@ def test_an_operation_without_a_rounding_rule_is_refused(monkeypatch: pytest.Mon
         found(CERTIFIERS["lipschitz"](network()), torch.rand(1, *SIZE))
 
 
-@pytest.mark.parametrize(("symbols", "effort"), [(None, "zonotope"), (None, "auto"), (0, "auto"), (0, "zonotope")])
+@pytest.mark.parametrize(
+    ("symbols", "effort"), [(None, "zonotope"), (None, "auto"), (0, "auto"), (0, "zonotope")]
+)
 def test_enclosures_that_do_not_fit_are_refused_or_done_without(
     monkeypatch: pytest.MonkeyPatch, symbols: int | None, effort: str
 ) -> None:
@@ -149,4 +161,7 @@ def test_enclosures_that_do_not_fit_are_refused_or_done_without(
             LocalCertifier(network(), SIZE, Local(effort))
         return
     title = LocalCertifier(network(), SIZE, Local(effort)).title
-    assert ("do not fit into memory" in title, "not 8,000: memory" in title) == (effort == "auto", effort != "auto")
+    assert ("do not fit into memory" in title, "not 8,000: memory" in title) == (
+        effort == "auto",
+        effort != "auto",
+    )

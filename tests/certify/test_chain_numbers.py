@@ -46,7 +46,9 @@ def exactly(found: SequentialNetwork, pixels: Tensor) -> list[list[Fraction]]:
 def test_no_value_is_off_by_more_than_is_said(bias: float) -> None:
     """Differences of nearly equal numbers: what they have lost is as large as the numbers were, and never negative."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4))
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4)
+    )
     net = net.double().requires_grad_(False)
     net[1].bias *= bool(bias)  # without one, products alone lose something
     net[1].bias += bias
@@ -54,7 +56,9 @@ def test_no_value_is_off_by_more_than_is_said(bias: float) -> None:
     found = SequentialNetwork(net.eval(), SIZE)
     image = torch.rand(1, *SIZE).double()
     values = found.values(image)
-    for centre, error, exact in zip(values.centre, values.error, exactly(found, image), strict=True):
+    for centre, error, exact in zip(
+        values.centre, values.error, exactly(found, image), strict=True
+    ):
         for value, most, truth in zip(centre[0].tolist(), error[0].tolist(), exact, strict=True):
             assert abs(Fraction(value) - truth) <= Fraction(most)
             assert 0 < most < 1e-12 * (1 + abs(bias))
@@ -85,7 +89,9 @@ def test_a_box_behind_an_activation_has_its_units(slope: float) -> None:
     for s in (1.0, 2.0**40):
         move = s * (1 + 2.0**-30)
         start = Moves(-slope * doubles(move), doubles(move), torch.ones(1).double())
-        moved = sequential._activated(start, Activation(torch.relu), doubles(-s), doubles(s * 2.0**-40))
+        moved = sequential._activated(
+            start, Activation(torch.relu), doubles(-s), doubles(s * 2.0**-40)
+        )
         assert float(moved.hi) >= s * (2.0**-30 + 2.0**-40)
         found.append([float(moved.hi), float(moved.lo)])
     assert found[1] == pytest.approx([x * 2.0**40 for x in found[0]], rel=1e-9)
@@ -94,7 +100,9 @@ def test_a_box_behind_an_activation_has_its_units(slope: float) -> None:
 def test_a_box_behind_an_activation_holds_what_its_rounding_is_far_above() -> None:
     """Of the identity: units move by 2^-60 around -1 and 1."""
     move = doubles(2.0**-60, 2.0**-60)
-    moved = sequential._activated(Moves(-move, move, move[0]), Activation(lambda x: x), doubles(-1.0, 1.0), 0 * move)
+    moved = sequential._activated(
+        Moves(-move, move, move[0]), Activation(lambda x: x), doubles(-1.0, 1.0), 0 * move
+    )
     assert bool((moved.hi >= move).all())
     assert bool((moved.lo <= -move).all())
 
@@ -109,7 +117,9 @@ def test_a_box_behind_a_linear_layer_is_the_ball_or_what_the_box_allows(rho: flo
     for box, masked, exact in ((wide, 0, 1 / 4), (wide, 8, 8**0.5 / 16), (narrow, 0, 2.0**-8)):
         mask = torch.ones(1, 16).double()
         mask[:, :masked] = 0
-        moved = sequential._mapped(Moves(-box, box, torch.full((1,), rho).double()), step, mask, True)
+        moved = sequential._mapped(
+            Moves(-box, box, torch.full((1,), rho).double()), step, mask, True
+        )
         assert rho * exact <= float(moved.hi) == -float(moved.lo) <= rho * exact * (1 + 1e-12)
 
 
@@ -164,7 +174,11 @@ def test_every_rounding_reaches_a_bound(file: str, monkeypatch: pytest.MonkeyPat
                 rows[name, site].append(row)
     for name in made:
         lines = enumerate(Path(sequential.__file__).read_text().splitlines(), 1)
-        written = {number for number, line in lines if f"{name}(" in line and not line.startswith(("from", "def"))}
+        written = {
+            number
+            for number, line in lines
+            if f"{name}(" in line and not line.startswith(("from", "def"))
+        }
         assert written == {site[1] for of, site in rows if of == name}, name
     for (name, site), names in rows.items():
         made[name].further = site
@@ -173,7 +187,13 @@ def test_every_rounding_reaches_a_bound(file: str, monkeypatch: pytest.MonkeyPat
         for made[name].factor in (2.0**30, 1 + 2.0**-6):
             again.append([a for row in names for a in ROWS[row]()])
         pairs = [pair for found in again for pair in zip(found, known, strict=True)]
-        assert any(a > b + 1e-9 * abs(b) for a, b in pairs), (name, site[:2])  # float64 evaluates both
+        assert any(a > b + 1e-9 * abs(b) for a, b in pairs), (
+            name,
+            site[:2],
+        )  # float64 evaluates both
         # a little further, and none is less: but for the search of t, which ends elsewhere
-        assert all(a >= b - 2.0**-8 * abs(b) for a, b in zip(again[1], known, strict=True)), (name, site[:2])
+        assert all(a >= b - 2.0**-8 * abs(b) for a, b in zip(again[1], known, strict=True)), (
+            name,
+            site[:2],
+        )
         made[name].further = None

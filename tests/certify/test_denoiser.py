@@ -12,7 +12,20 @@ from certcli.certify.smoothing.denoiser import Denoiser, read_denoiser
 from certcli.system.errors import ArchitectureError, CertvitError
 from tests.helpers.commands import attempt, document
 
-RUN = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 64, "--limit", 6, "-e", 0.05)
+RUN = (
+    "--method",
+    "smoothing",
+    "--sigma",
+    0.1,
+    "--n0",
+    16,
+    "--samples",
+    64,
+    "--limit",
+    6,
+    "-e",
+    0.05,
+)
 
 
 def dncnn(path: Path, last: float, spoil: Any = None) -> Path:
@@ -20,7 +33,9 @@ def dncnn(path: Path, last: float, spoil: Any = None) -> Path:
     torch.manual_seed(0)
     net = Denoiser(1, 4, 4)
     torch.nn.init.normal_(net.dncnn[-1].weight, std=last)
-    tensors: dict[str, Tensor] = {f"module.{name}": value.clone() for name, value in net.state_dict().items()}
+    tensors: dict[str, Tensor] = {
+        f"module.{name}": value.clone() for name, value in net.state_dict().items()
+    }
     if spoil is not None:
         spoil(tensors)
     save_file(tensors, path)
@@ -29,13 +44,20 @@ def dncnn(path: Path, last: float, spoil: Any = None) -> Path:
 
 def test_the_denoiser_is_part_of_what_is_smoothed(workshop: Path, tmp_path: Path) -> None:
     net, records = workshop / "plain.safetensors", tmp_path / "r.jsonl"
-    same, other = dncnn(tmp_path / "same.safetensors", 0.0), dncnn(tmp_path / "other.safetensors", 0.05)
+    same, other = (
+        dncnn(tmp_path / "same.safetensors", 0.0),
+        dncnn(tmp_path / "other.safetensors", 0.05),
+    )
     bare = document("certify", net, *RUN)
     silent = document("certify", net, *RUN, "--denoiser", same)
     spoilt = document("certify", net, *RUN, "--denoiser", other, "--records", records)
     assert silent["average_radius"] == bare["average_radius"] != spoilt["average_radius"] > 0
     assert bare["parameters"].keys() == silent["parameters"].keys() - {"denoiser"}
-    assert silent["parameters"]["denoiser"] != spoilt["parameters"]["denoiser"] == read_denoiser(other, 1).digest
+    assert (
+        silent["parameters"]["denoiser"]
+        != spoilt["parameters"]["denoiser"]
+        == read_denoiser(other, 1).digest
+    )
     for words, code, named in (
         (("--denoiser", other), 0, ""),
         (("--denoiser", same), 6, "another denoiser"),
@@ -58,9 +80,15 @@ def test_the_published_network() -> None:
     net.dncnn[3].running_mean.normal_()
     x = torch.rand(2, 3, 6, 6)
     first, norm, last = net.dncnn[0], net.dncnn[3], net.dncnn[5]
-    hidden = torch.conv2d(torch.conv2d(x, first.weight, first.bias, padding=1).relu(), net.dncnn[2].weight, padding=1)
-    hidden = (hidden - norm.running_mean[:, None, None]) / (norm.running_var + 1e-4).sqrt()[:, None, None]
-    assert torch.allclose(net(x), x - torch.conv2d(hidden.relu(), last.weight, padding=1), atol=1e-6)
+    hidden = torch.conv2d(
+        torch.conv2d(x, first.weight, first.bias, padding=1).relu(), net.dncnn[2].weight, padding=1
+    )
+    hidden = (hidden - norm.running_mean[:, None, None]) / (norm.running_var + 1e-4).sqrt()[
+        :, None, None
+    ]
+    assert torch.allclose(
+        net(x), x - torch.conv2d(hidden.relu(), last.weight, padding=1), atol=1e-6
+    )
 
 
 def missing(tensors: dict[str, Tensor]) -> None:

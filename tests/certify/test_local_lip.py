@@ -21,8 +21,15 @@ CLASSES = 4
 
 
 def conv(activation: type[nn.Module] = nn.ReLU) -> nn.Module:
-    layers = [nn.Conv2d(1, 6, 3, padding=1), activation(), nn.Conv2d(6, 8, 4, stride=2, padding=1), activation()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(72, 24), activation(), nn.Linear(24, CLASSES))
+    layers = [
+        nn.Conv2d(1, 6, 3, padding=1),
+        activation(),
+        nn.Conv2d(6, 8, 4, stride=2, padding=1),
+        activation(),
+    ]
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(72, 24), activation(), nn.Linear(24, CLASSES)
+    )
 
 
 class Functional(nn.Module):
@@ -67,7 +74,11 @@ def network(name: str, scale: float = 1.5) -> PixelModel:
 
 
 def images(count: int = 6) -> Tensor:
-    return torch.rand(count, *SIZE, generator=torch.Generator().manual_seed(1)).double().round(decimals=1)
+    return (
+        torch.rand(count, *SIZE, generator=torch.Generator().manual_seed(1))
+        .double()
+        .round(decimals=1)
+    )
 
 
 def neighbours(pixels: Tensor, radii: Tensor, count: int) -> Tensor:
@@ -75,7 +86,9 @@ def neighbours(pixels: Tensor, radii: Tensor, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     steps = torch.randn(count, *pixels.shape, generator=generator, dtype=torch.float64)
     steps[: count // 4] = steps[: count // 4].sign()
-    steps[count // 4 : count // 2] *= torch.rand(count // 2 - count // 4, *pixels.shape, generator=generator) < 0.05
+    steps[count // 4 : count // 2] *= (
+        torch.rand(count // 2 - count // 4, *pixels.shape, generator=generator) < 0.05
+    )
     lengths = steps.flatten(2).norm(dim=2).clamp(min=1e-9)
     moved = pixels + steps * (radii * 0.999999 / lengths)[..., None, None, None]
     return moved.clamp(0, 1)  # only nearer
@@ -99,7 +112,9 @@ def test_what_is_reachable_stays_in_box_and_ball(name: str, drop: bool) -> None:
     model, pixels = network(name), images()
     found = SequentialNetwork(model, SIZE)
     logits = model(pixels)
-    assert torch.allclose(tensors(found, pixels)[-1], logits, atol=1e-12)  # the chain is the network, up to rounding
+    assert torch.allclose(
+        tensors(found, pixels)[-1], logits, atol=1e-12
+    )  # the chain is the network, up to rounding
     labels = logits.argmax(1)
     for radius in (1e-3, 0.1, 0.5, 2.0):
         radii = torch.full((len(pixels),), radius, dtype=torch.float64)
@@ -129,7 +144,9 @@ def attacked(model: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) ->
             worst = margins.scatter(1, labels[:, None], torch.inf).amin(1)
             broken |= worst <= 0
             (slope,) = torch.autograd.grad(worst.sum(), near)
-            near = near - 0.25 * length * slope / slope.flatten(1).norm(dim=1).clamp(min=1e-12).view(-1, 1, 1, 1)
+            near = near - 0.25 * length * slope / slope.flatten(1).norm(dim=1).clamp(
+                min=1e-12
+            ).view(-1, 1, 1, 1)
             away = near - pixels
             size = away.flatten(1).norm(dim=1).clamp(min=1e-12).view(-1, 1, 1, 1)
             near = (pixels + away * (length / size).clamp(max=1)).clamp(0, 1)
@@ -146,7 +163,9 @@ def test_radii_withstand_attacks_and_are_never_below_the_global_ones(name: str) 
     for kind in (BcpCertifier, LocalLipCertifier):
         rows = found[kind] = kind(model, CLASSES, SIZE).batch(indices, pixels, wanted)
         # two bounds on the rounding of the logits: radii agree but for some 1e-10
-        assert all(row.radius >= other.radius * (1 - 1e-8) for row, other in zip(rows, plain, strict=True))
+        assert all(
+            row.radius >= other.radius * (1 - 1e-8) for row, other in zip(rows, plain, strict=True)
+        )
         radii = torch.tensor([row.radius for row in rows], dtype=torch.float64)
         assert not attacked(model, pixels, labels, radii).any()
     radii = torch.tensor([row.radius for row in found[BcpCertifier]], dtype=torch.float64)
@@ -184,13 +203,20 @@ def test_a_radius_by_another_bound_on_rounding_is_found_again() -> None:
     rows = certifier.batch(range(2), pixels, model(pixels).argmax(1).tolist())
     claims = [rows[0], replace(rows[1], radius=9.0)]
     assert rows[0].radius > 0
-    assert [said.status for said in certifier.confirm(claims, pixels, Doubt(0, 1e-4))] == ["verified", "refuted"]
+    assert [said.status for said in certifier.confirm(claims, pixels, Doubt(0, 1e-4))] == [
+        "verified",
+        "refuted",
+    ]
 
 
 def test_a_constant_unit_costs_nothing() -> None:
     """Half of the units can never be on; the global bound counts their large weights, the local one does not."""
     model = network("maxmin")
-    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 4)).double().requires_grad_(False)
+    net = (
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 4))
+        .double()
+        .requires_grad_(False)
+    )
     net[1].bias[:10] = -1e3
     net[1].weight[:10] *= 30
     model.net = net.eval()
@@ -199,7 +225,8 @@ def test_a_constant_unit_costs_nothing() -> None:
     plain = LipschitzCertifier(model, prove(model, CLASSES)).batch(range(8), pixels, labels)
     local = LocalLipCertifier(model, CLASSES, SIZE).batch(range(8), pixels, labels)
     assert all(
-        row.radius > 5 * other.radius and row.rung == "local-lip" for row, other in zip(local, plain, strict=True)
+        row.radius > 5 * other.radius and row.rung == "local-lip"
+        for row, other in zip(local, plain, strict=True)
     )
 
 
@@ -209,9 +236,16 @@ def test_of_a_linear_network_the_radius_is_the_distance_to_the_boundary() -> Non
     weight = model.net[1].weight / 0.5
     top = logits.argmax(1)
     slopes = (weight[top][:, None] - weight[None]).norm(dim=2).scatter(1, top[:, None], 1)
-    exact = ((logits.gather(1, top[:, None]) - logits) / slopes).scatter(1, top[:, None], torch.inf).amin(1)
+    exact = (
+        ((logits.gather(1, top[:, None]) - logits) / slopes)
+        .scatter(1, top[:, None], torch.inf)
+        .amin(1)
+    )
     found = torch.tensor(
-        [row.radius for row in LocalLipCertifier(model, CLASSES, SIZE).batch(range(8), pixels, top.tolist())],
+        [
+            row.radius
+            for row in LocalLipCertifier(model, CLASSES, SIZE).batch(range(8), pixels, top.tolist())
+        ],
         dtype=torch.float64,
     )
     assert bool(

@@ -35,7 +35,12 @@ BODIES = {
     "affine": lambda: [nn.Flatten(), nn.Linear(2, 3)],
     "ReLU": lambda: [nn.Flatten(), nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)],
     "GELU": lambda: [nn.Flatten(), nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 3)],
-    "attention": lambda: [Tokens(), Attention(4, num_heads=2, qkv_bias=True), nn.Flatten(), nn.Linear(8, 3)],
+    "attention": lambda: [
+        Tokens(),
+        Attention(4, num_heads=2, qkv_bias=True),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ],
 }
 # body, norm, effort: the share of the distance found by the grid that the largest radius reaches
 REACHED: dict[tuple[str, Norm, str], float] = {
@@ -84,9 +89,13 @@ def nearest(body: str, norm: Norm) -> list[float]:
 
 
 @pytest.mark.parametrize(("body", "norm", "effort"), REACHED, ids=lambda part: part)
-def test_a_radius_reaches_near_the_next_class_and_no_farther(body: str, norm: Norm, effort: str) -> None:
+def test_a_radius_reaches_near_the_next_class_and_no_farther(
+    body: str, norm: Norm, effort: str
+) -> None:
     model, images, tops = network(body)
-    certifier = LocalCertifier(model, SIZE, Local(effort=effort, norm=norm, arithmetic="real"), symbols=100)
+    certifier = LocalCertifier(
+        model, SIZE, Local(effort=effort, norm=norm, arithmetic="real"), symbols=100
+    )
     rows = certifier.batch(range(4), images, tops)
     shares = [row.radius / far for row, far in zip(rows, nearest(body, norm), strict=True)]
     assert max(shares) <= 1
@@ -95,14 +104,20 @@ def test_a_radius_reaches_near_the_next_class_and_no_farther(body: str, norm: No
 
 @pytest.mark.parametrize("effort", ["zonotope", "backward"])
 @pytest.mark.parametrize(("norm", "anywhere"), [("l2", 10**-0.5), ("linf", 0.25)])
-def test_images_outside_0_and_1_count_for_real_arithmetic_alone(norm: Norm, anywhere: float, effort: str) -> None:
+def test_images_outside_0_and_1_count_for_real_arithmetic_alone(
+    norm: Norm, anywhere: float, effort: str
+) -> None:
     """A margin of 3 x + y - 0.2 at (0, 0.5): x cannot fall there, and y falls 0.3 before the class changes."""
-    model = PixelModel(InputSpec(size=SIZE, mean=(0.0,), std=(1.0,)), nn.Sequential(nn.Flatten(), nn.Linear(2, 2)))
+    model = PixelModel(
+        InputSpec(size=SIZE, mean=(0.0,), std=(1.0,)), nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
+    )
     with torch.no_grad():
         model.net[1].weight.copy_(torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
         model.net[1].bias.copy_(torch.tensor([-0.2, 0.0]))
     image = torch.tensor([[[[0.0, 0.5]]]]).double()
     for arithmetic, far in (("real", 0.3 * anywhere), ("float64", 0.3)):
-        certifier = LocalCertifier(model.double().eval(), SIZE, Local(effort, norm, arithmetic=arithmetic), symbols=100)
+        certifier = LocalCertifier(
+            model.double().eval(), SIZE, Local(effort, norm, arithmetic=arithmetic), symbols=100
+        )
         (row,) = certifier.batch([0], image, [0])
         assert 0.95 * far < row.radius < far * (1 + 1e-7)  # 0.2 is stored in float32

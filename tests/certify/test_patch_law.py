@@ -50,7 +50,9 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
         patch = Patch(2, 1)
         part = GreyPixels(pixel_model(Bright(seed), (1, 4, 5)), GRID)
         defence = (
-            DoubleMasking(GRID, [patch], 2) if name == "double-masking" else Voting(GRID, [patch], "columns", 2, 3)
+            DoubleMasking(GRID, [patch], 2)
+            if name == "double-masking"
+            else Voting(GRID, [patch], "columns", 2, 3)
         )
         passes = Passes(part, defence.views, 16)
         images = torch.rand(6, 1, 4, 5, generator=torch.Generator().manual_seed(seed))
@@ -76,7 +78,9 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
 
 
 def places_of(patch: Patch, image: tuple[int, int]) -> list[tuple[int, int]]:
-    return list(itertools.product(range(image[0] - patch.height + 1), range(image[1] - patch.width + 1)))
+    return list(
+        itertools.product(range(image[0] - patch.height + 1), range(image[1] - patch.width + 1))
+    )
 
 
 def test_a_patch_that_turns_the_network_is_found() -> None:
@@ -95,8 +99,13 @@ def test_a_patch_that_turns_the_network_is_found() -> None:
         changed = (row.adversarial != image).nonzero()[:, 1:]
         assert bool((changed < 2).all())
         assert target.classify(row.adversarial[None]) == [1]
-    assert attack_patches(target, [0], images[:1], [1], Patch(2, 2), AttackSettings())[0].withstood is False
-    inner = attack_patches(target, [0], images[:1], [0], Patch(2, 2), AttackSettings(steps=10), places=[(3, 3)])
+    assert (
+        attack_patches(target, [0], images[:1], [1], Patch(2, 2), AttackSettings())[0].withstood
+        is False
+    )
+    inner = attack_patches(
+        target, [0], images[:1], [0], Patch(2, 2), AttackSettings(steps=10), places=[(3, 3)]
+    )
     assert inner[0].withstood
 
 
@@ -107,12 +116,17 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     given = Patches(["1"], name, hide=hide, band_width=1, bands="blocks")
     certifier = prepare("patch", certified, CPU, given)
     assert isinstance(certifier, PatchCertifier)
-    patch, images = Patch(1, 1), datasets.load("digits", certified.record.input, "test").select(range(24))
+    patch, images = (
+        Patch(1, 1),
+        datasets.load("digits", certified.record.input, "test").select(range(24)),
+    )
     pixels, labels = images.tensors()
     rows = certifier.batch(range(24), pixels, labels.tolist())
     target = Target(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
     chosen = places_of(patch, (8, 8))[::9]
-    found = attack_patches(target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen)
+    found = attack_patches(
+        target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen
+    )
     held = [row.index for row in rows if row.holds_at(Threat.of(patch))]
     assert [row.index for row in found if row.index in held and not row.withstood] == []
     assert held
@@ -121,7 +135,9 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
 class Credulous(PatchCertifier):
     """It finds every claim again."""
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         return [Confirmation("verified", "as it says")] * len(claims)
 
 
@@ -132,7 +148,8 @@ def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoin
     images = datasets.load("digits", plain.record.input, "test").select(range(12))
     pixels, labels = images.tensors()
     claims = [
-        replace(row, proven=("1x1", "5x5")) for row in certifier.batch(images.indices.tolist(), pixels, labels.tolist())
+        replace(row, proven=("1x1", "5x5"))
+        for row in certifier.batch(images.indices.tolist(), pixels, labels.tolist())
     ]
     rows = list(recheck(certifier, claims, images, 5, margin_attack(1), 12))
     assert all(row.attacked for row in rows)

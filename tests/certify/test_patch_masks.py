@@ -69,10 +69,16 @@ def test_intervals_cover_every_place_of_every_patch() -> None:
             assert len({stop - start for start, stop in intervals}) == 1
             for start in range(length - patch + 1):
                 first, last = start // cell, (start + patch - 1) // cell
-                assert any(a <= first and last < b <= -(-length // cell) for a, b in intervals), (length, cell, patch)
+                assert any(a <= first and last < b <= -(-length // cell) for a, b in intervals), (
+                    length,
+                    cell,
+                    patch,
+                )
 
 
-@pytest.mark.parametrize("grid", [Grid(7, 9, (1, 1)), Grid(8, 11, (2, 3)), Grid(9, 7, (4, 2))], ids=str)
+@pytest.mark.parametrize(
+    "grid", [Grid(7, 9, (1, 1)), Grid(8, 11, (2, 3)), Grid(9, 7, (4, 2))], ids=str
+)
 @pytest.mark.parametrize("patch", [Patch(2, 2), Patch(1, 3), Patch(3, 1), Patch(1, 1)], ids=str)
 def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) -> None:
     """Pixel by pixel; then one mask after the other is made smaller by a row or a column, or left out."""
@@ -80,7 +86,9 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
     every = torch.stack(places(grid, patch))
 
     def covered(some: Tensor) -> bool:
-        return bool((~(shown(some, grid)[:, None] & every[None]).flatten(2).any(dim=2)).any(dim=0).all())
+        return bool(
+            (~(shown(some, grid)[:, None] & every[None]).flatten(2).any(dim=2)).any(dim=0).all()
+        )
 
     assert covered(views)
     assert masks.hole(views, grid, patch) is None

@@ -55,12 +55,16 @@ def test_dropped_tokens_are_out_of_the_pass(name: str) -> None:
     assert isinstance(part, KeptTokens)
     pixels = torch.rand(4, 3, 16, 16)
     views = torch.ones(4, *part.grid.shape, dtype=torch.bool)
-    torch.testing.assert_close(part(pixels, views), part.model(pixels), rtol=1e-4, atol=1e-4)  # sums in another order
+    torch.testing.assert_close(
+        part(pixels, views), part.model(pixels), rtol=1e-4, atol=1e-4
+    )  # sums in another order
     views[:, 0, 1] = False
     hidden = ~shown(views, part.grid)
     other = torch.where(hidden[:, None], torch.rand(4, 3, 16, 16), pixels)
     assert torch.equal(part(pixels, views), part(other, views))
-    assert not torch.equal(part(pixels, views), part(pixels, ~views | (torch.rand(views.shape[1:]) > 2)))
+    assert not torch.equal(
+        part(pixels, views), part(pixels, ~views | (torch.rand(views.shape[1:]) > 2))
+    )
 
 
 @pytest.mark.parametrize("hide", ["tokens", "pixels"])
@@ -105,7 +109,10 @@ def test_passes_without_finite_logits_give_no_class() -> None:
     """A patch that breaks every pass that sees it (here by NaN pixels) leaves the proven class."""
     part = GreyPixels(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
     part.model.net[1].weight.data.zero_()
-    for defence in (DoubleMasking(GRID, [Patch(1, 1)], 2), Voting(GRID, [Patch(1, 1)], "columns", 1, 3)):
+    for defence in (
+        DoubleMasking(GRID, [Patch(1, 1)], 2),
+        Voting(GRID, [Patch(1, 1)], "columns", 1, 3),
+    ):
         passes = Passes(part, defence.views, 4)
         (clean,) = defence.certify(passes, ONE_IMAGE, [int(part.model.net[1].bias.argmax())])
         assert clean.proven
@@ -151,12 +158,16 @@ SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1, 1), "num
 
 
 @pytest.mark.parametrize(
-    ("arch", "shape"), [("resnet10t", {}), ("swin_tiny_patch4_window7_224", SWIN)], ids=["convolutions", "windows"]
+    ("arch", "shape"),
+    [("resnet10t", {}), ("swin_tiny_patch4_window7_224", SWIN)],
+    ids=["convolutions", "windows"],
 )
 def test_networks_without_tokens_to_drop_say_so(arch: str, shape: dict[str, Any]) -> None:
     net = timm.create_model(arch, num_classes=5, **shape)
     model = pixel_model(net, (3, 32, 32))
-    with pytest.raises(UsageError, match=f"{type(net).__name__} is neither timm's VisionTransformer"):
+    with pytest.raises(
+        UsageError, match=f"{type(net).__name__} is neither timm's VisionTransformer"
+    ):
         seen_part(model, "tokens")
     part = seen_part(model, "auto")
     assert part.hides == "pixels"

@@ -46,13 +46,19 @@ def test_no_answers_of_touched_passes_change_what_double_masking_proves(name: st
 
     proven = broken = 0
     for trial in range(trials):
-        wrong = (torch.rand(len(defence.views), generator=generator) < (0, 0.03, 0.1)[trial % 3]).tolist()
+        wrong = (
+            torch.rand(len(defence.views), generator=generator) < (0, 0.03, 0.1)[trial % 3]
+        ).tolist()
         clean = [1 + trial % 2 if off else 0 for off in wrong]
         (found,) = defence.certify(found_by(clean), image, [0])
         assert found.prediction == defence.predict(found_by(clean), image)[0].prediction
         for patch in patches:
             single = places(grid, Patch(patch.height, patch.width))
-            every = single if patch.count == 1 else [a | b for a, b in itertools.combinations(single, 2)]
+            every = (
+                single
+                if patch.count == 1
+                else [a | b for a, b in itertools.combinations(single, 2)]
+            )
             for pixels in every:
                 touched = (shown(defence.views, grid) & pixels).flatten(1).any(dim=1)
                 drawn = torch.randint(0, 3, (3, len(touched)), generator=generator)
@@ -74,19 +80,26 @@ def test_every_pair_is_needed() -> None:
     defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
     for pair in itertools.combinations(range(4), 2):
         odd = defence.view(*pair)
-        (found,) = defence.certify(Told(defence.views, lambda image, view, odd=odd: int(view == odd)), ONE_IMAGE, [0])
+        (found,) = defence.certify(
+            Told(defence.views, lambda image, view, odd=odd: int(view == odd)), ONE_IMAGE, [0]
+        )
         assert found.proven == ()
         beaten = 0
         for pixels in places(GRID, Patch(2, 2)):
             touched = (shown(defence.views, GRID) & pixels).flatten(1).any(dim=1).tolist()
-            told = Told(defence.views, lambda i, view, t=touched, odd=odd: 2 if t[view] else int(view == odd))
+            told = Told(
+                defence.views,
+                lambda i, view, t=touched, odd=odd: 2 if t[view] else int(view == odd),
+            )
             beaten += defence.predict(told, ONE_IMAGE)[0].prediction != 0
         assert beaten > 0
 
 
 def test_a_refuted_image_stops_at_its_first_pair() -> None:
     defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
-    told = Told(defence.views, lambda image, view: int(image == 1 and view >= defence.count), rows=1)
+    told = Told(
+        defence.views, lambda image, view: int(image == 1 and view >= defence.count), rows=1
+    )
     refuted = defence.certify(told, ONE_IMAGE.repeat(2, 1, 1, 1), [0, 0])
     assert [one.proven for one in refuted] == [(Patch(2, 2),), ()]
     pairs = [image for image, view in told.asked if view >= defence.count]
@@ -106,7 +119,10 @@ def test_voting_is_exact() -> None:
             votes = torch.randint(0, 1 + trial % classes, (7,), generator=generator).tolist()
             firm = [bool(trial % 10 != place) for place in range(7)]
             top = winner(votes, classes)
-            free = [[place for place in range(7) if lost[place] or not firm[place]] for lost in sets.tolist()]
+            free = [
+                [place for place in range(7) if lost[place] or not firm[place]]
+                for lost in sets.tolist()
+            ]
             brute = True
             for some in free:
                 for replaced in itertools.product(range(classes), repeat=len(some)):

@@ -47,7 +47,15 @@ def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
     for method, (stem, words) in MADE.items():
         file = folder / f"{method}.jsonl"
-        document("certify", workshop / f"{stem}.safetensors", "--limit", LIMIT[method], *words, "--records", file)
+        document(
+            "certify",
+            workshop / f"{stem}.safetensors",
+            "--limit",
+            LIMIT[method],
+            *words,
+            "--records",
+            file,
+        )
     return folder
 
 
@@ -77,7 +85,9 @@ def written(path: Path, rows: list[Row]) -> Path:
 
 def verified(workshop: Path, method: str, path: Path, *words: object) -> tuple[int, Row]:
     """Exit code and document."""
-    done = attempt("certify", workshop / f"{MADE[method][0]}.safetensors", "--verify", path, *words, "--json")
+    done = attempt(
+        "certify", workshop / f"{MADE[method][0]}.safetensors", "--verify", path, *words, "--json"
+    )
     code = getattr(done.exception, "code", done.exit_code)
     return code, json.loads(done.stdout) if done.stdout else {}
 
@@ -87,7 +97,11 @@ def test_honest_records_are_verified_and_attacked(workshop: Path, made: Path, me
     code, told = verified(workshop, method, made / f"{method}.jsonl")
     stated = [row for row in lines(made / f"{method}.jsonl")[1:] if row["prediction"] is not None]
     assert code == 0
-    assert told["verdicts"] == {"verified": len(stated), "refuted": 0, "not checked": LIMIT[method] - len(stated)}
+    assert told["verdicts"] == {
+        "verified": len(stated),
+        "refuted": 0,
+        "not checked": LIMIT[method] - len(stated),
+    }
     assert told["attacked"] == sum(row["radius"] > 0 for row in stated) >= 1
     if method == "lipschitz":
         code, told = verified(workshop, method, made / f"{method}.jsonl", "--sample", 3)
@@ -99,7 +113,10 @@ ALL_HITS = Smoothing(sigma=0.1, n0=16, samples=100).reach
 EACH = ("lipschitz", "local", "norms", "smoothing")
 FORGERIES: list[tuple[Callable[[Row], object], tuple[str, ...]]] = [
     # of local, a search that began elsewhere may have found it
-    (lambda row: row.update(radius=row["radius"] * (1 + 1e-5)), ("lipschitz", "norms", "smoothing")),
+    (
+        lambda row: row.update(radius=row["radius"] * (1 + 1e-5)),
+        ("lipschitz", "norms", "smoothing"),
+    ),
     (lambda row: row.update(radius=row["radius"] * 2), (*EACH, "linf")),
     (lambda row: row.update(prediction=(row["prediction"] + 1) % 10), EACH),
     (lambda row: row.update(failure=0.0 if row["failure"] else 1e-9), EACH),
@@ -110,7 +127,9 @@ FORGERIES: list[tuple[Callable[[Row], object], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("method", MADE)
-def test_every_forged_record_is_refuted(workshop: Path, made: Path, tmp_path: Path, method: str) -> None:
+def test_every_forged_record_is_refuted(
+    workshop: Path, made: Path, tmp_path: Path, method: str
+) -> None:
     """Each record forged in its own way, in as many files as there are forgeries for the records with a radius."""
     head, *rows = lines(made / f"{method}.jsonl")
     stated = [row for row in rows if row["radius"] > 0]
@@ -130,9 +149,15 @@ def test_every_forged_record_is_refuted(workshop: Path, made: Path, tmp_path: Pa
 
 
 NO_RECORDS: dict[str, tuple[Callable[[Row], None], str]] = {
-    "another label": (lambda row: row.update(label=(row["label"] + 1) % 10), "its pixels or its label differ"),
+    "another label": (
+        lambda row: row.update(label=(row["label"] + 1) % 10),
+        "its pixels or its label differ",
+    ),
     "a radius and no class": (lambda row: row.update(prediction=None), "a radius and no class"),
-    "an index that is a text, and other pixels": (lambda row: row.update(index="5", pixels="0" * 16), "index"),
+    "an index that is a text, and other pixels": (
+        lambda row: row.update(index="5", pixels="0" * 16),
+        "index",
+    ),
     "an index beyond all numbers": (lambda row: row.update(index=10**400), "index"),
     "other pixels": (lambda row: row.update(pixels="0" * 16), "its pixels or its label differ"),
     "a class below 0": (lambda row: row.update(prediction=-6), "prediction"),
@@ -150,15 +175,23 @@ def test_lines_that_are_no_records_of_these_images_are_refused(
     spoil, named = NO_RECORDS[kind]
     head, first, *rest = lines(made / "lipschitz.jsonl")
     spoil(first)
-    path, net = written(tmp_path / "f.jsonl", [head, first, *rest]), workshop / "certified.safetensors"
+    path, net = (
+        written(tmp_path / "f.jsonl", [head, first, *rest]),
+        workshop / "certified.safetensors",
+    )
     readers: list[tuple[object, ...]] = [
         ("certify", net, "--verify", path),
         ("certify", net, "--limit", 10, "-e", 0.1, "--records", path, "--resume"),
         ("attack", net, "--limit", 10, "--only-certified", path),
     ]
-    for words in readers[:2] if kind == "another label" else readers:  # which certifies nothing to attack
+    for words in (
+        readers[:2] if kind == "another label" else readers
+    ):  # which certifies nothing to attack
         failure = attempt(*words).exception
-        assert (getattr(failure, "code", None), named in str(failure)) == (6, True), (words, failure)
+        assert (getattr(failure, "code", None), named in str(failure)) == (6, True), (
+            words,
+            failure,
+        )
 
 
 HEADERS: dict[str, Callable[[Row], None]] = {
@@ -180,7 +213,10 @@ def test_headers_that_ask_for_what_no_run_does_are_refused(
     head, *rows = lines(made / "smoothing.jsonl")
     HEADERS[kind](head)
     failure = attempt(
-        "certify", workshop / "plain.safetensors", "--verify", written(tmp_path / "f.jsonl", [head, *rows])
+        "certify",
+        workshop / "plain.safetensors",
+        "--verify",
+        written(tmp_path / "f.jsonl", [head, *rows]),
     ).exception
     assert getattr(failure, "code", None) == 6, failure
 
@@ -199,7 +235,12 @@ def test_headers_that_ask_for_what_no_run_does_are_refused(
     ],
 )
 def test_records_of_something_else_are_refused(
-    workshop: Path, made: Path, tmp_path: Path, spoil: Callable[[Row], object], code: int, named: str
+    workshop: Path,
+    made: Path,
+    tmp_path: Path,
+    spoil: Callable[[Row], object],
+    code: int,
+    named: str,
 ) -> None:
     head, *rows = lines(made / "smoothing.jsonl")
     spoil(head)
@@ -209,15 +250,25 @@ def test_records_of_something_else_are_refused(
     assert named in str(done.exception)
 
 
-def test_a_record_said_twice_or_of_no_image_is_refused(workshop: Path, made: Path, tmp_path: Path) -> None:
+def test_a_record_said_twice_or_of_no_image_is_refused(
+    workshop: Path, made: Path, tmp_path: Path
+) -> None:
     head, first, *rest = lines(made / "lipschitz.jsonl")
     for row in (first, {**first, "index": 10**6}):
-        code, _ = verified(workshop, "lipschitz", written(tmp_path / "f.jsonl", [head, first, *rest, row]))
+        code, _ = verified(
+            workshop, "lipschitz", written(tmp_path / "f.jsonl", [head, first, *rest, row])
+        )
         assert code == 6
 
 
 @pytest.mark.parametrize(
-    "words", [("--records", "x.jsonl"), ("--plot", "x.png"), ("-o", "x.safetensors"), ("--min-certified", "0.5")]
+    "words",
+    [
+        ("--records", "x.jsonl"),
+        ("--plot", "x.png"),
+        ("-o", "x.safetensors"),
+        ("--min-certified", "0.5"),
+    ],
 )
 def test_verify_writes_nothing(workshop: Path, made: Path, words: tuple[str, str]) -> None:
     code, _ = verified(workshop, "lipschitz", made / "lipschitz.jsonl", *words)
@@ -236,7 +287,14 @@ def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> 
             return [Confirmation("verified", "")] * len(claims)
 
     image = torch.full((1, 1, 1, 2), 0.5 + 0.3 / math.sqrt(2))
-    images = Images("plane", "all", ("0", "1"), torch.tensor([1]), torch.tensor([0]), lambda asked: image[list(asked)])
+    images = Images(
+        "plane",
+        "all",
+        ("0", "1"),
+        torch.tensor([1]),
+        torch.tensor([0]),
+        lambda asked: image[list(asked)],
+    )
     certifier = Gullible(Middle(), 2, Smoothing(sigma=0.2, n0=8, samples=400), CPU)
     for radius, status in ((0.2, "verified"), (0.4, "refuted")):
         claim = Certificate(0, 1, 1, radius, "smoothing", 0.001)
@@ -255,8 +313,18 @@ def test_all_tests_of_a_file_share_the_chance_of_a_false_alarm() -> None:
     settings = Smoothing(sigma=0.2, n0=8, samples=400)
     certifier = Noting(Plane(), 2, settings, CPU)
     ones = torch.ones(3, dtype=torch.int64)
-    images = Images("plane", "all", ("0", "1"), ones, ones.cumsum(0) - 1, lambda asked: torch.ones(len(asked), 1, 1, 2))
-    claims = [Certificate(index, 1, 1, settings.radius(400, 400), "smoothing", 0.001) for index in range(3)]
+    images = Images(
+        "plane",
+        "all",
+        ("0", "1"),
+        ones,
+        ones.cumsum(0) - 1,
+        lambda asked: torch.ones(len(asked), 1, 1, 2),
+    )
+    claims = [
+        Certificate(index, 1, 1, settings.radius(400, 400), "smoothing", 0.001)
+        for index in range(3)
+    ]
     found = list(recheck(certifier, claims, images, 5, verify.margin_attack(10), 8))
     assert [one.why for one in found] == ["noted"] * 3
 
@@ -268,24 +336,42 @@ def test_every_record_that_is_drawn_is_found_again(false: int | None) -> None:
     class Finding(SmoothingCertifier):
         def repeat(self, claims: Any, pixels: Tensor) -> list[Confirmation]:
             asked.extend(claim.index for claim in claims)
-            return [Confirmation("refuted" if claim.index == false else "verified", "") for claim in claims]
+            return [
+                Confirmation("refuted" if claim.index == false else "verified", "")
+                for claim in claims
+            ]
 
     certifier, demanded = Finding(Plane(), 2, Smoothing(), CPU), Demanded(every=True)
     certifier.at_once = None
     claims = [Certificate(index, 1, 1, 0.1, "smoothing", 0.001) for index in range(20)]
     images: Any = SimpleNamespace(fetch=lambda places: torch.ones(len(places), 1, 1, 2))
     with nullcontext() if false is None else pytest.raises(DataError, match=f"image {false} "):
-        assert find_again(certifier, claims, images, Threat("l2", 0.1), demanded, 8, "r.jsonl").again == 20
+        assert (
+            find_again(certifier, claims, images, Threat("l2", 0.1), demanded, 8, "r.jsonl").again
+            == 20
+        )
         assert asked == list(range(20))
 
 
 def test_a_method_searches_up_to_where_it_ends_its_search() -> None:
-    certifier = SmoothingCertifier(Plane(), 2, Smoothing(sigma=0.5, n0=8, samples=64, enough=0.2), CPU)
-    threats = [Threat("l2", 0.1), Threat("l2", 0.2), Threat("l2", 0.3), Threat("patch", Patch(1, 1))]
+    certifier = SmoothingCertifier(
+        Plane(), 2, Smoothing(sigma=0.5, n0=8, samples=64, enough=0.2), CPU
+    )
+    threats = [
+        Threat("l2", 0.1),
+        Threat("l2", 0.2),
+        Threat("l2", 0.3),
+        Threat("patch", Patch(1, 1)),
+    ]
     assert [certifier.searches(threat) for threat in threats] == [True, True, False, True]
     all_hits = [certifier.settings.radius(look, look) for look in (16, 32, 64)]
     assert 0 < all_hits[0] < 0.2 < all_hits[1]  # at 16 it draws on
-    assert [certifier.settings.states(radius) for radius in (0.0, *all_hits)] == [True, False, True, True]
+    assert [certifier.settings.states(radius) for radius in (0.0, *all_hits)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_radius_that_is_found_exactly_again_is_verified() -> None:
@@ -300,11 +386,15 @@ def test_rounding_that_a_batch_shares_refutes_no_record() -> None:
         confirm = Certifier.confirm
 
         def batch(self, indices: Any, pixels: Tensor, labels: Any) -> list[Certificate]:
-            return [Certificate(index, 1, 1, 1 - 1e-5 * len(indices), "lipschitz", 0.0) for index in indices]
+            return [
+                Certificate(index, 1, 1, 1 - 1e-5 * len(indices), "lipschitz", 0.0)
+                for index in indices
+            ]
 
     certifier = Shared(Plane(), 2, Smoothing(sigma=0.2, n0=8, samples=400), CPU)
     claims = [
-        Certificate(index, 1, 1, radius, "lipschitz", 0.0) for index, radius in enumerate((1 - 2e-5, 1 - 1e-5, 1.0))
+        Certificate(index, 1, 1, radius, "lipschitz", 0.0)
+        for index, radius in enumerate((1 - 2e-5, 1 - 1e-5, 1.0))
     ]
     found = certifier.confirm(claims, torch.ones(3, 1, 1, 2), None)  # type: ignore[arg-type]
     assert [one.status for one in found] == ["verified", "verified", "refuted"]
@@ -345,6 +435,8 @@ def test_log_certifies_smoothing_evidence_again(
         checkpoint.with_evidence("certify", told.parameters, result).write(kept, force=True)
     done = attempt("log", kept, "--verify", "--json")
     assert getattr(done.exception, "code", 0) == code, done.output
-    claims = [claim for claim in json.loads(done.stdout)["verification"] if "certify" in claim["entry"]]
+    claims = [
+        claim for claim in json.loads(done.stdout)["verification"] if "certify" in claim["entry"]
+    ]
     assert len(claims) == 8  # of each: images, clean, certified, mean radius
     assert sum(claim["status"] == "refuted" for claim in claims) == (factor is not None)

@@ -56,7 +56,9 @@ def certificates(
     return found
 
 
-@pytest.mark.parametrize(("enough", "decide"), [(None, False), *[(0.2, False)] * EVERY, (0.2, True)])
+@pytest.mark.parametrize(
+    ("enough", "decide"), [(None, False), *[(0.2, False)] * EVERY, (0.2, True)]
+)
 def test_wrong_certificates_are_no_more_than_alpha_says(enough: float | None, decide: bool) -> None:
     """1,000 runs on a classifier whose radius is known: the share of radii beyond it, early success or not."""
     settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, enough=enough, decide=decide)
@@ -65,7 +67,9 @@ def test_wrong_certificates_are_no_more_than_alpha_says(enough: float | None, de
     found = certificates(settings, pixels)
     wrong = sum(row.radius > true for row in found) + sum(row.prediction == 0 for row in found)
     assert stats.binom.sf(wrong - 1, 1000, 0.05) > 1e-6
-    assert wrong >= 10  # and no less than a tight bound gives: one that never errs certifies too little
+    assert (
+        wrong >= 10
+    )  # and no less than a tight bound gives: one that never errs certifies too little
     if enough is not None:
         assert {row.radius > enough for row in found} == {False, True}
         assert min(row.seconds for row in found) < max(row.seconds for row in found)
@@ -81,8 +85,13 @@ def test_early_stops_change_no_certificate_but_to_an_abstention() -> None:
     heights = torch.linspace(-0.4, 0.8, 100)
     pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
     values = {"sigma": 0.5, "n0": 8, "samples": 128, "alpha": 0.01}
-    early, whole = certificates(Smoothing(**values), pixels), certificates(Patient(**values), pixels)
-    changed = [(one, other) for one, other in zip(early, whole, strict=True) if one.radius != other.radius]
+    early, whole = (
+        certificates(Smoothing(**values), pixels),
+        certificates(Patient(**values), pixels),
+    )
+    changed = [
+        (one, other) for one, other in zip(early, whole, strict=True) if one.radius != other.radius
+    ]
     assert all(one.prediction is None for one, _ in changed)
     # each of at most 5 looks gives up an image that could be certified with probability HOPELESS
     assert len(changed) <= stats.binom.ppf(1 - 1e-6, 100, 5 * HOPELESS)
@@ -96,7 +105,9 @@ def test_what_is_only_decided_costs_less_and_loses_little() -> None:
     heights = torch.linspace(-0.1, 0.9, 200)
     pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
     values = {"sigma": 0.5, "n0": 8, "samples": 256, "alpha": 0.01, "enough": 0.4}
-    whole, decided = (certificates(Smoothing(**values, decide=decide), pixels) for decide in (False, True))
+    whole, decided = (
+        certificates(Smoothing(**values, decide=decide), pixels) for decide in (False, True)
+    )
     held = [sum(row.radius > 0.4 for row in rows) for rows in (whole, decided)]
     assert held[1] <= held[0] <= held[1] + stats.binom.ppf(1 - 1e-6, 200, 5 * UNLIKELY)
     assert {row.radius for row in decided if row.radius > 0.4} <= {row.radius for row in whole}
@@ -123,7 +134,12 @@ def test_the_published_algorithm_agrees_within_its_interval() -> None:
         top, share = int(counts.argmax()), float(counts.max()) / 20_000
         deviation = 6 * math.sqrt(share * (1 - share) * (1 / n + 1 / 20_000)) + 1 / n
         if row.prediction is None:
-            assert stats.beta.ppf(alpha, n * max(share - deviation, 1e-9), n * (1 - share + deviation) + 1) < 0.5
+            assert (
+                stats.beta.ppf(
+                    alpha, n * max(share - deviation, 1e-9), n * (1 - share + deviation) + 1
+                )
+                < 0.5
+            )
             continue
         certified += 1
         assert row.prediction == top
@@ -139,7 +155,11 @@ def test_radii_are_rounded_down_and_the_reach_is_the_largest() -> None:
     settings = Smoothing(sigma=0.25, samples=1000, alpha=0.001)
     exact = 0.25 * stats.norm.ppf(stats.beta.ppf(0.001, 990, 11))
     assert exact * (1 - 1e-9) < settings.radius(990, 1000) < exact
-    assert settings.reach == settings.radius(1000, 1000) == pytest.approx(0.25 * stats.norm.ppf(0.001**0.001))
+    assert (
+        settings.reach
+        == settings.radius(1000, 1000)
+        == pytest.approx(0.25 * stats.norm.ppf(0.001**0.001))
+    )
     assert settings.radius(500, 1000) == 0.0
     assert settings.looks == (100, 200, 400, 800, 1000)
     stopping = Smoothing(sigma=0.25, samples=1000, alpha=0.001, enough=0.1)
@@ -186,12 +206,16 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize(("words", "named"), NONSENSE, ids=lambda value: " ".join(value) if value else "")
+@pytest.mark.parametrize(
+    ("words", "named"), NONSENSE, ids=lambda value: " ".join(value) if value else ""
+)
 def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], named: str) -> None:
     done = attempt("certify", workshop / "plain.safetensors", "--method", "smoothing", *words)
     failure = done.exception
     assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
-    assert named in (failure.message + failure.hint if isinstance(failure, UsageError) else done.output)
+    assert named in (
+        failure.message + failure.hint if isinstance(failure, UsageError) else done.output
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,14 +230,31 @@ def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], 
         {"precision": 3},
     ],
 )
-def test_parameters_from_a_file_are_not_believed(certified: Checkpoint, given: dict[str, Any]) -> None:
+def test_parameters_from_a_file_are_not_believed(
+    certified: Checkpoint, given: dict[str, Any]
+) -> None:
     with pytest.raises(UsageError):
         methods.prepare("smoothing", certified, CPU, methods.options_of("smoothing", given))
 
 
 # the command
 
-RUN = ("--method", "smoothing", "--sigma", 0.2, "--n0", 16, "--samples", 100, "--limit", 12, "-e", 0.1, "-e", 0.2)
+RUN = (
+    "--method",
+    "smoothing",
+    "--sigma",
+    0.2,
+    "--n0",
+    16,
+    "--samples",
+    100,
+    "--limit",
+    12,
+    "-e",
+    0.1,
+    "-e",
+    0.2,
+)
 
 
 def stripped(path: Path) -> list[dict[str, Any]]:
@@ -226,8 +267,15 @@ def test_smoothing_certifies_what_no_bound_can(workshop: Path, tmp_path: Path) -
     net = workshop / "plain.safetensors"
     whole, parts, other = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "other"))
     found = document("certify", net, *RUN, "--records", whole)
-    assert (found["promise"], found["arithmetic"], found["failure"]) == ("probability 0.999", "float32", 0.001)
-    assert found["certified"]["0.1"] > document("certify", net, "-e", 0.1, "--limit", 12)["certified"]["0.1"]
+    assert (found["promise"], found["arithmetic"], found["failure"]) == (
+        "probability 0.999",
+        "float32",
+        0.001,
+    )
+    assert (
+        found["certified"]["0.1"]
+        > document("certify", net, "-e", 0.1, "--limit", 12)["certified"]["0.1"]
+    )
     run, rows = read_records(whole, "certify")
     assert run.parameters["sigma"] == 0.2
     assert all(row["failure"] == 0.001 and row["radius"] <= found["reach"] for row in rows)
@@ -277,7 +325,17 @@ def test_several_methods_stand_side_by_side(workshop: Path, tmp_path: Path) -> N
 def test_auto_says_which_certificate_is_worth_having(
     workshop: Path, stem: str, radius: float, methods: list[str], because: str
 ) -> None:
-    words = ("certify", workshop / f"{stem}.safetensors", "--method", "auto", *RUN[2:8], "--limit", 2, "-e", radius)
+    words = (
+        "certify",
+        workshop / f"{stem}.safetensors",
+        "--method",
+        "auto",
+        *RUN[2:8],
+        "--limit",
+        2,
+        "-e",
+        radius,
+    )
     found = document(*words)
     assert because in found["reason"]
     assert [part["method"] for part in found.get("methods", [found])] == methods
@@ -288,7 +346,17 @@ def test_auto_says_which_certificate_is_worth_having(
 def test_auto_builds_the_network_once_and_names_what_lacks_a_rule(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("certify", workshop / "certified.safetensors", "--method", "auto", *RUN[2:8], "--limit", 2, "-e", 0.1)
+    words = (
+        "certify",
+        workshop / "certified.safetensors",
+        "--method",
+        "auto",
+        *RUN[2:8],
+        "--limit",
+        2,
+        "-e",
+        0.1,
+    )
     monkeypatch.setattr(
         "certcli.certify.lipschitz.load_double", None
     )  # the certifier that was tried is the one that runs
@@ -298,7 +366,9 @@ def test_auto_builds_the_network_once_and_names_what_lacks_a_rule(
         raise NoRule("blocks.0: no rounding error is known of the operation 'odd'")
 
     monkeypatch.setattr("certcli.certify.lipschitz.ErrorAnalysis", analysis)
-    assert "gives no certificate: blocks.0: no rounding error is known" in document(*words)["reason"]
+    assert (
+        "gives no certificate: blocks.0: no rounding error is known" in document(*words)["reason"]
+    )
 
 
 def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:
@@ -309,14 +379,22 @@ def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> Non
     chosen = found["sigma_chosen"]
     assert chosen["split"] == "val"
     assert "digits (val)" in done.stderr
-    assert found["sigma"] == found["parameters"]["sigma"] == float(max(chosen["shares"], key=chosen["shares"].get))
+    assert (
+        found["sigma"]
+        == found["parameters"]["sigma"]
+        == float(max(chosen["shares"], key=chosen["shares"].get))
+    )
     assert len(chosen["shares"]) == 5
 
 
-def test_radii_beyond_enough_are_not_drawn_for(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_radii_beyond_enough_are_not_drawn_for(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("certify", workshop / "plain.safetensors", *RUN, "--enough", 0.1)
     shown = certvit(*words)
-    assert re.search(r"^0\.1 +\d+\.\d % .*\n0\.2 +not drawn for +-$", shown.stdout, re.MULTILINE), shown.stdout
+    assert re.search(r"^0\.1 +\d+\.\d % .*\n0\.2 +not drawn for +-$", shown.stdout, re.MULTILINE), (
+        shown.stdout
+    )
     assert shown.stderr.count("% after") == 0
     assert document(*words)["not_drawn_for"] == ["0.2"]
     assert "not_drawn_for" not in document(*words[:-2])
@@ -326,7 +404,9 @@ def test_radii_beyond_enough_are_not_drawn_for(workshop: Path, monkeypatch: pyte
     monkeypatch.setattr(Sink, "clock", staticmethod(lambda: next(seconds)))
     lines = [line for line in certvit(*words).stderr.splitlines() if "% after" in line]
     assert len(lines) == int(next(seconds) / 30.0 - 1) // 2
-    assert re.fullmatch(r"certify \(smoothing\): \d+ % after 1 min, about \d+(\.\d h| min) left", lines[0])
+    assert re.fullmatch(
+        r"certify \(smoothing\): \d+ % after 1 min, about \d+(\.\d h| min) left", lines[0]
+    )
     assert certvit(*words, "--quiet").stderr == ""
 
 
@@ -341,7 +421,9 @@ def test_where_memory_ends_batches_are_halved_and_nothing_changes() -> None:
     class Narrow(Plane):
         def forward(self, pixels: Tensor) -> Tensor:
             if len(pixels) > 9:
-                raise RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory")
+                raise RuntimeError(
+                    "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"
+                )
             return super().forward(pixels)
 
     class Never(Plane):
@@ -368,7 +450,9 @@ def test_what_is_done_to_pixels_in_the_cache_is_what_is_done_to_them_at_once() -
 
     whole = noise.noisy(pixels, *given)
     assert torch.equal(finish(whole), noise.noisy(pixels, *given, finish))
-    assert torch.equal(whole[50:51], noise.noisy(pixels, 0.2, 3, rows[50:51], [50], noise.CERTIFY, rows[50:51]))
+    assert torch.equal(
+        whole[50:51], noise.noisy(pixels, 0.2, 3, rows[50:51], [50], noise.CERTIFY, rows[50:51])
+    )
     assert noise.noisy(pixels, 0.2, 3, [], [], noise.CERTIFY, []).shape == (0, 3, 30, 30)
 
 
@@ -388,10 +472,14 @@ def test_a_network_that_mixes_its_batch_is_refused() -> None:
             return x + self.weight * (x.roll(1, 0) - x)
 
     def ready(norm: nn.Module) -> Classifier:
-        return classifier(open_module(nn.Sequential(norm, nn.Flatten()), 0.0, 1.0, (1, 2, 2)), CPU, "float32")
+        return classifier(
+            open_module(nn.Sequential(norm, nn.Flatten()), 0.0, 1.0, (1, 2, 2)), CPU, "float32"
+        )
 
     assert ready(nn.BatchNorm2d(1)).precision == "float32"
-    slightly = Neighbour(1).half()  # weights are widened when they are loaded, so float32 is looked at
+    slightly = Neighbour(
+        1
+    ).half()  # weights are widened when they are loaded, so float32 is looked at
     nn.init.constant_(slightly.weight, 0.01)  # float16 may differ by 3 %
     for mixing in (nn.BatchNorm2d(1, track_running_stats=False), slightly):
         with pytest.raises(UsageError, match="beside it"):

@@ -13,7 +13,14 @@ from check.__main__ import main
 from tests.helpers.commands import document
 
 SMALL = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3, "num_classes": 10}
-SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": [2, 1], "num_heads": [3, 6], "num_classes": 10}
+SWIN = {
+    "img_size": 32,
+    "window_size": 4,
+    "embed_dim": 24,
+    "depths": [2, 1],
+    "num_heads": [3, 6],
+    "num_classes": 10,
+}
 TOKENS = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "head": [8]}
 PYRAMID = {"img_size": 16, "widths": [8, 12], "depths": [1, 2], "windows": 1, "head": [8]}
 PLACES = {"img_size": 8, "patch": 2, "width": 16, "depth": 2, "across": 8}
@@ -57,7 +64,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     def make(name: str) -> Case:
         if name not in made:
             path = tmp_path_factory.mktemp("check") / "net.safetensors"
-            fresh, generator = initialise(*FAMILIES[name], classes=10), torch.Generator().manual_seed(1)
+            fresh, generator = (
+                initialise(*FAMILIES[name], classes=10),
+                torch.Generator().manual_seed(1),
+            )
             moved = {
                 key: value + 0.05 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
                 for key, value in fresh.tensors.items()

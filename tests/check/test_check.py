@@ -57,7 +57,10 @@ def left_out(path: str) -> Callable[[dict[str, Any]], None]:
         node = proof.index(find(report, path, "composition"))
         leaf, before = proof[node]["parts"]
         gone = {node, leaf}
-        place = {old: new for new, old in enumerate(number for number in range(len(proof)) if number not in gone)}
+        place = {
+            old: new
+            for new, old in enumerate(number for number in range(len(proof)) if number not in gone)
+        }
         place[node] = place[before]
         report["proof"] = [row for number, row in enumerate(proof) if number not in gone]
         for row in report["proof"]:
@@ -135,18 +138,34 @@ def test_it_refutes_a_forged_proof_whose_laws_hold(name: str, case: Any, run: An
 def test_it_refutes_laws_that_do_not_hold_and_headlines_below_the_root(case: Any, run: Any) -> None:
     path, report = case("lip")
     about = {**report["function"], "arch": "certvit_sort_digits"}
-    edits = {"upper": report["upper"] * 0.999, "upper_text": "1e-3", "log10_upper": -1.0, "checkpoint": "0"}
+    edits = {
+        "upper": report["upper"] * 0.999,
+        "upper_text": "1e-3",
+        "log10_upper": -1.0,
+        "checkpoint": "0",
+    }
     assert run(path, {**report, "log10_upper": float("nan")})[0] == 1
-    for key, other in {**edits, "arch": about["arch"], "input": [3, 8, 8], "function": about}.items():
+    for key, other in {
+        **edits,
+        "arch": about["arch"],
+        "input": [3, 8, 8],
+        "function": about,
+    }.items():
         assert run(path, {**report, key: other})[0] == 1, key
     mean, about_mean = case("mean")
     shorter = copy.deepcopy(about_mean)
     row = find(shorter, "", "concatenation")
-    row["value"] = [row["value"][0] * 0.999, row["value"][1]]  # of four parts near 1, side by side: near 2
+    row["value"] = [
+        row["value"][0] * 0.999,
+        row["value"][1],
+    ]  # of four parts near 1, side by side: near 2
     assert any("its law 'concatenation' gives more" in line for line in run(mean, shorter)[1])
     for edit in (
         lambda rows: rows[-1].update(value=[0.5, 0]),
-        lambda rows: rows.insert(0, dict(rows[0])) or [row.update(parts=[p + 1 for p in row["parts"]]) for row in rows],
+        lambda rows: (
+            rows.insert(0, dict(rows[0]))
+            or [row.update(parts=[p + 1 for p in row["parts"]]) for row in rows]
+        ),
         lambda rows: rows[-1].update(law="theorem", parts=[]),
         lambda rows: rows[-1].update(law="unbounded", parts=[]),
     ):
@@ -155,7 +174,9 @@ def test_it_refutes_laws_that_do_not_hold_and_headlines_below_the_root(case: Any
         assert run(path, forged)[0] == 1
 
 
-def test_a_verdict_names_the_networks_own_node(case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verdict_names_the_networks_own_node(
+    case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, report = case("lip")
     rows = [{**row, "value": ["inf", 0], "path": "of the file"} for row in report["proof"]]
     (tmp_path / "p.json").write_text(json.dumps({**report, **bound_document(INF), "proof": rows}))
@@ -163,7 +184,9 @@ def test_a_verdict_names_the_networks_own_node(case: Any, tmp_path: Path, capsys
     assert "of the file" not in capsys.readouterr().out
 
 
-def test_weights_that_were_edited_by_2_to_the_minus_10_refute_the_proof(case: Any, run: Any, tmp_path: Path) -> None:
+def test_weights_that_were_edited_by_2_to_the_minus_10_refute_the_proof(
+    case: Any, run: Any, tmp_path: Path
+) -> None:
     path, report = case("lip")
     checkpoint = Checkpoint.read(path)
     heavier = {"head.hidden.0.weight": checkpoint.tensors["head.hidden.0.weight"] * (1 + 2.0**-10)}
@@ -176,7 +199,9 @@ def test_weights_that_were_edited_by_2_to_the_minus_10_refute_the_proof(case: An
     assert any(line.startswith("refute") and "head.hidden.0" in line for line in lines)
 
 
-def test_another_description_of_the_same_tensors_is_another_network(case: Any, run: Any, tmp_path: Path) -> None:
+def test_another_description_of_the_same_tensors_is_another_network(
+    case: Any, run: Any, tmp_path: Path
+) -> None:
     """A file without a record is described by the proof, whose digest covers the description."""
     from safetensors.torch import save_file
 
@@ -259,11 +284,16 @@ def test_tensors_that_make_no_network_never_agree(
     }  # fmt: skip
     tensors |= {name: new[edit]} if edit in new else {}
     tensors |= {"more": old} if edit == "more" else {}
-    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, tmp_path / "edited.safetensors")
+    save_file(
+        {key: np.ascontiguousarray(value) for key, value in tensors.items()},
+        tmp_path / "edited.safetensors",
+    )
     report = {**report, "checkpoint": read_checkpoint(tmp_path / "edited.safetensors", report)[2]}
     with np.errstate(all="ignore"):
         code, lines = run(tmp_path / "edited.safetensors", report)
-    assert code in (1, 2), lines  # without its layer scale the network is another one, whose proof this is not
+    assert code in (1, 2), (
+        lines
+    )  # without its layer scale the network is another one, whose proof this is not
 
 
 def test_what_is_no_checkpoint_is_unreadable(case: Any, run: Any, tmp_path: Path) -> None:
@@ -283,8 +313,15 @@ def test_it_is_small_and_shares_no_code() -> None:
     files = sorted((ROOT / "check").glob("*.py"))
     assert sum(len(file.read_text().splitlines()) for file in files) <= 850
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
-    imported = {name.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    imported |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    imported = {
+        name.name.partition(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
+    imported |= {
+        (node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
+    }
     assert imported - sys.stdlib_module_names == {"check", "numpy", "safetensors"}
 
 
@@ -294,6 +331,8 @@ def test_it_runs_where_torch_and_certcli_cannot_be_imported(case: Any, tmp_path:
     proof.write_text(json.dumps(report))
     code = "import sys, runpy; sys.modules.update(torch=None, certcli=None, timm=None, msgspec=None, scipy=None)\n"
     code += "sys.argv = ['check', *sys.argv[1:]]; runpy.run_module('check', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code, path, proof], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, proof], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "11 agree, 0 refute, 0 cannot check"

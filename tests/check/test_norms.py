@@ -14,7 +14,10 @@ EXACT = {
     "diagonal": (np.diag([3.0, -5.0, 0.0, 1.0]), Fraction(25)),
     "one row": (ROW, Fraction(int((ROW**2).sum()))),
     "rank one": (COLUMN @ ROW, Fraction(int((COLUMN**2).sum() * (ROW**2).sum()))),
-    "hadamard": (np.array([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)]), Fraction(64)),
+    "hadamard": (
+        np.array([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)]),
+        Fraction(64),
+    ),
     "two equal": (np.eye(33, 70), Fraction(1)),
     "tiny": (np.diag([2.0**-100, 2.0**-105]), Fraction(1, 2**200)),
     "large": (np.full((5, 7), 2.0**250), Fraction(35 * 2**500)),
@@ -32,7 +35,9 @@ def test_a_known_norm_lies_between_the_two_bounds_which_are_close(name: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (2, 3), (17, 5), (64, 200), (150, 150)])
-def test_a_norm_that_is_underestimated_by_2_to_the_minus_20_is_refuted(shape: tuple[int, int]) -> None:
+def test_a_norm_that_is_underestimated_by_2_to_the_minus_20_is_refuted(
+    shape: tuple[int, int],
+) -> None:
     matrix = rng.standard_normal(shape).astype(np.float32).astype(np.float64)
     own = spectral(matrix)
     claim = Fraction(float(np.linalg.norm(matrix, 2)))
@@ -53,7 +58,10 @@ def test_an_error_of_the_matrix_widens_both_ends() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 def test_a_product_of_two_maps_lies_between_its_bounds(scale: float) -> None:
     a, b = rng.standard_normal((8, 30)), scale * rng.standard_normal((8, 30))
-    found, norm = of_product(a, b, (Fraction(0), Fraction(0))), Fraction(float(np.linalg.norm(a.T @ b, 2)))
+    found, norm = (
+        of_product(a, b, (Fraction(0), Fraction(0))),
+        Fraction(float(np.linalg.norm(a.T @ b, 2))),
+    )
     assert found.low <= norm * (1 + Fraction(1, 10**12))
     assert norm * (1 - Fraction(1, 10**12)) <= found.high <= norm * (1 + Fraction(1, 10**9))
     assert of_product(a, np.zeros_like(b), (Fraction(0), Fraction(0))).high < Fraction(1, 10**100)
@@ -62,7 +70,9 @@ def test_a_product_of_two_maps_lies_between_its_bounds(scale: float) -> None:
 @pytest.mark.parametrize(("out", "channels", "kernel", "stride", "side"), [
     (3, 2, 3, 1, 5), (2, 3, 4, 2, 6), (1, 1, 3, 1, 4), (1, 2, 3, 1, 6), (4, 1, 4, 2, 7), (2, 2, 3, 1, 2),
 ])  # fmt: skip
-def test_a_convolution_lies_between_its_bounds(out: int, channels: int, kernel: int, stride: int, side: int) -> None:
+def test_a_convolution_lies_between_its_bounds(
+    out: int, channels: int, kernel: int, stride: int, side: int
+) -> None:
     import torch
 
     weight = rng.standard_normal((out, channels, kernel, kernel))
@@ -77,7 +87,10 @@ def test_a_convolution_lies_between_its_bounds(out: int, channels: int, kernel: 
 @pytest.mark.parametrize("entry", [float("nan"), float("inf"), 1e200])
 def test_numbers_whose_squares_overflow_have_no_norm(entry: float) -> None:
     for norm in (spectral, length):
-        with pytest.raises((ValueError, ArithmeticError, np.linalg.LinAlgError)), np.errstate(all="ignore"):
+        with (
+            pytest.raises((ValueError, ArithmeticError, np.linalg.LinAlgError)),
+            np.errstate(all="ignore"),
+        ):
             norm(np.full((2, 3), entry))
 
 

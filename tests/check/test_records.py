@@ -19,18 +19,40 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def records(family: str, case: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def records(
+    family: str, case: Any, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     file, path = tmp_path_factory.mktemp("records") / "records.jsonl", case(family).path
-    certvit("certify", path, "--dataset", "digits", "--limit", 20, "--arithmetic", "real", "--records", file)
+    certvit(
+        "certify",
+        path,
+        "--dataset",
+        "digits",
+        "--limit",
+        20,
+        "--arithmetic",
+        "real",
+        "--records",
+        file,
+    )
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture
-def judge(family: str, records: Any, case: Any, run: Any, tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
+def judge(
+    family: str, records: Any, case: Any, run: Any, tmp_path: Path
+) -> Callable[..., tuple[int, list[str]]]:
     """Return a function that checks these records with some fields of the header or of the third one changed."""
 
-    def check(images: Path | None = DIGITS, header: dict[str, Any] | None = None, **row: Any) -> tuple[int, list[str]]:
-        changed = [{**records[0], **(header or {})}, *records[1:3], {**records[3], **row}, *records[4:]]
+    def check(
+        images: Path | None = DIGITS, header: dict[str, Any] | None = None, **row: Any
+    ) -> tuple[int, list[str]]:
+        changed = [
+            {**records[0], **(header or {})},
+            *records[1:3],
+            {**records[3], **row},
+            *records[4:],
+        ]
         file = tmp_path / "records.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in changed))
         return run(*case(family), "--records", file, *(["--images", images] if images else []))
@@ -56,10 +78,17 @@ def test_an_image_is_one_records_own(judge: Any, records: Any) -> None:
     assert lines[0].startswith("cannot check image 9")
 
 
-def test_certificates_that_it_cannot_compute_are_left_open(judge: Any, records: Any, tmp_path: Path) -> None:
+def test_certificates_that_it_cannot_compute_are_left_open(
+    judge: Any, records: Any, tmp_path: Path
+) -> None:
     few = tmp_path / "few.npz"
     np.savez(few, images=np.load(DIGITS)["images"][:1])
-    for given in ({"images": None}, {"images": few}, {"header": {"norm": "linf"}}, {"method": "smoothing"}):
+    for given in (
+        {"images": None},
+        {"images": few},
+        {"header": {"norm": "linf"}},
+        {"method": "smoothing"},
+    ):
         assert judge(**given)[0] == 2, given
     assert judge(header={"parameters": {"arithmetic": "float32"}})[0] == 2
     assert judge(label=11)[0] == 2  # the digest is of label and pixels
@@ -70,7 +99,9 @@ def test_certificates_that_it_cannot_compute_are_left_open(judge: Any, records: 
     assert judge(images=few)[0] == 3
 
 
-def test_mnists_format_is_read_and_attention_is_not_followed(case: Any, judge: Any, run: Any, tmp_path: Path) -> None:
+def test_mnists_format_is_read_and_attention_is_not_followed(
+    case: Any, judge: Any, run: Any, tmp_path: Path
+) -> None:
     pixels = (np.load(DIGITS)["images"]).tobytes()
     file = tmp_path / "digits-images-idx3-ubyte"
     file.write_bytes(bytes(16) + pixels)

@@ -27,10 +27,16 @@ def record(**changes: object) -> Record:
     return replace(Record("certvit_vit_digits", {"embed_dim": 16}, spec, 10), **changes)  # type: ignore[arg-type]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.dictionaries(
-        st.text(st.characters(codec="ascii", min_codepoint=97, max_codepoint=122), min_size=1, max_size=8),
+        st.text(
+            st.characters(codec="ascii", min_codepoint=97, max_codepoint=122),
+            min_size=1,
+            max_size=8,
+        ),
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
         min_size=1,
         max_size=4,
@@ -39,7 +45,9 @@ def record(**changes: object) -> Record:
 )
 def test_written_is_read(tmp_path: Path, layout: dict, seed: int) -> None:
     torch.manual_seed(seed)
-    tensors = {name: (100 * torch.randn(shape)).to(dtype) for name, (dtype, shape) in layout.items()}
+    tensors = {
+        name: (100 * torch.randn(shape)).to(dtype) for name, (dtype, shape) in layout.items()
+    }
     first = Checkpoint(tensors, record())
     first.write(tmp_path / "a.safetensors", force=True)
     again = Checkpoint.read(tmp_path / "a.safetensors")
@@ -159,12 +167,16 @@ def test_broken_files_are_refused(tiny: Checkpoint, tmp_path: Path, spoil) -> No
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_refused(tiny: Checkpoint, tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_are_refused(
+    tiny: Checkpoint, tmp_path: Path, value: float
+) -> None:
     tensors = {name: tensor.clone() for name, tensor in tiny.tensors.items()}
     tensors["head.weight"][0, 0] = value
     with pytest.raises(CheckpointError, match=r"head\.weight"):
         Checkpoint(tensors, tiny.record).write(tmp_path / "a.safetensors")
-    safetensors.torch.save_file(tensors, tmp_path / "b.safetensors", {"certvit": tiny.record.to_json()})
+    safetensors.torch.save_file(
+        tensors, tmp_path / "b.safetensors", {"certvit": tiny.record.to_json()}
+    )
     with pytest.raises(CheckpointError, match=r"head\.weight"):
         open_checkpoint(str(tmp_path / "b.safetensors"))
 
@@ -192,17 +204,23 @@ def test_a_foreign_file_needs_its_architecture(tiny: Checkpoint, tmp_path: Path)
         open_checkpoint(str(path))
     arguments = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4}
     own = open_checkpoint(str(path), Hints("certvit_vit_digits", arguments)).record.input
-    assert (own.mean, own.std) == ((0.5,), (0.5,)), "the statistics of the named architecture's own configuration"
+    assert (own.mean, own.std) == ((0.5,), (0.5,)), (
+        "the statistics of the named architecture's own configuration"
+    )
     hints = Hints("certvit_vit_digits", arguments, (0.5,), (0.5,))
     assert tensors_digest(open_checkpoint(str(path), hints).tensors) == tensors_digest(tiny.tensors)
     with pytest.raises(ArchitectureError, match="disagree"):
-        open_checkpoint(str(path), Hints("certvit_vit_digits", {**arguments, "depth": 2}, (0.5,), (0.5,)))
+        open_checkpoint(
+            str(path), Hints("certvit_vit_digits", {**arguments, "depth": 2}, (0.5,), (0.5,))
+        )
     with pytest.raises(ArchitectureError, match="unknown architecture"):
         open_checkpoint(str(path), Hints("vit_of_nobody", {}, (0.5,), (0.5,)))
 
 
 def test_a_folder_from_the_hub(tiny: Checkpoint, tmp_path: Path) -> None:
-    safetensors.torch.save_file(dict(tiny.tensors), tmp_path / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(
+        dict(tiny.tensors), tmp_path / "model.safetensors", {"format": "pt"}
+    )
     config = {
         "architecture": "vit_tiny_patch16_224",
         "num_classes": 10,
@@ -223,7 +241,9 @@ def test_a_folder_from_the_hub(tiny: Checkpoint, tmp_path: Path) -> None:
 def test_pth_files_are_read_without_unpickling_objects(tiny: Checkpoint, tmp_path: Path) -> None:
     hints = Hints("certvit_vit_digits", tiny.record.arch_args, (0.5,), (0.5,))
     torch.save({"state_dict": dict(tiny.tensors)}, tmp_path / "good.pth")
-    assert tensors_digest(open_checkpoint(str(tmp_path / "good.pth"), hints).tensors) == tensors_digest(tiny.tensors)
+    assert tensors_digest(
+        open_checkpoint(str(tmp_path / "good.pth"), hints).tensors
+    ) == tensors_digest(tiny.tensors)
     torch.save({"state_dict": Path("an object")}, tmp_path / "evil.pth")
     with pytest.raises(CheckpointError, match="plain tensors"):
         open_checkpoint(str(tmp_path / "evil.pth"), hints)

@@ -30,11 +30,19 @@ def in_shards(checkpoint: Checkpoint, folder: Path, count: int = 3) -> dict[str,
     weight_map = {}
     for number in range(count):
         file, part = f"model-{number + 1:05}-of-{count:05}.safetensors", names[number::count]
-        safetensors.torch.save_file({name: checkpoint.tensors[name].contiguous() for name in part}, folder / file)
+        safetensors.torch.save_file(
+            {name: checkpoint.tensors[name].contiguous() for name in part}, folder / file
+        )
         weight_map |= dict.fromkeys(part, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    )
     record = checkpoint.record
-    about = {"architecture": record.arch, "model_args": dict(record.arch_args), "num_classes": record.classes}
+    about = {
+        "architecture": record.arch,
+        "model_args": dict(record.arch_args),
+        "num_classes": record.classes,
+    }
     pixels = {"input_size": record.input.size, "mean": record.input.mean, "std": record.input.std}
     (folder / "config.json").write_text(json.dumps(about | {"pretrained_cfg": pixels}))
     return weight_map
@@ -54,24 +62,36 @@ def test_several_files_are_one_network(tiny: Checkpoint, tmp_path: Path, source:
 
 
 BAD: dict[str, Spoil] = {
-    "above": lambda raw: raw["weight_map"].update({"norm.bias": "../model-00001-of-00003.safetensors"}),
+    "above": lambda raw: raw["weight_map"].update(
+        {"norm.bias": "../model-00001-of-00003.safetensors"}
+    ),
     "absolute": lambda raw: raw["weight_map"].update({"norm.bias": "/etc/passwd.safetensors"}),
     "no safetensors": lambda raw: raw["weight_map"].update({"norm.bias": "config.json"}),
     "pickle": lambda raw: raw["weight_map"].update({"norm.bias": "model.bin"}),
     "hidden": lambda raw: raw["weight_map"].update({"norm.bias": ".safetensors"}),
     "missing file": lambda raw: raw["weight_map"].update({"norm.bias": "model-9.safetensors"}),
-    "another file": lambda raw: raw["weight_map"].update({"norm.bias": raw["weight_map"]["norm.weight"]}),
-    "a tensor too many": lambda raw: raw["weight_map"].update({"extra": "model-00001-of-00003.safetensors"}),
+    "another file": lambda raw: raw["weight_map"].update(
+        {"norm.bias": raw["weight_map"]["norm.weight"]}
+    ),
+    "a tensor too many": lambda raw: raw["weight_map"].update(
+        {"extra": "model-00001-of-00003.safetensors"}
+    ),
     "a tensor not named": lambda raw: raw["weight_map"].pop("norm.bias"),
     "empty": lambda raw: raw["weight_map"].clear(),
     "no map": lambda raw: raw.pop("weight_map"),
     "a number": lambda raw: raw.update({"weight_map": 3}),
-    "a list": lambda raw: raw["weight_map"].update({"norm.bias": ["model-00001-of-00003.safetensors"]}),
+    "a list": lambda raw: raw["weight_map"].update(
+        {"norm.bias": ["model-00001-of-00003.safetensors"]}
+    ),
 }
 
 
 TWICE = [
-    ('"weight_map": {', '"weight_map": {"norm.bias": "model-00002-of-00003.safetensors", ', "norm.bias"),
+    (
+        '"weight_map": {',
+        '"weight_map": {"norm.bias": "model-00002-of-00003.safetensors", ',
+        "norm.bias",
+    ),
     ("{", '{"weight_map": {"x": "a.safetensors"}, ', "weight_map"),
 ]
 
@@ -101,17 +121,27 @@ def test_a_wrong_index_is_refused(tiny: Checkpoint, tmp_path: Path, spoil: Spoil
 
 
 @pytest.mark.parametrize("limit", [0, spool.IN_MEMORY], ids=["mapped", "in memory"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
 def test_narrow_weights_are_widened_exactly(
-    certified: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: int
+    certified: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    limit: int,
 ) -> None:
     """The bound is that of the same numbers in float32."""
     monkeypatch.setattr(spool, "IN_MEMORY", limit)
     monkeypatch.setattr(spool, "_SMALL", 0)
     narrow = {
-        name: value.to(dtype) if value.is_floating_point() else value for name, value in certified.tensors.items()
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in certified.tensors.items()
     }
-    wide = {name: value.float() if value.is_floating_point() else value for name, value in narrow.items()}
+    wide = {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in narrow.items()
+    }
     path = tmp_path / "narrow.safetensors"
     safetensors.torch.save_file(narrow, path, {KEY: certified.record.to_json()})
     read = Checkpoint.read(path)
@@ -129,7 +159,9 @@ def test_narrow_weights_are_widened_exactly(
 
 
 @pytest.mark.parametrize("limit", [0, spool.IN_MEMORY], ids=["mapped", "in memory"])
-def test_a_copy_has_its_own_memory_row_after_row(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_a_copy_has_its_own_memory_row_after_row(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
     monkeypatch.setattr(spool, "IN_MEMORY", limit)
     monkeypatch.setattr(spool, "_SMALL", 0)
     source = torch.arange(6.0).view(2, 3).T
@@ -147,7 +179,9 @@ def test_a_wider_type_is_reported(tiny: Checkpoint, capsys: pytest.CaptureFixtur
     assert "written as float32; the numbers that were read are bfloat16" in capsys.readouterr().err
 
 
-def test_a_network_in_float64_is_the_same_numbers_mapped(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_in_float64_is_the_same_numbers_mapped(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spool, "IN_MEMORY", 0)
     monkeypatch.setattr(spool, "_SMALL", 0)
     pixels = torch.rand(2, *tiny.record.input.size, dtype=torch.float64)

@@ -14,7 +14,13 @@ import safetensors.torch
 import torch
 
 from certcli.checkpoint import outputs as outputs_module
-from certcli.checkpoint.outputs import Outputs, discard_state, last_command, read_metadata, require_own_state
+from certcli.checkpoint.outputs import (
+    Outputs,
+    discard_state,
+    last_command,
+    read_metadata,
+    require_own_state,
+)
 from certcli.checkpoint.shards import INDEX
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
@@ -38,7 +44,11 @@ def folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.is_symlink()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and not p.is_symlink()
+    }
 
 
 def refused(folder: Path, words: list[str], named: str) -> None:
@@ -103,11 +113,31 @@ def nothing(folder: Path) -> None:
 
 CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     # a state file beside the output would replace or delete an input
-    (renamed("x.state.safetensors"), ["finetune", "x.state.safetensors", "-o", "x.safetensors"], "x.state"),
-    (renamed("z.state.safetensors"), ["adapt", "z.state.safetensors", "-o", "z.safetensors"], "z.state"),
-    (renamed("y.last.safetensors"), ["finetune", "y.last.safetensors", "-o", "y.safetensors", "--force"], "y.last"),
-    (existing("x.state.safetensors"), ["finetune", M, "-o", "x.safetensors", "--force"], "is not a state file"),
-    (existing("x.state.safetensors"), ["adapt", M, "-o", "x.safetensors", "--force"], "is not a state file"),
+    (
+        renamed("x.state.safetensors"),
+        ["finetune", "x.state.safetensors", "-o", "x.safetensors"],
+        "x.state",
+    ),
+    (
+        renamed("z.state.safetensors"),
+        ["adapt", "z.state.safetensors", "-o", "z.safetensors"],
+        "z.state",
+    ),
+    (
+        renamed("y.last.safetensors"),
+        ["finetune", "y.last.safetensors", "-o", "y.safetensors", "--force"],
+        "y.last",
+    ),
+    (
+        existing("x.state.safetensors"),
+        ["finetune", M, "-o", "x.safetensors", "--force"],
+        "is not a state file",
+    ),
+    (
+        existing("x.state.safetensors"),
+        ["adapt", M, "-o", "x.safetensors", "--force"],
+        "is not a state file",
+    ),
     (existing("x.last.safetensors"), ["finetune", M, "-o", "x.safetensors"], "exists already"),
     # links and files of a hub's folder; the laws below check each option against each
     (nothing, ["lipschitz", M, "--plot", M], "m.safetensors"),
@@ -116,10 +146,18 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     (nothing, ["attack", M, "--records", M, "--resume"], "is the input"),
     (from_the_hub, ["constrain", "hub", "-o", "hub/model.safetensors", "--force"], "is the input"),
     (from_the_hub, ["lipschitz", "hub", "--plot", "hub/config.json", "--force"], "is the input"),
-    (from_the_hub, ["lipschitz", "hub/model.safetensors", "--plot", "hub/../hub/config.json", "--force"], "the input"),
+    (
+        from_the_hub,
+        ["lipschitz", "hub/model.safetensors", "--plot", "hub/../hub/config.json", "--force"],
+        "the input",
+    ),
     # two outputs, one file
     (nothing, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
-    (nothing, ["constrain", M, "-o", "new.safetensors", "--plot", "new.safetensors"], "would both write"),
+    (
+        nothing,
+        ["constrain", M, "-o", "new.safetensors", "--plot", "new.safetensors"],
+        "would both write",
+    ),
     # no files
     (port, ["lipschitz", M, "--plot", "port.png", "--force"], "is a socket"),
     (pipe, ["finetune", M, "-o", "pipe.safetensors"], "keeps others beside"),
@@ -136,8 +174,12 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "words", "named"), CASES, ids=[" ".join(words) for _, words, _ in CASES])
-def test_refused_before_any_work(folder: Path, spoil: Callable[[Path], None], words: list[str], named: str) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "words", "named"), CASES, ids=[" ".join(words) for _, words, _ in CASES]
+)
+def test_refused_before_any_work(
+    folder: Path, spoil: Callable[[Path], None], words: list[str], named: str
+) -> None:
     spoil(folder)
     refused(folder, words, named)
 
@@ -160,15 +202,25 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "output", "source"), PAIRS, ids=[" ".join(pair) for pair in PAIRS])
-def test_no_output_of_any_command_is_an_input_of_it(folder: Path, name: str, output: str, source: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "output", "source"), PAIRS, ids=[" ".join(pair) for pair in PAIRS]
+)
+def test_no_output_of_any_command_is_an_input_of_it(
+    folder: Path, name: str, output: str, source: str
+) -> None:
     """The law over every command: each option that writes against each that reads, --force given."""
     read = (
-        M if source == "CKPT" else "lines.jsonl" if "record" in source or "certified" in source else "other.safetensors"
+        M
+        if source == "CKPT"
+        else "lines.jsonl"
+        if "record" in source or "certified" in source
+        else "other.safetensors"
     )
     needs = {"--compare": ["--gallery", "g.png"]} if name == "attack" else {}
     words = [name, M, *([] if source == "CKPT" else [source, read]), output, read, "--force"]
-    refused(folder, words + (needs.get(source, []) if output != "--gallery" else []), "is the input")
+    refused(
+        folder, words + (needs.get(source, []) if output != "--gallery" else []), "is the input"
+    )
 
 
 FOLDERS = [
@@ -180,9 +232,15 @@ FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "output", "source"), FOLDERS, ids=[" ".join(words) for words in FOLDERS])
-def test_no_output_of_any_command_is_one_of_its_images(folder: Path, name: str, output: str, source: str) -> None:
-    refused(folder, [name, M, source, "photos", output, "photos/a/1.png", "--force"], "among the images")
+@pytest.mark.parametrize(
+    ("name", "output", "source"), FOLDERS, ids=[" ".join(words) for words in FOLDERS]
+)
+def test_no_output_of_any_command_is_one_of_its_images(
+    folder: Path, name: str, output: str, source: str
+) -> None:
+    refused(
+        folder, [name, M, source, "photos", output, "photos/a/1.png", "--force"], "among the images"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -204,7 +262,9 @@ def test_an_index_is_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def state(path: Path, key: str, identity: str) -> None:
-    safetensors.torch.save_file({"a": torch.zeros(1)}, path, {key: json.dumps({"identity": identity})})
+    safetensors.torch.save_file(
+        {"a": torch.zeros(1)}, path, {key: json.dumps({"identity": identity})}
+    )
 
 
 def test_a_state_is_replaced_and_deleted_by_its_own_run_only(tmp_path: Path) -> None:
@@ -242,7 +302,14 @@ def test_a_last_epoch_is_deleted_only_where_a_training_run_wrote_it(folder: Path
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"12345678", b"\xff" * 16, (2**40).to_bytes(8, "little") + b"{}", (4).to_bytes(8, "little") + b"[[[["]
+    "data",
+    [
+        b"",
+        b"12345678",
+        b"\xff" * 16,
+        (2**40).to_bytes(8, "little") + b"{}",
+        (4).to_bytes(8, "little") + b"[[[[",
+    ],
 )
 def test_metadata_of_other_files_is_empty(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x"

@@ -23,7 +23,14 @@ from certcli.models import build
 from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
 from certcli.nn.surgery import REPLACEMENTS
-from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError, DataError, Refused, UsageError
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    CheckpointError,
+    DataError,
+    Refused,
+    UsageError,
+)
 from tests.helpers.commands import console
 
 Raw = dict[str, Any]
@@ -61,7 +68,9 @@ def nested(depth: int) -> Any:
 
 
 def step(**changes: Any) -> list[Raw]:
-    return [{"command": "x", "parameters": {}, "seed": 0, "versions": {}, "parent": None, **changes}]
+    return [
+        {"command": "x", "parameters": {}, "seed": 0, "versions": {}, "parent": None, **changes}
+    ]
 
 
 def swap(path: str, kind: str, **args: Any) -> list[Raw]:
@@ -137,13 +146,38 @@ RECORDS: list[tuple[str, Callable[[Raw], Any], int, str]] = [
     ("surgery kind", put("surgery", value=swap("norm", "os.system")), 3, "os.system"),
     ("surgery args", put("surgery", value=swap("norm", "identity", x=1)), 3, "identity"),
     ("surgery type", put("surgery", value=swap("", "flat-head", widths="32")), 3, "flat-head"),
-    ("surgery widths", put("surgery", value=swap("", "flat-head", widths=[10**12])), 3, "flat-head"),
+    (
+        "surgery widths",
+        put("surgery", value=swap("", "flat-head", widths=[10**12])),
+        3,
+        "flat-head",
+    ),
     ("surgery size", put("surgery", value=swap("", "flat-head", widths=[65536] * 4)), 4, "larger"),
-    ("surgery tokens", put("surgery", value=swap("blocks.0.attn", "orthogonal-attention", tokens=0)), 3, "tokens"),
-    ("surgery matrix", put("surgery", value=swap("blocks.0.attn", "orthogonal-attention", tokens=65536)), 4, "larger"),
-    ("surgery nowhere", put("surgery", value=swap("blocks.9.attn", "identity")), 4, "blocks.9.attn"),
+    (
+        "surgery tokens",
+        put("surgery", value=swap("blocks.0.attn", "orthogonal-attention", tokens=0)),
+        3,
+        "tokens",
+    ),
+    (
+        "surgery matrix",
+        put("surgery", value=swap("blocks.0.attn", "orthogonal-attention", tokens=65536)),
+        4,
+        "larger",
+    ),
+    (
+        "surgery nowhere",
+        put("surgery", value=swap("blocks.9.attn", "identity")),
+        4,
+        "blocks.9.attn",
+    ),
     ("surgery everywhere", put("surgery", value=swap("", "relu")), 3, "relu"),
-    ("surgery mismatch", put("surgery", value=swap("patch_embed", "l2-attention")), 4, "patch_embed"),
+    (
+        "surgery mismatch",
+        put("surgery", value=swap("patch_embed", "l2-attention")),
+        4,
+        "patch_embed",
+    ),
     ("lineage", put("lineage", value=step(seed="0")), 3, "lineage"),
     ("parent", put("lineage", value=step(parent="me")), 3, "parent"),
     ("deep parameters", put("lineage", value=step(parameters={"a": nested(100)})), 3, "deep"),
@@ -179,7 +213,8 @@ def refused(source: str = "m.safetensors", hints: Hints | None = None) -> Certvi
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", "null", "{", "[" * 100_000, '{"schema":1}', '{"schema":1e400}', "\ufffd"]
+    "text",
+    ["", "{}", "[1]", "null", "{", "[" * 100_000, '{"schema":1}', '{"schema":1e400}', "\ufffd"],
 )
 def test_a_text_that_is_no_record(room: Path, tiny: Checkpoint, text: str) -> None:
     safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors", {"certvit": text})
@@ -192,7 +227,13 @@ def config(tiny: Checkpoint, spoil: Callable[[Raw], Any]) -> None:
         "architecture": "certvit_vit_digits",
         "num_classes": 10,
         "model_args": dict(tiny.record.arch_args),
-        "pretrained_cfg": {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5], "url": "http://x", "file": EVIL},
+        "pretrained_cfg": {
+            "input_size": [1, 8, 8],
+            "mean": [0.5],
+            "std": [0.5],
+            "url": "http://x",
+            "file": EVIL,
+        },
     }
     spoil(raw)
     safetensors.torch.save_file(dict(tiny.tensors), "model.safetensors")
@@ -234,7 +275,9 @@ def test_a_valid_config_describes_the_same_network(room: Path, tiny: Checkpoint)
     assert torch.equal(build.load(open_checkpoint("."))(images), build.load(tiny)(images))
 
 
-@pytest.mark.parametrize(("key", "value"), ARGUMENTS, ids=[f"{key}={str(value)[:20]}" for key, value in ARGUMENTS])
+@pytest.mark.parametrize(
+    ("key", "value"), ARGUMENTS, ids=[f"{key}={str(value)[:20]}" for key, value in ARGUMENTS]
+)
 def test_an_argument_names_no_file_code_or_large_size(room: Path, key: str, value: Any) -> None:
     with pytest.raises(Refused) as caught:  # as for records and config.json
         arch_arguments({key: value})
@@ -247,12 +290,26 @@ def test_an_argument_names_no_file_code_or_large_size(room: Path, key: str, valu
 
 @pytest.mark.parametrize(
     "words",
-    ["--std inf --mean 0.5", "--mean nan --std 0.5", "--std 0 --mean 0.5", "--std 127.5", "--arch-arg depth=10000000"],
+    [
+        "--std inf --mean 0.5",
+        "--mean nan --std 0.5",
+        "--std 0 --mean 0.5",
+        "--std 127.5",
+        "--arch-arg depth=10000000",
+    ],
 )
 def test_numbers_in_options_are_checked(room: Path, tiny: Checkpoint, words: str) -> None:
     safetensors.torch.save_file(dict(tiny.tensors), "m.safetensors")
     given = words.split()
-    done = console("lipschitz", "m.safetensors", "--arch", "certvit_vit_digits", *given, "--no-estimate", folder=room)
+    done = console(
+        "lipschitz",
+        "m.safetensors",
+        "--arch",
+        "certvit_vit_digits",
+        *given,
+        "--no-estimate",
+        folder=room,
+    )
     assert done.code == 2, (done.out, done.err)
     assert done.err.count("certvit:") == 1
 
@@ -273,10 +330,17 @@ def test_weights_are_real_and_floating(room: Path, tiny: Checkpoint, dtype: torc
 def test_tensors_of_a_pth_file_have_values_of_their_own(room: Path, tiny: Checkpoint) -> None:
     """A stride of 0 describes any number of values by four bytes."""
     torch.save({**tiny.tensors, "head.weight": torch.zeros(1).expand(10**6, 10**6)}, "m.pth")
-    assert "head.weight" in refused("m.pth", Hints("certvit_vit_digits", tiny.record.arch_args, (0.5,), (0.5,))).message
+    assert (
+        "head.weight"
+        in refused(
+            "m.pth", Hints("certvit_vit_digits", tiny.record.arch_args, (0.5,), (0.5,))
+        ).message
+    )
 
 
-def test_files_of_the_hub_are_read_like_a_folder(room: Path, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_hub_are_read_like_a_folder(
+    room: Path, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     asked: list[tuple[str, str, Any]] = []
@@ -299,11 +363,23 @@ def test_every_replacement_has_typed_arguments() -> None:
 
 
 def test_numbers_words_and_lists_of_an_architecture_pass() -> None:
-    given = {"depth": 12, "mlp_ratio": 3, "act_layer": "gelu_tanh", "depths": [2, 18], "qkv_bias": False, "a": None}
+    given = {
+        "depth": 12,
+        "mlp_ratio": 3,
+        "act_layer": "gelu_tanh",
+        "depths": [2, 18],
+        "qkv_bias": False,
+        "a": None,
+    }
     assert arch_arguments(given) == given
     assert arch_arguments({"img_size": (8, 8)}) == {"img_size": [8, 8]}
     assert len(arch_arguments({"depths": [1] * MOST_ENTRIES})["depths"]) == MOST_ENTRIES
-    for key in ("drop_path", "transformer_drop_path", "pretrained_window_sizes", "grad_checkpointing"):
+    for key in (
+        "drop_path",
+        "transformer_drop_path",
+        "pretrained_window_sizes",
+        "grad_checkpointing",
+    ):
         assert arch_arguments({key: 0}) == {key: 0}
     with pytest.raises(Refused):
         arch_arguments({"proj_drop_path_file": 0})
@@ -337,7 +413,9 @@ FUNCTIONS: list[tuple[str, Callable[[Raw], Any], bool]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "other"), FUNCTIONS, ids=[row[0] for row in FUNCTIONS])
-def test_the_digest_covers_the_function(tiny: Checkpoint, name: str, change: Callable[[Raw], Any], other: bool) -> None:
+def test_the_digest_covers_the_function(
+    tiny: Checkpoint, name: str, change: Callable[[Raw], Any], other: bool
+) -> None:
     """Results about one mean and std are not results about another."""
     raw = json.loads(tiny.record.to_json())
     change(raw)
@@ -349,7 +427,8 @@ def test_the_digest_is_the_same_after_writing(tiny: Checkpoint, tmp_path: Path) 
     """Numbers that JSON writes in another way are the same numbers."""
     spec = replace(tiny.record.input, mean=(0,), std=(1,), crop_pct=1)
     before = Checkpoint(
-        tiny.tensors, replace(tiny.record, input=spec, arch_args={**tiny.record.arch_args, "img_size": (8, 8)})
+        tiny.tensors,
+        replace(tiny.record, input=spec, arch_args={**tiny.record.arch_args, "img_size": (8, 8)}),
     )
     before.write(tmp_path / "a.safetensors")
     assert Checkpoint.read(tmp_path / "a.safetensors").digest == before.digest
@@ -372,7 +451,10 @@ def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
     images = datasets.load("digits", tiny.record.input, "val")
     inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
     relabelled = replace(images, labels=images.labels.flip(0))
-    found = [identity(tiny.digest, FinetuneSettings(), images, other) for other in (images, inverted, relabelled)]
+    found = [
+        identity(tiny.digest, FinetuneSettings(), images, other)
+        for other in (images, inverted, relabelled)
+    ]
     assert len(set(found)) == 3
     assert found[0] == identity(tiny.digest, FinetuneSettings(), images, images)
 
@@ -391,7 +473,9 @@ def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) ->
             module.load_state(Path("s.safetensors"), "0" * 64)
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "/dev/zero", "/dev/null"], ids=["long", "NUL", "zero", "null"])
+@pytest.mark.parametrize(
+    "name", ["x" * 5000, "a\0b", "/dev/zero", "/dev/null"], ids=["long", "NUL", "zero", "null"]
+)
 def test_names_that_are_no_files(room: Path, tiny: Checkpoint, name: str) -> None:
     with pytest.raises(CheckpointError):
         open_checkpoint(name)

@@ -32,7 +32,9 @@ def test_written_in_files_it_is_the_same_checkpoint(tiny: Checkpoint, tmp_path: 
     first.write(tmp_path / INDEX, shard_bytes=MOST)
     index = json.loads((tmp_path / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)
+    ]
     assert len(files) > 2
     assert set(contents(tmp_path)) == {INDEX, *files}
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in first.tensors.values())
@@ -54,7 +56,14 @@ def test_written_in_files_it_is_the_same_checkpoint(tiny: Checkpoint, tmp_path: 
 
 def test_tied_tensors_and_views_are_written(tiny: Checkpoint, tmp_path: Path) -> None:
     whole = torch.randn(4, 6)
-    tensors = {"a": whole, "b": whole, "c": whole[1:3], "d": whole.T, "e": whole[:, :2], "f": torch.empty(0)}
+    tensors = {
+        "a": whole,
+        "b": whole,
+        "c": whole[1:3],
+        "d": whole.T,
+        "e": whole[:, :2],
+        "f": torch.empty(0),
+    }
     for path in (tmp_path / "one.safetensors", tmp_path / INDEX):
         Checkpoint(tensors, tiny.record).write(path)
         found = Checkpoint.read(path).tensors
@@ -70,7 +79,9 @@ def test_a_replaced_index_deletes_its_own_files_only(tiny: Checkpoint, tmp_path:
     shared, foreign = sorted(old)[0], tmp_path / "precious.safetensors"
     safetensors.torch.save_file({"x": torch.zeros(1)}, foreign)
     raw = json.loads(index.read_text())
-    (tmp_path / "second.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shared.name}}))
+    (tmp_path / "second.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": shared.name}})
+    )
     raw["weight_map"]["x"] = foreign.name  # an index may say anything
     index.write_text(json.dumps(raw))
     child = tiny.derive(tiny.tensors, "constrain", {})
@@ -78,7 +89,13 @@ def test_a_replaced_index_deletes_its_own_files_only(tiny: Checkpoint, tmp_path:
     assert Checkpoint.read(index).record == child.record
     new = set(named(index))
     assert not new & old
-    assert set(tmp_path.iterdir()) == {index, *new, shared, foreign, tmp_path / "second.safetensors.index.json"}
+    assert set(tmp_path.iterdir()) == {
+        index,
+        *new,
+        shared,
+        foreign,
+        tmp_path / "second.safetensors.index.json",
+    }
     assert last_command(index) == "constrain"
     remove(index)
     assert set(tmp_path.iterdir()) == {shared, foreign, tmp_path / "second.safetensors.index.json"}
@@ -86,7 +103,9 @@ def test_a_replaced_index_deletes_its_own_files_only(tiny: Checkpoint, tmp_path:
 
 @pytest.mark.parametrize("force", [False, True], ids=["new", "replaced"])
 @pytest.mark.parametrize("stops", [1, 2, "index"])
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=str)
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=str
+)
 def test_a_stopped_write_leaves_the_old_one_whole(
     tiny: Checkpoint,
     tmp_path: Path,
@@ -139,7 +158,10 @@ def test_a_stop_after_the_index_keeps_its_files(
 
 def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_path: Path) -> None:
     """constrain, streamed from several files into several, is constrain: to the byte, whatever memory it has."""
-    source, words = tmp_path / "m.safetensors", ("--limit", 40, "--eta", 0.05, "--iterations", 10, "--quiet")
+    source, words = (
+        tmp_path / "m.safetensors",
+        ("--limit", 40, "--eta", 0.05, "--iterations", 10, "--quiet"),
+    )
     plain.write(source)
     (tmp_path / "s").mkdir()
     plain.write(tmp_path / "s" / INDEX, shard_bytes=MOST)
@@ -153,9 +175,13 @@ def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_pat
     several = Checkpoint.read(tmp_path / "s" / "model.constrain.safetensors.index.json")
     assert len(named(tmp_path / "s" / "model.constrain.safetensors.index.json")) > 2
     several.write(tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert (tmp_path / "again.safetensors").read_bytes() == (
+        tmp_path / "one.safetensors"
+    ).read_bytes()
     assert one.record.lineage[-1].command == "constrain"
-    certvit("lipschitz", tmp_path / "s", "--no-estimate", "-o", tmp_path / f"l.{INDEX[6:]}", "--quiet")
+    certvit(
+        "lipschitz", tmp_path / "s", "--no-estimate", "-o", tmp_path / f"l.{INDEX[6:]}", "--quiet"
+    )
     assert Checkpoint.read(tmp_path / f"l.{INDEX[6:]}").record.evidence[-1].command == "lipschitz"
     assert "l.safetensors.index.json" in certvit("log", tmp_path).output
 
@@ -176,7 +202,9 @@ def test_no_part_of_an_input_is_replaced_or_deleted(
     tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tiny.write(Path(INDEX), shard_bytes=sum(value.nbytes for value in tiny.tensors.values()) * 2 // 5)
+    tiny.write(
+        Path(INDEX), shard_bytes=sum(value.nbytes for value in tiny.tensors.values()) * 2 // 5
+    )
     Path("hard.safetensors").hardlink_to("model-00001-of-00003.safetensors")
     before = contents(tmp_path)
     refused = attempt("lipschitz", *words, "--no-estimate", "--force").exception
@@ -194,14 +222,18 @@ def test_a_file_written_tensor_by_tensor_is_read_as_any(tmp_path: Path) -> None:
         "float": torch.randn(5, 2).T,
         "none": torch.empty(0, 4),
     }
-    likes = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
+    likes = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for name, value in tensors.items()
+    }
     path, about = tmp_path / "s.safetensors", {"a": json.dumps({"b": "é"})}
     write_one_by_one(path, likes, (tensors[name] for name in in_file_order(likes)), about)
     found, metadata = read_tensors(path)
     assert metadata == about
     assert found.keys() == tensors.keys()
     assert all(
-        torch.equal(value, tensors[name]) and value.dtype == tensors[name].dtype for name, value in found.items()
+        torch.equal(value, tensors[name]) and value.dtype == tensors[name].dtype
+        for name, value in found.items()
     )
     before = path.read_bytes()
     with pytest.raises(ValueError, match="not as it was announced"):
@@ -219,10 +251,14 @@ def test_names_of_new_files_are_free(tmp_path: Path) -> None:
     assert free_names(tmp_path / INDEX, 3)[0].name == "model-3-00001-of-00003.safetensors"
 
 
-def test_an_index_without_metadata_has_none_and_one_of_many_files_is_refused(tmp_path: Path) -> None:
+def test_an_index_without_metadata_has_none_and_one_of_many_files_is_refused(
+    tmp_path: Path,
+) -> None:
     index = tmp_path / INDEX
     index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
     assert metadata_of(index) == {}
-    index.write_text(json.dumps({"weight_map": {str(n): f"{n}.safetensors" for n in range(MOST_FILES + 1)}}))
+    index.write_text(
+        json.dumps({"weight_map": {str(n): f"{n}.safetensors" for n in range(MOST_FILES + 1)}})
+    )
     with pytest.raises(CheckpointError, match="8,193 files"):
         named(index)

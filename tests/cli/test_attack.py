@@ -39,12 +39,33 @@ def proven(workshop: Path) -> Path:
 def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent: bool) -> None:
     path = tmp_path / "r.jsonl"
     flag = ["--independent"] if independent else []
-    found = document("attack", net, "-a", "fgsm", "-a", "pgd-5", "-e", 0.4, "-e", 0.2, *QUICK, "--records", path, *flag)
+    found = document(
+        "attack",
+        net,
+        "-a",
+        "fgsm",
+        "-a",
+        "pgd-5",
+        "-e",
+        0.4,
+        "-e",
+        0.2,
+        *QUICK,
+        "--records",
+        path,
+        *flag,
+    )
     rows = [row for row in record_lines(path) if row["epsilon"] == 0.2]
     correct = [row for row in rows if row["label"] == row["prediction"]]
-    standing = [row for row in correct if all(outcome is True for outcome in row["robust"].values())]
+    standing = [
+        row for row in correct if all(outcome is True for outcome in row["robust"].values())
+    ]
     norms = sorted(row["norm"] for row in correct if row["norm"] is not None)
-    assert (found["images"], found["epsilon"], found["norm"]) == (len(rows), 0.2, "l2") == (40, 0.2, "l2")
+    assert (
+        (found["images"], found["epsilon"], found["norm"])
+        == (len(rows), 0.2, "l2")
+        == (40, 0.2, "l2")
+    )
     assert found["clean"] == len(correct) / 40
     assert found["robust"] == len(standing) / 40
     assert set(found["attacks"]) == {"fgsm", "pgd-5"}
@@ -55,15 +76,29 @@ def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent:
     assert list(found["curve"]) == ["0.2", "0.4"]
     assert found["curve"]["0.2"] == found["robust"] >= found["curve"]["0.4"]
     assert [part["epsilon"] for part in found["parts"]] == [0.2, 0.4]
-    assert all(low <= found[name] <= high for name, (low, high) in found["intervals"].items() if name in found)
-    assert (None in itertools.chain(*(row["robust"].values() for row in correct))) is not independent
+    assert all(
+        low <= found[name] <= high
+        for name, (low, high) in found["intervals"].items()
+        if name in found
+    )
+    assert (
+        None in itertools.chain(*(row["robust"].values() for row in correct))
+    ) is not independent
 
 
 def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path) -> None:
     words = ("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
     outcome, found = certvit(*words), document(*words)
-    for name, share in {**found["attacks"], "worst case": found["robust"], "clean": found["clean"]}.items():
-        (row,) = [line for line in outcome.stdout.splitlines() if f"{name} " in line.replace("(", "").replace(")", " ")]
+    for name, share in {
+        **found["attacks"],
+        "worst case": found["robust"],
+        "clean": found["clean"],
+    }.items():
+        (row,) = [
+            line
+            for line in outcome.stdout.splitlines()
+            if f"{name} " in line.replace("(", "").replace(")", " ")
+        ]
         assert f"{100 * share:.1f} %" in row
         assert " to " in row
 
@@ -73,15 +108,21 @@ def test_presets(net: Path, name: str) -> None:
     found = document("attack", net, "--preset", name, "--limit", 6, "--no-checks")
     wanted = PRESETS[name].parts
     parts = found["parts"] or [found]
-    assert [(part["norm"], part["epsilon"]) for part in parts] == [(p.region.norm, p.region.radius) for p in wanted]
-    assert [set(part["attacks"]) for part in parts] == [{entry.label for entry in part.plan} for part in wanted]
+    assert [(part["norm"], part["epsilon"]) for part in parts] == [
+        (p.region.norm, p.region.radius) for p in wanted
+    ]
+    assert [set(part["attacks"]) for part in parts] == [
+        {entry.label for entry in part.plan} for part in wanted
+    ]
     assert found["preset"] == name
     assert all(part["independent"] for part in parts)
     assert (found["epsilon"], found["robust"]) == (parts[0]["epsilon"], parts[0]["robust"])
 
 
 def test_a_preset_of_one_part_moves_to_other_radii(net: Path) -> None:
-    found = document("attack", net, "--preset", "certvit", "-e", 1.58, "-e", 0.1, "--limit", 6, "--no-checks")
+    found = document(
+        "attack", net, "--preset", "certvit", "-e", 1.58, "-e", 0.1, "--limit", 6, "--no-checks"
+    )
     assert list(found["curve"]) == ["0.1", "1.58"]
 
 
@@ -103,7 +144,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "named"), REFUSED)
-def test_options_that_contradict_are_refused_before_any_work(net: Path, words: str, named: str) -> None:
+def test_options_that_contradict_are_refused_before_any_work(
+    net: Path, words: str, named: str
+) -> None:
     failure = certvit("attack", net, *words.split(), code=2).exception
     assert isinstance(failure, UsageError)
     assert named in failure.message + failure.hint
@@ -124,16 +167,33 @@ BUDGETS = {
 @pytest.mark.parametrize("name", BUDGETS)
 def test_an_attack_may_spend_its_budget(net: Path, name: str) -> None:
     words, *budgets = BUDGETS[name]
-    given = [("attack", net, *f"{words} {budget}".split(), "--no-checks", "--limit", 100) for budget in budgets]
+    given = [
+        ("attack", net, *f"{words} {budget}".split(), "--no-checks", "--limit", 100)
+        for budget in budgets
+    ]
     weak, strong = (document(*words) for words in given)
     assert strong["robust"] < weak["robust"]
 
 
 def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
     found = []
-    for number, seed in enumerate((0, 0, 1)):  # the whole split: a sample of it would depend on the seed, too
+    for number, seed in enumerate(
+        (0, 0, 1)
+    ):  # the whole split: a sample of it would depend on the seed, too
         path = tmp_path / f"{number}.jsonl"
-        document("attack", net, "-a", "pgd-2", "-e", 0.3, "--no-checks", "--seed", seed, "--records", path)
+        document(
+            "attack",
+            net,
+            "-a",
+            "pgd-2",
+            "-e",
+            0.3,
+            "--no-checks",
+            "--seed",
+            seed,
+            "--records",
+            path,
+        )
         found.append([row["norm"] for row in record_lines(path)])
     assert found[0] == found[1] != found[2]
 
@@ -148,7 +208,9 @@ def test_selection_takes_k_images_of_every_class(net: Path, tmp_path: Path) -> N
 RUN = ("-a", "fgsm", "-a", "pgd-5", "-e", 0.2, "-e", 0.4, *QUICK, "--batch-size", 15)
 
 
-@pytest.mark.parametrize("kept", [700, 0.5, 1.0, *[0, 0.9] * EVERY], ids=lambda kept: f"{kept} of the file")
+@pytest.mark.parametrize(
+    "kept", [700, 0.5, 1.0, *[0, 0.9] * EVERY], ids=lambda kept: f"{kept} of the file"
+)
 def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
     net: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,14 +254,18 @@ def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_p
         ("source", net, f"--source {proven}"),
     ]
     for named, source, words in others:
-        failure = attempt("attack", source, *RUN, *words.split(), "--records", path, "--resume").exception
+        failure = attempt(
+            "attack", source, *RUN, *words.split(), "--records", path, "--resume"
+        ).exception
         assert isinstance(failure, UsageError), words
         assert "another run: " in failure.message
         assert f"{named} is " in failure.message, (named, failure.message)
     assert isinstance(attempt("attack", net, *RUN, "--records", path).exception, UsageError)
     assert path.read_bytes() == before
     path.write_bytes(before.replace(b'"label"', b'"labal"', 1))
-    assert isinstance(attempt("attack", net, *RUN, "--records", path, "--resume").exception, DataError)
+    assert isinstance(
+        attempt("attack", net, *RUN, "--records", path, "--resume").exception, DataError
+    )
     certvit("attack", net, *RUN, "--records", path, "--force")
     assert path.read_bytes() == before
 
@@ -233,7 +299,9 @@ def test_refining_finds_smaller_norms_of_the_same_successes(net: Path, tmp_path:
     assert Region("l2", 0.5).contains(near["adversarial"], near["images"]).all()
 
 
-def test_a_gallery_is_drawn_alone_and_beside_another_network(net: Path, proven: Path, tmp_path: Path) -> None:
+def test_a_gallery_is_drawn_alone_and_beside_another_network(
+    net: Path, proven: Path, tmp_path: Path
+) -> None:
     sizes = []
     for extra in ([], ["--compare", proven]):
         path = tmp_path / f"{len(extra)}.png"
@@ -258,15 +326,22 @@ def test_a_gallery_of_colours(tmp_path: Path) -> None:
     assert (tmp_path / "g.png").stat().st_size > 1000
 
 
-def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(net: Path, tmp_path: Path) -> None:
+def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(
+    net: Path, tmp_path: Path
+) -> None:
     plain = Checkpoint.read(net)
-    loud = {name: tensor * 1e6 if name.startswith("head.") else tensor for name, tensor in plain.tensors.items()}
+    loud = {
+        name: tensor * 1e6 if name.startswith("head.") else tensor
+        for name, tensor in plain.tensors.items()
+    }
     masked = tmp_path / "masked.safetensors"
     plain.derive(loud, "test", {}).write(masked)
     outcome = certvit("attack", masked, "-a", "pgd-3", "-e", 0.1, "--limit", 40, "--json")
     found = json.loads(outcome.stdout)
     assert "zero gradients" in {flag["name"] for flag in found["flags"]}
-    assert all(flag["explanation"] and flag["raised_if"] and not flag["fatal"] for flag in found["flags"])
+    assert all(
+        flag["explanation"] and flag["raised_if"] and not flag["fatal"] for flag in found["flags"]
+    )
     assert "zero gradients" in outcome.stderr
     honest = document("attack", net, "-a", "pgd-3", "-e", 0.1, "--limit", 40)
     assert honest["flags"] == []

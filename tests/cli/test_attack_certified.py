@@ -40,12 +40,22 @@ def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_path: Path) -> None:
     """Each certified image at its own radius, in float64; then those certified beyond a radius, at that radius."""
     path = tmp_path / "r.jsonl"
-    radii = {row["index"]: row["radius"] for row in record_lines(certificates) if row["label"] == row["prediction"]}
+    radii = {
+        row["index"]: row["radius"]
+        for row in record_lines(certificates)
+        if row["label"] == row["prediction"]
+    }
     words = (proven, "-a", "margin-pgd-10", "-a", "fgsm", "--only-certified", certificates)
     found = document("attack", *words, "--records", path)
     assert found["robust"] == found["clean"] == 1.0
-    assert {row["index"]: row["epsilon"] for row in record_lines(path)} == {i: r for i, r in radii.items() if r > 0}
-    assert found["own_radii"]["smallest"] == found["epsilon"] == min(r for r in radii.values() if r > 0)
+    assert {row["index"]: row["epsilon"] for row in record_lines(path)} == {
+        i: r for i, r in radii.items() if r > 0
+    }
+    assert (
+        found["own_radii"]["smallest"]
+        == found["epsilon"]
+        == min(r for r in radii.values() if r > 0)
+    )
     assert "certified above attacked" in found["checks"]
     assert found["flags"] == []
     assert found["authors_word"] == ["certified_only", "own_radii"]  # nothing here certifies again
@@ -56,7 +66,9 @@ def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_p
         assert part["images"] == sum(r > radius for r in radii.values())
 
 
-def test_certificates_in_linf_are_attacked_in_linf(proven: Path, certificates: Path, tmp_path: Path) -> None:
+def test_certificates_in_linf_are_attacked_in_linf(
+    proven: Path, certificates: Path, tmp_path: Path
+) -> None:
     """A ball of l2 within that of linf would be attacked otherwise: an attack that cannot refute what it is given."""
     path, found = tmp_path / "linf.jsonl", tmp_path / "found.jsonl"
     header, *rest = certificates.read_text().splitlines()
@@ -72,7 +84,9 @@ def test_certificates_in_linf_are_attacked_in_linf(proven: Path, certificates: P
     assert "no attack knows" in str(attempt("attack", *words).exception)
 
 
-def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certificates: Path, tmp_path: Path) -> None:
+def test_a_broken_certificate_is_a_bug_and_names_the_image(
+    proven: Path, certificates: Path, tmp_path: Path
+) -> None:
     wrong = tmp_path / "wrong.jsonl"
     rows = record_lines(certificates)
     victim = next(row for row in rows if row["label"] == row["prediction"] and row["radius"] > 0.2)
@@ -81,10 +95,14 @@ def test_a_broken_certificate_is_a_bug_and_names_the_image(proven: Path, certifi
     words = (proven, "-a", "fgsm", "--only-certified", wrong, "--json", "--no-checks")
     outcome = certvit("attack", *words, "--save-examples", tmp_path / "x.safetensors", code=1)
     assert f"index {victim['index']} " in str(outcome.exception)
-    assert [flag["name"] for flag in json.loads(outcome.stdout)["flags"]] == ["certified above attacked"]
+    assert [flag["name"] for flag in json.loads(outcome.stdout)["flags"]] == [
+        "certified above attacked"
+    ]
     saved = load_file(tmp_path / "x.safetensors")  # the proof of the bug is kept
     assert saved["indices"].tolist() == [victim["index"]]
-    assert saved["adversarial"].dtype == torch.float64  # the arithmetic that the certificate speaks of
+    assert (
+        saved["adversarial"].dtype == torch.float64
+    )  # the arithmetic that the certificate speaks of
 
 
 def test_certificates_that_speak_of_something_else_are_refused(
@@ -93,7 +111,9 @@ def test_certificates_that_speak_of_something_else_are_refused(
     def refused(kind: type[CertvitError], why: str, **changes: object) -> None:
         path = tmp_path / "c.jsonl"
         rewrite(path, certificates, [{**row, **changes} for row in record_lines(certificates)])
-        failure = attempt("attack", proven, "-a", "fgsm", "--only-certified", path, "--no-checks").exception
+        failure = attempt(
+            "attack", proven, "-a", "fgsm", "--only-certified", path, "--no-checks"
+        ).exception
         assert isinstance(failure, kind), (changes, failure)
         assert why in str(failure)
 
@@ -107,14 +127,20 @@ def test_certificates_that_speak_of_something_else_are_refused(
     assert "another network" in str(other)
     assert isinstance(attempt("attack", proven, *words, "-e", 7).exception, DataError)
     assert isinstance(attempt("attack", proven, *words, "--norm", "linf").exception, UsageError)
-    assert isinstance(attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError)
-    assert isinstance(attempt("attack", proven, "--only-certified", tmp_path / "none").exception, DataError)
+    assert isinstance(
+        attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError
+    )
+    assert isinstance(
+        attempt("attack", proven, "--only-certified", tmp_path / "none").exception, DataError
+    )
 
 
 def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
     model = linear(2)
     images = pictures(4)
-    found = attack_images(model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT)
+    found = attack_images(
+        model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT
+    )
     first, *rest = found
     require_correct(rest)
     with pytest.raises(DataError, match="certified as class 0"):
@@ -127,5 +153,7 @@ def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint
         i: CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
         for n, i in enumerate(images.indices.tolist())
     }
-    (task,) = tasks_of(stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates)
+    (task,) = tasks_of(
+        stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates
+    )
     assert set(task.own.values()) == {8.0}

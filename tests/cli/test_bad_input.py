@@ -28,7 +28,9 @@ FOREIGN = "/etc/c.safetensors"
 def saved(folder: Path, tensors: dict[str, torch.Tensor], record: str | None = None) -> None:
     good = folder / "m.safetensors"
     metadata = {"certvit": record or Checkpoint.read(good).record.to_json()}
-    safetensors.torch.save_file({name: value.clone() for name, value in tensors.items()}, good, metadata)
+    safetensors.torch.save_file(
+        {name: value.clone() for name, value in tensors.items()}, good, metadata
+    )
 
 
 def changed(**changes: torch.Tensor | None) -> Spoil:
@@ -130,9 +132,13 @@ CASES: list[tuple[str, Spoil, str, int, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words", "code", "named"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+    ("spoil", "words", "code", "named"),
+    [case[1:] for case in CASES],
+    ids=[case[0] for case in CASES],
 )
-def test_bad_input(workshop: Path, tmp_path: Path, spoil: Spoil, words: str, code: int, named: str) -> None:
+def test_bad_input(
+    workshop: Path, tmp_path: Path, spoil: Spoil, words: str, code: int, named: str
+) -> None:
     shutil.copy(workshop / "plain.safetensors", tmp_path / "m.safetensors")
     spoil(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -153,7 +159,9 @@ def test_json_errors_are_one_object_on_stdout(tmp_path: Path) -> None:
     assert "nowhere" in error["error"]
 
 
-def test_a_read_only_folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file is tried before any work is done; root, for whom every folder is writable, is told so here."""
     good = tmp_path / "m.safetensors"
     shutil.copy(workshop / "plain.safetensors", good)
@@ -173,7 +181,9 @@ def test_a_read_only_folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
-def test_a_network_without_a_bound_certifies_nothing(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_without_a_bound_certifies_nothing(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit 5 where a finite bound is demanded; a report that says why, and exit 0, where it is not."""
     path = str(workshop / "plain.safetensors")
     monkeypatch.delitem(rules.modules, torch.nn.GELU)

@@ -26,7 +26,14 @@ IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 def swin() -> nn.Module:
     """Shifted windows of 4 x 4 tokens, one patch merging."""
     torch.manual_seed(0)
-    size = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
+    size = {
+        "img_size": 32,
+        "patch_size": 4,
+        "window_size": 4,
+        "embed_dim": 16,
+        "depths": (2, 1),
+        "num_heads": (2, 4),
+    }
     return timm.create_model("swin_tiny_patch4_window7_224", **size, num_classes=5).eval()
 
 
@@ -35,11 +42,17 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     paths = constrainable(swin)
     blocks = ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"]
     expected = {"patch_embed.proj", "layers.1.downsample.reduction", "head.fc"}
-    expected |= {f"{block}.{part}" for block in blocks for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    expected |= {
+        f"{block}.{part}"
+        for block in blocks
+        for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    }
     assert set(paths) == expected
     seen: dict[str, Tensor] = {}
     hooks = [
-        swin.get_submodule(path).register_forward_pre_hook(lambda _, args, path=path: seen.update({path: args[0]}))
+        swin.get_submodule(path).register_forward_pre_hook(
+            lambda _, args, path=path: seen.update({path: args[0]})
+        )
         for path in paths
     ]
     with torch.no_grad():
@@ -52,8 +65,14 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     before = network_upper(swin, (3, 32, 32), 5)
     for result in results:
         module: Any = swin.get_submodule(result.path)
-        inputs, old, new = (value.detach().double() for value in (seen[result.path], module.weight, result.weight))
-        apply = nn.functional.linear if old.dim() == 2 else lambda x, w: nn.functional.conv2d(x, w, stride=4)
+        inputs, old, new = (
+            value.detach().double() for value in (seen[result.path], module.weight, result.weight)
+        )
+        apply = (
+            nn.functional.linear
+            if old.dim() == 2
+            else lambda x, w: nn.functional.conv2d(x, w, stride=4)
+        )
         change, size = (apply(inputs, weight).norm() for weight in (new - old, old))
         # the inputs here come from a batch of 6, there from two of 3: float32 kernels may differ by some 1e-6
         assert result.error == pytest.approx(float(change / size), rel=1e-4)
@@ -73,7 +92,17 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
 def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, said: bool) -> None:
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
-    words = ["constrain", source, "--layers", "patch*", "--limit", images, "--json", "-o", tmp_path / "out.safetensors"]
+    words = [
+        "constrain",
+        source,
+        "--layers",
+        "patch*",
+        "--limit",
+        images,
+        "--json",
+        "-o",
+        tmp_path / "out.safetensors",
+    ]
     outcome = certvit(*words)
     report = json.loads(outcome.stdout)
     (layer,) = report["layers"]
@@ -102,7 +131,9 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
 def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
     source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
     certvit("init", "certvit_vit_digits", "-o", source)
-    patterns = typed("--layers blocks.0.* --layers blocks.1.* --exclude *.mlp.* --exclude *.1.attn.proj")
+    patterns = typed(
+        "--layers blocks.0.* --layers blocks.1.* --exclude *.mlp.* --exclude *.1.attn.proj"
+    )
     found = document("constrain", source, *patterns, "--limit", 40, "-o", out)
     paths = {layer["path"] for layer in found["layers"]}
     assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}

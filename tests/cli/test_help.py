@@ -29,7 +29,9 @@ def test_the_help_names_a_docs_page_that_exists(name: str) -> None:
 
 def test_forty_columns_keep_names_and_words_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    shown = subprocess.run([sys.executable, "-m", "certcli", "attack", "--help"], capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "certcli", "attack", "--help"], capture_output=True, text=True
+    )
     assert {"--epsilon", "--min-robust", "--save-examples", "evaluation:"} <= set(
         shown.stdout.replace(",", " ").split()
     )
@@ -49,15 +51,21 @@ def test_forty_columns_keep_names_and_words_whole(monkeypatch: pytest.MonkeyPatc
         ("lipschitz model.safetensors --arch vit_tiny_patch16_22", "vit_tiny_patch16_224"),
     ],
 )
-def test_the_shell_completes_names(typed: str, offered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_completes_names(
+    typed: str, offered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("_CERTVIT_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"certvit {typed}")
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
     assert offered in console().out.split()
 
 
-@pytest.mark.parametrize("said", ["", "ImportError: libc", "RuntimeError: operator torchvision::nms does not exist"])
-def test_the_doctor_finds_what_breaks_a_program_without_certvit(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "said", ["", "ImportError: libc", "RuntimeError: operator torchvision::nms does not exist"]
+)
+def test_the_doctor_finds_what_breaks_a_program_without_certvit(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what another process says that imports timm; `make install` asks a real one."""
     done = subprocess.CompletedProcess([], int(bool(said)), "", said)
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=lambda *_, **__: done))

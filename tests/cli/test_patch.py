@@ -42,10 +42,32 @@ def test_the_method_by_its_name(plain: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("procedure", ["double-masking", "voting"])
-def test_the_command_its_records_and_their_check(workshop: Path, tmp_path: Path, procedure: str) -> None:
+def test_the_command_its_records_and_their_check(
+    workshop: Path, tmp_path: Path, procedure: str
+) -> None:
     records, network = tmp_path / "r.jsonl", workshop / "plain.safetensors"
-    words = ("certify", network, "--dataset", "digits", "--limit", 40, "--method", "patch", "--procedure", procedure)
-    words = (*words, "--band-width", 1, "--patch", "1", "--patch", "2x1", *["--hide", "pixels"] * (procedure[0] == "d"))
+    words = (
+        "certify",
+        network,
+        "--dataset",
+        "digits",
+        "--limit",
+        40,
+        "--method",
+        "patch",
+        "--procedure",
+        procedure,
+    )
+    words = (
+        *words,
+        "--band-width",
+        1,
+        "--patch",
+        "1",
+        "--patch",
+        "2x1",
+        *["--hide", "pixels"] * (procedure[0] == "d"),
+    )
     found = document(*words, "--records", records)
     assert set(found["certified"]) == {"1x1", "2x1"}
     assert found["norm"] == "patch"
@@ -55,7 +77,9 @@ def test_the_command_its_records_and_their_check(workshop: Path, tmp_path: Path,
     assert found["certified"]["2x1"] == share
     assert all("radius" not in row for row in rows)
     if procedure == "voting":
-        assert all(sum(row["counts"].values()) == len(row["votes"]) == found["passes"] for row in rows)
+        assert all(
+            sum(row["counts"].values()) == len(row["votes"]) == found["passes"] for row in rows
+        )
     certvit("certify", network, "--dataset", "digits", "--verify", records)
     forged = records.read_text().replace('"proven": []', '"proven": ["2x1", "1x1"]')
     assert forged != records.read_text()
@@ -75,9 +99,18 @@ def test_parameters_of_files_are_checked(plain: Checkpoint, forged: dict[str, An
         prepare("patch", plain, CPU, Patches.of({"patches": ["2"], "hide": "pixels", **forged}))
 
 
-@pytest.mark.parametrize("row", [{}, {"proven": 5}, {"proven": [5]}, {"proven": [], "votes": "12"}, {"proven": None}])
+@pytest.mark.parametrize(
+    "row", [{}, {"proven": 5}, {"proven": [5]}, {"proven": [], "votes": "12"}, {"proven": None}]
+)
 def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
-    line = {"index": 0, "label": 0, "prediction": 0, "method": "patch", "failure": 0.0, "pixels": "0" * 16}
+    line = {
+        "index": 0,
+        "label": 0,
+        "prediction": 0,
+        "method": "patch",
+        "failure": 0.0,
+        "pixels": "0" * 16,
+    }
     decode(json.dumps({**line, "proven": []}), PatchCertificateFields)
     with pytest.raises(Refused):
         decode(json.dumps({**line, **row}), PatchCertificateFields)
@@ -101,14 +134,25 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
     ],
 )
 def test_bad_input_is_one_clear_line(workshop: Path, words: str, named: str) -> None:
-    base = ("certify", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 4, "--method", "patch")
+    base = (
+        "certify",
+        workshop / "plain.safetensors",
+        "--dataset",
+        "digits",
+        "--limit",
+        4,
+        "--method",
+        "patch",
+    )
     failure = certvit(*base, *words.split(), code=2).exception
     assert isinstance(failure, CertvitError)
     assert named in failure.message
 
 
 def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
-    certvit("certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2, code=2)
+    certvit(
+        "certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2, code=2
+    )
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
@@ -116,13 +160,17 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     images = datasets.load("digits", Checkpoint.read(network).record.input, "test").select(range(6))
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
-    rows = document("predict", network, tmp_path, "--defence", "patch", "--prove", *words)["predictions"]
+    rows = document("predict", network, tmp_path, "--defence", "patch", "--prove", *words)[
+        "predictions"
+    ]
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
     certifier = prepare("patch", Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels"))
     stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])
     tops = certifier.predict(stored)
     assert [row["prediction"] for row in rows] == tops
-    assert [row["proven"] for row in rows] == [list(one.proven) for one in certifier.batch(range(6), stored, tops)]
+    assert [row["proven"] for row in rows] == [
+        list(one.proven) for one in certifier.batch(range(6), stored, tops)
+    ]
     bare = document("predict", network, tmp_path / "0.png")["predictions"]
     assert bare[0].keys() >= {"image", "prediction"}
     assert "proven" not in bare[0]
@@ -134,7 +182,9 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
     for number, synset in enumerate(("n01440764", "n03445777")):
         (tmp_path / "images" / synset).mkdir(parents=True)
         for index in range(6):
-            Image.new("L", (8, 8), 40 * (number + index)).save(tmp_path / "images" / synset / f"{index}.png")
+            Image.new("L", (8, 8), 40 * (number + index)).save(
+                tmp_path / "images" / synset / f"{index}.png"
+            )
     certvit("init", "certvit_vit_digits", *shape(), "--classes", 1000, "-o", start)
     words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
     done = certvit("finetune", start, *words, "-o", tuned, "--json")
@@ -153,7 +203,9 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
 )  # fmt: skip
 def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: str, code: int) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "0.png")
-    certvit("predict", workshop / "plain.safetensors", tmp_path / "0.png", *words.split(), code=code)
+    certvit(
+        "predict", workshop / "plain.safetensors", tmp_path / "0.png", *words.split(), code=code
+    )
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +214,16 @@ def attacked(
 ) -> tuple[tuple[object, ...], Path, dict[str, Any]]:
     """The words of an attack with patches, its records, and its document."""
     records = tmp_path_factory.mktemp("attacked") / "a.jsonl"
-    words = ("attack", workshop / "plain.safetensors", "--dataset", "digits", "--limit", 6, "--norm", "patch")
+    words = (
+        "attack",
+        workshop / "plain.safetensors",
+        "--dataset",
+        "digits",
+        "--limit",
+        6,
+        "--norm",
+        "patch",
+    )
     words = (*words, "--patch", "2", "--patch", "1", "--steps", 4, "--records", records)
     return words, records, document(*words)
 
@@ -172,7 +233,10 @@ def test_attacks_with_patches_write_records_like_others(
 ) -> None:
     words, records, found = attacked
     rows = record_lines(records)
-    left = {key: sum(row["robust"]["margin-pgd"] for row in rows if row["patch"] == key) for key in ("1x1", "2x2")}
+    left = {
+        key: sum(row["robust"]["margin-pgd"] for row in rows if row["patch"] == key)
+        for key in ("1x1", "2x2")
+    }
     assert found["robust"] == {key: count / 6 for key, count in left.items()}
     assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
     whole, copy = records.read_bytes(), tmp_path / "a.jsonl"
@@ -189,10 +253,14 @@ def test_attacks_with_patches_become_evidence(
     again = document(*words, "--resume", "-o", out)
     assert again["resumed"] == {"records": 12, "computed_again": 12}
     evidence = decode_evidence(Checkpoint.read(out).record.evidence[-1])
-    assert [(part.patch, part.robust) for part in evidence.result.parts] == list(found["robust"].items())
+    assert [(part.patch, part.robust) for part in evidence.result.parts] == list(
+        found["robust"].items()
+    )
     assert evidence.result.threat == Threat("patch", Patch(1, 1))
     shown = " ".join(attempt("log", out).stdout.split())
-    assert f"withstand patch 1x1 {share_text(found['robust']['1x1'], evidence.result.images)}" in shown
+    assert (
+        f"withstand patch 1x1 {share_text(found['robust']['1x1'], evidence.result.images)}" in shown
+    )
 
 
 FORGED: dict[str, dict[str, Any]] = {
@@ -231,7 +299,9 @@ def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Pa
     base = (workshop / "certified.safetensors", "--dataset", "digits", "--limit", 5)
     defended = ("--method", "patch", "--patch", "1", "--hide", "pixels", "--masks", 4)
     assert attempt("certify", *base, *defended, "--records", certificates).exit_code == 0
-    done = attempt("attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates, "--json")
+    done = attempt(
+        "attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates, "--json"
+    )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
     checked = document("certify", *base, "--verify", certificates)

@@ -20,22 +20,43 @@ DEFENCE = ("--method", "patch", "--patch", "2x1", "--patch", "1", "--hide", "pix
 
 @pytest.fixture(scope="module")
 def words(workshop: Path) -> tuple[object, ...]:
-    return ("certify", workshop / "certified.safetensors", "--dataset", "digits", "--limit", COUNT, *DEFENCE)
+    return (
+        "certify",
+        workshop / "certified.safetensors",
+        "--dataset",
+        "digits",
+        "--limit",
+        COUNT,
+        *DEFENCE,
+    )
 
 
 @pytest.fixture(scope="module")
 def honest(words: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what one run writes: records, a page, a checkpoint with evidence, the document."""
     folder = tmp_path_factory.mktemp("patch")
-    written = ("--records", folder / "r.jsonl", "--html", folder / "r.html", "-o", folder / "e.safetensors", "--json")
+    written = (
+        "--records",
+        folder / "r.jsonl",
+        "--html",
+        folder / "r.html",
+        "-o",
+        folder / "e.safetensors",
+        "--json",
+    )
     (folder / "r.json").write_text(certvit(*words, *written).stdout)
     return folder
 
 
-def test_a_resumed_run_ends_where_the_whole_one_did(words: tuple[object, ...], honest: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_where_the_whole_one_did(
+    words: tuple[object, ...], honest: Path, tmp_path: Path
+) -> None:
     lines, path = (honest / "r.jsonl").read_text().splitlines(keepends=True), tmp_path / "r.jsonl"
     path.write_text("".join(lines[: 1 + 16]))
-    found, whole = document(*words, "--records", path, "--resume"), json.loads((honest / "r.json").read_text())
+    found, whole = (
+        document(*words, "--records", path, "--resume"),
+        json.loads((honest / "r.json").read_text()),
+    )
     assert found["resumed"] == {"records": 16, "computed_again": 16}
     assert found["certified"] == whole["certified"]
     timeless = [
@@ -56,7 +77,9 @@ FORGERIES: dict[str, Callable[[Row], None]] = {
 
 
 @pytest.mark.parametrize("kind", FORGERIES)
-def test_forged_records_pass_no_gate(words: tuple[object, ...], honest: Path, tmp_path: Path, kind: str) -> None:
+def test_forged_records_pass_no_gate(
+    words: tuple[object, ...], honest: Path, tmp_path: Path, kind: str
+) -> None:
     head, *rows = map(json.loads, (honest / "r.jsonl").read_text().splitlines())
     assert any("2x1" not in row["proven"] for row in rows), "nothing to forge"
     for row in rows:
@@ -73,9 +96,9 @@ def test_evidence_is_shown_and_certified_again(honest: Path) -> None:
     shown = certvit("log", honest / "e.safetensors").stdout
     assert "patches, pixels" in shown
     assert "average radius" not in shown
-    found = document("log", honest / "e.safetensors", "--verify", "--dataset", "digits", "--proven-only")["evidence"][
-        -1
-    ]
+    found = document(
+        "log", honest / "e.safetensors", "--verify", "--dataset", "digits", "--proven-only"
+    )["evidence"][-1]
     assert (found["command"], found["status"]) == ("certify", "verified")
     assert "1x1" in certvit("log", honest / "e.safetensors", honest / "e.safetensors").stdout
 
@@ -102,7 +125,15 @@ def test_edited_evidence_is_refused_or_refuted(honest: Path, tmp_path: Path, kin
             decode_evidence(forged.record.evidence[-1])
         return
     forged.write(tmp_path / "f.safetensors")
-    certvit("log", tmp_path / "f.safetensors", "--verify", "--dataset", "digits", "--proven-only", code=7)
+    certvit(
+        "log",
+        tmp_path / "f.safetensors",
+        "--verify",
+        "--dataset",
+        "digits",
+        "--proven-only",
+        code=7,
+    )
 
 
 def test_the_page_speaks_of_patches(honest: Path) -> None:
@@ -124,7 +155,11 @@ def test_what_several_processes_do_not_share_is_refused(
     refused: tuple[object, ...], workshop: Path, honest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "team", lambda: processes.Team(0, 2))
-    named = {"m.safetensors": workshop / "certified.safetensors", "r.jsonl": honest / "r.jsonl", "folder": honest}
+    named = {
+        "m.safetensors": workshop / "certified.safetensors",
+        "r.jsonl": honest / "r.jsonl",
+        "folder": honest,
+    }
     failure = certvit(*(named.get(str(word), word) for word in refused), code=2).exception
     assert isinstance(failure, UsageError)
     assert "one process only" in failure.message

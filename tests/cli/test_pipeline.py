@@ -21,7 +21,9 @@ STAGES = ["plain", "adapted", "constrained", "certified"]
 def test_the_chain_certifies_a_real_share(workshop: Path) -> None:
     """Chance is 10 %; a trained, certified net must be far above it, the plain one certifies nothing at 0.1."""
     plain = document("certify", workshop / "plain.safetensors", "-e", 0.1, "--split", "val")
-    final = document("certify", workshop / "certified.safetensors", "-e", 0.1, "-e", 0.3, "--split", "val")
+    final = document(
+        "certify", workshop / "certified.safetensors", "-e", 0.1, "-e", 0.3, "--split", "val"
+    )
     assert plain["clean"] > 0.5
     assert plain["certified"]["0.1"] == 0.0
     assert final["certified"]["0.1"] > 0.3
@@ -35,10 +37,18 @@ def test_lineage_names_every_step(workshop: Path, certified: Checkpoint) -> None
     assert certified.record.dataset == "digits"
     for stage, child in pairwise(["init", *STAGES]):
         parent = Checkpoint.read(workshop / f"{stage}.safetensors")
-        assert Checkpoint.read(workshop / f"{child}.safetensors").record.lineage[-1].parent == parent.digest
+        assert (
+            Checkpoint.read(workshop / f"{child}.safetensors").record.lineage[-1].parent
+            == parent.digest
+        )
     steps, evidence = certified.record.lineage, certified.record.evidence
-    shown = [*(step.shown for step in steps), *((entry.parameters, entry.result) for entry in evidence)]
-    assert "/" not in json.dumps(shown)  # no path of any machine; digests of images are base64, which has a "/"
+    shown = [
+        *(step.shown for step in steps),
+        *((entry.parameters, entry.result) for entry in evidence),
+    ]
+    assert "/" not in json.dumps(
+        shown
+    )  # no path of any machine; digests of images are base64, which has a "/"
 
 
 def test_a_plain_finetuned_checkpoint_loads_strictly_in_stock_timm(plain: Checkpoint) -> None:
@@ -50,11 +60,15 @@ def test_a_plain_finetuned_checkpoint_loads_strictly_in_stock_timm(plain: Checkp
     images, _ = datasets.load("digits", plain.record.input, "val").tensors()
     with torch.no_grad():
         ours, theirs = build.load(plain)(images), stock((images - 0.5) / 0.5)
-    assert torch.allclose(ours, theirs, atol=1e-5)  # the same float32 network: rounding of the normalisation only
+    assert torch.allclose(
+        ours, theirs, atol=1e-5
+    )  # the same float32 network: rounding of the normalisation only
 
 
 def test_radii_of_known_logits() -> None:
-    logits = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 5.0, 5.0 - 1e-12]], dtype=torch.float64)
+    logits = torch.tensor(
+        [[3.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 5.0, 5.0 - 1e-12]], dtype=torch.float64
+    )
     errors = torch.full((3, 1), 1e-12, dtype=torch.float64)
     pairs = torch.tensor([[0, 4.0, 1.0], [4.0, 0, 2.0], [1.0, 2.0, 0]], dtype=torch.float64)
     radii = certified_radii(logits, errors, pairs)
@@ -63,12 +77,22 @@ def test_radii_of_known_logits() -> None:
     assert radii[1:].tolist() == [0.0, 0.0]  # logits that may be tied certify nothing
     free = certified_radii(logits[:1], errors[:1], torch.zeros(3, 3, dtype=torch.float64))
     assert free.tolist() == [float("inf")]  # margins that cannot move
-    for slopes, doubt in ((torch.inf, 0.0), (torch.nan, 0.0), (1.0, torch.inf), (1.0, torch.nan), (0.0, torch.inf)):
+    for slopes, doubt in (
+        (torch.inf, 0.0),
+        (torch.nan, 0.0),
+        (1.0, torch.inf),
+        (1.0, torch.nan),
+        (0.0, torch.inf),
+    ):
         known = torch.full((3, 3), slopes, dtype=torch.float64)
-        assert certified_radii(logits[:1], torch.full_like(errors[:1], doubt), known).tolist() == [0.0]
+        assert certified_radii(logits[:1], torch.full_like(errors[:1], doubt), known).tolist() == [
+            0.0
+        ]
 
 
-def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, tmp_path: Path) -> None:
+def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(
+    workshop: Path, tmp_path: Path
+) -> None:
     audited = tmp_path / "audited.safetensors"
     source = workshop / "certified.safetensors"
     certvit("lipschitz", source, "--limit", 4, "-o", audited)
@@ -93,7 +117,9 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(workshop: Path, 
     assert told == {("parameters", "result")}, "what is proven of another network is not recomputed"
 
 
-def test_constrain_as_printed_on_the_card(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constrain_as_printed_on_the_card(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`certvit constrain model.safetensors --beta 0.01`: no data, no output name, on a plain ViT."""
     (tmp_path / "model.safetensors").write_bytes((workshop / "plain.safetensors").read_bytes())
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -102,12 +128,17 @@ def test_constrain_as_printed_on_the_card(workshop: Path, tmp_path: Path, monkey
     assert (tmp_path / "model.constrain.safetensors").exists()
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert all(layer["after"] <= layer["before"] for layer in report["layers"])
-    assert sum(layer["after"] < 0.999 * layer["before"] for layer in report["layers"]) >= len(report["layers"]) / 2
+    assert (
+        sum(layer["after"] < 0.999 * layer["before"] for layer in report["layers"])
+        >= len(report["layers"]) / 2
+    )
     assert all(layer["error"] <= layer["eta"] for layer in report["layers"])
     assert report["kept"]["agreement"] >= 0.95
 
 
-def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(workshop: Path, tmp_path: Path) -> None:
+def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(
+    workshop: Path, tmp_path: Path
+) -> None:
     report = document("lipschitz", workshop / "certified.safetensors", "--no-estimate")
     assert report["upper"] < 1e4
     path = tmp_path / "report.json"
@@ -132,6 +163,9 @@ def test_a_target_is_met_by_the_proven_bound(workshop: Path, tmp_path: Path) -> 
         "--json", "-o", path,
     )  # fmt: skip
     assert report["upper_after"] <= before / 50
-    assert document("lipschitz", path, "--no-estimate", "--max", before / 50)["upper"] == report["upper_after"]
+    assert (
+        document("lipschitz", path, "--no-estimate", "--max", before / 50)["upper"]
+        == report["upper_after"]
+    )
     assert 0 <= report["clean_after"] <= 1
     assert plot.stat().st_size > 1000

@@ -31,23 +31,39 @@ from tests.helpers.grids import EVERY
 from tests.helpers.several import follow, kept
 
 CERTIFY = typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
-SMOOTHING = typed("certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 5")
+SMOOTHING = typed(
+    "certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 5"
+)
 SMOOTHING += typed("-n 100 --n0 20 --sigma 0.1")
-PATCH = typed("certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1 --hide pixels")
-ATTACK = typed("attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 28 --batch-size 12")
-FINETUNE = typed("finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2")
+PATCH = typed(
+    "certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1 --hide pixels"
+)
+ATTACK = typed(
+    "attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 28 --batch-size 12"
+)
+FINETUNE = typed(
+    "finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2"
+)
 FINETUNE += typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
-SHARDED = typed("finetune plain.safetensors --dataset digits --loss ce --epochs 2 --limit 61 --batch-size 20")
+SHARDED = typed(
+    "finetune plain.safetensors --dataset digits --loss ce --epochs 2 --limit 61 --batch-size 20"
+)
 SHARDED += typed("--clip-grad 0.5 --sam 0.05 --ema 0.9 --json -q -o shared.safetensors")
 LIPSCHITZ = typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
-AUDIT = typed("audit certified.safetensors --limit 6 --batch-size 2 -e 0.1 -a fgsm --json -q --method lipschitz")
+AUDIT = typed(
+    "audit certified.safetensors --limit 6 --batch-size 2 -e 0.1 -a fgsm --json -q --method lipschitz"
+)
 AUDIT += typed("--method smoothing --time-budget 10m")
 ADAPT = typed("adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q")
-REFIT = typed("adapt plain.safetensors --dataset digits --limit 50 --goal certify --norm floor --batch-size 25")
+REFIT = typed(
+    "adapt plain.safetensors --dataset digits --limit 50 --goal certify --norm floor --batch-size 25"
+)
 REFIT += typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
     "kept": typed("constrain certified.safetensors --limit 30 --keep 0.9"),
-    "met": typed("constrain plain.safetensors --limit 30 --prox clip --target 3e7 --layers head* --layers *mlp*"),
+    "met": typed(
+        "constrain plain.safetensors --limit 30 --prox clip --target 3e7 --layers head* --layers *mlp*"
+    ),
 }
 """Commands by the name of their output."""
 RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}
@@ -73,7 +89,8 @@ def together(size: int, work: Callable[[Team], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("size", "pieces", "stored"), [(1, 5, 2), (2, 7, 0), (3, 20, 6), (3, 2, 0), (2, 3, 3), (2, 0, 0)]
+    ("size", "pieces", "stored"),
+    [(1, 5, 2), (2, 7, 0), (3, 20, 6), (3, 2, 0), (2, 3, 3), (2, 0, 0)],
 )
 def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, stored: int) -> None:
     found: list[int] = []
@@ -83,14 +100,22 @@ def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, store
         return [piece * piece]
 
     def work(team: Team) -> list[tuple[bool, list[int]]]:
-        first = list(team.deal(range(pieces), find, lambda piece: [piece * piece] if piece < stored else None))
+        first = list(
+            team.deal(
+                range(pieces), find, lambda piece: [piece * piece] if piece < stored else None
+            )
+        )
         assert team.agree(lambda: ["said", 1.5]) == ["said", 1.5]
-        second = list(team.deal(range(3), lambda piece: [-piece]))  # another turn meets nothing of the first
+        second = list(
+            team.deal(range(3), lambda piece: [-piece])
+        )  # another turn meets nothing of the first
         team.finish()
         return first + second
 
     leader, *others = together(size, work)
-    assert leader == [(n >= stored, [n * n]) for n in range(pieces)] + [(True, [-n]) for n in range(3)]
+    assert leader == [(n >= stored, [n * n]) for n in range(pieces)] + [
+        (True, [-n]) for n in range(3)
+    ]
     assert others == [[]] * (size - 1)
     assert sorted(found) == list(range(stored, pieces))
 
@@ -133,7 +158,9 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(**options: object) -> None:
-        raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+        raise RuntimeError(
+            "[/pytorch/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+        )
 
     monkeypatch.setattr(main, "app", broken)
     monkeypatch.setattr(main, "_others", lambda: Team(0, 2, distributed.HashStore()))
@@ -157,7 +184,9 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
         return team.rank
 
     found = together(3, lambda team: in_turns(team, StageTime(60.0), lambda: refused(team)))
-    assert [(type(one), one.message, one.hint) for one in found] == [(DataError, "image 7 is broken", "remove it")] * 3
+    assert [(type(one), one.message, one.hint) for one in found] == [
+        (DataError, "image 7 is broken", "remove it")
+    ] * 3
 
 
 def interrupt(*_: object) -> None:
@@ -172,15 +201,25 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
             script = Path(__file__).parents[1] / "helpers" / "several.py"
-            running = subprocess.Popen([*torchrun, script, "plan.json", "."], cwd=folder, stdout=out, stderr=err)
+            running = subprocess.Popen(
+                [*torchrun, script, "plan.json", "."], cwd=folder, stdout=out, stderr=err
+            )
             yield
             running.wait()
         return
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    store = distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # as torchrun's agent has one
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
 
     def act(rank: int) -> None:
-        os.environ.update({name: str(value) for name, value in (place | {"RANK": rank, "WORLD_SIZE": 2}).items()})
+        os.environ.update(
+            {name: str(value) for name, value in (place | {"RANK": rank, "WORLD_SIZE": 2}).items()}
+        )
         os.chdir(folder)
         follow(plan, Path("."))
 
@@ -201,7 +240,9 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         patch.chdir(one)
         certvit(*CERTIFY, "--records", "certify.jsonl")
         begun = (one / "certify.jsonl").read_bytes().splitlines(keepends=True)
-        (two / "resumed.jsonl").write_bytes(b"".join(begun[:50]) + begun[50][:20])  # interrupted in the midst of a line
+        (two / "resumed.jsonl").write_bytes(
+            b"".join(begun[:50]) + begun[50][:20]
+        )  # interrupted in the midst of a line
         plan = [
             *([*words, "--records", f"{name}.jsonl", "-q"] for name, words in RECORDS.items()),
             [*CERTIFY, "--records", "resumed.jsonl", "--resume", "-q"],
@@ -265,8 +306,16 @@ def test_two_processes_tell_the_same_bound_and_slope(both: tuple[Path, Path, str
 
 def said_by(two: Path, command: str, output: str | None = None) -> dict:
     """The document of this command, of which there is one with this output."""
-    lines = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")]
-    (found,) = [each for each in lines if each.get("command") == command and output in (None, each.get("output"))]
+    lines = [
+        json.loads(line)
+        for line in (two / "stdout").read_text().splitlines()
+        if line.startswith("{")
+    ]
+    (found,) = [
+        each
+        for each in lines
+        if each.get("command") == command and output in (None, each.get("output"))
+    ]
     return found
 
 
@@ -274,14 +323,25 @@ def without(document: Any, *names: str) -> Any:
     """The document without these keys, at any depth."""
     if isinstance(document, dict):
         return {key: without(value, *names) for key, value in document.items() if key not in names}
-    return [without(value, *names) for value in document] if isinstance(document, list) else document
+    return (
+        [without(value, *names) for value in document] if isinstance(document, list) else document
+    )
 
 
 def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
     """All that fits into the budget; not what it took, nor how many images an attack takes together, which time decides."""
     one, two, _ = both
     alone = json.loads((one / "audit.json").read_text())
-    measured = ("seconds", "attack", "withstood", "norm", "adversarial_prediction", "verdict", "headline", "date")
+    measured = (
+        "seconds",
+        "attack",
+        "withstood",
+        "norm",
+        "adversarial_prediction",
+        "verdict",
+        "headline",
+        "date",
+    )
     assert without(said_by(two, "audit"), *measured) == without(alone, *measured)
     found, wanted = said_by(two, "audit")["attack"], alone["attack"]
     assert found["clean"] == wanted["clean"]
@@ -294,8 +354,15 @@ def test_two_processes_adapt_to_the_bit(both: tuple[Path, Path, str]) -> None:
     """Parts chosen for what they cost."""
     one, two, _ = both
     written = (one / "adapted.safetensors").read_bytes()
-    assert (two / "adapted.safetensors").read_bytes() == written != (one / "plain.safetensors").read_bytes()
-    found, alone = said_by(two, "adapt", "adapted.safetensors"), json.loads((one / "adapted.json").read_text())
+    assert (
+        (two / "adapted.safetensors").read_bytes()
+        == written
+        != (one / "plain.safetensors").read_bytes()
+    )
+    found, alone = (
+        said_by(two, "adapt", "adapted.safetensors"),
+        json.loads((one / "adapted.json").read_text()),
+    )
     assert without(found, "peak_memory_bytes") == without(alone, "peak_memory_bytes")
 
 
@@ -304,7 +371,11 @@ def test_two_processes_refit_as_one(both: tuple[Path, Path, str]) -> None:
     once ended in another digit (2e-9 of .3), as sums do where memory lies otherwise."""
     one, two, _ = both
     found, alone = (Checkpoint.read(folder / "refitted.safetensors") for folder in (two, one))
-    assert found.tensors.keys() == alone.tensors.keys() != Checkpoint.read(one / "plain.safetensors").tensors.keys()
+    assert (
+        found.tensors.keys()
+        == alone.tensors.keys()
+        != Checkpoint.read(one / "plain.safetensors").tensors.keys()
+    )
     for name, tensor in found.tensors.items():
         torch.testing.assert_close(tensor, alone.tensors[name], rtol=0, atol=1e-6)
 
@@ -313,9 +384,15 @@ def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> No
     """Up to sums of float32 in another order: measured, 4e-8 of the loss and 3e-6 in the weights after 20 steps."""
     one, two, _ = both
     alone = [json.loads(line) for line in (one / "finetune.json").read_text().splitlines()]
-    found = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")][4:9]
+    found = [
+        json.loads(line)
+        for line in (two / "stdout").read_text().splitlines()
+        if line.startswith("{")
+    ][4:9]
     first, second, done, resumed_second, resumed = found
-    assert [first["loss"], second["loss"]] == pytest.approx([epoch["loss"] for epoch in alone[:2]], rel=1e-5)
+    assert [first["loss"], second["loss"]] == pytest.approx(
+        [epoch["loss"] for epoch in alone[:2]], rel=1e-5
+    )
     assert resumed_second["loss"] == pytest.approx(alone[1]["loss"], rel=1e-5)
     wanted = Checkpoint.read(one / "tuned.safetensors").tensors
     for report in (done, resumed):
@@ -323,7 +400,9 @@ def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> No
         for name, tensor in written.tensors.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-4)
         assert str(prove_checkpoint(written).upper) == report["upper_text"]
-    assert [path.name for path in two.glob("*.state.safetensors")] == ["shared.state.safetensors"]  # which was to stay
+    assert [path.name for path in two.glob("*.state.safetensors")] == [
+        "shared.state.safetensors"
+    ]  # which was to stay
 
 
 def test_two_processes_share_the_weights_out(both: tuple[Path, Path, str]) -> None:
@@ -333,8 +412,16 @@ def test_two_processes_share_the_weights_out(both: tuple[Path, Path, str]) -> No
         held, all_of_them = json.loads((two / f"held.{rank}.json").read_text())
         assert 0.45 < held / all_of_them < 0.55
     alone = [json.loads(line) for line in (one / "sharded.json").read_text().splitlines()]
-    found = [json.loads(line) for line in (two / "stdout").read_text().splitlines() if line.startswith("{")][9:11]
-    assert [epoch["epoch"] for epoch in found] == [epoch["epoch"] for epoch in alone] == [2, alone[1]["epoch"]]
+    found = [
+        json.loads(line)
+        for line in (two / "stdout").read_text().splitlines()
+        if line.startswith("{")
+    ][9:11]
+    assert (
+        [epoch["epoch"] for epoch in found]
+        == [epoch["epoch"] for epoch in alone]
+        == [2, alone[1]["epoch"]]
+    )
     assert found[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
     assert found[0]["clean"] == alone[0]["clean"]
     for name in ("shared", "shared.state"):
@@ -343,7 +430,10 @@ def test_two_processes_share_the_weights_out(both: tuple[Path, Path, str]) -> No
         assert tensors.keys() == wanted.keys()
         for key, tensor in tensors.items():
             torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-4, msg=key)
-    assert str(prove_checkpoint(Checkpoint.read(two / "shared.safetensors")).upper) == found[1]["upper_text"]
+    assert (
+        str(prove_checkpoint(Checkpoint.read(two / "shared.safetensors")).upper)
+        == found[1]["upper_text"]
+    )
 
 
 def test_two_processes_speak_once(both: tuple[Path, Path, str]) -> None:
@@ -354,7 +444,9 @@ def test_two_processes_speak_once(both: tuple[Path, Path, str]) -> None:
     assert sum("average radius" in line for line in results) == 3
 
 
-def test_what_was_found_before_a_failure_is_gone_on_with(both: tuple[Path, Path, str], monkeypatch: Any) -> None:
+def test_what_was_found_before_a_failure_is_gone_on_with(
+    both: tuple[Path, Path, str], monkeypatch: Any
+) -> None:
     one, two, _ = both
     monkeypatch.chdir(two)
     certvit(*CERTIFY, "--records", "failed.jsonl", "--resume")

@@ -10,7 +10,9 @@ from certcli.cli.audit import options
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt
 
-PYPROJECT = '[tool.certvit.audit]\nlimit = 7\nsigma = 0.25\nfail-on = ["clean<0.1"]\n[tool.other]\nx = 1\n'
+PYPROJECT = (
+    '[tool.certvit.audit]\nlimit = 7\nsigma = 0.25\nfail-on = ["clean<0.1"]\n[tool.other]\nx = 1\n'
+)
 
 
 class Seen(Exception):
@@ -23,7 +25,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     found: dict[str, Any] = {}
 
     def plan(self: options.AuditOptions, seed: int, batch_size: int, limit: int | None) -> Plan:
-        found.update(radii=self.epsilon, sigma=self.sigma, seed=seed, batch_size=batch_size, attacks=self.attacks)
+        found.update(
+            radii=self.epsilon,
+            sigma=self.sigma,
+            seed=seed,
+            batch_size=batch_size,
+            attacks=self.attacks,
+        )
         found.update(gates=self.fail_on, budget=self.time_budget, limit=limit)
         raise Seen
 

@@ -61,7 +61,9 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("words", "named"), USAGE)
-def test_wrong_usage_is_one_line_and_with_json_one_document(workshop: Path, words: str, named: str) -> None:
+def test_wrong_usage_is_one_line_and_with_json_one_document(
+    workshop: Path, words: str, named: str
+) -> None:
     given = [workshop / "plain.safetensors" if word == "m" else word for word in words.split()]
     code, out, err = console(*given)
     assert (code, out) == (2, "")
@@ -135,7 +137,9 @@ def test_no_escape_and_no_markup_of_a_file_reaches_the_terminal(hostile: Path) -
     assert not any(ord(character) < 32 and character != "\n" for character in out + err)
     assert "\u202e" not in out
     code, out, _ = console("log", hostile, "--json")
-    assert only_document(out)["lineage"][-1]["parameters"]["note"] == EVIL  # a program gets what is there
+    assert (
+        only_document(out)["lineage"][-1]["parameters"]["note"] == EVIL
+    )  # a program gets what is there
     _, _, err = console("lipschitz", f"nowhere {EVIL}")
     assert "\x1b" not in err
 
@@ -149,7 +153,9 @@ def test_what_is_printable_stays_as_it_is() -> None:
 def test_names_and_numbers_stay_whole_in_a_narrow_terminal(width: int) -> None:
     written = io.StringIO()
     sink = Sink(False, False)
-    sink._out = Console(file=written, width=width, force_terminal=True, color_system=None, highlight=False)
+    sink._out = Console(
+        file=written, width=width, force_terminal=True, color_system=None, highlight=False
+    )
     names = ["blocks.0.attn.qkv", "blocks.11.mlp.fc2", "norm"]
     why = "spectral norm of the matrix, with the normalisation before it folded in and its scale"
     sink.table(
@@ -181,9 +187,17 @@ class Left(io.StringIO):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-@pytest.mark.parametrize(("stream", "code", "reason"), [(Full, 8, "No space left"), (Left, 0, ""), (None, 8, "closed")])
+@pytest.mark.parametrize(
+    ("stream", "code", "reason"), [(Full, 8, "No space left"), (Left, 0, ""), (None, 8, "closed")]
+)
 def test_a_stdout_that_takes_nothing(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, stream: Any, code: int, reason: str
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    stream: Any,
+    code: int,
+    reason: str,
 ) -> None:
     """The work is done all the same: the checkpoint with its evidence is written, and a gate would be judged."""
     target = tmp_path / "written.safetensors"
@@ -227,7 +241,9 @@ def test_an_early_interruption_is_one_line() -> None:
         "sys.argv = ['certvit', 'lipschitz', 'm.safetensors']\n"
         "from certcli.__main__ import run\nrun()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 130, done.stderr
     assert done.stderr.startswith("certvit: interrupted")
     assert "Traceback" not in done.stderr
@@ -241,6 +257,8 @@ def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
     words = ["certvit_vit_cifar10", "--mean", "0.5", "--std", "0.25", "-o", path, "--quiet"]
     assert console("init", *words).code == 0
     assert Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
-    code, _, err = console("init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors")
+    code, _, err = console(
+        "init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors"
+    )
     assert code == 2
     assert "3 input channels" in err

@@ -31,17 +31,23 @@ def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["hf-hub:nobody/nothing", "vit_base_patch8_224.dino"])
-def test_no_network_is_one_line_at_once(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_network_is_one_line_at_once(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from huggingface_hub import constants
 
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")  # a name that no network has (RFC 2606)
+    monkeypatch.setattr(
+        constants, "ENDPOINT", "https://hub.invalid"
+    )  # a name that no network has (RFC 2606)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert not hub.reachable()
     monkeypatch.setattr(
-        time, "sleep", lambda seconds: pytest.fail("the library's own retries wait, for a minute in all")
+        time,
+        "sleep",
+        lambda seconds: pytest.fail("the library's own retries wait, for a minute in all"),
     )
     with pytest.raises(CheckpointError, match=r"no network: hub.invalid cannot be reached"):
         open_checkpoint(source)

@@ -31,11 +31,20 @@ ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
 HERE = {**ONE_PROCESS, "MASTER_ADDR": "localhost"}
 AWAY = {**ONE_PROCESS, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "9"}
 CASES: list[tuple[dict[str, str], list[str], int]] = [
-    *(({"COLUMNS": text}, ["log", "m.safetensors"], 0) for text in ("0", "1", "-5", "abc", "²", "", "9" * 30)),
-    *(({"COLUMNS": text, "LINES": text}, ["log", "--help"], 0) for text in ("0", "1", "abc", "9" * 30)),
+    *(
+        ({"COLUMNS": text}, ["log", "m.safetensors"], 0)
+        for text in ("0", "1", "-5", "abc", "²", "", "9" * 30)
+    ),
+    *(
+        ({"COLUMNS": text, "LINES": text}, ["log", "--help"], 0)
+        for text in ("0", "1", "abc", "9" * 30)
+    ),
     ({"LINES": "0"}, ["log", "m.safetensors"], 0),
     *((each, ["lipschitz", "m.safetensors", "--no-estimate"], 2) for each in (ONE_PROCESS, HERE)),
-    *(({**HERE, "MASTER_PORT": port}, ["certify", "m.safetensors"], 2) for port in ("junk", "0", "-1", "9" * 30)),
+    *(
+        ({**HERE, "MASTER_PORT": port}, ["certify", "m.safetensors"], 2)
+        for port in ("junk", "0", "-1", "9" * 30)
+    ),
     ({"RANK": "x" * 300, "WORLD_SIZE": "2"}, ["lipschitz", "m.safetensors"], 2),
     ({}, [*TINY, "--arch-arg", "a=" + "[" * 50_000], 2),
     ({}, [*TINY, "--arch-arg", "x" * 50_000], 2),
@@ -46,12 +55,17 @@ CASES: list[tuple[dict[str, str], list[str], int]] = [
     ({}, ["lipschitz", "hf-hub:" + "x" * 5000], 2),
     ({}, ["lipschitz", "x" * 5000], 2),
     ({}, ["log", "x" * 300], 2),
-    *(({}, ["certify", "m.safetensors", "--dataset", "digits", "--seed", text], 2) for text in ("9" * 23, "-1", "1e3")),
+    *(
+        ({}, ["certify", "m.safetensors", "--dataset", "digits", "--seed", text], 2)
+        for text in ("9" * 23, "-1", "1e3")
+    ),
     ({}, ["certify", "m.safetensors", "--dataset", "x" * 5000], 2),
 ]
 
 
-@pytest.mark.parametrize(("surroundings", "words", "code"), CASES, ids=[f"{c[0]} {c[1]}"[:90] for c in CASES])
+@pytest.mark.parametrize(
+    ("surroundings", "words", "code"), CASES, ids=[f"{c[0]} {c[1]}"[:90] for c in CASES]
+)
 def test_one_line_and_a_documented_code(
     workshop: Path,
     tmp_path: Path,
@@ -99,12 +113,17 @@ def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from certcli.__main__ import run; run()"
     shell = [sys.executable, "-c", code, "log", "m.safetensors"]
     done = subprocess.run(shell, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "certvit: the working folder is gone\n  hint: cd to one that exists\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "certvit: the working folder is gone\n  hint: cd to one that exists\n",
+    )
 
 
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1)])
 @pytest.mark.parametrize("kind", ["L", "RGB", "I;16"])
-def test_an_image_that_would_become_huge_is_refused(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
+def test_an_image_that_would_become_huge_is_refused(
+    tmp_path: Path, size: tuple[int, int], kind: str
+) -> None:
     """138 bytes: 20000 x 1 pixels, of which a resize to a short side of 224 would make a thousand million."""
     (tmp_path / "a").mkdir()
     Image.new(kind, size).save(tmp_path / "a" / "x.png")
@@ -163,7 +182,14 @@ def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> N
 
 def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:
     row = {"path": "", "upper": -1.0, "log10_upper": None, "log10_cumulative": None}
-    report = {"schema": 1, "checkpoint": plain.digest, "arch": "a", "input": [1, 8, 8], "layers": [row], "proof": []}
+    report = {
+        "schema": 1,
+        "checkpoint": plain.digest,
+        "arch": "a",
+        "input": [1, 8, 8],
+        "layers": [row],
+        "proof": [],
+    }
     report |= {"upper": 1.0, "log10_upper": 0.0, "upper_finite": True, "upper_text": "1"}
     with pytest.raises(Refused, match="upper"):
         decode(json.dumps(report), ReportFields)

@@ -49,12 +49,21 @@ def shown(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
     """Run a command, and return the calls of its sink that print results."""
     paths = {"OUT": folder / "out.safetensors", ".": workshop}
-    paths |= {name: workshop / f"{name}.safetensors" for name in ("plain", "adapted", "constrained", "certified")}
+    paths |= {
+        name: workshop / f"{name}.safetensors"
+        for name in ("plain", "adapted", "constrained", "certified")
+    }
     force, calls = ["--force"] if "OUT" in line else [], list[tuple[Any, ...]]()
     with pytest.MonkeyPatch.context() as patch:
         for print_it in (Sink.text, Sink.table):
-            patch.setattr(Sink, print_it.__name__, lambda sink, *given, do=print_it: calls.append((do, *given)))
-        patch.setattr("certcli.cli.certify.run.time", SimpleNamespace(perf_counter=lambda: 0.0))  # a slow run says so
+            patch.setattr(
+                Sink,
+                print_it.__name__,
+                lambda sink, *given, do=print_it: calls.append((do, *given)),
+            )
+        patch.setattr(
+            "certcli.cli.certify.run.time", SimpleNamespace(perf_counter=lambda: 0.0)
+        )  # a slow run says so
         code, _, err = console(*(paths.get(word, word) for word in line.split()), *force, "--quiet")
     assert code == 0, (line, err)
     return calls
@@ -70,18 +79,26 @@ def printed(calls: list[tuple[Any, ...]], columns: int) -> str:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_no_name_is_broken_and_no_line_too_long(shown: dict[str, dict[int, str]], words: str) -> None:
+def test_no_name_is_broken_and_no_line_too_long(
+    shown: dict[str, dict[int, str]], words: str
+) -> None:
     texts = shown[words]
-    names = {word for word in texts[WIDE].split() if re.search(r"[a-z]", word) and len(word) <= 60} - {"why"}
+    names = {
+        word for word in texts[WIDE].split() if re.search(r"[a-z]", word) and len(word) <= 60
+    } - {"why"}
     assert names  # "why": a heading, whose sentences follow the table without it
     for columns in (80, 120):
         assert sorted(names - set(texts[columns].split())) == []
         longest = max((len(word) for word in names), default=0)
-        assert [line for line in texts[columns].splitlines() if len(line) > max(columns, longest)] == []
+        assert [
+            line for line in texts[columns].splitlines() if len(line) > max(columns, longest)
+        ] == []
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_no_raw_value_no_minus_nothing_and_no_row_twice(shown: dict[str, dict[int, str]], words: str) -> None:
+def test_no_raw_value_no_minus_nothing_and_no_row_twice(
+    shown: dict[str, dict[int, str]], words: str
+) -> None:
     for text in shown[words].values():
         for raw in ("{", "}", "[]", "['", "None", "True", "-0 %", "-0.0 %"):
             assert raw not in text, raw
@@ -98,14 +115,21 @@ def test_words_stand_left_and_numbers_right() -> None:
 def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> None:
     why = "a sentence that is far too long to stand in a table of thirty columns"
     layout = Layout(
-        ["layer", "why"], [("a", why), ("b", why), ("c", "another sentence that is rather long as well")], 30
+        ["layer", "why"],
+        [("a", why), ("b", why), ("c", "another sentence that is rather long as well")],
+        30,
     )
     assert list(layout.parts()) == []
     assert list(layout.remarks.values()) == [["a", "b"], ["c"]]
 
 
 def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
-    assert [percent(-0.0004, 0), percent(-0.0004), percent(-0.0), percent(0.5, 0)] == ["0 %", "0.0 %", "0.0 %", "50 %"]
+    assert [percent(-0.0004, 0), percent(-0.0004), percent(-0.0), percent(0.5, 0)] == [
+        "0 %",
+        "0.0 %",
+        "0.0 %",
+        "50 %",
+    ]
 
 
 def test_prose_is_broken_between_words_only() -> None:
@@ -141,10 +165,14 @@ def test_log_shows_what_training_found(workshop: Path) -> None:
         r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
         out,
     )
-    code, out, _ = console("log", workshop / "plain.safetensors", workshop / "certified.safetensors")
+    code, out, _ = console(
+        "log", workshop / "plain.safetensors", workshop / "certified.safetensors"
+    )
     assert "validation clean" in out
 
 
 def test_a_bound_that_certifies_nothing_says_so(shown: dict[str, dict[int, str]]) -> None:
     assert "no usable proof" in shown["lipschitz plain --limit 2"][80]
-    assert "no usable proof" not in shown["lipschitz certified --jacobian --limit 2 --no-estimate"][80]
+    assert (
+        "no usable proof" not in shown["lipschitz certified --jacobian --limit 2 --no-estimate"][80]
+    )

@@ -44,7 +44,9 @@ def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta
     statistics, _ = layer(*shape)
     result = constrain_matrix(statistics, ConstrainSettings(eta=eta, iterations=2000))
     assert result.feasible
-    assert result.lower <= result.objective <= (1 + 1e-3) * result.lower  # the tolerance that was asked for
+    assert (
+        result.lower <= result.objective <= (1 + 1e-3) * result.lower
+    )  # the tolerance that was asked for
     ball = METHODS.load("ball")(statistics, ConstrainSettings(eta=eta))
     assert ball.feasible
     # ball bisects the radius to 1e-3, Douglas-Rachford stops at a gap of 1e-3; neither passes the other's lower limit
@@ -64,7 +66,9 @@ def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) ->
     weight, basis = try_layer(statistics, options, None)
     exact = constrain(statistics, eta=eta, ridge=0.3)
     assert basis is not None
-    assert float(statistics.relative_errors(weight.double())[0]) <= eta * (1 + 1e-5)  # float32, not pulled inside again
+    assert float(statistics.relative_errors(weight.double())[0]) <= eta * (
+        1 + 1e-5
+    )  # float32, not pulled inside again
     assert spectral_norm(weight) <= exact.after * (1 + 0.005 + 1e-4)
     again, _ = try_layer(statistics, options, basis)
     assert torch.equal(weight, again)
@@ -76,11 +80,15 @@ def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) ->
 
 @pytest.mark.parametrize(("beta", "relaxation"), [(0.003, 1.8), (0.03, 0.8)])
 @pytest.mark.parametrize("name", PENALTIES.names())
-def test_a_converged_result_does_not_depend_on_beta(name: str, relaxation: float, beta: float) -> None:
+def test_a_converged_result_does_not_depend_on_beta(
+    name: str, relaxation: float, beta: float
+) -> None:
     statistics, _ = layer()
     penalty = PENALTIES.load(name)
     reference = constrain_matrix(statistics, ConstrainSettings(name, iterations=3000))
-    result = constrain_matrix(statistics, ConstrainSettings(name, beta, relaxation=relaxation, iterations=3000))
+    result = constrain_matrix(
+        statistics, ConstrainSettings(name, beta, relaxation=relaxation, iterations=3000)
+    )
     assert result.objective == pytest.approx(reference.objective, rel=2e-3)  # two gaps of 1e-3
     for seed in range(20):
         rival = statistics.weight + gaussian(*statistics.shape, seed=seed)
@@ -96,9 +104,12 @@ def massive(outputs: int, inputs: int) -> LayerStatistics:
 
 
 @pytest.mark.parametrize(
-    ("shape", "eta"), [((60, 40), 0.01), ((40, 60), 0.1), ((190, 180), 0.1), ((180, 190), 0.01), ((500, 80), 0.1)]
+    ("shape", "eta"),
+    [((60, 40), 0.01), ((40, 60), 0.1), ((190, 180), 0.1), ((180, 190), 0.01), ((500, 80), 0.1)],
 )
-def test_a_few_iterations_suffice_and_float64_judges_them(shape: tuple[int, int], eta: float) -> None:
+def test_a_few_iterations_suffice_and_float64_judges_them(
+    shape: tuple[int, int], eta: float
+) -> None:
     """The strength suits layer and error, and both limits are known at each iteration: seen were 3 to 16."""
     for statistics in (layer(*shape, 3 * shape[1])[0], massive(*shape)):
         result = constrain_matrix(statistics, ConstrainSettings(eta=eta, ridge=0.3))
@@ -106,16 +117,22 @@ def test_a_few_iterations_suffice_and_float64_judges_them(shape: tuple[int, int]
         assert result.feasible
         assert result.objective <= (1 + 1e-3) * result.lower
         # iterated in float32 from 2^15 entries on, and in a tall matrix's column space; what is said is of the matrix
-        assert result.objective == pytest.approx(float(torch.linalg.matrix_norm(result.weight, 2)), rel=ROUNDING)
+        assert result.objective == pytest.approx(
+            float(torch.linalg.matrix_norm(result.weight, 2)), rel=ROUNDING
+        )
         exact = constrain_matrix(statistics, ConstrainSettings(eta=eta, ridge=0.3, tolerance=9e-5))
         assert exact.objective <= (1 + 9e-5) * exact.lower  # in float64 all the way
         assert result.lower <= exact.objective * (1 + ROUNDING)
         assert exact.lower <= result.objective * (1 + ROUNDING)
 
 
-@pytest.mark.parametrize(("dtype", "groups"), [(torch.float64, 3), (torch.float32, 1), (torch.bfloat16, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "groups"), [(torch.float64, 3), (torch.float32, 1), (torch.bfloat16, 3)]
+)
 @pytest.mark.parametrize("name", METHODS.names())
-def test_what_is_written_is_feasible_for_every_group(name: str, dtype: torch.dtype, groups: int) -> None:
+def test_what_is_written_is_feasible_for_every_group(
+    name: str, dtype: torch.dtype, groups: int
+) -> None:
     statistics, columns = layer(groups=groups, dtype=dtype)
     for eta in (0.01, 0.5):
         result = constrain(statistics, prox=name, eta=eta, iterations=300)
@@ -135,7 +152,9 @@ def test_several_groups_come_close_to_their_lower_limit(name: str) -> None:
     statistics, _ = layer(tokens=40, groups=4)
     result = constrain_matrix(statistics, ConstrainSettings(name, eta=0.2, iterations=1000))
     assert result.feasible
-    assert result.lower * (1 - ROUNDING) <= result.objective <= 1.005 * result.lower  # asked for: 1.003
+    assert (
+        result.lower * (1 - ROUNDING) <= result.objective <= 1.005 * result.lower
+    )  # asked for: 1.003
 
 
 @pytest.mark.parametrize("name", METHODS.names())
@@ -150,7 +169,15 @@ def test_a_tiny_eta_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"eta": 0.0}, {"eta": 1.0}, {"eta": -0.1}, {"eta": math.nan}, {"beta": 0.0}, {"beta": 1.5}, {"beta": math.inf}]
+    [
+        {"eta": 0.0},
+        {"eta": 1.0},
+        {"eta": -0.1},
+        {"eta": math.nan},
+        {"beta": 0.0},
+        {"beta": 1.5},
+        {"beta": math.inf},
+    ]
     + [{"relaxation": 0.0}, {"relaxation": 2.0}, {"prox": "ridge"}],
     ids=str,
 )
@@ -165,10 +192,14 @@ def test_fewer_tokens_than_inputs(name: str) -> None:
     result = constrain(statistics, prox=name)
     assert result.rank == 5
     assert result.ridge > 0
-    assert float(measured_errors(result.weight, statistics.weight, columns).max()) <= 0.1 * (1 + ROUNDING)
+    assert float(measured_errors(result.weight, statistics.weight, columns).max()) <= 0.1 * (
+        1 + ROUNDING
+    )
     free = constrain(statistics, prox=name, ridge=0.0)
     assert free.feasible
-    if name in PENALTIES:  # what the ridge forbids can only help the penalty; 1e-3 is the gap of either solution
+    if (
+        name in PENALTIES
+    ):  # what the ridge forbids can only help the penalty; 1e-3 is the gap of either solution
         value = PENALTIES.load(name).value
         assert float(value(free.weight)) <= float(value(result.weight)) * 1.002
 
@@ -178,7 +209,9 @@ def test_fewer_tokens_than_inputs(name: str) -> None:
 def test_layers_without_output_stay_as_they_are(name: str, degenerate: str) -> None:
     weight = torch.zeros(4, 3) if degenerate == "zero weight" else gaussian(4, 3).float()
     gram = torch.zeros(1, 3, 3) if degenerate == "zero inputs" else torch.eye(3)[None]
-    statistics = LayerStatistics("x", weight.double(), gram.double(), "linear", (4, 3), torch.float32)
+    statistics = LayerStatistics(
+        "x", weight.double(), gram.double(), "linear", (4, 3), torch.float32
+    )
     result = constrain(statistics, prox=name)
     assert torch.equal(result.weight, weight)
     assert result.error == 0
@@ -199,7 +232,9 @@ def test_ball_meets_the_spectral_prox_under_a_ridge_in_a_few_iterations(eta: flo
     ball = constrain_ball(statistics, ConstrainSettings(eta=eta, ridge=0.3))
     spectral = constrain_matrix(statistics, ConstrainSettings(eta=eta, ridge=0.3))
     assert ball.feasible
-    assert ball.objective == pytest.approx(spectral.objective, rel=3e-3)  # a bisection to 1e-3, a gap of 1e-3
+    assert ball.objective == pytest.approx(
+        spectral.objective, rel=3e-3
+    )  # a bisection to 1e-3, a gap of 1e-3
     assert ball.iterations < 80  # projected gradients: 110 to 120 for one radius of eleven
 
 
@@ -222,13 +257,17 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
     etas = dict.fromkeys(PATHS, 0.0) | {"head": 0.3, "fc1": 0.1}
     some = list(constrain_to(calibration, options, etas))
     assert [(result.path, result.eta) for result in some] == [("fc1", 0.1), ("head", 0.3)]
-    monkeypatch.setattr(network, "workers_for", lambda device: 3)  # the machine may have fewer cores
+    monkeypatch.setattr(
+        network, "workers_for", lambda device: 3
+    )  # the machine may have fewer cores
     assert calibration.workers == 3
     together = list(constrain_to(calibration, options))
     assert [one.path for one in alone] == [two.path for two in together]
     assert all(torch.equal(one.weight, two.weight) for one, two in zip(alone, together))
     calibration.rectified = frozenset(["fc1"])
-    assert calibration.workers == 1  # its distance runs the network, whose hooks another layer would see
+    assert (
+        calibration.workers == 1
+    )  # its distance runs the network, whose hooks another layer would see
 
 
 @pytest.mark.parametrize("limit", [0, 600, 2**20])
@@ -272,7 +311,9 @@ def test_heads_are_constrained_one_by_one() -> None:
     statistics, _ = layer(24, 8, 100)
     penalty = PENALTIES.load("spectral")
     whole = constrain_matrix(statistics, ConstrainSettings(eta=0.3))
-    heads = constrain_matrix(replace(statistics, blocks=6), ConstrainSettings(eta=0.3, per_head=True))
+    heads = constrain_matrix(
+        replace(statistics, blocks=6), ConstrainSettings(eta=0.3, per_head=True)
+    )
 
     def sums(weight: Tensor) -> float:
         return float(penalty.value(per_head(weight, 6)))

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from certcli.constrain import prox
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.projection import Eigenbasis, _outer_step, eigenbasis, project, pull_inside, shrinkage
+from certcli.constrain.projection import (
+    Eigenbasis,
+    _outer_step,
+    eigenbasis,
+    project,
+    pull_inside,
+    shrinkage,
+)
 from certcli.constrain.prox import Penalty, clip, per_head
 from certcli.constrain.statistics import energy
 from certcli.system.errors import CertvitError
@@ -38,13 +45,20 @@ def test_prox_is_the_minimiser(name: str, matrix: Tensor, strength: float) -> No
     # Singular values through a Gram matrix are exact to sqrt(2^-53) = 1e-8 of the largest when they vanish.
     slack = 1e-7 * (1 + float(matrix.norm()))
     assert float(penalty.dual(removed)) <= strength + slack
-    assert float((removed * result).sum()) == pytest.approx(strength * float(penalty.value(result)), abs=slack)
+    assert float((removed * result).sum()) == pytest.approx(
+        strength * float(penalty.value(result)), abs=slack
+    )
 
     def objective(candidate: Tensor) -> float:
-        return strength * float(penalty.value(candidate)) + 0.5 * float((candidate - matrix).square().sum())
+        return strength * float(penalty.value(candidate)) + 0.5 * float(
+            (candidate - matrix).square().sum()
+        )
 
     rivals = [matrix, torch.zeros_like(matrix)]
-    rivals += [result + size * gaussian(*matrix.shape, seed=seed) for seed, size in product(range(5), (1e-3, 0.1, 1.0))]
+    rivals += [
+        result + size * gaussian(*matrix.shape, seed=seed)
+        for seed, size in product(range(5), (1e-3, 0.1, 1.0))
+    ]
     assert all(objective(result) <= objective(rival) + slack * strength + slack for rival in rivals)
 
 
@@ -56,7 +70,9 @@ def test_clip_is_the_nearest_point_of_the_ball(matrix: Tensor, radius: float) ->
     for seed in range(5):
         other = clip(gaussian(*matrix.shape, seed=seed), radius)
         # The angle between the way back and any point of a convex set is obtuse at the projection.
-        assert float(((matrix - result) * (other - result)).sum()) <= 1e-9 * (1 + float(matrix.norm()) ** 2)
+        assert float(((matrix - result) * (other - result)).sum()) <= 1e-9 * (
+            1 + float(matrix.norm()) ** 2
+        )
 
 
 def drifting(outputs: int, inputs: int, step: float, count: int = 25) -> list[Tensor]:
@@ -140,7 +156,9 @@ def test_projection_onto_one_group(shape: tuple[int, int, int], eta: float) -> N
         high *= 10
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if float(energy(at(middle) - centre, gram)) > radius else (low, middle)
+        low, high = (
+            (middle, high) if float(energy(at(middle) - centre, gram)) > radius else (low, middle)
+        )
     # The reference solves systems of condition up to (1 / eta) * cond(G) ~ 1e12: it is the coarser of the two.
     assert torch.allclose(result, at(high), atol=1e-3 if eta < 1e-6 else 1e-7)
 

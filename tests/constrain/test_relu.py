@@ -47,8 +47,12 @@ def net() -> Net:
     return Net().double().eval()
 
 
-def rectified(net: Net, path: str, groups: int = 1, memory: int | None = None) -> RectifiedStatistics:
-    calibration = LayerCalibration(net, [path], BATCHES, BATCHES[:1], groups, memory, frozenset([path]))
+def rectified(
+    net: Net, path: str, groups: int = 1, memory: int | None = None
+) -> RectifiedStatistics:
+    calibration = LayerCalibration(
+        net, [path], BATCHES, BATCHES[:1], groups, memory, frozenset([path])
+    )
     ((layer,),) = map(list, calibration.parts())
     assert isinstance(layer, RectifiedStatistics)
     return layer
@@ -58,7 +62,9 @@ def pre_activations(net: Net, path: str, weight: Tensor) -> Tensor:
     """(tokens, out) before the ReLU, from the definition of the layer."""
     x = IMAGES
     if path == "conv":
-        return F.conv2d(x, weight.reshape(net.conv.weight.shape), net.conv.bias, padding=1).mT.transpose(1, -1)
+        return F.conv2d(
+            x, weight.reshape(net.conv.weight.shape), net.conv.bias, padding=1
+        ).mT.transpose(1, -1)
     return F.linear(F.relu(net.conv(x)).flatten(1), weight, net.fc.bias)
 
 
@@ -68,7 +74,9 @@ def one_sided(old: Tensor, new: Tensor) -> float:
 
 
 def moved(layer: RectifiedStatistics, seed: int, size: float = 0.3) -> Tensor:
-    noise = torch.randn(layer.weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(
+        layer.weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     return layer.weight + size * noise * layer.weight.std()
 
 
@@ -76,25 +84,43 @@ def moved(layer: RectifiedStatistics, seed: int, size: float = 0.3) -> Tensor:
 def test_the_distance_is_its_definition_and_lies_below_every_majorant(net: Net, path: str) -> None:
     layer = rectified(net, path)
     with torch.no_grad():
-        old, (first, second) = pre_activations(net, path, layer.weight), (moved(layer, 1), moved(layer, 2, 1.0))
+        old, (first, second) = (
+            pre_activations(net, path, layer.weight),
+            (moved(layer, 1), moved(layer, 2, 1.0)),
+        )
         new = pre_activations(net, path, first)
         seen = layer.at(first)
         assert float(seen.errors) == pytest.approx(one_sided(old, new), rel=ROUNDING)
-        assert float(layer.energies) == pytest.approx(float(old.clamp_min(0).square().sum()), rel=ROUNDING)
+        assert float(layer.energies) == pytest.approx(
+            float(old.clamp_min(0).square().sum()), rel=ROUNDING
+        )
         # what comes after the ReLU moves by no more
-        assert float((F.relu(new) - F.relu(old)).square().sum()) <= float(seen.errors) * (1 + ROUNDING)
+        assert float((F.relu(new) - F.relu(old)).square().sum()) <= float(seen.errors) * (
+            1 + ROUNDING
+        )
         for other in (first, second, layer.weight):
             change = other - layer.weight
             majorant = (
-                float(energy(change, layer.grams)) - 2 * float((change * seen.crosses).sum()) + float(seen.shifts)
+                float(energy(change, layer.grams))
+                - 2 * float((change * seen.crosses).sum())
+                + float(seen.shifts)
             )
             value = float(layer.errors(other))
             assert value <= majorant * (1 + ROUNDING) + ROUNDING
             # a convex function lies above its tangent; seen.gradients is half the gradient
-            assert value >= float(seen.errors + 2 * (seen.gradients * (other - first)).sum()) - ROUNDING
+            assert (
+                value
+                >= float(seen.errors + 2 * (seen.gradients * (other - first)).sum()) - ROUNDING
+            )
         change = first - layer.weight
-        touching = float(energy(change, layer.grams)) - 2 * float((change * seen.crosses).sum()) + float(seen.shifts)
-        assert touching == pytest.approx(float(seen.errors), rel=1e-6)  # the majorant cancels some digits
+        touching = (
+            float(energy(change, layer.grams))
+            - 2 * float((change * seen.crosses).sum())
+            + float(seen.shifts)
+        )
+        assert touching == pytest.approx(
+            float(seen.errors), rel=1e-6
+        )  # the majorant cancels some digits
 
 
 @pytest.mark.parametrize("name", PENALTIES.names())
@@ -161,7 +187,8 @@ def test_where_it_applies_is_read_from_the_graph(net: Net) -> None:
     with pytest.raises(UsageError, match="does not go with 'ball'"):
         list(
             constrain_to(
-                LayerCalibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])), ConstrainSettings("ball")
+                LayerCalibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])),
+                ConstrainSettings("ball"),
             )
         )
 
@@ -183,4 +210,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(layer["feasible"] and layer["error"] <= 0.2 for layer in report["layers"])
     refused = attempt(*common, "--distance", "relu", "-o", tmp_path / "relu.safetensors")
     assert "patch_embed.proj' is not followed by ReLU" in str(refused.exception)
-    certvit(*common, "--distance", "relu", "--layers", "*.fc1", "-o", tmp_path / "relu.safetensors", "--memory", "64K")
+    certvit(
+        *common,
+        "--distance",
+        "relu",
+        "--layers",
+        "*.fc1",
+        "-o",
+        tmp_path / "relu.safetensors",
+        "--memory",
+        "64K",
+    )

@@ -44,11 +44,15 @@ def test_statistics_of_a_convolution_are_those_of_its_outputs(module: nn.Conv2d,
     module = module.double().eval()
     images = gaussian(6, module.in_channels, size, size)
     statistics = collect(nn.Sequential(module).eval(), list(images.split(2)), ["0"])["0"]
-    outputs = nn.functional.conv2d(images, module.weight, None, module.stride, module.padding, module.dilation)
+    outputs = nn.functional.conv2d(
+        images, module.weight, None, module.stride, module.padding, module.dilation
+    )
     if module.padding_mode == "circular":
         outputs = module(images) - module.bias[:, None, None]
     assert statistics.kind == "conv"
-    assert float(statistics.energies) == pytest.approx(float(outputs.detach().square().sum()), rel=1e-12)
+    assert float(statistics.energies) == pytest.approx(
+        float(outputs.detach().square().sum()), rel=1e-12
+    )
     changed = constrain(statistics, eta=0.2).weight
     difference = module(images)
     with torch.no_grad():
@@ -68,12 +72,16 @@ def test_statistics_of_a_network(net: Net) -> None:
     statistics = collect(net, IMAGES.split(4), PATHS, groups=2, held_out_batches=[IMAGES[:2]])
     assert list(statistics) == ["embed", "fc1", "fc2", "head"]  # hidden is never called as a module
     inputs: list[Tensor] = []
-    net.head.register_forward_pre_hook(lambda _, args, kwargs: inputs.append(kwargs["input"]), with_kwargs=True)
+    net.head.register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.append(kwargs["input"]), with_kwargs=True
+    )
     with torch.no_grad():
         for part in (IMAGES[:4], IMAGES[4:8], IMAGES[8:], IMAGES[:2]):
             net(part)
     rows = [value.double() for value in inputs]
-    assert torch.allclose(statistics["head"].grams[0], rows[0].mT @ rows[0] + rows[2].mT @ rows[2], rtol=1e-12)
+    assert torch.allclose(
+        statistics["head"].grams[0], rows[0].mT @ rows[0] + rows[2].mT @ rows[2], rtol=1e-12
+    )
     assert torch.allclose(statistics["head"].grams[1], rows[1].mT @ rows[1], rtol=1e-12)
     result = constrain(statistics["head"], eta=0.2)
     change = result.weight.double() - statistics["head"].weight
@@ -91,7 +99,9 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
         calls += 1
 
     def calibration(**options: Any) -> LayerCalibration:
-        return LayerCalibration(net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options)
+        return LayerCalibration(
+            net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options
+        )
 
     apart = {layer.path: layer for part in calibration().parts() for layer in part}
     handle = net.register_forward_hook(counted)
@@ -119,14 +129,21 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
 def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
     called = [path for path in PATHS if path != "hidden"]
     limit = 8 * 16 * 16  # fc2's own statistics
-    assert passes_within(net, called, memory_limit_bytes=limit) == [["embed"], ["fc1"], ["fc2"], ["head"]]
+    assert passes_within(net, called, memory_limit_bytes=limit) == [
+        ["embed"],
+        ["fc1"],
+        ["fc2"],
+        ["head"],
+    ]
     whole = collect(net, IMAGES.split(3), PATHS)
     parts = collect(net, lambda: iter(IMAGES.split(3)), PATHS, memory_limit_bytes=limit)
     assert list(parts) == list(whole)
     assert all(torch.equal(parts[path].grams, whole[path].grams) for path in whole)
 
 
-def test_statistics_that_do_not_fit_are_made_in_passes(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_that_do_not_fit_are_made_in_passes(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called = [path for path in PATHS if path != "hidden"]
     assert room_for(net, called, 1) is None
     monkeypatch.setattr(network, "free_bytes", lambda: 1000.0)

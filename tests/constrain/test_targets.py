@@ -38,9 +38,13 @@ def test_a_target_is_met_at_the_least_error(target: float) -> None:
     if target < 36:
         assert reached == pytest.approx(math.log10(target), abs=1e-4)  # nothing is given away
     cost = sum(point.error**2 for point in chosen.values())
-    for points in product(*CURVES.values()):  # no choice of samples that meets the target costs less
+    for points in product(
+        *CURVES.values()
+    ):  # no choice of samples that meets the target costs less
         if math.prod(point.norm for point in points) <= target:
-            assert cost <= sum(point.error**2 for point in points) + 1e-6  # the position is bisected to 1e-6
+            assert (
+                cost <= sum(point.error**2 for point in points) + 1e-6
+            )  # the position is bisected to 1e-6
 
 
 def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
@@ -49,7 +53,9 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
 
     chosen = allocate(CURVES, 40.0, residual)  # type: ignore[arg-type]
     assert math.prod(1 + point.norm for point in chosen.values()) == pytest.approx(40.0, rel=1e-4)
-    with pytest.raises(OutOfReach, match=r"the least is 10\^0.30, at an output error of up to 60 %"):
+    with pytest.raises(
+        OutOfReach, match=r"the least is 10\^0.30, at an output error of up to 60 %"
+    ):
         allocate(CURVES, 1.9, log10_product)
     with pytest.raises(UsageError, match="positive"):
         allocate(CURVES, 0.0, log10_product)
@@ -72,9 +78,14 @@ def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
 
 def test_layers_run_at_their_share_meet_the_target() -> None:
     statistics = collect(small_net(), IMAGES.split(4), PATHS)
-    curves = {path: pareto(one, ConstrainSettings(), (0.02, 0.1, 0.3, 0.7)) for path, one in statistics.items()}
+    curves = {
+        path: pareto(one, ConstrainSettings(), (0.02, 0.1, 0.3, 0.7))
+        for path, one in statistics.items()
+    }
     for curve in curves.values():
-        assert all(first.norm > last.norm and first.error < last.error for first, last in pairwise(curve))
+        assert all(
+            first.norm > last.norm and first.error < last.error for first, last in pairwise(curve)
+        )
     whole = math.prod(curve[0].norm for curve in curves.values())
     chosen = allocate(curves, whole / 10, log10_product)
     etas = {path: point.error for path, point in chosen.items() if point.error > 0}
@@ -97,7 +108,9 @@ def search(model: nn.Module, target: float) -> list[LayerResult]:
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     calibration = LayerCalibration(model, ["1", "3"], images.split(20))
     options = ConstrainSettings()
-    return meet_target(calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options)
+    return meet_target(
+        calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options
+    )
 
 
 def test_a_target_of_a_network_holds_for_its_proven_bound() -> None:
@@ -110,13 +123,17 @@ def test_a_target_of_a_network_holds_for_its_proven_bound() -> None:
 
 
 @pytest.mark.parametrize("optimistic", [1.0, 1e-9], ids=["at once", "after several"])
-def test_a_target_out_of_reach_names_the_least_proven_bound(optimistic: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_out_of_reach_names_the_least_proven_bound(
+    optimistic: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the search believes in it at first: scaled layers promise more than constrained ones keep."""
     model = chain()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     monkeypatch.setattr(
         "certcli.constrain.network.budget",
-        lambda model, size, classes, found, target: budget(model, size, classes, found, target / optimistic),
+        lambda model, size, classes, found, target: budget(
+            model, size, classes, found, target / optimistic
+        ),
     )
     with pytest.raises(OutOfReach) as refused:
         search(model, 1e-6)
@@ -130,4 +147,6 @@ def test_a_target_out_of_reach_names_the_least_proven_bound(optimistic: float, m
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     for path, statistics in collect(model, images.split(20), ["1", "3"]).items():
         model.get_submodule(path).weight.data.copy_(constrain(statistics, eta=0.95).weight)
-    assert network_upper(model, (1, 4, 4), 3).log10() == pytest.approx(float(found[1]), abs=0.005)  # two digits shown
+    assert network_upper(model, (1, 4, 4), 3).log10() == pytest.approx(
+        float(found[1]), abs=0.005
+    )  # two digits shown

@@ -83,7 +83,9 @@ def chain() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
 
 
-ROWS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # 0: no trunk, else at most so many runs of each layer
+ROWS: dict[
+    str, tuple[Callable[[], nn.Module], int]
+] = {  # 0: no trunk, else at most so many runs of each layer
     "vit": (Stem, 2),
     "head first": (HeadFirst, 3),
     "stem again": (StemAgain, 3),
@@ -98,7 +100,9 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # 0: no trunk, else at
 
 @pytest.mark.parametrize(("build", "runs"), ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("most", [1, 3], ids=["a layer at a time", "three layers"])
-def test_parts_of_the_layers_are_gathered_in_one_run(build: Callable[[], nn.Module], runs: int, most: int) -> None:
+def test_parts_of_the_layers_are_gathered_in_one_run(
+    build: Callable[[], nn.Module], runs: int, most: int
+) -> None:
     torch.manual_seed(0)
     net = build().eval()
     calls: Counter[str] = Counter()
@@ -110,7 +114,9 @@ def test_parts_of_the_layers_are_gathered_in_one_run(build: Callable[[], nn.Modu
     once = sum(calls.values())
     calls.clear()
     limit = 2 * most * LIMIT
-    parts = collect(net, batches, paths, memory_limit_bytes=limit, held_out_batches=IMAGES[:2].split(1))
+    parts = collect(
+        net, batches, paths, memory_limit_bytes=limit, held_out_batches=IMAGES[:2].split(1)
+    )
     assert list(parts) == list(whole)
     for path, layer in parts.items():
         assert torch.equal(layer.grams, whole[path].grams)
@@ -129,4 +135,9 @@ def test_where_layers_are_called() -> None:
     net = StemAgain().eval()
     trunk = Trunk.of(net, [IMAGES], ["stem", "head", "blocks.0.1", "blocks.5.2"])
     assert trunk is not None
-    assert trunk.places == {"stem": (BEFORE, 6), "blocks.0.1": (0, 0), "blocks.5.2": (5, 5), "head": (6, 6)}
+    assert trunk.places == {
+        "stem": (BEFORE, 6),
+        "blocks.0.1": (0, 0),
+        "blocks.5.2": (5, 5),
+        "head": (6, 6),
+    }

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.enclosure.zonotopes.backward import Ball, Hinge, HingeChoice, Node, _through, descend, lower
+from certcli.enclosure.zonotopes.backward import (
+    Ball,
+    Hinge,
+    HingeChoice,
+    Node,
+    _through,
+    descend,
+    lower,
+)
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import lower_bounds
@@ -52,15 +60,21 @@ def inputs(
 def truth(case: Case, maps: list[tuple[Tensor, Tensor]], images: Tensor) -> Tensor:
     """The function at images (b, PIXELS)."""
     given = [
-        (images @ weight.T + bias).view(-1, *shape[1:]) for (weight, bias), shape in zip(maps, case.shapes, strict=True)
+        (images @ weight.T + bias).view(-1, *shape[1:])
+        for (weight, bias), shape in zip(maps, case.shapes, strict=True)
     ]
     return case.run(*given)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_descent_does_not_get_below_what_going_back_says(case: Case) -> None:
-    anywhere, in_box_too = [(1e-6, False), (0.05, False), (0.3, False), (0.05, True)], [(0.3, False), (0.05, True)]
-    for radius, boxed, in_box in [(*at, False) for at in anywhere] + [(*at, True) for at in in_box_too]:
+    anywhere, in_box_too = (
+        [(1e-6, False), (0.05, False), (0.3, False), (0.05, True)],
+        [(0.3, False), (0.05, True)],
+    )
+    for radius, boxed, in_box in [(*at, False) for at in anywhere] + [
+        (*at, True) for at in in_box_too
+    ]:
         forms, maps = inputs(case, radius, boxed, in_box)
         out = case.relax(*forms)
         rows = draw(3, *out.shape, seed=4)
@@ -76,15 +90,27 @@ def test_descent_does_not_get_below_what_going_back_says(case: Case) -> None:
             reached = truth(case, maps, at + moves).view(len(moves), -1) @ rows.flatten(1).T
             noise = 1e-12 * (1 + rows.abs().flatten(1).sum(1)) * (1 + out.centre.abs().max())
             assert (reached.detach() >= bound - noise).all()
-            (gradient,) = torch.autograd.grad(reached[torch.arange(60), torch.arange(60) % 3].sum(), moves)
-            gradient = gradient.sign() if boxed else gradient / gradient.norm(dim=1, keepdim=True).clamp_min(1e-300)
+            (gradient,) = torch.autograd.grad(
+                reached[torch.arange(60), torch.arange(60) % 3].sum(), moves
+            )
+            gradient = (
+                gradient.sign()
+                if boxed
+                else gradient / gradient.norm(dim=1, keepdim=True).clamp_min(1e-300)
+            )
             moves = moves.detach() - 0.5 * radius * gradient
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_going_back_is_going_forward(case: Case) -> None:
     """The two are dual: they agree without columns for e e^T, where no symbols are dropped; `better`: bounded anew."""
-    better = case.name in ("ReLU", "reduction", "sum of squares", "LayerNorm", "sign of a LayerNorm")
+    better = case.name in (
+        "ReLU",
+        "reduction",
+        "sum of squares",
+        "LayerNorm",
+        "sign of a LayerNorm",
+    )
     forms, _ = inputs(case, 0.05)
     out = case.relax(*forms)
     rows = draw(3, *out.shape, seed=4)
@@ -99,19 +125,27 @@ def test_going_back_is_going_forward(case: Case) -> None:
     assert better or torch.allclose(back, forward, rtol=1e-7, atol=1e-9)
 
 
-def hinged(radius: float, seed: int = 0, boxed: bool = False, in_box: bool = False) -> tuple[Form, Tensor, int]:
+def hinged(
+    radius: float, seed: int = 0, boxed: bool = False, in_box: bool = False
+) -> tuple[Form, Tensor, int]:
     """The form of all margins of a ReLU network, with its tape. in_box: half of the pixels at 0 or 1."""
     model, pixels = network("relu", seed), image(seed)
     pixels = (2 * pixels - 0.5).clamp(0, 1) if in_box else pixels
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
     ball = linf_ball(pixels, radius, limit=4000, tape=True) if boxed else None
-    form = local.last_form(ball or l2_ball(pixels, radius, squares_up_to=0, limit=4000, tape=True, in_box=in_box))
+    form = local.last_form(
+        ball or l2_ball(pixels, radius, squares_up_to=0, limit=4000, tape=True, in_box=in_box)
+    )
     head = local.ending.head
     assert head is not None
     rows = head.weight[label] - head.weight[[j for j in range(4) if j != label]]
     offset = head.bias[label] - head.bias[[j for j in range(4) if j != label]]
-    return affine(form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1])), rows, offset), pixels, label
+    return (
+        affine(form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1])), rows, offset),
+        pixels,
+        label,
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +169,9 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_bo
         logits = net(pixels + moves.view(-1, *SIZE))
         margins = logits[:, [label]] - logits[:, others]
         least = torch.minimum(least, margins.detach().amin(0))
-        (gradient,) = torch.autograd.grad(margins[torch.arange(len(moves)), torch.arange(len(moves)) % 3].sum(), moves)
+        (gradient,) = torch.autograd.grad(
+            margins[torch.arange(len(moves)), torch.arange(len(moves)) % 3].sum(), moves
+        )
         step = gradient.sign() if boxed else gradient / gradient.norm(dim=1, keepdim=True)
         moves = moves.detach() - 0.4 * radius * step
     found = hinges(node)
@@ -147,8 +183,12 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_bo
         generator = torch.Generator().manual_seed(seed)
         chosen: dict[Node, HingeChoice] = {}
         for hinge in found:
-            slope, share = (torch.rand(len(hinge.places), generator=generator).double() for _ in range(2))
-            width, split = (torch.randn(len(hinge.places), generator=generator).double().exp() for _ in range(2))
+            slope, share = (
+                torch.rand(len(hinge.places), generator=generator).double() for _ in range(2)
+            )
+            width, split = (
+                torch.randn(len(hinge.places), generator=generator).double().exp() for _ in range(2)
+            )
             chosen[hinge] = HingeChoice(slope, share, width * radius * 3, split)
         for j in range(0 if boxed else 3):
             assert proven(descend(node, rows[j : j + 1], chosen), 1 + seed / 3) <= least[j]
@@ -162,7 +202,10 @@ def test_parabolas_lie_above_hinges() -> None:
     count = 500
     middle, rest, width, split, at = (2 * draw(count, seed=seed) for seed in range(5))
     rest, width, split = rest.abs(), width.abs() + 0.01, split.exp()
-    columns, share = draw(1, count, seed=5), torch.rand(count, generator=torch.Generator().manual_seed(6)).double()
+    columns, share = (
+        draw(1, count, seed=5),
+        torch.rand(count, generator=torch.Generator().manual_seed(6)).double(),
+    )
     reach = columns[0].abs() + rest
     low, high = torch.minimum(middle - reach, -reach / 9), torch.maximum(middle + reach, reach / 9)
     node = Hinge(
@@ -183,12 +226,16 @@ def test_parabolas_lie_above_hinges() -> None:
 def test_rounding_on_the_way_back_is_covered() -> None:
     """At radius 0, with much cancellation: below the exact value, and near it."""
     pixels = 1e6 * draw(1, 1, 1, 40)
-    x = l2_ball(pixels, 0.0, squares_up_to=0, limit=99, tape=True).linear(lambda t: t.flatten(1)[:, None])
+    x = l2_ball(pixels, 0.0, squares_up_to=0, limit=99, tape=True).linear(
+        lambda t: t.flatten(1)[:, None]
+    )
     first, second = draw(30, 40, seed=1), draw(2, 30, seed=2)
     out = affine(affine(x, first, None), second, None)
     assert out.node is not None
     exact = [Fraction(v) for v in pixels.flatten().tolist()]
-    inner = [sum(Fraction(w) * v for w, v in zip(row, exact, strict=True)) for row in first.tolist()]
+    inner = [
+        sum(Fraction(w) * v for w, v in zip(row, exact, strict=True)) for row in first.tolist()
+    ]
     bound = lower(out.node, torch.eye(2).double().view(2, *out.shape))
     for row, found in zip(second.tolist(), bound.tolist(), strict=True):
         value = sum(Fraction(w) * v for w, v in zip(row, inner, strict=True))
@@ -214,7 +261,9 @@ def test_each_part_goes_back_to_its_own_place() -> None:
 def test_the_first_node_is_the_image() -> None:
     form, *_ = hinged(0.01)
     assert form.node is not None
-    assert isinstance(descend(form.node, torch.eye(3).double()[:1].view(1, *form.shape), {}).ball, Ball)
+    assert isinstance(
+        descend(form.node, torch.eye(3).double()[:1].view(1, *form.shape), {}).ball, Ball
+    )
 
 
 def test_backward_proves_more_than_forward_for_relu() -> None:

@@ -44,7 +44,9 @@ def module(kind: str) -> nn.Module:
         "tanh gelu": nn.GELU("tanh"),
         "relu": nn.ReLU(),
         "attention": Attention(8, num_heads=2, qkv_bias=True),
-        "after a norm": nn.Sequential(nn.LayerNorm(8, eps=1e-3), Attention(8, num_heads=2, qkv_bias=True)),
+        "after a norm": nn.Sequential(
+            nn.LayerNorm(8, eps=1e-3), Attention(8, num_heads=2, qkv_bias=True)
+        ),
     }
     found = made[kind].double().eval()
     for parameter in found.parameters():
@@ -113,7 +115,9 @@ def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
     best = 0.0
     for _ in range(25):
         delta = delta * (fibre[..., None] / delta.norm(dim=-1, keepdim=True)).clamp_max(1)
-        delta = (delta * (x.whole / delta.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)).requires_grad_(True)
+        delta = (
+            delta * (x.whole / delta.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)
+        ).requires_grad_(True)
         out = run(tokens + delta) - before
         far = out.norm(dim=-1)
         noise = 1e-14 * (1 + found.centre.norm())
@@ -122,8 +126,12 @@ def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
         best = max(best, float(share.detach().max()), float(whole.detach().max()))
         assert best <= 1
         (up,) = torch.autograd.grad((share.flatten(1).amax(1) + whole).sum(), delta)
-        delta = delta.detach() + size * up / up.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
-    assert best > (0.1 if size < 0.1 else 0.001)  # and the ball is no larger than it must be by more than this
+        delta = delta.detach() + size * up / up.flatten(1).norm(dim=1).clamp_min(1e-300).view(
+            -1, 1, 1, 1
+        )
+    assert best > (
+        0.1 if size < 0.1 else 0.001
+    )  # and the ball is no larger than it must be by more than this
 
 
 @pytest.mark.parametrize("size", [1e-8, 1e-3, 0.1, 1.0])
@@ -131,9 +139,13 @@ def test_ascent_does_not_leave_the_ball_of_heads(size: float) -> None:
     """Queries, keys and values moved within their radii, up the gradient of how far each result has come."""
     parts = [draw(1, 1, 2, 4, 3, seed=seed) for seed in (1, 2, 3)]
     radii = [
-        size * torch.rand(1, 1, 2, 4, generator=torch.Generator().manual_seed(seed)).double() for seed in (4, 5, 6)
+        size * torch.rand(1, 1, 2, 4, generator=torch.Generator().manual_seed(seed)).double()
+        for seed in (4, 5, 6)
     ]
-    near = [Near.of(c, r, torch.full((1,), 9 * size).double()) for c, r in zip(parts, radii, strict=True)]
+    near = [
+        Near.of(c, r, torch.full((1,), 9 * size).double())
+        for c, r in zip(parts, radii, strict=True)
+    ]
     found = heads(context(), *near, None, 0.7)
     moves, best = [draw(60, 1, 2, 4, 3, seed=seed) for seed in (7, 8, 9)], 0.0
     for _ in range(30):
@@ -155,12 +167,18 @@ def test_ascent_does_not_leave_the_ball_of_heads(size: float) -> None:
 
 
 def test_fibres_that_are_joined_or_cut_keep_what_is_known_of_them() -> None:
-    x = Near(draw(1, 1, 2, 4, 3), torch.rand(1, 1, 2, 4).double() + 0.1, torch.full((1,), 50.0).double())
+    x = Near(
+        draw(1, 1, 2, 4, 3), torch.rand(1, 1, 2, 4).double() + 0.1, torch.full((1,), 50.0).double()
+    )
     joined = arranged(lambda t: t.transpose(1, 2).flatten(-2), x)
     assert torch.allclose(joined.fibre[0, 0], x.fibre[0, 0].norm(dim=0))
-    cut = arranged(lambda t: t.unflatten(-1, (2, 3)).transpose(1, 2), joined)  # (1, 2, 4, 3), each of one fibre
+    cut = arranged(
+        lambda t: t.unflatten(-1, (2, 3)).transpose(1, 2), joined
+    )  # (1, 2, 4, 3), each of one fibre
     assert torch.allclose(cut.fibre, joined.fibre[:, :, None].expand(1, 1, 2, 4))
-    twice = arranged(lambda t: torch.cat([t, t], -1), x)  # an entry twice in a fibre: only the whole is known
+    twice = arranged(
+        lambda t: torch.cat([t, t], -1), x
+    )  # an entry twice in a fibre: only the whole is known
     assert (twice.fibre >= 2**0.5 * x.fibre).all()
 
 
@@ -174,7 +192,10 @@ def test_every_node_stays_near(kind: str) -> None:
         balls: dict[fx.Node, tuple[Near, int | None]] = {}
 
         def watch(
-            node: fx.Node, value: object, token: int | None, balls: dict[fx.Node, tuple[Near, int | None]] = balls
+            node: fx.Node,
+            value: object,
+            token: int | None,
+            balls: dict[fx.Node, tuple[Near, int | None]] = balls,
         ) -> None:
             if isinstance(value, (Near, Normalised)):
                 balls[node] = settled(value), token
@@ -198,7 +219,9 @@ def test_no_attack_succeeds_within_the_radius(kind: str) -> None:
     certifier = LocalCertifier(model, SIZE, Local(effort="norms"))
     radii = certifier.by_norms(pixels, labels)
     assert (radii > 1e-7).all()
-    alone = torch.cat([certifier.by_norms(x[None], y[None]) for x, y in zip(pixels, labels, strict=True)])
+    alone = torch.cat(
+        [certifier.by_norms(x[None], y[None]) for x, y in zip(pixels, labels, strict=True)]
+    )
     assert torch.allclose(alone, radii, rtol=1e-9)
     for x, y, radius in zip(pixels, labels, radii, strict=True):
         moved = x + radius * directions(model, x[None], int(y), 30).view(-1, *SIZE)
@@ -210,7 +233,9 @@ def test_margins_at_radius_zero_are_those_of_the_network() -> None:
     model, pixels = network("plain"), image()
     logits = model(pixels)[0]
     label = int(logits.argmax())
-    found = NormsNetwork(model, SIZE).margins(pixels, torch.zeros(1).double(), torch.tensor([label]))[0]
+    found = NormsNetwork(model, SIZE).margins(
+        pixels, torch.zeros(1).double(), torch.tensor([label])
+    )[0]
     truth = torch.stack([logits[label] - logits[j] for j in range(4) if j != label])
     assert (found <= truth).all()
     assert torch.allclose(found, truth, atol=1e-6)
@@ -222,9 +247,16 @@ def test_rounding_of_a_linear_layer_is_covered() -> None:
     tokens = 1e6 * draw(1, 1, 1, 40)
     found = enclosed(layer, Near.of(tokens, torch.zeros(1, 1, 1).double(), torch.zeros(1).double()))
     lost = 0.0
-    for row, (weight, bias) in enumerate(zip(layer.weight.tolist(), layer.bias.tolist(), strict=True)):
-        exact = sum(Fraction(w) * Fraction(t) for w, t in zip(weight, tokens.flatten().tolist(), strict=True))
-        lost += float(abs(exact + Fraction(bias) - Fraction(found.centre[0, 0, 0, row].item()))) ** 2
+    for row, (weight, bias) in enumerate(
+        zip(layer.weight.tolist(), layer.bias.tolist(), strict=True)
+    ):
+        exact = sum(
+            Fraction(w) * Fraction(t)
+            for w, t in zip(weight, tokens.flatten().tolist(), strict=True)
+        )
+        lost += (
+            float(abs(exact + Fraction(bias) - Fraction(found.centre[0, 0, 0, row].item()))) ** 2
+        )
     assert 0 < lost**0.5 <= float(found.fibre)
 
 
@@ -282,9 +314,13 @@ def test_what_has_no_theorem_is_named() -> None:
 def test_linf_balls_of_all_rungs_hold_and_are_not_mixed_with_l2() -> None:
     model, pixels = network("relu"), image()
     label = model(pixels).argmax(1)
-    signs = torch.cat([draw(200, *SIZE).sign(), directions(model, pixels, int(label), 20).view(-1, *SIZE).sign()])
+    signs = torch.cat(
+        [draw(200, *SIZE).sign(), directions(model, pixels, int(label), 20).view(-1, *SIZE).sign()]
+    )
     for effort in ("norms", "zonotope", "backward"):
-        certifier = LocalCertifier(model, SIZE, Local(effort=effort, norm="linf"), symbols=200, steps=1)
+        certifier = LocalCertifier(
+            model, SIZE, Local(effort=effort, norm="linf"), symbols=200, steps=1
+        )
         (row,) = certifier.batch([0], pixels, label.tolist())
         assert row.radius > 1e-8
         assert (model(pixels + row.radius * signs).argmax(1) == label).all()
@@ -319,7 +355,10 @@ def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
 
 def _one_rare_key(size: float) -> tuple[Near, Near, Near]:
     """A query that sees one key of value 0; another of value 1, which it hardly sees, comes nearer as that one goes."""
-    parts = [torch.tensor(part, dtype=torch.float64).view(1, 1, 1, -1, 1) for part in ([3.0], [-1.0, 1.0], [1.0, 0.0])]
+    parts = [
+        torch.tensor(part, dtype=torch.float64).view(1, 1, 1, -1, 1)
+        for part in ([3.0], [-1.0, 1.0], [1.0, 0.0])
+    ]
     radii = [0 * parts[0][..., 0], torch.full((1, 1, 1, 2), size).double(), 0 * parts[2][..., 0]]
     return tuple(Near.of(c, r, r.flatten(1).norm(dim=1)) for c, r in zip(parts, radii, strict=True))  # type: ignore[return-value]
 
@@ -340,10 +379,14 @@ def test_a_rare_token_gains_what_the_others_lose(size: float) -> None:
     part = Attention(3, num_heads=1, qkv_bias=False).double().eval()
     for parameter in part.parameters():
         parameter.requires_grad_(False).zero_()
-    part.qkv.weight[[0, 3, 6], [0, 1, 2]] = 1.0  # the first entry asks, the second answers, the third is the value
+    part.qkv.weight[[0, 3, 6], [0, 1, 2]] = (
+        1.0  # the first entry asks, the second answers, the third is the value
+    )
     part.proj.weight[0, 0] = 1.0
     root = 3**0.5
-    tokens = torch.tensor([[3 * root, -20, 0], [0, -1, 1e6], [0, 1, 0]], dtype=torch.float64).view(1, 1, 3, 3)
+    tokens = torch.tensor([[3 * root, -20, 0], [0, -1, 1e6], [0, 1, 0]], dtype=torch.float64).view(
+        1, 1, 3, 3
+    )
     fibre = torch.tensor([0.0, size, size], dtype=torch.float64).view(1, 1, 3)
     found = enclosed(part, Near.of(tokens, fibre, torch.full((1,), 9 * size).double()))
     moved = tokens.clone()

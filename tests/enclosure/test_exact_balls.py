@@ -42,9 +42,17 @@ TOGETHER: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
         0 * WHOLE,
     ),
     "an error of each fibre": (lambda: ZERO.noisy(OTHER).whole, OTHER, 0 * WHOLE),
-    "an error of each fibre, beside": (lambda: Near(X.centre, FIBRE + 9, WHOLE).noisy(OTHER).whole, OTHER, WHOLE),
+    "an error of each fibre, beside": (
+        lambda: Near(X.centre, FIBRE + 9, WHOLE).noisy(OTHER).whole,
+        OTHER,
+        WHOLE,
+    ),
     "two balls of tokens": (
-        lambda: cat(context(), [Near(X.centre, FIBRE + 1e3, WHOLE), Near(X.centre, FIBRE + 1e3, ANY)], 1).whole,
+        lambda: (
+            cat(
+                context(), [Near(X.centre, FIBRE + 1e3, WHOLE), Near(X.centre, FIBRE + 1e3, ANY)], 1
+            ).whole
+        ),
         torch.stack([WHOLE, ANY], 1),
         0 * WHOLE,
     ),
@@ -54,7 +62,9 @@ TOGETHER: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
 @pytest.mark.parametrize("name", TOGETHER)
 def test_radii_together_are_not_below_the_root_of_their_squares(name: str) -> None:
     found, squared, beside = TOGETHER[name]
-    for most, parts, other in zip(found().tolist(), squared.flatten(1).tolist(), beside.tolist(), strict=True):
+    for most, parts, other in zip(
+        found().tolist(), squared.flatten(1).tolist(), beside.tolist(), strict=True
+    ):
         least = sum(Fraction(part) ** 2 for part in parts)
         assert (Fraction(most) - Fraction(other)) ** 2 >= least
         assert float(most) <= (float(least) ** 0.5 + other) * (1 + 1e-12)
@@ -93,9 +103,13 @@ def test_no_tensor_of_a_ball_exceeds_its_bounds(size: float) -> None:
     # one fibre moves alone, and none beside it takes a part of what all may move together
     alone = torch.zeros_like(centre)
     alone[:, :, 1, 2] = centre[:, :, 1, 2]
-    points = centre + size * FIBRE[:, :, 1:2, 2:3, None] * alone / alone.flatten(1).norm(dim=1).view(-1, 1, 1, 1, 1)
+    points = centre + size * FIBRE[:, :, 1:2, 2:3, None] * alone / alone.flatten(1).norm(
+        dim=1
+    ).view(-1, 1, 1, 1, 1)
     assert all(holds(bounds, row, point) for row, point in enumerate(points))
-    assert float(bounds.total.max()) <= float((centre.flatten(1).norm(dim=1) + x.whole).max()) * (1 + 1e-12)
+    assert float(bounds.total.max()) <= float((centre.flatten(1).norm(dim=1) + x.whole).max()) * (
+        1 + 1e-12
+    )
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.3])
@@ -112,20 +126,30 @@ def test_no_tensor_of_a_form_exceeds_its_bounds(size: float, boxed: bool) -> Non
     ways = torch.tensordot(along, form.gens, dims=([1, 2, 3], [1, 2, 3]))
     ways_e = ways[:, :6].sign() if boxed else ways[:, :6] / ways[:, :6].norm(dim=1, keepdim=True)
     symbols = torch.cat([torch.cat([e, n], 1), torch.cat([ways_e, ways[:, 6:].sign()], 1)])
-    points = form.centre + torch.tensordot(symbols, form.gens, dims=1) + torch.cat([s, along.sign()]) * form.slack
+    points = (
+        form.centre
+        + torch.tensordot(symbols, form.gens, dims=1)
+        + torch.cat([s, along.sign()]) * form.slack
+    )
     assert all(holds(bounds, 0, point) for point in points)
 
 
 def test_a_row_may_come_nearer_to_its_mean_by_all_its_slack() -> None:
     centre = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double()
-    bounds = Form(Space(1, False, 0), centre, torch.zeros(1, 1, 4).double(), 0 * centre + 0.5).bounds()
+    bounds = Form(
+        Space(1, False, 0), centre, torch.zeros(1, 1, 4).double(), 0 * centre + 0.5
+    ).bounds()
     assert 0.5 * (1 - 1e-9) < float(bounds.deviation) <= 0.5
 
 
 @pytest.mark.parametrize("gain", [None, draw(4)])
 def test_a_norm_that_waits_has_room_for_an_error_behind_it(gain: Tensor | None) -> None:
     waiting, error = Normalised(Near.of(X.centre, FIBRE, WHOLE), gain, None), WHOLE / 8
-    assert bool((settled(waiting.doubted(error)).whole >= settled(waiting).whole + error * (1 - 1e-12)).all())
+    assert bool(
+        (
+            settled(waiting.doubted(error)).whole >= settled(waiting).whole + error * (1 - 1e-12)
+        ).all()
+    )
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
@@ -136,7 +160,9 @@ def test_a_norm_reaches_from_one_end_of_its_sphere_to_the_other(kind: str, width
     token = token - token.mean(-1, keepdim=True)
     x = Near.of(token, 2 * token.norm(dim=-1) * (1 + 1e-12))
     norm = nn.LayerNorm(width, eps=1e-9).double().requires_grad_(False)
-    found = normalised(norm, x) if kind == "LayerNorm" else rms_norm(context(), x, (width,), None, 1e-9)
+    found = (
+        normalised(norm, x) if kind == "LayerNorm" else rms_norm(context(), x, (width,), None, 1e-9)
+    )
     assert isinstance(found, Normalised)
     far = 2 * F.layer_norm(token, (width,), eps=1e-9).norm()
     for ball in (found.near, settled(found)):
@@ -147,17 +173,23 @@ def near(*shape: int, seed: int) -> Near:
     return Near.of(draw(2, *shape, seed=seed), 0.1 * positive(2, *shape[:-1], seed=seed))
 
 
-def scores(toward: float, of: list[float], turn: list[float], p: list[float]) -> tuple[list[float], float]:
+def scores(
+    toward: float, of: list[float], turn: list[float], p: list[float]
+) -> tuple[list[float], float]:
     """How far each score moves, at most, and the logarithm of the sum of exponentials: docs/local.md, 10.2."""
     change = [toward * radius + far for radius, far in zip(of, turn, strict=True)]
-    return change, min(math.log1p(sum(a * math.expm1(t) for a, t in zip(p, change, strict=True))), max(change))
+    return change, min(
+        math.log1p(sum(a * math.expm1(t) for a, t in zip(p, change, strict=True))), max(change)
+    )
 
 
 def test_heads_follow_their_theorem() -> None:
     """Each number of the bound computed once more, a query at a time."""
     q, k, v = (near(1, 2, 4, 3, seed=seed) for seed in (1, 2, 3))
     found = heads(context(), q, k, v, None, -0.7)
-    assert torch.equal(heads(context(), Constant(q.centre[0]), k, v, None, -0.7).centre[0], found.centre[0])
+    assert torch.equal(
+        heads(context(), Constant(q.centre[0]), k, v, None, -0.7).centre[0], found.centre[0]
+    )
     p = (-0.7 * q.centre @ k.centre.mT).softmax(-1)
     o, m = p @ v.centre, p @ k.centre
     for at in itertools.product(range(2), [0], range(2), range(4)):
@@ -170,7 +202,9 @@ def test_heads_follow_their_theorem() -> None:
         turn = [0.7 * a * far for far in (k.centre[own] - m[at]).norm(dim=-1).tolist()]
         change, level = scores(0.7 * (float(q.centre[at].norm()) + a), moved, turn, probabilities)
         through = turned = 0.0
-        for share, t, g, far in zip(probabilities, change, v.fibre[own].tolist(), reach, strict=True):
+        for share, t, g, far in zip(
+            probabilities, change, v.fibre[own].tolist(), reach, strict=True
+        ):
             through += min(share * math.exp(t + level), 1) * g
             turned += share * math.expm1(t + level) * far
         least = through + min(turned, 2 * max(reach))
@@ -179,8 +213,14 @@ def test_heads_follow_their_theorem() -> None:
 
 def test_gains_of_tokens_follow_their_theorem() -> None:
     """The same of an attention over tokens: docs/local.md, 10.2."""
-    shares, through, curve = positive(2, 3, 4, 5, seed=4).softmax(-1), positive(3, seed=5), positive(3, seed=6)
-    turn, reach, toward, own = (positive(2, 3, *shape, seed=7) for shape in ((4, 5), (4, 5), (4,), (4,)))
+    shares, through, curve = (
+        positive(2, 3, 4, 5, seed=4).softmax(-1),
+        positive(3, seed=5),
+        positive(3, seed=6),
+    )
+    turn, reach, toward, own = (
+        positive(2, 3, *shape, seed=7) for shape in ((4, 5), (4, 5), (4,), (4,))
+    )
     facts = Facts(draw(2, 4, 6), positive(2, 4), shares, reach, toward, turn, own)
     weights: Any = SimpleNamespace(through=through, curve=curve)
     radius, asking = 0.2 * positive(2, 5, seed=8), 0.2 * positive(2, 4, seed=9)
@@ -197,7 +237,12 @@ def test_gains_of_tokens_follow_their_theorem() -> None:
             mean = sum(x * y for x, y in zip(p, far, strict=True))
             beside = [x * second * (y + (1 + second) * mean) for x, y in zip(p, far, strict=True)]
             for j in range(5):
-                least[j] += min(p[j] * math.exp(most), 1) * float(through[h]) + (p[j] * far[j] + beside[j]) * slope
-            least[5] += float(own[at]) + sum(x * y for x, y in zip(beside, turn[at].tolist(), strict=True))
+                least[j] += (
+                    min(p[j] * math.exp(most), 1) * float(through[h])
+                    + (p[j] * far[j] + beside[j]) * slope
+                )
+            least[5] += float(own[at]) + sum(
+                x * y for x, y in zip(beside, turn[at].tolist(), strict=True)
+            )
         for found, exact in zip(gains[b, i].tolist(), least, strict=True):
             assert exact <= found <= exact * (1 + 1e-9)

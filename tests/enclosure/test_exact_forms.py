@@ -39,7 +39,9 @@ def form(centre: Tensor, ball: float = 0.0, box: int = 0) -> Form:
     """centre + ball e_1 + box symbols of 1, every entry in each."""
     gens = torch.zeros(2 + box, *centre.shape).double()
     gens[0], gens[2:] = ball, 1.0
-    return Form(Space(2, False, 9), centre, gens, torch.zeros_like(centre), ((-7, box),) if box else ())
+    return Form(
+        Space(2, False, 9), centre, gens, torch.zeros_like(centre), ((-7, box),) if box else ()
+    )
 
 
 def still(centre: Tensor) -> Near:
@@ -54,7 +56,11 @@ def test_box_symbols_are_not_rounded_down() -> None:
 
 def test_a_norm_without_a_gain_is_that_of_its_weights() -> None:
     weight = draw(5, 8)
-    assert folded_norm(weight, torch.ones(8).double()) >= spectral_norm(weight) == folded_norm(weight, None)
+    assert (
+        folded_norm(weight, torch.ones(8).double())
+        >= spectral_norm(weight)
+        == folded_norm(weight, None)
+    )
 
 
 @pytest.mark.parametrize("width", [1, 3, 4096])
@@ -70,7 +76,10 @@ def test_margins_lose_as_much_as_their_terms_say(width: int) -> None:
 def test_margins_of_forms_lose_as_much_as_their_terms_say() -> None:
     weight, bias = torch.ones(2, 4096).double(), torch.tensor([-4096.0, 0.0]).double()
     weight[1] = 0
-    assert float(linear_margins(form(torch.ones(1, 4096).double()), weight, bias, 0)) <= -4097 * U * 2 * 4096
+    assert (
+        float(linear_margins(form(torch.ones(1, 4096).double()), weight, bias, 0))
+        <= -4097 * U * 2 * 4096
+    )
 
 
 def test_a_mean_loses_as_much_as_its_terms_say() -> None:
@@ -80,13 +89,18 @@ def test_a_mean_loses_as_much_as_its_terms_say() -> None:
 
 def test_radii_and_sizes_are_not_below_the_exact_ones() -> None:
     (x,) = forms(CASES[0], 0.1, False, 0, mixed=True)
-    of = [[Fraction(number) for number in part.flatten().tolist()] for part in (x.centre, x.slack, *x.gens)]
+    of = [
+        [Fraction(number) for number in part.flatten().tolist()]
+        for part in (x.centre, x.slack, *x.gens)
+    ]
     for i, (centre, slack, *columns) in enumerate(zip(*of, strict=True)):
         ball, beside = (
             sum(column**2 for column in columns[: x.space.ball]),
             sum(map(abs, columns[x.space.ball :])) + slack,
         )
-        box, radius, size = (Fraction(float(part.flatten()[i])) for part in (x.box_radius, x.radius, x.size))
+        box, radius, size = (
+            Fraction(float(part.flatten()[i])) for part in (x.box_radius, x.radius, x.size)
+        )
         assert box >= beside
         assert Fraction(float(x.ball_radius.flatten()[i])) ** 2 >= ball
         assert (radius - beside) ** 2 >= ball
@@ -128,10 +142,14 @@ def test_a_gelu_loses_as_much_as_a_function_may() -> None:
     assert float(gelu(context(), still(far)).fibre) >= FUNCTION * float(far.norm())
 
 
-def test_a_shift_behind_a_norm_loses_as_much_as_its_terms_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_behind_a_norm_loses_as_much_as_its_terms_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """gamma_n sum |w beta|, whatever the signs of both."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(margins, "signs", lambda x, eps, weight, offset, doubt: seen.append(doubt) or x)
+    monkeypatch.setattr(
+        margins, "signs", lambda x, eps, weight, offset, doubt: seen.append(doubt) or x
+    )
     norm = nn.LayerNorm(99).double().requires_grad_(False)
     norm.bias.fill_(-1.0)
     weight = torch.eye(2, 99).double() - 1.0
@@ -140,7 +158,10 @@ def test_a_shift_behind_a_norm_loses_as_much_as_its_terms_say(monkeypatch: pytes
 
 
 def test_a_sum_of_forms_covers_its_rounding() -> None:
-    parts = [form(torch.full((1, 3), number, dtype=torch.float64), ball=3 * number) for number in (0.1, 0.2)]
+    parts = [
+        form(torch.full((1, 3), number, dtype=torch.float64), ball=3 * number)
+        for number in (0.1, 0.2)
+    ]
     found = parts[0] + parts[1]
     lost = Fraction(0)
     for of in (lambda x: x.centre, lambda x: x.gens[0]):
@@ -171,7 +192,9 @@ def test_the_square_of_one_symbol_is_as_large_as_it_says() -> None:
     assert 1 <= float(quadratic_radius(columns, 6)) <= 1 + 1e-12
 
 
-def test_logarithms_of_probabilities_lie_between_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logarithms_of_probabilities_lie_between_their_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Scores that stand still: e^-20, of 16 digits more than float64 has."""
     asked: list[tuple[Tensor, Tensor]] = []
     known = attention.apply
@@ -239,7 +262,9 @@ POINTWISE = [
 
 
 @pytest.mark.parametrize(("function", "shapes", "so"), POINTWISE)
-def test_only_sums_and_products_of_equal_shapes_are_token_by_token(function: Any, shapes: Any, so: bool) -> None:
+def test_only_sums_and_products_of_equal_shapes_are_token_by_token(
+    function: Any, shapes: Any, so: bool
+) -> None:
     graph = fx.Graph()
     parts = [graph.placeholder(f"x{place}") for place in range(len(shapes))]
     node = graph.call_function(function, tuple(parts))
@@ -262,14 +287,25 @@ class Straight(Tokens):
 def test_a_constant_of_all_tokens_is_added_to_the_one_that_is_read(kind: type[Tokens]) -> None:
     torch.manual_seed(0)
     norm = nn.Identity() if kind is Tokens else nn.LayerNorm(6)
-    net = kind(lambda net, x: net.norm(x + net.shift)[:, 2], 6, shift=nn.Parameter(torch.randn(1, 1, 6)), norm=norm)
+    net = kind(
+        lambda net, x: net.norm(x + net.shift)[:, 2],
+        6,
+        shift=nn.Parameter(torch.randn(1, 1, 6)),
+        norm=norm,
+    )
     model = PixelModel(SPEC, net).double().eval().requires_grad_(False)
     logits = model(image())[0]
     label = int(logits.argmax())
     exact = (logits[label] - logits)[torch.arange(4) != label]
-    form = LocalNetwork(model, SIZE).margins(l2_ball(image(), 1e-6, squares_up_to=0, limit=99), label)
-    (ball,) = NormsNetwork(model, SIZE).margins(image(), torch.full((1,), 1e-6).double(), torch.tensor([label]))
-    for found in (ball, form)[: 1 + (kind is Tokens)]:  # behind a norm a form's margins have their sign alone
+    form = LocalNetwork(model, SIZE).margins(
+        l2_ball(image(), 1e-6, squares_up_to=0, limit=99), label
+    )
+    (ball,) = NormsNetwork(model, SIZE).margins(
+        image(), torch.full((1,), 1e-6).double(), torch.tensor([label])
+    )
+    for found in (ball, form)[
+        : 1 + (kind is Tokens)
+    ]:  # behind a norm a form's margins have their sign alone
         assert bool((found <= exact).all())
         assert torch.allclose(found, exact, atol=1e-3)
 

@@ -45,8 +45,20 @@ Numbers = list[float]
 def of_form(x: Form) -> Numbers:
     """What only grows where a form is wider."""
     low, high = x.interval()
-    found = [x.slack, x.box_radius, x.rest_radius, x.radius, x.size, high - low, -lower_bounds(x.known_as(None))]
-    back = [] if x.node is None else [-lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
+    found = [
+        x.slack,
+        x.box_radius,
+        x.rest_radius,
+        x.radius,
+        x.size,
+        high - low,
+        -lower_bounds(x.known_as(None)),
+    ]
+    back = (
+        []
+        if x.node is None
+        else [-lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
+    )
     return [float(part.sum()) for part in (*found, *back)] + of_bounds(x.bounds())
 
 
@@ -122,7 +134,9 @@ def after_a_norm() -> Numbers:
 
 def first_layers() -> Numbers:
     module = PixelNormalize((0.4,), (0.3,)).double()
-    ball, boxed = (pixel_ball(image(), torch.full((1,), 0.1).double(), norm) for norm in ("l2", "linf"))
+    ball, boxed = (
+        pixel_ball(image(), torch.full((1,), 0.1).double(), norm) for norm in ("l2", "linf")
+    )
     return [number for x in (pixels(context(), module, ball), boxed) for number in of_ball(x)]
 
 
@@ -147,18 +161,37 @@ def poor_eigenvectors() -> Numbers:
 
 def at_the_edge() -> Numbers:
     pixels = (2 * image() - 0.5).clamp(0, 1)
-    both = (linf_ball(pixels, 0.3, limit=9, in_box=True), l2_ball(pixels, 0.3, squares_up_to=0, limit=9, in_box=True))
+    both = (
+        linf_ball(pixels, 0.3, limit=9, in_box=True),
+        l2_ball(pixels, 0.3, squares_up_to=0, limit=9, in_box=True),
+    )
     return [number for form in both for number in of_form(form)]
 
 
 ROWS: dict[str, Callable[[], Numbers]] = {
-    **{f"{c.name} {s}": functools.partial(relaxed, i, s, 0.1) for i, c in enumerate(CASES) for s in (True, False)},
+    **{
+        f"{c.name} {s}": functools.partial(relaxed, i, s, 0.1)
+        for i, c in enumerate(CASES)
+        for s in (True, False)
+    },
     **{f"{c.name}, wide": functools.partial(relaxed, i, True, 0.5) for i, c in enumerate(CASES)},
-    "softmax, wider": functools.partial(relaxed, [case.name for case in CASES].index("softmax"), False, 2.0),
+    "softmax, wider": functools.partial(
+        relaxed, [case.name for case in CASES].index("softmax"), False, 2.0
+    ),
     **{f"{c.name} back": functools.partial(taped, i, False, False) for i, c in enumerate(CASES)},
-    **{f"{c.name} in the box": functools.partial(taped, i, True, True) for i, c in enumerate(CASES)},
-    **{f"{kind} {size}": functools.partial(balls, kind, size) for kind in (*KINDS, *OPERATIONS) for size in (0.1, 0.0)},
-    **{f"heads {f} {s}": functools.partial(attended, f, s) for f in (0.7, -0.7) for s in (True, False)},
+    **{
+        f"{c.name} in the box": functools.partial(taped, i, True, True) for i, c in enumerate(CASES)
+    },
+    **{
+        f"{kind} {size}": functools.partial(balls, kind, size)
+        for kind in (*KINDS, *OPERATIONS)
+        for size in (0.1, 0.0)
+    },
+    **{
+        f"heads {f} {s}": functools.partial(attended, f, s)
+        for f in (0.7, -0.7)
+        for s in (True, False)
+    },
     "after a norm": after_a_norm,
     "first layers": first_layers,
     "rearranged and doubted": rearranged_and_doubted,
@@ -178,7 +211,9 @@ def watched() -> Iterator[dict[str, Sites]]:
     """`up` and `gamma` of all modules of the room note their callers."""
     made = {name: Sites(getattr(rounding, name)) for name in ("up", "gamma")}
     with pytest.MonkeyPatch.context() as patch:
-        for module in [module for name, module in sys.modules.items() if name.startswith("certcli.enclosure")]:
+        for module in [
+            module for name, module in sys.modules.items() if name.startswith("certcli.enclosure")
+        ]:
             for name, sites in made.items():
                 if getattr(module, name, None) is sites.function:
                     patch.setattr(module, name, sites)
@@ -213,7 +248,9 @@ def grows(site: Site, sites: Sites, names: list[str]) -> bool:
             for row in names:
                 pairs = [*zip(ROWS[row](), plain()[0][row], strict=True)]
                 # float64 evaluates both; NaN and an overflow are larger than any bound
-                assert site[0].endswith(CHOSEN) or not any(a < b - 1e-9 * abs(b) for a, b in pairs), (row, site[:2])
+                assert site[0].endswith(CHOSEN) or not any(
+                    a < b - 1e-9 * abs(b) for a, b in pairs
+                ), (row, site[:2])
                 if any(not a <= b + 1e-9 * abs(b) for a, b in pairs):
                     return True
     finally:

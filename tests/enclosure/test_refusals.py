@@ -56,7 +56,11 @@ class Tokens(nn.Module):
 def sdpa(**options: Any) -> Middle:
     def middle(net: Tokens, x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, **options).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(heads, heads, heads, **options)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     return middle
 
@@ -120,7 +124,9 @@ def test_a_network_without_a_local_theorem_is_refused(name: str, effort: str) ->
     pixels = image()
     label = int(model(pixels).flatten().argmax())
     with nullcontext() if reason is None else pytest.raises(NoBoundError, match=reason):
-        certifier = LocalCertifier(model, SIZE, Local(effort=effort, at=[2e-3]), symbols=100, steps=0)
+        certifier = LocalCertifier(
+            model, SIZE, Local(effort=effort, at=[2e-3]), symbols=100, steps=0
+        )
         (row,) = certifier.batch([0], pixels, [label])
         assert row.radius > 1e-3
         moved = pixels + row.radius * directions(model, pixels, label, 40).view(-1, *SIZE)
@@ -136,7 +142,9 @@ LOGITS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("domain", [NormsNetwork, LocalNetwork])
 @pytest.mark.parametrize("name", LOGITS)
-def test_a_network_without_a_row_of_logits_is_refused(name: str, domain: Callable[..., object]) -> None:
+def test_a_network_without_a_row_of_logits_is_refused(
+    name: str, domain: Callable[..., object]
+) -> None:
     model = PixelModel(SPEC, LOGITS[name]()).double().eval().requires_grad_(False)
     with pytest.raises(NoRule, match="one class" if name == "one class" else "of one image"):
         domain(model, SIZE)
@@ -145,7 +153,10 @@ def test_a_network_without_a_row_of_logits_is_refused(name: str, domain: Callabl
 def test_attention_is_refused_what_is_not_the_tokens_of_one_image() -> None:
     x = Near.of(torch.rand(1, 2, 4, 6).double(), torch.zeros(1, 2, 4).double())
     mix = attention().double().requires_grad_(False)
-    for call in (lambda: of_tokens(context(), mix, x), lambda: heads(context(), x, x, x, None, None)):
+    for call in (
+        lambda: of_tokens(context(), mix, x),
+        lambda: heads(context(), x, x, x, None, None),
+    ):
         with pytest.raises(NoRule, match="attention over something other"):
             call()
 
@@ -161,20 +172,39 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "balls, divided by 0": (lambda: layers.divide(context(), BALL, 0.0), "a division"),
     "forms, divided by a form": (lambda: zonotopes.divide(NO_TOKEN, FORM, FORM), "a division"),
     "a number divided by a form": (lambda: zonotopes.divide(NO_TOKEN, 1.0, FORM), "a division"),
-    "balls, divided by a tensor": (lambda: layers.divide(context(), BALL, torch.ones(1)), "a division"),
-    "several forms, rearranged": (lambda: shapes.arranged(torch.flatten, [FORM, FORM]), "a rearrangement"),
+    "balls, divided by a tensor": (
+        lambda: layers.divide(context(), BALL, torch.ones(1)),
+        "a division",
+    ),
+    "several forms, rearranged": (
+        lambda: shapes.arranged(torch.flatten, [FORM, FORM]),
+        "a rearrangement",
+    ),
     "an image of another shape, forms": (
-        lambda: LocalNetwork(network("relu"), SIZE).margins(l2_ball(WIDE, 0.1, squares_up_to=0, limit=9), 0),
+        lambda: LocalNetwork(network("relu"), SIZE).margins(
+            l2_ball(WIDE, 0.1, squares_up_to=0, limit=9), 0
+        ),
         "images of shape",
     ),
     "an image of another shape, balls": (
-        lambda: NormsNetwork(network("relu"), SIZE).margins(WIDE, torch.ones(1).double(), torch.tensor([0])),
+        lambda: NormsNetwork(network("relu"), SIZE).margins(
+            WIDE, torch.ones(1).double(), torch.tensor([0])
+        ),
         "images of shape",
     ),
-    "a norm's negative eps": (lambda: layers.rms_norm(context(), BALL, (4,), None, -1.0), "a norm with eps"),
-    "a norm over two axes": (lambda: layers.rms_norm(context(), BALL, (2, 4), None, 1.0), "several axes"),
+    "a norm's negative eps": (
+        lambda: layers.rms_norm(context(), BALL, (4,), None, -1.0),
+        "a norm with eps",
+    ),
+    "a norm over two axes": (
+        lambda: layers.rms_norm(context(), BALL, (2, 4), None, 1.0),
+        "several axes",
+    ),
     "a norm of no eps": (lambda: layers.rms_norm(context(), BALL, (4,)), "several axes"),
-    "forms, a norm over two axes": (lambda: rms_norm(NO_TOKEN, FORM, (2, 4), None, 1.0), "several axes"),
+    "forms, a norm over two axes": (
+        lambda: rms_norm(NO_TOKEN, FORM, (2, 4), None, 1.0),
+        "several axes",
+    ),
     "forms, a norm of no eps": (lambda: rms_norm(NO_TOKEN, FORM, (4,)), "several axes"),
     "forms, a mean over the batch": (lambda: shapes.mean(NO_TOKEN, FORM, (0, 1)), "the batch"),
     "forms, a mean over no axes": (lambda: shapes.mean(NO_TOKEN, FORM, ()), "the batch"),
@@ -182,7 +212,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "balls, a mean over no axes": (lambda: layers.mean(context(), BALL, ()), "the batch"),
     "forms, joined along the batch": (lambda: shapes.cat(NO_TOKEN, [FORM, FORM]), "the batch"),
     "balls, joined along the batch": (lambda: layers.cat(context(), [BALL, BALL]), "the batch"),
-    "forms of two shapes": (lambda: rules.functions[torch.add](NO_TOKEN, FORM, FORM.choose(0)), "repeats a tensor"),
+    "forms of two shapes": (
+        lambda: rules.functions[torch.add](NO_TOKEN, FORM, FORM.choose(0)),
+        "repeats a tensor",
+    ),
     "a constant of more axes": (lambda: FORM.shift(torch.ones(2, 1, 2, 4)), "repeats a tensor"),
     "a larger constant": (lambda: BALL.scale(torch.ones(3, 2, 4)), "repeats a tensor"),
 }

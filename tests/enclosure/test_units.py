@@ -24,8 +24,22 @@ from certcli.enclosure.zonotopes import rounding
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, descend, lower
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
-from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Function
-from certcli.enclosure.zonotopes.margins import differences, linear_margins, lower_bounds, normalised_margins
+from certcli.enclosure.zonotopes.functions import (
+    EXP,
+    GELU,
+    GELU_TANH,
+    LOG,
+    RECIPROCAL,
+    RSQRT,
+    SQRT,
+    Function,
+)
+from certcli.enclosure.zonotopes.margins import (
+    differences,
+    linear_margins,
+    lower_bounds,
+    normalised_margins,
+)
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import apply, relu
@@ -40,7 +54,13 @@ from certcli.lipschitz.numerics.spectral import spectral_norm
 from tests.enclosure.test_balls import context, draw, enclosed
 from tests.helpers.enclosure_cases import CASES, forms
 
-W, B, G, EPS, UNIT = draw(5, 4, seed=3), draw(5, seed=4), draw(4, seed=5), 1e-2, torch.ones(1).double()
+W, B, G, EPS, UNIT = (
+    draw(5, 4, seed=3),
+    draw(5, seed=4),
+    draw(4, seed=5),
+    1e-2,
+    torch.ones(1).double(),
+)
 Found = list[Tensor]
 
 
@@ -58,11 +78,25 @@ def scaled(x: Form, s: float) -> Form:
 
 
 def parts(x: Form) -> Found:
-    back = [] if x.node is None else [lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
-    return [*x.interval(), x.slack, x.box.abs().sum(0), x.size, lower_bounds(x.known_as(None)), *x.bounds(), *back]
+    back = (
+        []
+        if x.node is None
+        else [lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
+    )
+    return [
+        *x.interval(),
+        x.slack,
+        x.box.abs().sum(0),
+        x.size,
+        lower_bounds(x.known_as(None)),
+        *x.bounds(),
+        *back,
+    ]
 
 
-def on_forms(run: Callable[..., Form], case: str, powers: tuple[int, ...], squares_on: bool, s: float) -> Found:
+def on_forms(
+    run: Callable[..., Form], case: str, powers: tuple[int, ...], squares_on: bool, s: float
+) -> Found:
     """The relaxation of a case's small forms, each scaled by its power of s."""
     given = forms(next(known for known in CASES if known.name == case), 0.1, squares_on, 0)
     return parts(run(*[scaled(x, s**power) for x, power in zip(given, powers, strict=True)]))
@@ -127,7 +161,14 @@ def products_of_heads(s: float) -> Found:
 
 
 def by_heads(q: float, k: float, v: float, s: float) -> Found:
-    return of_ball(heads(context(), *(near(1, 1, 2, 4, 3, seed=i, s=s**p) for i, p in enumerate((q, k, v))), None, 0.7))
+    return of_ball(
+        heads(
+            context(),
+            *(near(1, 1, 2, 4, 3, seed=i, s=s**p) for i, p in enumerate((q, k, v))),
+            None,
+            0.7,
+        )
+    )
 
 
 def fed(s: float) -> Found:
@@ -141,7 +182,11 @@ def fed(s: float) -> Found:
 
 def first(s: float) -> Found:
     pixels = s * draw(1, 1, 4, 4).abs()
-    return [number for norm in ("l2", "linf") for number in of_ball(pixel_ball(pixels, 0.1 * s * UNIT, norm))]
+    return [
+        number
+        for norm in ("l2", "linf")
+        for number in of_ball(pixel_ball(pixels, 0.1 * s * UNIT, norm))
+    ]
 
 
 def last(s: float) -> Found:
@@ -183,7 +228,10 @@ def parabolas(s: float) -> Found:
         made[hinge] = HingeChoice(half, half, s * half, half)
     assert made
     rows = torch.eye(3).double().view(3, *form.shape)
-    return [torch.tensor(proven(descend(form.node, rows[j : j + 1], made), 1.0)).double() for j in range(3)]
+    return [
+        torch.tensor(proven(descend(form.node, rows[j : j + 1], made), 1.0)).double()
+        for j in range(3)
+    ]
 
 
 def relative(f: Function, s: float) -> Found:
@@ -215,9 +263,15 @@ ON_TAPES: dict[str, tuple[Callable[[Form, float], Form], float]] = {
 }
 ON_BALLS: dict[str, tuple[Callable[[Near, float], object], float]] = {
     "linear": (lambda x, s: enclosed(layer(nn.Linear, s, 8, 5), x), 1),
-    "convolution": (lambda x, s: enclosed(layer(nn.Conv2d, s, 1, 3, 2), arranged(torch.unsqueeze, x, 1)), 1),
+    "convolution": (
+        lambda x, s: enclosed(layer(nn.Conv2d, s, 1, 3, 2), arranged(torch.unsqueeze, x, 1)),
+        1,
+    ),
     "LayerNorm": (lambda x, s: enclosed(normed(s), x), 0),
-    "linear after LayerNorm": (lambda x, s: enclosed(nn.Sequential(normed(s), layer(nn.Linear, 1.0, 8, 5)), x), 0),
+    "linear after LayerNorm": (
+        lambda x, s: enclosed(nn.Sequential(normed(s), layer(nn.Linear, 1.0, 8, 5)), x),
+        0,
+    ),
     "RMSNorm": (lambda x, s: rms_norm(context(), x, (8,), None, EPS * s * s), 0),
     "ReLU": (lambda x, s: enclosed(nn.ReLU(), x), 1),
     "mean": (lambda x, s: mean(context(), x, 1), 1),
@@ -302,11 +356,15 @@ def test_averages_lose_as_much_as_their_sums_are_long() -> None:
         tokens, w = draw(1, n, d), _weights(module, None)
         length = tokens.norm(dim=-1)
         facts = _facts(module, w, tokens, length, slice(None))
-        parts = module.qkv(tokens).unflatten(-1, (3, h, e)).permute(2, 0, 3, 1, 4).norm(dim=-1)  # (3, 1, h, n)
+        parts = (
+            module.qkv(tokens).unflatten(-1, (3, h, e)).permute(2, 0, 3, 1, 4).norm(dim=-1)
+        )  # (3, 1, h, n)
         rows = module.qkv.weight.unflatten(0, (3, h, e)).flatten(2).norm(dim=-1)[:, None, :, None]
         (q, k, v), (q_off, k_off, v_off) = parts.amax(-1), (U * d * rows * length).amax(-1)
         unsure = 2 * module.scale * (q_off * k + q * k_off + U * e * q * k) + U * n
-        assert (facts.noise >= (w.sizes[3] * ((unsure + U * n + U * h * e) * v + v_off)).sum(1)).all()
+        assert (
+            facts.noise >= (w.sizes[3] * ((unsure + U * n + U * h * e) * v + v_off)).sum(1)
+        ).all()
 
 
 def test_a_trace_loses_as_much_as_its_sums_are_long() -> None:
@@ -319,7 +377,11 @@ def test_a_trace_loses_as_much_as_its_sums_are_long() -> None:
     spread = ((v - o).mT * share) @ (k - m)
     first, second = w.out.mT @ w.out, w.query @ w.query.mT
     z = first @ spread @ second @ spread.mT
-    lost = U * (2 * d + 3 * e) * math.prod(float(part.norm()) for part in (z, first, second, spread, spread))
+    lost = (
+        U
+        * (2 * d + 3 * e)
+        * math.prod(float(part.norm()) for part in (z, first, second, spread, spread))
+    )
     assert float(_own(w, share, v, o, k, m)) ** 4 >= float((z * z.mT).sum()) + 2 * lost
 
 
@@ -331,19 +393,26 @@ def test_norms_of_heads_are_not_below_those_of_their_products() -> None:
         assert float(w.through[i]) >= spectral_norm(o @ v)
         assert float(w.curve[i]) >= spectral_norm(k.T @ q)
         for size, part in zip(w.sizes[:, i].tolist(), (q, k, v, o), strict=True):
-            assert Fraction(size) ** 2 >= sum(Fraction(number) ** 2 for number in part.flatten().tolist())
+            assert Fraction(size) ** 2 >= sum(
+                Fraction(number) ** 2 for number in part.flatten().tolist()
+            )
 
 
 def test_sums_over_keys_are_rounded_once_a_key() -> None:
     n, ctx = 1024, context()
-    q, k, v = (Near(draw(1, 1, 1, count, 3), torch.zeros(1, 1, 1, count).double(), 0 * UNIT) for count in (1, n, n))
+    q, k, v = (
+        Near(draw(1, 1, 1, count, 3), torch.zeros(1, 1, 1, count).double(), 0 * UNIT)
+        for count in (1, n, n)
+    )
     zero = torch.zeros(1, 1, 1, 1, n).double()
     ctx.facts[ctx.node, "heads"] = zero + 1 / n, q.centre, 0 * q.fibre, zero, zero, 0 * q.fibre
     found = heads(ctx, q, k, Near(v.centre, v.fibre + 1, UNIT), None, 1.0)
     assert float(found.fibre) >= 1 + n * 2.0**-22
 
 
-@pytest.mark.parametrize("f", [EXP, LOG, RECIPROCAL, RSQRT, SQRT, GELU, GELU_TANH], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "f", [EXP, LOG, RECIPROCAL, RSQRT, SQRT, GELU, GELU_TANH], ids=lambda f: f.name
+)
 def test_going_back_through_a_function_counts_rounding_whatever_its_slope(f: Function) -> None:
     x = l2_ball(torch.full((1, 1, 1, 2), 2.0).double(), 1e-9, squares_up_to=0, limit=9, tape=True)
     node = apply(f, x).node

@@ -30,7 +30,12 @@ SPEC = InputSpec(size=SIZE, mean=(0.3,), std=(0.7,))
 OPTIONS = {
     "plain": {},
     "mean": {"global_pool": "avg", "init_values": 0.5},
-    "relu": {"global_pool": "avg", "act_layer": nn.ReLU, "norm_layer": nn.Identity, "fc_norm": False},
+    "relu": {
+        "global_pool": "avg",
+        "act_layer": nn.ReLU,
+        "norm_layer": nn.Identity,
+        "fc_norm": False,
+    },
     "tanh": {"act_layer": lambda: nn.GELU("tanh"), "pre_norm": True, "no_embed_class": True},
     "qk norm": {"qk_norm": True},
     "rms": {"qk_norm": True, "norm_layer": RmsNorm},
@@ -71,7 +76,10 @@ def directions(model: nn.Module, pixels: Tensor, label: int, count: int) -> Tens
     """Unit directions: down the gradient of every margin, along axes, and random ones."""
     x = pixels.clone().requires_grad_(True)
     logits = model(x)[0]
-    found = [torch.autograd.grad(logits[j] - logits[label], x, retain_graph=True)[0].flatten() for j in range(4)]
+    found = [
+        torch.autograd.grad(logits[j] - logits[label], x, retain_graph=True)[0].flatten()
+        for j in range(4)
+    ]
     found = [g for j, g in enumerate(found) if j != label]
     random = torch.randn(count, pixels.numel(), generator=torch.Generator().manual_seed(2)).double()
     every = torch.cat([torch.stack(found), torch.eye(pixels.numel())[:4].double(), random])
@@ -79,7 +87,14 @@ def directions(model: nn.Module, pixels: Tensor, label: int, count: int) -> Tens
 
 
 def largest_share(
-    local: LocalNetwork, pixels: Tensor, label: int, radius: float, squares: int, symbols: int, *, partial: bool = False
+    local: LocalNetwork,
+    pixels: Tensor,
+    label: int,
+    radius: float,
+    squares: int,
+    symbols: int,
+    *,
+    partial: bool = False,
 ) -> float:
     """Over all nodes and directions: distance from the form at this direction, over what the form leaves free.
 
@@ -107,7 +122,9 @@ def largest_share(
     return worst
 
 
-@pytest.mark.parametrize(("kind", "squares"), crossed(["plain", "mean", "relu", "tanh", "rms"], [128, 0]))
+@pytest.mark.parametrize(
+    ("kind", "squares"), crossed(["plain", "mean", "relu", "tanh", "rms"], [128, 0])
+)
 def test_every_node_stays_in_its_enclosure(kind: str, squares: int) -> None:
     model, pixels = network(kind), image()
     local = LocalNetwork(model, SIZE)
@@ -138,7 +155,9 @@ def test_no_attack_succeeds_within_the_certified_radius(kind: str) -> None:
         margins = logits[:, label : label + 1] - logits[:, others]
         assert (margins > 0).all()
         (gradient,) = torch.autograd.grad(margins.amin(1).sum(), delta)
-        delta = delta.detach() - 0.3 * radius * gradient / gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+        delta = delta.detach() - 0.3 * radius * gradient / gradient.flatten(1).norm(dim=1).view(
+            -1, 1, 1, 1
+        )
         delta = delta * (radius / delta.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)
 
 
@@ -165,7 +184,9 @@ def test_images_in_a_linf_ball() -> None:
     bounds = local.margins(linf_ball(pixels, radius, limit=4000), label)
     assert (bounds > 0).all()
     others = [j for j in range(4) if j != label]
-    corners = torch.randn(400, *SIZE, generator=torch.Generator().manual_seed(0)).double().sign() * radius
+    corners = (
+        torch.randn(400, *SIZE, generator=torch.Generator().manual_seed(0)).double().sign() * radius
+    )
     logits = model(pixels + corners)
     assert (logits[:, label : label + 1] - logits[:, others] >= bounds).all()
 

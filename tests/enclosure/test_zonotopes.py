@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Function
+from certcli.enclosure.zonotopes.functions import (
+    EXP,
+    GELU,
+    GELU_TANH,
+    LOG,
+    RECIPROCAL,
+    RSQRT,
+    SQRT,
+    Function,
+)
 from certcli.enclosure.zonotopes.margins import _descent, lower_bounds
 from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.products import squares
@@ -30,7 +39,9 @@ def symbols(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return e, n, torch.rand(count, generator=generator).double() * 2 - 1
 
 
-def outside(case: Case, inputs: list[Form], e: Tensor, n: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+def outside(
+    case: Case, inputs: list[Form], e: Tensor, n: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
     """|true value - what the form says of these symbols|, and what the form leaves free: both (b, *shape)."""
     given = []
     for form in inputs:
@@ -76,7 +87,8 @@ def test_slack_alone_far_from_zero_is_carried(case: Case) -> None:
     """Each entry moves by its own slack, where nothing else could hide a part of it that is lost."""
     generator = torch.Generator().manual_seed(0)
     plain = [
-        Form(f.space, 3 * f.centre, 0 * f.gens, 0.2 * f.centre.abs(), f.blocks) for f in forms(case, 0.1, False, 0)
+        Form(f.space, 3 * f.centre, 0 * f.gens, 0.2 * f.centre.abs(), f.blocks)
+        for f in forms(case, 0.1, False, 0)
     ]
     moved = []
     for form in plain:
@@ -139,7 +151,9 @@ def test_any_eigenvectors_bound_a_square(off: float, monkeypatch: pytest.MonkeyP
 
 
 def test_quadratic_radius_is_above_the_spectral_norm_and_near_it() -> None:
-    columns = torch.randn(BALL * (BALL + 1) // 2, 7, 5, generator=torch.Generator().manual_seed(0)).double()
+    columns = torch.randn(
+        BALL * (BALL + 1) // 2, 7, 5, generator=torch.Generator().manual_seed(0)
+    ).double()
     truth = torch.linalg.matrix_norm(matrices(columns, BALL), 2).view(7, 5)
     found = quadratic_radius(columns, BALL)
     assert (found >= truth).all()
@@ -154,7 +168,9 @@ def test_rounding_of_linear_maps_and_products_is_covered() -> None:
     """In exact arithmetic: the float form differs from the true one by at most its slack, where much cancels."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).double()  # noqa: E731
-    x = Form(Space(2, False, 99), 1e6 * draw(1, 1, 40), draw(2, 1, 1, 40), torch.zeros(1, 1, 40).double())
+    x = Form(
+        Space(2, False, 99), 1e6 * draw(1, 1, 40), draw(2, 1, 1, 40), torch.zeros(1, 1, 40).double()
+    )
     weight, bias = draw(3, 40), draw(3)
     out = affine(x, weight, bias)
     for row in range(3):
@@ -164,7 +180,11 @@ def test_rounding_of_linear_maps_and_products_is_covered() -> None:
             *((exact(x.gens[k]), Fraction(0), out.gens[k]) for k in range(2)),
         ]
         lost = sum(
-            abs(sum(a * b for a, b in zip(w, values, strict=True)) + constant - Fraction(found[0, 0, row].item()))
+            abs(
+                sum(a * b for a, b in zip(w, values, strict=True))
+                + constant
+                - Fraction(found[0, 0, row].item())
+            )
             for values, constant, found in terms
         )
         assert 0 < lost <= Fraction(out.slack[0, 0, row].item())
@@ -185,15 +205,25 @@ def test_rounding_of_functions_is_covered(f: Function) -> None:
         "1/sqrt(x)": lambda v: 1 / mpmath.sqrt(v),
         "sqrt(x)": mpmath.sqrt,
     }
-    centre = torch.linspace(0.01, 30, 40).double() if f.relative else torch.linspace(-9, 9, 40).double()
+    centre = (
+        torch.linspace(0.01, 30, 40).double() if f.relative else torch.linspace(-9, 9, 40).double()
+    )
     point = Form(Space(1, True, 99), centre, torch.zeros(2, 40).double(), torch.zeros(40).double())
     out = apply(f, point)
     with mpmath.workdps(50):
-        for value, c, slack in zip(centre.tolist(), out.centre.tolist(), out.slack.tolist(), strict=True):
-            assert abs(truth[f.name](mpmath.mpf(value)) - c) <= slack <= 1e-10 * (1 + abs(c) + abs(value) / value**2)
+        for value, c, slack in zip(
+            centre.tolist(), out.centre.tolist(), out.slack.tolist(), strict=True
+        ):
+            assert (
+                abs(truth[f.name](mpmath.mpf(value)) - c)
+                <= slack
+                <= 1e-10 * (1 + abs(c) + abs(value) / value**2)
+            )
 
 
-@pytest.mark.parametrize("f", [EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "f", [EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name
+)
 def test_derivatives_are_those_of_the_function(f: Function) -> None:
     x = torch.linspace(0.3, 4, 50).double() if f.relative else torch.linspace(-4, 4, 50).double()
     x.requires_grad_(True)
@@ -233,7 +263,12 @@ def test_reduced_symbols_still_reach_as_far(limit: int) -> None:
         assert result.consistent
         assert len(result.box) <= max(limit, BOX + x.centre.numel())
         assert all(most >= least for most, least in zip(reach(result), reach(x), strict=True))
-    assert all(Fraction(most) >= least for most, least in zip(x.box_radius.flatten().tolist(), reach(x), strict=True))
+    assert all(
+        Fraction(most) >= least
+        for most, least in zip(x.box_radius.flatten().tolist(), reach(x), strict=True)
+    )
     squares_of = [sum(t * t for t in exact(column)) for column in x.ball.flatten(1).T]
     radii = x.ball_radius.flatten().tolist()
-    assert all(Fraction(radius) ** 2 >= least for radius, least in zip(radii, squares_of, strict=True))
+    assert all(
+        Fraction(radius) ** 2 >= least for radius, least in zip(radii, squares_of, strict=True)
+    )

@@ -37,7 +37,9 @@ OPTIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("table", [lipschitz, zonotopes, balls], ids=["lipschitz", "zonotopes", "balls"])
+@pytest.mark.parametrize(
+    "table", [lipschitz, zonotopes, balls], ids=["lipschitz", "zonotopes", "balls"]
+)
 def test_options_of_attention_leave_it_without_a_rule(table: RuleTable) -> None:
     assert table.find(Attention(8, 2)) is not None
     assert table.find(Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm)) is None

@@ -75,7 +75,9 @@ def test_a_rule_without_memory_is_no_missing_theorem(monkeypatch: pytest.MonkeyP
 
 def test_a_rule_whose_result_has_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Constant(torch.zeros(3))
-    monkeypatch.setitem(rules.modules, nn.Flatten, ModuleRule(nn.Flatten, lambda *_: few, lambda module: True))
+    monkeypatch.setitem(
+        rules.modules, nn.Flatten, ModuleRule(nn.Flatten, lambda *_: few, lambda module: True)
+    )
     found = bound_network(nn.Sequential(nn.Flatten()).eval(), IMAGE, 32)
     assert not found.upper.finite
     assert "another shape" in found.bound.why
@@ -86,7 +88,9 @@ def calls_itself(self: nn.Module, x: Tensor) -> Tensor:
     return calls_itself(self, x)
 
 
-def test_a_class_of_the_library_that_runs_other_code_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_the_library_that_runs_other_code_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Patched before it was pinned, it shows in the module that its code comes from."""
     kind = type("Norm", (nn.Module,), {"__module__": "timm.layers", "forward": calls_itself})
     assert not pinned.unchanged(kind)

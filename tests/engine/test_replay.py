@@ -213,9 +213,15 @@ TRACES: dict[str, Case] = {
     "hooks": (lambda: Net(hooks, act=nn.ReLU()), "act has a forward hook"),
     "swaps": (lambda: Net(swaps, act=nn.ReLU()), "act"),
     "random": (lambda: Net(lambda m, x: x * random.random() * 50), "random"),
-    "seldom random": (lambda: Net(lambda m, x: x * (50.0 if random.random() < 1e-9 else 2.0)), "random"),
+    "seldom random": (
+        lambda: Net(lambda m, x: x * (50.0 if random.random() < 1e-9 else 2.0)),
+        "random",
+    ),
     "numpy.random": (lambda: Net(lambda m, x: x * float(numpy.random.rand()) * 50), "random"),
-    "private generator": (lambda: Net(lambda m, x: x * m.own.random() * 50, own=random.Random(0)), "own"),
+    "private generator": (
+        lambda: Net(lambda m, x: x * m.own.random() * 50, own=random.Random(0)),
+        "own",
+    ),
     "generator from outside": (
         lambda: Net(lambda m, x: x * torch.rand(1, generator=GENERATOR).double()),
         "function",
@@ -226,13 +232,21 @@ TRACES: dict[str, Case] = {
     "counts in a global": (lambda: Net(after(9, lambda net: next(TICKS))), "function"),
     "counts in a default": (lambda: Net(after(9, queue_tick)), "function"),
     "size of the batch": (lambda: Net(lambda m, x: x * (2.0 if len(x) == 1 else 50.0)), "batch"),
-    "place in the batch": (lambda: Net(lambda m, x: x * torch.arange(1, len(x) + 1).view(-1, 1, 1, 1)), "batch"),
-    "the last of the batch": (lambda: Net(lambda m, x: x + 9 * x[-1:]), "batch"),
-    "tokens on the batch axis": (
-        lambda: Net(lambda m, x: functional.softmax(x.reshape(-1, 4).double(), dim=0).reshape(x.shape)),
+    "place in the batch": (
+        lambda: Net(lambda m, x: x * torch.arange(1, len(x) + 1).view(-1, 1, 1, 1)),
         "batch",
     ),
-    "other operations in a batch": (lambda: Net(lambda m, x: 2 * x if len(x) == 1 else x * 4 - x - x), None),
+    "the last of the batch": (lambda: Net(lambda m, x: x + 9 * x[-1:]), "batch"),
+    "tokens on the batch axis": (
+        lambda: Net(
+            lambda m, x: functional.softmax(x.reshape(-1, 4).double(), dim=0).reshape(x.shape)
+        ),
+        "batch",
+    ),
+    "other operations in a batch": (
+        lambda: Net(lambda m, x: 2 * x if len(x) == 1 else x * 4 - x - x),
+        None,
+    ),
     "batch": (lambda: Net(batch_mean), "batch"),
     "rolled into the next image": (lambda: Net(lambda m, x: x.roll(3)), "batch"),
     "not a number": (lambda: Net(lambda m, x: 2 * x + float("nan")), "finite"),
@@ -243,7 +257,11 @@ TRACES: dict[str, Case] = {
 def generators() -> list[str]:
     """The states of the generators that the process shares."""
     numbers = numpy.random.get_state()
-    return [str(random.getstate()), str(torch.get_rng_state().tolist()), str((numbers[1].tolist(), numbers[2:]))]
+    return [
+        str(random.getstate()),
+        str(torch.get_rng_state().tolist()),
+        str((numbers[1].tolist(), numbers[2:])),
+    ]
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -256,7 +274,9 @@ def test_a_network_that_is_not_its_trace_has_no_bound(name: str) -> None:
     assert generators() == states
 
 
-@pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_module_forward_hook", "register_module_forward_pre_hook"]
+)
 def test_a_hook_for_all_modules_leaves_no_bound(register: str) -> None:
     net = Net(lambda m, x: m.act(x), act=nn.ReLU()).double().eval()
     handle = getattr(nn.modules.module, register)(lambda module, inputs, *output: None)
@@ -320,9 +340,17 @@ def test_a_patched_library_has_a_true_bound_or_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("entries", [1, 5, 3000, 40001])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool], ids=str)
-def test_the_digest_of_a_tensor_sees_every_entry_and_its_place(dtype: torch.dtype, entries: int) -> None:
-    storage = torch.rand(entries + 1, generator=torch.Generator().manual_seed(0)).round(decimals=1).to(dtype)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool], ids=str
+)
+def test_the_digest_of_a_tensor_sees_every_entry_and_its_place(
+    dtype: torch.dtype, entries: int
+) -> None:
+    storage = (
+        torch.rand(entries + 1, generator=torch.Generator().manual_seed(0))
+        .round(decimals=1)
+        .to(dtype)
+    )
     tensor = storage[1:]  # where a word of eight bytes need not begin
     known = digest(tensor)
     assert digest(tensor.clone()) == known
@@ -347,12 +375,20 @@ def test_a_state_that_nothing_changes_is_found_again() -> None:
     """What is made while a state is described, and dies, is no part of it: functions, their globals, counters, generators."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     steps = [lambda x, n=n: torch.relu(x) * IMAGE[0] + n for n in range(9)]
-    net.held = [steps, {"deep": [[[[steps]]]]}, itertools.count(3), (n for n in range(4)), functools.partial(max, 1)]  # type: ignore[assignment]
+    net.held = [
+        steps,
+        {"deep": [[[[steps]]]]},
+        itertools.count(3),
+        (n for n in range(4)),
+        functools.partial(max, 1),
+    ]  # type: ignore[assignment]
     first = state_of(net)
     assert all(differs(first, state_of(net)) is None for _ in range(20))
 
 
-def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def rings(patch: object) -> None:
         raise KeyboardInterrupt
 

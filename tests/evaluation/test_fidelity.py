@@ -41,10 +41,19 @@ from tests.helpers.workshop import shape
 CPU = torch.device("cpu")
 
 
-def images_of(pixels: Tensor, labels: Tensor | None = None, classes: tuple[str, ...] = ("a", "b", "c")) -> Images:
+def images_of(
+    pixels: Tensor, labels: Tensor | None = None, classes: tuple[str, ...] = ("a", "b", "c")
+) -> Images:
     count = len(pixels)
     labels = torch.zeros(count, dtype=torch.long) if labels is None else labels
-    return Images("own", "train", classes, labels, torch.arange(count), lambda positions: pixels[list(positions)])
+    return Images(
+        "own",
+        "train",
+        classes,
+        labels,
+        torch.arange(count),
+        lambda positions: pixels[list(positions)],
+    )
 
 
 @pytest.fixture
@@ -65,7 +74,9 @@ def test_what_is_kept_is_counted(reference: ReferenceLogits) -> None:
     found = reference.compare(after)
     assert found.same < 40
     assert found.right_after == found.same  # the labels are the old first choices
-    assert found.error == pytest.approx(float(2 * reference.before[:10].norm() / reference.before.norm()))
+    assert found.error == pytest.approx(
+        float(2 * reference.before[:10].norm() / reference.before.norm())
+    )
     after[0, 0] = torch.nan
     assert reference.compare(after).agreement_at_least == 0
     low, high = found.to_json()["agreement_interval"]
@@ -92,12 +103,17 @@ def test_images_that_fit_are_read_once(cached_bytes: int, monkeypatch: pytest.Mo
 
 def test_the_reach_is_where_a_first_choice_goes(reference: ReferenceLogits) -> None:
     """On both sides of each image's t the straight line from old to new logits says so itself."""
-    after = reference.before + torch.randn(reference.before.shape, generator=torch.Generator().manual_seed(1)).double()
+    after = (
+        reference.before
+        + torch.randn(reference.before.shape, generator=torch.Generator().manual_seed(1)).double()
+    )
     reach = reference.reach(after)
     old = reference.before.argmax(1)
     for shift, stays in ((1 - 1e-6, True), (1 + 1e-6, False)):
         for row in reach.isfinite().nonzero().flatten().tolist():
-            there = reference.before[row] + shift * reach[row] * (after[row] - reference.before[row])
+            there = reference.before[row] + shift * reach[row] * (
+                after[row] - reference.before[row]
+            )
             assert (int(there.argmax()) == int(old[row])) == stays
     assert bool(reach.isfinite().any())
 
@@ -129,9 +145,13 @@ def test_forty_judges_allow_a_change_by_their_margins() -> None:
         share = allowed_share(judges.compare(after), 0.98)
         allowed.append(share * 0.01)
         kept = judges.compare(judges.before + 0.999 * share * (after - judges.before))
-        assert keeps_enough(kept, 0.98) or kept.same < 39  # two of 40 are more than their margins tell
+        assert (
+            keeps_enough(kept, 0.98) or kept.same < 39
+        )  # two of 40 are more than their margins tell
         if judges.compare(after).same == 40:
-            assert not keeps_enough(judges.compare(judges.before + 1.001 * share * (after - judges.before)), 0.98)
+            assert not keeps_enough(
+                judges.compare(judges.before + 1.001 * share * (after - judges.before)), 0.98
+            )
     assert sorted(allowed)[5] > 0.005
     worth = [worth_of_judges(count) for count in (5, 20, 40, 100, MANY_JUDGES)]
     assert worth == sorted(worth, reverse=True)
@@ -151,13 +171,19 @@ def test_many_judges_tell_no_more_than_their_count() -> None:
 DOUBTS = {
     "few": (lambda pixels: images_of(pixels[:20]), None, "only 20 images"),
     "grey": (lambda pixels: images_of(pixels[:, :1].expand(-1, 3, -1, -1)), None, "are grey"),
-    "one choice": (lambda pixels: images_of(pixels[:1].expand(60, -1, -1, -1)), None, "same first choice"),
+    "one choice": (
+        lambda pixels: images_of(pixels[:1].expand(60, -1, -1, -1)),
+        None,
+        "same first choice",
+    ),
     "another network's classes": (lambda pixels: images_of(pixels), "wrong", "about chance"),
 }
 
 
 @pytest.mark.parametrize(("make", "labels", "said"), DOUBTS.values(), ids=DOUBTS)
-def test_images_that_say_little_are_doubted(tiny: Checkpoint, make: Any, labels: str | None, said: str) -> None:
+def test_images_that_say_little_are_doubted(
+    tiny: Checkpoint, make: Any, labels: str | None, said: str
+) -> None:
     record = replace(tiny.record, input=InputSpec((3, 4, 4), (0.5,) * 3, (0.5,) * 3))
     pixels = torch.rand(60, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
@@ -170,7 +196,9 @@ def test_images_that_say_little_are_doubted(tiny: Checkpoint, make: Any, labels:
     assert fine == []
 
 
-def test_labels_count_only_where_they_mean_the_network_s_classes(plain: Checkpoint, tiny: Checkpoint) -> None:
+def test_labels_count_only_where_they_mean_the_network_s_classes(
+    plain: Checkpoint, tiny: Checkpoint
+) -> None:
     digits = datasets.load("digits", plain.record.input, "train").limit(20)
     assert known_labels(digits, plain.record)[0] is not None
     colour = replace(tiny.record, input=InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3))
@@ -193,12 +221,16 @@ def test_trials_find_the_largest_eta_or_end(truth: float, optimism: float) -> No
     found = keep.search(trial)
     assert len(tried) <= keep.TRIALS
     assert 0 < found <= keep.MOST
-    if optimism == 1.0 and truth > 0.001:  # a line that tells the truth: a tenth is left for caution, a quarter is near
+    if (
+        optimism == 1.0 and truth > 0.001
+    ):  # a line that tells the truth: a tenth is left for caution, a quarter is near
         assert 0.7 * min(truth, keep.MOST) <= found <= truth
 
 
 @pytest.mark.parametrize("share", [0.9, 0.98])
-def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_keeps_enough_whatever_trials_said(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trials that change nothing keep everything, so that the search goes as far as it may: the weights themselves judge."""
     net = small_net()
     judges = ReferenceLogits(net, images_of(IMAGES), None)
@@ -209,7 +241,10 @@ def test_what_is_written_keeps_enough_whatever_trials_said(share: float, monkeyp
     assert found.fidelity == judges.compare(judges.logits(net))
     assert found.fidelity.agreement >= share
     if not found.results:
-        assert all(torch.equal(net.get_submodule(path).weight, weight) for path, weight in originals.items())
+        assert all(
+            torch.equal(net.get_submodule(path).weight, weight)
+            for path, weight in originals.items()
+        )
 
 
 @pytest.mark.parametrize("share", [0.8, 0.98])
@@ -231,7 +266,9 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
     same = float((before.argmax(1) == after.argmax(1)).double().mean())
     assert same == kept["agreement"] >= share
     # kernels on batches of another size differ by some 1e-6 of the logits
-    assert kept["logits_error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert kept["logits_error"] == pytest.approx(
+        float((after - before).norm() / before.norm()), rel=1e-3
+    )
     assert kept["accuracy_before"] == float((before.argmax(1) == labels).double().mean())
     assert kept["accuracy_after"] == float((after.argmax(1) == labels).double().mean())
     assert all(layer["after"] <= layer["before"] for layer in report["layers"])
@@ -239,7 +276,9 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
     # not timid: at least a tenth off the product of the layers' norms
     ratio = torch.tensor([layer["after"] / layer["before"] for layer in report["layers"]]).prod()
     assert float(ratio) < 0.9
-    (evidence,) = [entry for entry in Checkpoint.read(out).record.evidence if entry.command == "constrain"]
+    (evidence,) = [
+        entry for entry in Checkpoint.read(out).record.evidence if entry.command == "constrain"
+    ]
     assert evidence.result["agreement"] == kept["agreement"]
 
 
@@ -253,16 +292,22 @@ def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_p
     assert kept["agreement_at_least"] >= 0.95
     assert kept["logits_error_at_most"] > kept["logits_error"]
     assert "only 12 images" in found.stderr.replace("\n", " ")
-    (evidence,) = [entry for entry in Checkpoint.read(out).record.evidence if entry.command == "constrain"]
+    (evidence,) = [
+        entry for entry in Checkpoint.read(out).record.evidence if entry.command == "constrain"
+    ]
     decode_evidence(evidence)
     assert evidence.result["logits_error_at_most"] == kept["logits_error_at_most"]
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_too_few_images_to_hold_any_out_are_said(tiny: Checkpoint, tmp_path: Path, count: int) -> None:
+def test_too_few_images_to_hold_any_out_are_said(
+    tiny: Checkpoint, tmp_path: Path, count: int
+) -> None:
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
-    outcome = certvit("adapt", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors")
+    outcome = certvit(
+        "adapt", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors"
+    )
     assert json.loads(outcome.stdout)["kept"]["took_part"] is True
     assert "too few to hold any out" in outcome.stderr.replace("\n", " ")
 
@@ -283,7 +328,9 @@ def test_real_images_are_expected_to_keep_less_than_synthetic_ones() -> None:
     for error, expected in zip(errors, found, strict=True):
         assert expected["logits_error_at_most"] > error
         assert 0 <= expected["agreement_at_least"] < 1 - error / 2
-    assert [e["logits_error_at_most"] for e in found] == sorted(e["logits_error_at_most"] for e in found)
+    assert [e["logits_error_at_most"] for e in found] == sorted(
+        e["logits_error_at_most"] for e in found
+    )
     assert expected_on_real(Fidelity(80, 43, 1.01 * PREDICTABLE, 0.7), 3) == {}
     assert expected_on_real(Fidelity(80, 80, 0.0, 1.0), 1) == {}
 
@@ -296,7 +343,9 @@ def test_synthetic_photographs_do_not_vouch_for_large_changes(
 ) -> None:
     colour = replace(tiny.record, input=InputSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3))
     reference = ReferenceLogits(nn.Flatten(), synthetic_photographs(colour.input, 60))
-    kept = fidelity_document(reference, nn.Flatten(), colour, False, Fidelity(60, 43, error, 1 - error), refitted)
+    kept = fidelity_document(
+        reference, nn.Flatten(), colour, False, Fidelity(60, 43, error, 1 - error), refitted
+    )
     show(kept, Sink(False, False))
     said = capsys.readouterr()
     assert ("nothing may be left" in " ".join(said.err.split())) == warned

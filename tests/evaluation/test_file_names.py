@@ -25,18 +25,24 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, certified: Checkpoint) ->
     root = tmp_path_factory.mktemp("pictures") / "digits files"
     images = datasets.load("digits", certified.record.input, "test").limit(30)
     names = iter(HOSTILE)
-    pairs = sorted(zip(*images.tensors(), strict=True), key=lambda pair: int(pair[1]))  # class 0 has three of the names
+    pairs = sorted(
+        zip(*images.tensors(), strict=True), key=lambda pair: int(pair[1])
+    )  # class 0 has three of the names
     for index, (pixels, label) in enumerate(pairs):
         folder = root / "test" / str(int(label))
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(folder / next(names, f"{index}.png"), "PNG")
+        Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(
+            folder / next(names, f"{index}.png"), "PNG"
+        )
     return root
 
 
 @pytest.fixture(scope="module")
 def records(workshop: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("named") / "certified.jsonl"
-    document("certify", workshop / "certified.safetensors", "--dataset", pictures, "--records", made)
+    document(
+        "certify", workshop / "certified.safetensors", "--dataset", pictures, "--records", made
+    )
     return made
 
 
@@ -44,7 +50,9 @@ def rows_of(records: Path) -> list[dict]:
     return [json.loads(line) for line in records.read_text().splitlines()[1:]]
 
 
-def test_names_are_relative_printable_and_short(pictures: Path, certified: Checkpoint, tmp_path: Path) -> None:
+def test_names_are_relative_printable_and_short(
+    pictures: Path, certified: Checkpoint, tmp_path: Path
+) -> None:
     images = datasets.load(str(pictures), certified.record.input)
     names = images.file_of
     assert list(names) == list(range(30))
@@ -70,18 +78,45 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
 ) -> None:
     checkpoint = workshop / "certified.safetensors"
     rows, verify = rows_of(records), ("certify", checkpoint, "--dataset", pictures, "--verify")
-    assert all(pictures.joinpath(row["file"]).is_file() for row in rows if row["file"].rpartition("/")[2].isalnum())
+    assert all(
+        pictures.joinpath(row["file"]).is_file()
+        for row in rows
+        if row["file"].rpartition("/")[2].isalnum()
+    )
     assert {row["file"].rpartition("/")[2] for row in rows} >= set(SHOWN)
     named = {row["index"]: row["file"] for row in rows}
-    assert all(row["file"] == named[row["index"]] for row in document(*verify, records, "--sample", 2)["rows"])
+    assert all(
+        row["file"] == named[row["index"]]
+        for row in document(*verify, records, "--sample", 2)["rows"]
+    )
     attacked = tmp_path / "attacked.jsonl"
-    words = ("attack", checkpoint, "--dataset", pictures, "-a", "fgsm", "-e", 2, "--no-checks", "--records", attacked)
+    words = (
+        "attack",
+        checkpoint,
+        "--dataset",
+        pictures,
+        "-a",
+        "fgsm",
+        "-e",
+        2,
+        "--no-checks",
+        "--records",
+        attacked,
+    )
     document(*words, "--gallery", tmp_path / "gallery.svg")  # a name with dollars is no mathematics
     assert (tmp_path / "gallery.svg").stat().st_size > 10_000
     assert [row["file"] for row in rows_of(attacked)] == [row["file"] for row in rows]
     # a folder of splits and one of them are the same images
     document(
-        "attack", checkpoint, "--dataset", pictures / "test", "-a", "fgsm", "--only-certified", records, "--no-checks"
+        "attack",
+        checkpoint,
+        "--dataset",
+        pictures / "test",
+        "-a",
+        "fgsm",
+        "--only-certified",
+        records,
+        "--no-checks",
     )
     edited, old = tmp_path / "edited.jsonl", tmp_path / "old.jsonl"
     edited.write_text(records.read_text().replace(rows[9]["file"], "test/0/other.png"))
@@ -92,10 +127,23 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
     assert document(*verify, old, "--sample", 1)["verdicts"]["refuted"] == 0
 
 
-def test_an_audit_names_files_and_hostile_names_stay_text(workshop: Path, pictures: Path, tmp_path: Path) -> None:
+def test_an_audit_names_files_and_hostile_names_stay_text(
+    workshop: Path, pictures: Path, tmp_path: Path
+) -> None:
     made = {kind: tmp_path / f"audit.{kind}" for kind in ("json", "csv", "html")}
     reports = [word for path in made.values() for word in ("--report", path)]
-    words = ("audit", workshop / "certified.safetensors", "--dataset", pictures, "-e", 2, "-a", "fgsm", "--limit", 12)
+    words = (
+        "audit",
+        workshop / "certified.safetensors",
+        "--dataset",
+        pictures,
+        "-e",
+        2,
+        "-a",
+        "fgsm",
+        "--limit",
+        12,
+    )
     done = console(*words, *reports)
     assert done.code == 0, done.err
     found = json.loads(made["json"].read_text())["records"]
@@ -104,7 +152,10 @@ def test_an_audit_names_files_and_hostile_names_stay_text(workshop: Path, pictur
     assert rows == {row["index"]: row["file"] for row in found}
     names = {row["file"] for row in found}
     page = made["html"].read_text()
-    captions = [unescape(text.partition("</figcaption>")[0]) for text in page.split("<figcaption>image ")[1:]]
+    captions = [
+        unescape(text.partition("</figcaption>")[0])
+        for text in page.split("<figcaption>image ")[1:]
+    ]
     assert captions
     assert all(text.partition(" (")[2].partition("): ")[0] in names for text in captions)
     assert "<script>" not in page + done.out

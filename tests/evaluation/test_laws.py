@@ -25,7 +25,13 @@ from certcli.evaluation.evidence import (
     _contradictions,
     understood,
 )
-from certcli.evaluation.radii import Norm, attacked_radius, confidence, proven_percent, proven_radius
+from certcli.evaluation.radii import (
+    Norm,
+    attacked_radius,
+    confidence,
+    proven_percent,
+    proven_radius,
+)
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse
 from certcli.evaluation.records import _same_file, read_records, require_radii, require_share
 from certcli.evaluation.region import Region, image_norms
@@ -53,7 +59,10 @@ def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
     for region in (Region(norm, 0.25), Region.each(norm, [0.25])):
         assert bool(region.contains(image + step, image))
         assert not bool(region.contains(image + step * (1 + 1e-9), image))
-    assert Region.each(norm, [0.1, 0.3]).radii(image).tolist() == [0.1, 0.3]  # and not the float32 above or below
+    assert Region.each(norm, [0.1, 0.3]).radii(image).tolist() == [
+        0.1,
+        0.3,
+    ]  # and not the float32 above or below
     wide = Region(norm, 9.0)
     for value, inside in ((0.0, True), (1.0, True), (-1e-12, False), (1 + 1e-12, False)):
         moved = image.clone()
@@ -77,16 +86,25 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
     found = region.project(far, images)
     change = far - images
     if norm == "l2":
-        change = change * (region.radii(images) / change.flatten(1).norm(dim=1)).clamp_max(1).view(-1, 1, 1, 1)
+        change = change * (region.radii(images) / change.flatten(1).norm(dim=1)).clamp_max(1).view(
+            -1, 1, 1, 1
+        )
     else:
-        change = torch.stack([one.clamp(-r, r) for one, r in zip(change, (0.1, 0.3, 5.0), strict=True)])
+        change = torch.stack(
+            [one.clamp(-r, r) for one, r in zip(change, (0.1, 0.3, 5.0), strict=True)]
+        )
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
     assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
-    places, rows = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images), torch.tensor([2, 0])
+    places, rows = (
+        Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images),
+        torch.tensor([2, 0]),
+    )
     one = places.project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
     for whole in (region, places):
-        assert torch.equal(whole.of(rows).project(far[rows], images[rows]), whole.project(far, images)[rows])
+        assert torch.equal(
+            whole.of(rows).project(far[rows], images[rows]), whole.project(far, images)[rows]
+        )
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -158,7 +176,9 @@ def test_a_confidence_is_rounded_down_and_told_from_1(failure: float) -> None:
         shown, exact = Decimal(confidence(failure, whole)), whole * (1 - Decimal(repr(failure)))
         assert shown <= exact
         assert shown < whole
-        assert exact - shown <= max(Decimal(repr(failure)) * whole / 10, Decimal(whole) * Decimal(10) ** -20)
+        assert exact - shown <= max(
+            Decimal(repr(failure)) * whole / 10, Decimal(whole) * Decimal(10) ** -20
+        )
         assert len(str(shown)) <= max(7, 3 - math.floor(math.log10(failure))) + 2
 
 
@@ -178,14 +198,26 @@ def test_a_header_is_bounded_and_of_one_command(tmp_path: Path) -> None:
     assert read_records(file, "certify")[0].checkpoint == "0" * 64
     with pytest.raises(DataError, match="records of certify, not of attack"):
         read_records(file, "attack")
-    for name, wrong in itertools.product(("parameters", "network"), ({"a": "a" * 10**6}, {"a": nested(60)})):
+    for name, wrong in itertools.product(
+        ("parameters", "network"), ({"a": "a" * 10**6}, {"a": nested(60)})
+    ):
         with pytest.raises(DataError, match="not the header"):
             parse((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
 
 
-def test_a_line_may_be_long_and_a_file_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_may_be_long_and_a_file_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = (json.dumps(header()) + "\n").encode()
-    row = {"index": 0, "label": 1, "prediction": 1, "radius": 0.5, "method": "x", "failure": 0.0, "pixels": "0" * 16}
+    row = {
+        "index": 0,
+        "label": 1,
+        "prediction": 1,
+        "radius": 0.5,
+        "method": "x",
+        "failure": 0.0,
+        "pixels": "0" * 16,
+    }
     data = line + (json.dumps(row) + "\n").encode() * 9
     monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 1)
     assert len(parse(data, tmp_path)[1]) == 9
@@ -206,7 +238,9 @@ def test_a_record_of_an_attack_says_one_thing() -> None:
     """Of class 1: withstood, broken by an attack, or wrong before it; a change has both lengths or none."""
     row = {"index": 0, "label": 1, "epsilon": 0.5, "kind": "l2", "task": 0, "pixels": "0" * 16}
     names = ("prediction", "adversarial_prediction", "robust", "norm", "l2", "broken_by")
-    for told in itertools.product((1, 2), (1, 2), (True, False), (None, 0.0, 0.5), (None, 0.5), (None, "pgd")):
+    for told in itertools.product(
+        (1, 2), (1, 2), (True, False), (None, 0.0, 0.5), (None, 0.5), (None, "pgd")
+    ):
         true = (told[3] is None) is (told[4] is None) and (
             told == (1, 1, True, None, None, None)
             or (told[:3] == (1, 2, False) and told[3] is not None and told[5] == "pgd")
@@ -216,11 +250,25 @@ def test_a_record_of_an_attack_says_one_thing() -> None:
         assert is_let_in({**row, **fields}, AttackedFields) is true, told
 
 
-@pytest.mark.parametrize(("curve", "parts", "contradicts"), [(0.75, 0, False), (1.0, 0, True), (1.0, 1, False)])
-def test_an_attack_leaves_no_more_than_was_right(curve: float, parts: int, contradicts: bool) -> None:
+@pytest.mark.parametrize(
+    ("curve", "parts", "contradicts"), [(0.75, 0, False), (1.0, 0, True), (1.0, 1, False)]
+)
+def test_an_attack_leaves_no_more_than_was_right(
+    curve: float, parts: int, contradicts: bool
+) -> None:
     """Of several parts the curve may be about other images than the first."""
-    part = {"norm": "l2", "images": 4, "clean": 0.75, "robust": 0.5, "attacks": {}, "median_norm": None, "epsilon": 0.5}
-    result = msgspec.convert({**part, "curve": {"0.25": curve}, "parts": [part] * parts}, AttackResult)
+    part = {
+        "norm": "l2",
+        "images": 4,
+        "clean": 0.75,
+        "robust": 0.5,
+        "attacks": {},
+        "median_norm": None,
+        "epsilon": 0.5,
+    }
+    result = msgspec.convert(
+        {**part, "curve": {"0.25": curve}, "parts": [part] * parts}, AttackResult
+    )
     assert bool([*_contradictions(Decoded("attack", AttackParameters(), result))]) is contradicts
     result.curve["far"] = 0.5
     with pytest.raises(Refused, match="far"):
@@ -229,7 +277,9 @@ def test_an_attack_leaves_no_more_than_was_right(curve: float, parts: int, contr
 
 @pytest.mark.parametrize("known", [True, False], ids=["images", "no images"])
 @pytest.mark.parametrize(("certified", "contradicts"), [(0.5, False), (0.75, False), (1.0, True)])
-def test_a_training_certifies_no_more_than_is_right(certified: float, contradicts: bool, known: bool) -> None:
+def test_a_training_certifies_no_more_than_is_right(
+    certified: float, contradicts: bool, known: bool
+) -> None:
     result = {
         "clean": 0.75,
         "certified": certified,
@@ -238,14 +288,23 @@ def test_a_training_certifies_no_more_than_is_right(certified: float, contradict
         "upper_text": "1",
         "upper_finite": True,
     }
-    images = {"dataset": {"name": "digits", "split": "val", "images": 4, "digest": "0" * 64}} if known else {}
+    images = (
+        {"dataset": {"name": "digits", "split": "val", "images": 4, "digest": "0" * 64}}
+        if known
+        else {}
+    )
     entry = Evidence("finetune", {"epsilon": 0.5}, {**result, **images}, "0" * 64)
     assert (understood(entry) is None) is contradicts
     assert understood(replace(entry, command="divination")) is None
 
 
 def test_a_file_that_nobody_named_is_no_other() -> None:
-    for stated, found, alike in ((None, "a", True), ("a", None, True), ("a", "test/a", True), ("a", "b", False)):
+    for stated, found, alike in (
+        (None, "a", True),
+        ("a", None, True),
+        ("a", "test/a", True),
+        ("a", "b", False),
+    ):
         assert _same_file(stated, found) is alike
 
 
@@ -297,7 +356,8 @@ def test_evidence_of_patches_does_not_contradict_itself(name: str) -> None:
     about = {"dataset": "digits", "split": "test", "limit": None, "seed": 0, "method": "patch"}
     said = list(
         _certify_contradictions(
-            msgspec.convert(about, CertifyParameters), msgspec.convert({**result, **change}, CertifyResult)
+            msgspec.convert(about, CertifyParameters),
+            msgspec.convert({**result, **change}, CertifyResult),
         )
     )
     assert len(said) == len(found)

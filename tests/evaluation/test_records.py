@@ -26,19 +26,32 @@ from tests.helpers.grids import EVERY
 
 def tail(trials: int, least: int, p: Fraction) -> Fraction:
     """P[Binomial(trials, p) >= least], exactly."""
-    return sum((math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(least, trials + 1)), Fraction(0))
+    return sum(
+        (math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(least, trials + 1)),
+        Fraction(0),
+    )
 
 
-@pytest.mark.parametrize(("successes", "trials"), [(1, 7), (5, 10), (99, 100), (100, 100), (3, 100)])
+@pytest.mark.parametrize(
+    ("successes", "trials"), [(1, 7), (5, 10), (99, 100), (100, 100), (3, 100)]
+)
 @pytest.mark.parametrize("alpha", [0.001, 0.05])
 def test_confidence_bounds_against_exact_sums(successes: int, trials: int, alpha: float) -> None:
     """The stated p is on the safe side of the exact quantile, and no further than 1e-10 from it."""
     low = Fraction(lower_confidence(successes, trials, alpha))
-    assert tail(trials, successes, low) <= Fraction(alpha) < tail(trials, successes, low * (1 + Fraction(1, 10**10)))
+    assert (
+        tail(trials, successes, low)
+        <= Fraction(alpha)
+        < tail(trials, successes, low * (1 + Fraction(1, 10**10)))
+    )
     high = Fraction(upper_confidence(successes, trials, alpha))
     if successes < trials:
         least = tail(trials, trials - successes, 1 - high)  # failures, as successes of 1 - p
-        assert least <= Fraction(alpha) < tail(trials, trials - successes, 1 - high * (1 - Fraction(1, 10**10)))
+        assert (
+            least
+            <= Fraction(alpha)
+            < tail(trials, trials - successes, 1 - high * (1 - Fraction(1, 10**10)))
+        )
 
 
 def test_intervals_agree_with_known_values() -> None:
@@ -63,7 +76,9 @@ def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
     relabelled = replace(images, labels=images.labels.roll(1))
     brighter = replace(images, fetch=lambda asked: images.fetch(asked) * 0.999)
     fewer, turned = images.select(range(11)), images.select(range(12)[::-1])
-    assert len({images.digest, relabelled.digest, brighter.digest, fewer.digest, turned.digest}) == 5
+    assert (
+        len({images.digest, relabelled.digest, brighter.digest, fewer.digest, turned.digest}) == 5
+    )
     assert fewer.digests.items() <= images.digests.items()
     assert turned.digests == images.digests
 
@@ -73,7 +88,9 @@ def proven(workshop: Path) -> Path:
     return workshop / "certified.safetensors"
 
 
-@pytest.mark.parametrize("kept", [100, 0.4, 1.0, *[0, 0.9] * EVERY], ids=lambda kept: f"{kept} of the file")
+@pytest.mark.parametrize(
+    "kept", [100, 0.4, 1.0, *[0, 0.9] * EVERY], ids=lambda kept: f"{kept} of the file"
+)
 def test_a_resumed_certify_is_an_uninterrupted_one(
     proven: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +107,10 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
     def counting(*given: Any) -> Any:
         certifier = prepare(*given)
         batch = certifier.batch
-        certifier.batch = lambda indices, *rest: (certified.append(len(indices)), batch(indices, *rest))[1]
+        certifier.batch = lambda indices, *rest: (
+            certified.append(len(indices)),
+            batch(indices, *rest),
+        )[1]
         return certifier
 
     monkeypatch.setattr(methods, "prepare", counting)
@@ -113,13 +133,24 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
         ("checkpoint", "certify", workshop / "constrained.safetensors", "--limit", 20),
         ("dataset images is 20 there and 21 here", "certify", proven, "--limit", 21),
         ("dataset split", "certify", proven, "--limit", 20, "--split", "val"),
-        ("command is certify there and attack here", "attack", proven, "-a", "fgsm", "--limit", 20, "--no-checks"),
+        (
+            "command is certify there and attack here",
+            "attack",
+            proven,
+            "-a",
+            "fgsm",
+            "--limit",
+            20,
+            "--no-checks",
+        ),
     ]
     for named, *words in others:
         failure = attempt(*words, "--records", path, "--resume").exception
         assert isinstance(failure, UsageError), (words, failure)
         assert named in failure.message
-    assert isinstance(attempt("certify", proven, "--limit", 20, "--records", path).exception, UsageError)
+    assert isinstance(
+        attempt("certify", proven, "--limit", 20, "--records", path).exception, UsageError
+    )
     assert isinstance(attempt("certify", proven, "--resume").exception, UsageError)
     assert path.read_bytes() == before
     path.write_bytes(before.replace(b'"index"', b'"undex"', 1))
@@ -130,14 +161,24 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
 
 def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(3))
-    run = Run.of("certify", plain.digest, images, "smoothing", norm="l2", parameters={"sigma": 0.25, "n": 100})
+    run = Run.of(
+        "certify",
+        plain.digest,
+        images,
+        "smoothing",
+        norm="l2",
+        parameters={"sigma": 0.25, "n": 100},
+    )
     with RecordFile(tmp_path / "r.jsonl", run, images):
         pass
     turned = replace(run, parameters={"n": 100, "sigma": 0.25})
     assert json.dumps(run.to_json()) == json.dumps(turned.to_json())
     for other, named in (
         (replace(run, method="local"), "method is smoothing there and local here"),
-        (replace(run, parameters={"sigma": 0.5, "n": 100}), "parameters sigma is 0.25 there and 0.5 here"),
+        (
+            replace(run, parameters={"sigma": 0.5, "n": 100}),
+            "parameters sigma is 0.25 there and 0.5 here",
+        ),
         (replace(run, parameters={"sigma": 0.25}), "parameters n is 100 there and null here"),
         (replace(run, norm="linf"), "norm is l2 there and linf here"),
     ):
@@ -145,10 +186,15 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
             RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
 
 
-def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: Checkpoint, tmp_path: Path) -> None:
+def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
+    plain: Checkpoint, tmp_path: Path
+) -> None:
     """A limit on the size of files stands for the full disk: writes fail, and so does closing what is buffered."""
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run, path = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}), tmp_path / "r.jsonl"
+    run, path = (
+        Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}),
+        tmp_path / "r.jsonl",
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
 
@@ -171,7 +217,10 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(plain: C
 
 def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run, path = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}), tmp_path / "r.jsonl"
+    run, path = (
+        Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}),
+        tmp_path / "r.jsonl",
+    )
     with RecordFile(path, run, images):
         whole = path.read_bytes()
         for options in ({"force": True}, {"resume": True}):
@@ -236,7 +285,19 @@ def test_a_figure_compares_the_images_that_both_know(
 ) -> None:
     attacked = tmp_path / "a.jsonl"
     left = document(
-        "attack", proven, "-a", "fgsm", "-e", 0.1, "-e", 0.3, "--limit", 30, "--no-checks", "--records", attacked
+        "attack",
+        proven,
+        "-a",
+        "fgsm",
+        "-e",
+        0.1,
+        "-e",
+        0.3,
+        "--limit",
+        30,
+        "--no-checks",
+        "--records",
+        attacked,
     )
     drawn: list[tuple[Any, ...]] = []
     draw = curve.draw_certified
@@ -248,9 +309,13 @@ def test_a_figure_compares_the_images_that_both_know(
     assert len(every["lipschitz: certified (proven)"]) == whole["images"] == 60
     assert nothing == {}
     assert len(some["lipschitz: certified (proven)"]) == 30
-    assert {radius: shares[radius] for radius in (0.1, 0.3)} == {float(r): share for r, share in left["curve"].items()}
+    assert {radius: shares[radius] for radius in (0.1, 0.3)} == {
+        float(r): share for r, share in left["curve"].items()
+    }
     assert shares[0.0] == left["clean"]
-    assert sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
+    assert (
+        sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
+    )
     assert title == "certified on digits (test), n = 30"
     told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {100 * left['curve']['0.1']:.1f} % at 0.1"
     shown = attempt(*words, "--attack-records", attacked).stdout
@@ -278,21 +343,49 @@ def test_a_figure_compares_the_images_that_both_know(
         (("certify", other), "another network"),
         (("certify", proven, "--split", "val"), "is another one in"),
     ):
-        failure = attempt(*refused, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
+        failure = attempt(
+            *refused, "--attack-records", attacked, "--plot", tmp_path / "g.png"
+        ).exception
         assert isinstance(failure, DataError)
         assert named in failure.message
     assert not (tmp_path / "g.png").exists()
     document(
-        "attack", proven, "-a", "fgsm", "--norm", "linf", "--limit", 3, "--no-checks", "--records", attacked, "--force"
+        "attack",
+        proven,
+        "-a",
+        "fgsm",
+        "--norm",
+        "linf",
+        "--limit",
+        3,
+        "--no-checks",
+        "--records",
+        attacked,
+        "--force",
     )
-    failure = attempt("certify", proven, "--attack-records", attacked, "--plot", tmp_path / "g.png").exception
+    failure = attempt(
+        "certify", proven, "--attack-records", attacked, "--plot", tmp_path / "g.png"
+    ).exception
     assert isinstance(failure, DataError)
     assert "in l2" in failure.message
 
 
 def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    found = document("certify", proven, "-e", 0.3, "-e", 0.1, "--limit", 50, "--records", path, "--min-certified", 0)
+    found = document(
+        "certify",
+        proven,
+        "-e",
+        0.3,
+        "-e",
+        0.1,
+        "--limit",
+        50,
+        "--records",
+        path,
+        "--min-certified",
+        0,
+    )
     run, rows = read_records(path, "certify")
     assert found["checkpoint"] == run.checkpoint == Checkpoint.read(proven).digest
     assert found["dataset"] == run.dataset
@@ -301,7 +394,9 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     certificates = [Certificate.from_json(row) for row in rows]
     expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
     assert found["certified"] == expected.certified
-    assert found["intervals"]["0.3"] == list(share_interval(round(50 * expected.certified["0.3"]), 50))
+    assert found["intervals"]["0.3"] == list(
+        share_interval(round(50 * expected.certified["0.3"]), 50)
+    )
     assert found["gate"] == {"passed": True, "reasons": []}
     assert all(len(row[PIXELS]) == 16 for row in rows)
 
@@ -351,9 +446,16 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
     ):
         row = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
         assert Certificate.from_json(row) == certificate
-    rows = [Certificate(1, 1, None, 0.0, "smoothing", 0.001), Certificate(2, 1, 1, 0.5, "smoothing", 0.001)]
+    rows = [
+        Certificate(1, 1, None, 0.0, "smoothing", 0.001),
+        Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
+    ]
     found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
-    assert (found["clean"], found["certified"], found["abstained"]) == (0.5, {"0.25": 0.5, "0.5": 0.0}, 0.5)
+    assert (found["clean"], found["certified"], found["abstained"]) == (
+        0.5,
+        {"0.25": 0.5, "0.5": 0.0},
+        0.5,
+    )
     assert found["failure"] == 0.001
 
 
@@ -364,15 +466,32 @@ def test_log_says_over_how_many_images_and_which_are_not_the_same(
     monkeypatch.setenv("COLUMNS", "300")  # no title is broken
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     document("certify", workshop / "certified.safetensors", "-e", 0.1, "-o", one)
-    document("attack", one, "-a", "fgsm", "-e", 0.3, "--limit", 20, "--no-checks", "-o", tmp_path / "both.safetensors")
+    document(
+        "attack",
+        one,
+        "-a",
+        "fgsm",
+        "-e",
+        0.3,
+        "--limit",
+        20,
+        "--no-checks",
+        "-o",
+        tmp_path / "both.safetensors",
+    )
     noise = ("--method", "smoothing", "--n0", 4, "--samples", 20, "--limit", 5, "-e", 0.1)
     document("certify", workshop / "plain.safetensors", *noise, "-o", two)
     lines = attempt("log", tmp_path / "both.safetensors", two).stdout.splitlines()
     (first,) = [line for line in lines if line.startswith("both")]
     assert "n = 396" in first
-    assert any("at 0.3, n = 20" in line for line in lines)  # what rows share stands in the column's title
+    assert any(
+        "at 0.3, n = 20" in line for line in lines
+    )  # what rows share stands in the column's title
     (second,) = [line for line in lines if line.startswith("two")]
     assert "(probability 0.999)" in second
-    assert any(line.startswith("not the same images: 396 of digits (test); 20 of digits (test); 5") for line in lines)
+    assert any(
+        line.startswith("not the same images: 396 of digits (test); 20 of digits (test); 5")
+        for line in lines
+    )
     alike = attempt("log", one, one).stdout
     assert "not the same" not in alike

@@ -79,17 +79,31 @@ HONEST: dict[str, tuple[object, ...]] = {
 def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whole files of records: of `BEYOND`, and of each honest run."""
     folder = tmp_path_factory.mktemp("records")
-    document("certify", workshop / "certified.safetensors", *BEYOND, "--records", folder / "beyond.jsonl")
+    document(
+        "certify", workshop / "certified.safetensors", *BEYOND, "--records", folder / "beyond.jsonl"
+    )
     for name, given in HONEST.items():
-        document("certify", workshop / "plain.safetensors", *NINE, *given, "--records", folder / f"{name}.jsonl")
+        document(
+            "certify",
+            workshop / "plain.safetensors",
+            *NINE,
+            *given,
+            "--records",
+            folder / f"{name}.jsonl",
+        )
     return folder
 
 
-WAYS: dict[str, tuple[str, ...]] = {"gate": ("--min-certified", "1"), "evidence": ("-o", "n.safetensors"), "alone": ()}
+WAYS: dict[str, tuple[str, ...]] = {
+    "gate": ("--min-certified", "1"),
+    "evidence": ("-o", "n.safetensors"),
+    "alone": (),
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"), [*((kind, "gate") for kind in FORGERIES), ("radius 9.9", "evidence"), ("radius 9.9", "alone")]
+    ("kind", "way"),
+    [*((kind, "gate") for kind in FORGERIES), ("radius 9.9", "evidence"), ("radius 9.9", "alone")],
 )
 def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
     workshop: Path, made: Path, tmp_path: Path, kind: str, way: str
@@ -106,7 +120,9 @@ def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
     assert not output.exists()
 
 
-@pytest.mark.parametrize(("method", "way"), [*(("smoothing", way) for way in WAYS), ("norms", "gate")])
+@pytest.mark.parametrize(
+    ("method", "way"), [*(("smoothing", way) for way in WAYS), ("norms", "gate")]
+)
 def test_honest_records_of_methods_that_draw_or_search_agree(
     workshop: Path, made: Path, tmp_path: Path, method: str, way: str
 ) -> None:
@@ -115,7 +131,10 @@ def test_honest_records_of_methods_that_draw_or_search_agree(
     run = ("certify", workshop / "plain.safetensors", *NINE, *HONEST[method], "--records", path)
     lines = (made / f"{method}.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:8]))
-    words = [tmp_path / word if word == "n.safetensors" else "0" if word == "1" else word for word in WAYS[way]]
+    words = [
+        tmp_path / word if word == "n.safetensors" else "0" if word == "1" else word
+        for word in WAYS[way]
+    ]
     found = document(*run, "--resume", *words)
     assert found["resumed"]["records"] in (6, 7)
     assert found["resumed"]["computed_again"] == found["resumed"]["records"]

@@ -53,7 +53,9 @@ def judged(command: str, net: Path, *words: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", JUDGES)
-def test_what_training_left_out_is_judged_and_else_the_share_is_said(net: Path, folder: Path, command: str) -> None:
+def test_what_training_left_out_is_judged_and_else_the_share_is_said(
+    net: Path, folder: Path, command: str
+) -> None:
     found = judged(command, net, "--dataset", folder)
     assert (found["dataset"]["split"], found["dataset"]["images"]) == ("val", 12)
     assert not any("training image" in line for line in found["doubts"])
@@ -105,7 +107,9 @@ def spoilt(step: Step, kept: object) -> Step:
 
 
 UNREADABLE: dict[str, Callable[[Step], Step]] = {
-    "an old file": lambda step: replace(step, parameters={k: v for k, v in step.parameters.items() if k != SEEN}),
+    "an old file": lambda step: replace(
+        step, parameters={k: v for k, v in step.parameters.items() if k != SEEN}
+    ),
     "a number": lambda step: spoilt(step, 3),
     "no digests": lambda step: spoilt(step, {**step.parameters[SEEN], "digests": "?"}),
     "a field too many": lambda step: spoilt(step, {**step.parameters[SEEN], "x": 1}),
@@ -113,7 +117,9 @@ UNREADABLE: dict[str, Callable[[Step], Step]] = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_lineage_without_readable_digests(net: Path, folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_lineage_without_readable_digests(
+    net: Path, folder: Path, tmp_path: Path, kind: str
+) -> None:
     """The dataset's name is what is left: the same default, and a doubt instead of a share."""
     checkpoint = Checkpoint.read(net)
     *before, last = checkpoint.record.lineage
@@ -127,24 +133,55 @@ def test_a_lineage_without_readable_digests(net: Path, folder: Path, tmp_path: P
 
 
 def test_built_in_splits_are_judged_as_before(workshop: Path) -> None:
-    found = document("attack", workshop / "plain.safetensors", "-a", "fgsm", "-e", 0.1, "--no-checks", "--limit", 20)
+    found = document(
+        "attack",
+        workshop / "plain.safetensors",
+        "-a",
+        "fgsm",
+        "-e",
+        0.1,
+        "--no-checks",
+        "--limit",
+        20,
+    )
     assert (found["dataset"]["split"], found["seen"], found["doubts"]) == ("test", {}, [])
-    words = ("attack", workshop / "plain.safetensors", "-a", "fgsm", "-e", 0.1, "--no-checks", "--limit", 20)
+    words = (
+        "attack",
+        workshop / "plain.safetensors",
+        "-a",
+        "fgsm",
+        "-e",
+        0.1,
+        "--no-checks",
+        "--limit",
+        20,
+    )
     found = document(*words, "--split", "train")
     assert found["seen"] == {"training": {"images": 20, "exact": True}}
 
 
-def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of 2,000 training images 500 are listed; of 1,000 others, half of them seen, about 500 are said to be."""
     monkeypatch.setattr(seen, "LISTED", 500)
     pixels = torch.rand(2500, 1, 2, 2, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(2500) % 10
-    every = Images("many", "all", tuple("0123456789"), labels, torch.arange(2500), lambda asked: pixels[list(asked)])
+    every = Images(
+        "many",
+        "all",
+        tuple("0123456789"),
+        labels,
+        torch.arange(2500),
+        lambda asked: pixels[list(asked)],
+    )
     kept = seen.kept_of(every.select(range(2000)))
     assert (kept["images"], len(json.dumps(kept)) < 500 * 8 + 100) == (2000, True)
     step = seen.Seen("finetune", "many", "train", 2000, seen.listed_in(kept["digests"]))
     (share,) = seen.shares([step], every.select(range(1500, 2500)))
     assert not share.exactly
-    assert abs(share.images - 500) < 150  # 125 of 500 are expected to be found, with a deviation of 9
+    assert (
+        abs(share.images - 500) < 150
+    )  # 125 of 500 are expected to be found, with a deviation of 9
     assert str(share).startswith("about ")
     assert seen.shares([step], every.select(range(2000, 2500))) == []

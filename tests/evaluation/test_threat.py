@@ -14,7 +14,9 @@ from certcli.system.errors import Refused, UsageError
 ASCENDING = {
     "l2": [Threat("l2", radius) for radius in (0.0, 26 / 255, 0.5, 1.0)],
     "linf": [Threat("linf", radius) for radius in (0.0, 1 / 255, 8 / 255)],
-    "patch": [Threat("patch", patch) for patch in (Patch(1, 1), Patch(2, 1), Patch(2, 2), Patch(2, 2, 2))],
+    "patch": [
+        Threat("patch", patch) for patch in (Patch(1, 1), Patch(2, 1), Patch(2, 2), Patch(2, 2, 2))
+    ],
 }
 ALL = [threat for threats in ASCENDING.values() for threat in threats]
 
@@ -33,7 +35,13 @@ def test_a_key_reads_back_and_screens_round_to_what_holds(threat: Threat) -> Non
 def test_what_a_person_writes() -> None:
     assert Threat.read("8/255", "linf") == Threat("linf", 8 / 255)
     assert Threat.read("2%", "patch", (224, 224)) == Threat("patch", Patch(32, 32))
-    for text, norm in (("far", "l2"), ("-1", "l2"), ("inf", "linf"), ("0.5", "patch"), ("32", "l1")):
+    for text, norm in (
+        ("far", "l2"),
+        ("-1", "l2"),
+        ("inf", "linf"),
+        ("0.5", "patch"),
+        ("32", "l1"),
+    ):
         with pytest.raises(UsageError):
             Threat.read(text, norm)  # type: ignore[arg-type]
     for key, norm in (("0.50", "l2"), ("32x32", "l2"), ("32", "patch"), ("1:2x2", "patch")):

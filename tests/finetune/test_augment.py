@@ -27,7 +27,12 @@ def test_translations_move_each_image_as_a_whole() -> None:
     moved, seen = moves.translate(images, 2, "constant", generator), set()
     for image, original in zip(moved, images, strict=True):
         wide = torch.nn.functional.pad(original, (2, 2, 2, 2))
-        places = [(y, x) for y in range(5) for x in range(5) if torch.equal(image, wide[:, y : y + 8, x : x + 8])]
+        places = [
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if torch.equal(image, wide[:, y : y + 8, x : x + 8])
+        ]
         assert len(places) == 1
         seen.add(places[0])
     assert len(seen) > 2  # each image by its own amount
@@ -93,7 +98,9 @@ def test_mixed_labels_weigh_what_the_pixels_show(mixup: float, cutmix: float) ->
             assert torch.allclose(mixed, how.weight * images + (1 - how.weight) * images.flip(0))
         else:
             own = (mixed == images).float().mean().item()
-            assert own == pytest.approx(how.weight, abs=1e-6)  # a count of pixels, exact but for the division
+            assert own == pytest.approx(
+                how.weight, abs=1e-6
+            )  # a count of pixels, exact but for the division
     never = FinetuneSettings(mixup=0.5, mix_probability=0.0)
     same, how = moves.mix(images, labels, never, torch.Generator())
     assert how is None
@@ -113,10 +120,17 @@ def watched_hooks(model: nn.Module) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["fgsm", "pgd", "trades"])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("masks", [{}, {"ard": 0.7, "prm": 0.5}], ids=["", "masked"])
-def test_attacked_images_stay_in_the_ball_and_cost_more(kind: str, norm: str, masks: dict, tiny: Checkpoint) -> None:
+def test_attacked_images_stay_in_the_ball_and_cost_more(
+    kind: str, norm: str, masks: dict, tiny: Checkpoint
+) -> None:
     radius = 0.5 if norm == "l2" else 0.1
     settings = FinetuneSettings(
-        loss="ce", adversarial=kind, attack_norm=norm, attack_epsilon=radius, attack_steps=5, **masks
+        loss="ce",
+        adversarial=kind,
+        attack_norm=norm,
+        attack_epsilon=radius,
+        attack_steps=5,
+        **masks,
     )
     model = build.load(tiny).train()
     images, labels = datasets.load("digits", tiny.record.input, "train").limit(60).tensors()
@@ -139,7 +153,13 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(kind: str, norm: str, ma
 def test_ard_drops_attention_gradients_and_prm_perturbations(tiny: Checkpoint) -> None:
     torch.manual_seed(0)
     images = torch.rand(3, 1, 8, 8)
-    common = {"loss": "ce", "adversarial": "pgd", "mask_decay": 0.5, "attack_norm": "l2", "attack_steps": 3}
+    common = {
+        "loss": "ce",
+        "adversarial": "pgd",
+        "mask_decay": 0.5,
+        "attack_norm": "l2",
+        "attack_steps": 3,
+    }
     adversary = Adversary(build.load(tiny), FinetuneSettings(**common, ard=1.0), torch.Generator())  # type: ignore[arg-type]
     net = adversary.model.net
     pixels = images.clone().requires_grad_(True)

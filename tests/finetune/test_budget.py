@@ -50,7 +50,19 @@ def start(tmp_path: Path) -> Path:
 
 def finetune(*words: object, fails: type[Exception] | None = None) -> Any:
     """The records of a run, or the error it ended with."""
-    common = ["finetune", *words, "--dataset", "digits", "--loss", "ce", "--limit", 64, "--batch-size", 16, "--json"]
+    common = [
+        "finetune",
+        *words,
+        "--dataset",
+        "digits",
+        "--loss",
+        "ce",
+        "--limit",
+        64,
+        "--batch-size",
+        16,
+        "--json",
+    ]
     outcome = attempt(*common)
     if fails is not None:
         assert isinstance(outcome.exception, fails), outcome.exception
@@ -59,7 +71,9 @@ def finetune(*words: object, fails: type[Exception] | None = None) -> Any:
     return [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), (" 2M ", 120)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), (" 2M ", 120)]
+)
 def test_lengths_of_time(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
@@ -74,13 +88,17 @@ def test_what_is_no_length_of_time(text: str) -> None:
 @pytest.mark.parametrize("step", [0.001, 0.1, 3.0])
 @pytest.mark.parametrize("image", [1e-6, 1e-2])
 @pytest.mark.parametrize("validation", [100, 50_000])
-def test_a_plan_fits_its_time_and_wastes_little(available: float, step: float, image: float, validation: int) -> None:
+def test_a_plan_fits_its_time_and_wastes_little(
+    available: float, step: float, image: float, validation: int
+) -> None:
     costs, batches = Costs(step, image, 0.05, 0.2, 2 * image), 37
     made = affordable_steps(available, costs, batches, validation)
     images = made.validation_limit or validation
 
     def seconds(steps: int) -> float:
-        return steps * step + -(-steps // batches) * (images * image + 0.05) + images * 2 * image + 0.2
+        return (
+            steps * step + -(-steps // batches) * (images * image + 0.05) + images * 2 * image + 0.2
+        )
 
     assert images == validation or FEWEST_VALIDATION_IMAGES <= images < validation
     assert made.steps == 1 or seconds(made.steps) <= available * MARGIN
@@ -94,8 +112,13 @@ def test_a_plan_fits_its_time_and_wastes_little(available: float, step: float, i
 
 def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     checkpoint = Checkpoint.read(start)
-    sets = [datasets.load("digits", checkpoint.record.input, split).limit(64) for split in ("train", "val")]
-    settings = FinetuneSettings(optimiser="stiefel", lr=0.01, epochs=2, batch_size=16, ema=0.5, augment=("warp",))
+    sets = [
+        datasets.load("digits", checkpoint.record.input, split).limit(64)
+        for split in ("train", "val")
+    ]
+    settings = FinetuneSettings(
+        optimiser="stiefel", lr=0.01, epochs=2, batch_size=16, ema=0.5, augment=("warp",)
+    )
     ends = []
     for measured in (False, True):
         run = Trainer(build.load(checkpoint, writable=True), settings, 10, "x")
@@ -114,16 +137,26 @@ def test_measuring_counts_steps_after_a_warm_up() -> None:
     assert len(calls) == 2 + 5
 
 
-def test_the_lineage_holds_the_steps_and_they_repeat_the_run(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "LONGEST_START", 0.0)  # the test's process is older than the command
+def test_the_lineage_holds_the_steps_and_they_repeat_the_run(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        training, "LONGEST_START", 0.0
+    )  # the test's process is older than the command
     folder = start.parent
-    monkeypatch.setattr(budget, "changed_total", lambda step, total, *rest: total)  # a machine that keeps its pace
+    monkeypatch.setattr(
+        budget, "changed_total", lambda step, total, *rest: total
+    )  # a machine that keeps its pace
     planned = finetune(start, "--time-budget", "1s", "-o", folder / "a.safetensors")
     made = Checkpoint.read(folder / "a.safetensors")
     parameters = made.record.lineage[-1].parameters
     assert parameters["time_budget"] == "1s"
     assert parameters["steps"] == planned[-1]["steps"] >= 1
-    words = ["--validation-limit", parameters["validation_limit"]] if "validation_limit" in parameters else []
+    words = (
+        ["--validation-limit", parameters["validation_limit"]]
+        if "validation_limit" in parameters
+        else []
+    )
     finetune(start, "--steps", parameters["steps"], *words, "-o", folder / "b.safetensors")
     assert Checkpoint.read(folder / "b.safetensors").digest == made.digest
 
@@ -131,18 +164,27 @@ def test_the_lineage_holds_the_steps_and_they_repeat_the_run(start: Path, monkey
 @pytest.mark.parametrize("step", [1, 37, 3700])
 @pytest.mark.parametrize("total", [38, 3701, 100_000])
 @pytest.mark.parametrize("faster", [1e-3, 0.5, 0.95, 1.0, 1.05, 2.0, 1e3])
-def test_what_is_left_is_planned_again_where_the_pace_changed(step: int, total: int, faster: float) -> None:
+def test_what_is_left_is_planned_again_where_the_pace_changed(
+    step: int, total: int, faster: float
+) -> None:
     if step >= total:
         return
     batches, pace = 37, 0.25
     left = (total - step) * faster * pace / MARGIN
     changed = changed_total(step, total, pace, left, batches)
-    if changed == total:  # right to the tolerance; or to one epoch, since the run ends with a whole one
-        assert abs(faster - 1) <= TOLERANCE + 1 / (total - step) or abs(faster - 1) * (total - step) <= batches
+    if (
+        changed == total
+    ):  # right to the tolerance; or to one epoch, since the run ends with a whole one
+        assert (
+            abs(faster - 1) <= TOLERANCE + 1 / (total - step)
+            or abs(faster - 1) * (total - step) <= batches
+        )
     else:
         assert changed >= step
         assert (changed - step) * pace <= MARGIN * left * (1 + 1e-9)
-        assert (changed - step + 1) * pace > MARGIN * left * (1 - 1e-9) or (changed - step) % batches == 0
+        assert (changed - step + 1) * pace > MARGIN * left * (1 - 1e-9) or (
+            changed - step
+        ) % batches == 0
         assert (changed - step + batches) * pace > MARGIN * left * (1 - 1e-9)
     assert changed_total(step, total, pace, -1.0, batches) == step
 
@@ -168,7 +210,9 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     plan = budget.Plan(8, None)
     monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: plan)
-    monkeypatch.setattr(budget, "changed_total", lambda step, total, *rest: 16 if step == 4 else total)
+    monkeypatch.setattr(
+        budget, "changed_total", lambda step, total, *rest: 16 if step == 4 else total
+    )
     out = start.parent / "o.safetensors"
     words = [start, "--time-budget", "1s", "-o", out]
     assert finetune(*words)[-1]["steps"] == 16
@@ -210,10 +254,14 @@ def test_a_state_with_plans_that_no_run_makes_is_refused(
     assert about["step"] == 4
     forged = json.dumps({**about, "changes": changes})
     certcli.checkpoint.file.write_safetensors(state, dict(tensors), {**metadata, KEY: forged}, True)
-    assert "plans" in str(finetune(start, "--epochs", 3, "-o", out, "--resume", fails=CheckpointError))
+    assert "plans" in str(
+        finetune(start, "--epochs", 3, "-o", out, "--resume", fails=CheckpointError)
+    )
 
 
-def test_the_given_validation_images_validate_whatever_the_budget(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_given_validation_images_validate_whatever_the_budget(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     out = start.parent / "o.safetensors"
     done = finetune(start, "--time-budget", "1s", "--validation-limit", 20, "-o", out)[-1]
@@ -229,7 +277,20 @@ def test_what_validates_is_not_trained_on_and_the_rest_is_where_asked(start: Pat
     assert len(rest) == len(whole) - 20
     for words, trained in (((), 0), (("--train-on-rest",), len(rest))):
         out = start.parent / "o.safetensors"
-        common = ["--dataset", "digits", "--loss", "ce", "--steps", 1, "--seed", 3, "--force", "--quiet", "-o", out]
+        common = [
+            "--dataset",
+            "digits",
+            "--loss",
+            "ce",
+            "--steps",
+            1,
+            "--seed",
+            3,
+            "--force",
+            "--quiet",
+            "-o",
+            out,
+        ]
         assert attempt("finetune", start, *common, "--validation-limit", 20, *words).exit_code == 0
         made = Checkpoint.read(out)
         seen = seen_by(made.record)
@@ -239,13 +300,17 @@ def test_what_validates_is_not_trained_on_and_the_rest_is_where_asked(start: Pat
         assert made.record.evidence[-1].result["dataset"]["digest"] == judges.digest
 
 
-def test_a_run_that_is_gone_on_with_keeps_to_its_plan(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_gone_on_with_keeps_to_its_plan(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped before its first epoch ended, hours later on a busier machine: the plan is in the state already."""
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     out = start.parent / "o.safetensors"
     words = [start, "--time-budget", "1s", "-o", out]
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", lambda self, *sets: (_ for _ in ()).throw(OSError("power cut")))
+        patch.setattr(
+            Trainer, "run", lambda self, *sets: (_ for _ in ()).throw(OSError("power cut"))
+        )
         finetune(*words, fails=OSError)
     state, _ = certcli.checkpoint.file.read_tensors(start.parent / "o.state.safetensors")
     assert state
@@ -267,7 +332,9 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
             yield epoch
             with monkeypatch.context() as patch:
                 patch.setattr(Trainer, "run", living)
-                refused.append(finetune(*words, *(["--resume"] if refused else []), fails=OutputError))
+                refused.append(
+                    finetune(*words, *(["--resume"] if refused else []), fails=OutputError)
+                )
 
     monkeypatch.setattr(Trainer, "run", run)
     finetune(*words)
@@ -277,12 +344,18 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
 
 def test_batches_where_none_are_named(start: Path) -> None:
     """Large ones only where a step costs more than the passes, and an epoch still has 50 steps."""
-    found = {(name, n): default_batch(name, n) for name in ("stiefel", "adamw", "sgd") for n in (100, 25_599, 25_600)}
+    found = {
+        (name, n): default_batch(name, n)
+        for name in ("stiefel", "adamw", "sgd")
+        for n in (100, 25_599, 25_600)
+    }
     assert {case for case, batch in found.items() if batch > 128} == {("stiefel", 25_600)}
     assert 25_600 // found["stiefel", 25_600] == 50
     out = start.with_name("b.safetensors")
     for given, batch in ((), 128), (("--batch-size", 7), 7):
-        outcome = attempt("finetune", start, "--dataset", "digits", "--steps", 1, "--force", "-o", out, *given)
+        outcome = attempt(
+            "finetune", start, "--dataset", "digits", "--steps", 1, "--force", "-o", out, *given
+        )
         assert outcome.exit_code == 0, outcome.exception
         assert Checkpoint.read(out).record.lineage[-1].parameters["batch_size"] == batch
 
@@ -297,7 +370,9 @@ def test_the_best_and_the_last_are_both_kept(start: Path, monkeypatch: pytest.Mo
     """What each epoch scores is given here: which one wins is no matter of a processor's last digits."""
     folder = start.parent
     out, last = folder / "o.safetensors", folder / "o.last.safetensors"
-    scores = iter((0.3, 0.6, 0.592, 0.584))  # a quarter of the standard error of 0.6 on 140 images: 0.0103
+    scores = iter(
+        (0.3, 0.6, 0.592, 0.584)
+    )  # a quarter of the standard error of 0.6 on 140 images: 0.0103
     with monkeypatch.context() as patch:
         patch.setattr(loop, "evaluate", lambda *_: Quality(next(scores), None, None))
         records = finetune(start, "--epochs", 4, "-o", out)
@@ -308,7 +383,9 @@ def test_the_best_and_the_last_are_both_kept(start: Path, monkeypatch: pytest.Mo
     assert Checkpoint.read(out).record.evidence
     assert not Checkpoint.read(last).record.evidence
     out.unlink()
-    assert "last" in str(finetune(start, "-o", out, "--epochs", 1, fails=UsageError))  # it is in the way
+    assert "last" in str(
+        finetune(start, "-o", out, "--epochs", 1, fails=UsageError)
+    )  # it is in the way
     assert "last" not in finetune(start, "-o", out, "--epochs", 1, "--force")[-1]
     assert not last.exists()  # it belonged to the run that was replaced
 

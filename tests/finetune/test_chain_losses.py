@@ -43,7 +43,9 @@ def test_gains_are_the_certificates_and_above_what_neighbours_reach(name: str, l
         with torch.no_grad():
             gains = bound.gains(pixels, radius)(labels).scatter(1, labels[:, None], 0.0)
         values, drop = proven.values(pixels), loss == "local-lip"
-        lowest = proven.margins(values, proven.moves(pixels, values, radii, drop=drop), labels, drop=drop)
+        lowest = proven.margins(
+            values, proven.moves(pixels, values, radii, drop=drop), labels, drop=drop
+        )
         exact = (top - lowest).scatter(1, labels[:, None], 0.0)
         # from below by four power iterations an image (0.2 % here); from above by 1e-12 under a root and the dual's t
         assert bool((gains >= 0.99 * exact - 1e-9).all())
@@ -90,7 +92,9 @@ def trained(kind: str) -> PixelModel:
     """A small chain trained for 150 steps on digits by cross entropy or by a loss through the chain."""
     images, all_labels = datasets.load("digits", SPEC, "train").tensors()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
+    )
     model = PixelModel(SPEC, net).eval()
     bound, optimiser = chain(model, kind, 1), torch.optim.Adam(net.parameters(), lr=1e-2)
     for step in range(150):
@@ -101,7 +105,9 @@ def trained(kind: str) -> PixelModel:
         if kind == "ce":
             nn.functional.cross_entropy(model(pixels), labels).backward()
         else:
-            worst_logits(model(pixels), labels, bound.slopes(pixels, reached)(labels), reached, 0.0).backward()
+            worst_logits(
+                model(pixels), labels, bound.slopes(pixels, reached)(labels), reached, 0.0
+            ).backward()
         optimiser.step()
     return model.double().eval().requires_grad_(False)
 
@@ -124,8 +130,13 @@ def test_training_on_the_bound_certifies_what_plain_training_does_not(loss: str)
 def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
     net = build.create("certvit_4c3f", {"img_size": 8}, initialise=False)
     checkpoint = build.initialise("certvit_4c3f", {"img_size": 8}, build.spec_of(net), 10, 0)
-    sets = [datasets.load("digits", checkpoint.record.input, split).limit(32) for split in ("train", "val")]
-    settings = FinetuneSettings(loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16, accumulate=1)
+    sets = [
+        datasets.load("digits", checkpoint.record.input, split).limit(32)
+        for split in ("train", "val")
+    ]
+    settings = FinetuneSettings(
+        loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16, accumulate=1
+    )
     run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
     (record,) = run.run(*sets)
     assert run.pairs() is None

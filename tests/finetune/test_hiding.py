@@ -53,20 +53,28 @@ def test_a_training_pass_is_the_pass_of_the_certifier(network: Callable[[], Pixe
     found = hiding.logits(pixels, views)
     for row in range(8):
         alone = hiding.logits(IMAGES[row : row + 1], views[row : row + 1])
-        assert torch.equal(alone, certifier.passes.part(IMAGES[row : row + 1], views[row : row + 1]))
-        torch.testing.assert_close(found[row], alone[0], rtol=1e-4, atol=1e-4)  # BLAS sums by the batch's shape
+        assert torch.equal(
+            alone, certifier.passes.part(IMAGES[row : row + 1], views[row : row + 1])
+        )
+        torch.testing.assert_close(
+            found[row], alone[0], rtol=1e-4, atol=1e-4
+        )  # BLAS sums by the batch's shape
     found.square().sum().backward()
     assert pixels.grad is not None
     reached = pixels.grad.abs().sum(dim=1) > 0
     down, across = hiding.part.grid.cell
-    assert not bool((reached & ~views.repeat_interleave(down, 1).repeat_interleave(across, 2)).any())
+    assert not bool(
+        (reached & ~views.repeat_interleave(down, 1).repeat_interleave(across, 2)).any()
+    )
     assert bool(reached.flatten(1).any(dim=1).all())
 
 
 def test_bands_are_those_that_vote() -> None:
     hiding = Hiding(tokens(), ("bands:2",), torch.Generator().manual_seed(0))
     bands = {tuple(view.flatten().tolist()) for view in band_views(hiding.part.grid, "columns", 2)}
-    drawn = hiding.draw(IMAGES.repeat(8, 1, 1, 1), lambda views: pytest.fail("bands ask for no loss"))
+    drawn = hiding.draw(
+        IMAGES.repeat(8, 1, 1, 1), lambda views: pytest.fail("bands ask for no loss")
+    )
     assert {tuple(view.flatten().tolist()) for view in drawn} == bands
 
 
@@ -83,7 +91,10 @@ def test_greedy_squares_are_the_worst_of_their_round() -> None:
     for row, view in enumerate(drawn):
         alone = torch.stack([losses(square[None].expand(8, -1, -1))[row] for square in squares])
         pairs = torch.stack(
-            [losses((squares[alone.argmax()] & square)[None].expand(8, -1, -1))[row] for square in squares]
+            [
+                losses((squares[alone.argmax()] & square)[None].expand(8, -1, -1))[row]
+                for square in squares
+            ]
         )
         assert float(losses(drawn)[row]) == float(pairs.max())
         assert not bool((view & ~squares[alone.argmax()]).any())
@@ -94,7 +105,9 @@ def test_random_squares_are_all_pairs_of_places() -> None:
     hiding = Hiding(tokens(), ("cutout-random:2x8",), torch.Generator().manual_seed(0))
     squares = square_views(hiding.part.grid, 8)
     pairs = {tuple((a & b).flatten().tolist()) for a in squares for b in squares}
-    drawn = hiding.draw(IMAGES.repeat(80, 1, 1, 1), lambda views: pytest.fail("random places ask for no loss"))
+    drawn = hiding.draw(
+        IMAGES.repeat(80, 1, 1, 1), lambda views: pytest.fail("random places ask for no loss")
+    )
     assert {tuple(view.flatten().tolist()) for view in drawn} == pairs
 
 

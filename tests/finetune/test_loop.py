@@ -65,7 +65,9 @@ def test_polar_factors_and_updates_stay_on_the_manifold(shape: tuple[int, ...]) 
         assert torch.allclose(small, torch.eye(len(small)), atol=1e-5)
 
 
-def descend(optimiser: StiefelMuon, weights: list[torch.nn.Parameter], steps: int, seed: int) -> None:
+def descend(
+    optimiser: StiefelMuon, weights: list[torch.nn.Parameter], steps: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for weight in weights:
@@ -91,7 +93,9 @@ def test_matrices_of_one_shape_move_as_each_would_alone() -> None:
             weight.grad = torch.randn(weight.shape, generator=generator)
             optimiser.step()
     for one, other in zip(together, apart, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)  # float32 sums in two orders, through sixteen steps
+        assert torch.allclose(
+            one, other, atol=1e-5
+        )  # float32 sums in two orders, through sixteen steps
 
 
 def test_steps_stay_tangent_between_two_cubic_retractions() -> None:
@@ -125,12 +129,16 @@ def test_an_optimiser_goes_on_between_two_retractions_to_the_bit() -> None:
         descend(each, weights, 6, 7)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="earlier version"):
-        resumed.load_state_dict({"state": {0: {"momentum_buffer": torch.zeros(8, 8)}}, "param_groups": []})
+        resumed.load_state_dict(
+            {"state": {0: {"momentum_buffer": torch.zeros(8, 8)}}, "param_groups": []}
+        )
 
 
 @pytest.mark.parametrize("fast", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 12, 5), (1, 160, 40), (1, 128, 128)], ids=str)
-def test_directions_have_singular_values_near_one(shape: tuple[int, ...], fast: torch.dtype) -> None:
+def test_directions_have_singular_values_near_one(
+    shape: tuple[int, ...], fast: torch.dtype
+) -> None:
     """The law on which the cheap retraction rests, in the precision of every machine, whichever this one would choose."""
     torch.manual_seed(2)
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
@@ -140,11 +148,15 @@ def test_directions_have_singular_values_near_one(shape: tuple[int, ...], fast: 
     found = direction(tangent, fast).float()
     sizes = torch.linalg.svdvals(found)
     assert float(sizes.min()) > 0.6
-    assert float(sizes.max()) < 1.25  # the quintic's own range is [0.68, 1.13] (Jordan et al.), bfloat16 adds some 1 %
+    assert (
+        float(sizes.max()) < 1.25
+    )  # the quintic's own range is [0.68, 1.13] (Jordan et al.), bfloat16 adds some 1 %
     polar = left @ right
     assert float((found * polar).sum() / (found.norm() * polar.norm())) > 0.97
     assert not direction(torch.zeros(shape), fast).any()
-    steep = left * torch.logspace(0, -4, count) @ right  # as in long runs, where few directions have large gradients
+    steep = (
+        left * torch.logspace(0, -4, count) @ right
+    )  # as in long runs, where few directions have large gradients
     assert float(torch.linalg.svdvals(direction(steep, fast).float()).max()) < 1.25
 
 
@@ -154,7 +166,9 @@ def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(lipschitz: Check
     orthogonalise(net)
     assert torch.equal(net.head.out.weight, last)
     for weight in orthogonal_parameters(net):
-        assert abs(float(torch.linalg.matrix_norm(weight.detach().flatten(1).double(), 2)) - 1) < 1e-6
+        assert (
+            abs(float(torch.linalg.matrix_norm(weight.detach().flatten(1).double(), 2)) - 1) < 1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -166,17 +180,23 @@ def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> 
     labels = torch.tensor([0, 2])
     wrong = torch.tensor([[0.0, 3.0, 0.0], [3.0, 0.0, 0.0]], requires_grad=True)
     right = torch.tensor([[9.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
-    assert float(loss(right, labels, pairs, 0.1, 0.0)) < float(loss(wrong.detach(), labels, pairs, 0.1, 0.0))
+    assert float(loss(right, labels, pairs, 0.1, 0.0)) < float(
+        loss(wrong.detach(), labels, pairs, 0.1, 0.0)
+    )
     loss(wrong, labels, pairs, 0.1, 0.0).backward()
     assert wrong.grad is not None
     assert float(wrong.grad.abs().sum()) > 0
     if name in NEEDS_PAIRS:
-        assert float(loss(right, labels, pairs, 20.0, 0.0)) > float(loss(right, labels, pairs, 0.1, 0.0))
+        assert float(loss(right, labels, pairs, 20.0, 0.0)) > float(
+            loss(right, labels, pairs, 0.1, 0.0)
+        )
         with pytest.raises(UsageError):
             loss(right, labels, None, 0.1, 0.0)
 
 
-def test_the_trainable_estimate_approaches_the_proven_bound_from_below(lipschitz: Checkpoint) -> None:
+def test_the_trainable_estimate_approaches_the_proven_bound_from_below(
+    lipschitz: Checkpoint,
+) -> None:
     run = trainer(lipschitz, optimiser="adamw")
     for _ in range(100):  # power iteration converges step by step, as it does in training
         estimated = run.pairs()
@@ -235,7 +255,14 @@ def test_losses_that_need_a_bound_refuse_a_network_without_one() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"loss": "magic"}, {"optimiser": "magic"}, {"epochs": 0}, {"lr": 0.0}, {"epsilon": -1.0}, {"lr": math.nan}],
+    [
+        {"loss": "magic"},
+        {"optimiser": "magic"},
+        {"epochs": 0},
+        {"lr": 0.0},
+        {"epsilon": -1.0},
+        {"lr": math.nan},
+    ],
 )
 def test_settings_out_of_range(wrong: dict) -> None:
     with pytest.raises(UsageError):

@@ -23,14 +23,20 @@ def loaded(name: str) -> Callable[..., Tensor]:
     loss = LOSSES.load(name)
     if name not in NEEDS_CHAIN:
         return loss
-    return lambda logits, labels, pairs, epsilon, smoothing: loss(logits, labels, pairs[labels], epsilon, smoothing)
+    return lambda logits, labels, pairs, epsilon, smoothing: loss(
+        logits, labels, pairs[labels], epsilon, smoothing
+    )
 
 
-def batch(scale: float = 3.0, count: int = 40, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def batch(
+    scale: float = 3.0, count: int = 40, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logits right about half of the time, labels, and pair constants of a head."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, K, (count,), generator=generator)
-    logits = scale * (torch.randn(count, K, generator=generator) + 2 * functional.one_hot(labels, K))
+    logits = scale * (
+        torch.randn(count, K, generator=generator) + 2 * functional.one_hot(labels, K)
+    )
     head = torch.randn(K, 5, generator=generator)
     return logits.to(dtype), labels, torch.cdist(head, head).to(dtype).fill_diagonal_(0.0)
 
@@ -42,7 +48,10 @@ def test_a_larger_radius_never_lowers_the_loss(name: str, smoothing: float) -> N
         pytest.skip("smoothed targets ask the worst case for probability in the other classes")
     logits, labels, pairs = batch()
     loss = loaded(name)
-    values = [float(loss(logits, labels, pairs, radius, smoothing)) for radius in (0, 0.01, 0.1, 0.5, 1, 5, 1e4, 1e9)]
+    values = [
+        float(loss(logits, labels, pairs, radius, smoothing))
+        for radius in (0, 0.01, 0.1, 0.5, 1, 5, 1e4, 1e9)
+    ]
     for before, after in pairwise(values):
         assert after >= before - 1e-12 * abs(before)  # rounding of float64
     assert values[4] > values[0]
@@ -65,7 +74,9 @@ def test_at_radius_zero_only_cross_entropy_is_left(name: str, smoothing: float) 
     logits, labels, pairs = batch()
     expected = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
     # float64, sums of seven exponentials
-    assert math.isclose(float(loaded(name)(logits, labels, pairs, 0.0, smoothing)), float(expected), rel_tol=1e-12)
+    assert math.isclose(
+        float(loaded(name)(logits, labels, pairs, 0.0, smoothing)), float(expected), rel_tol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
@@ -84,13 +95,18 @@ def test_the_order_of_classes_does_not_matter(name: str) -> None:
 def test_float32_agrees_with_float64_and_half_precision_is_widened(name: str) -> None:
     loss = loaded(name)
     logits, labels, pairs = batch(dtype=torch.float32)
-    single, double = loss(logits, labels, pairs, 0.3, 0.0), loss(logits.double(), labels, pairs.double(), 0.3, 0.0)
+    single, double = (
+        loss(logits, labels, pairs, 0.3, 0.0),
+        loss(logits.double(), labels, pairs.double(), 0.3, 0.0),
+    )
     assert single.dtype == torch.float32
     assert double.dtype == torch.float64
     assert math.isclose(float(single), float(double), rel_tol=1e-5)  # float32 has 1.2e-7, 280 terms
     if name in CERTIFIED:
         rounded = logits.bfloat16()
-        assert torch.equal(loss(rounded, labels, pairs, 0.3, 0.0), loss(rounded.float(), labels, pairs, 0.3, 0.0))
+        assert torch.equal(
+            loss(rounded, labels, pairs, 0.3, 0.0), loss(rounded.float(), labels, pairs, 0.3, 0.0)
+        )
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
@@ -126,7 +142,9 @@ def test_emma_asks_every_pair_for_what_it_has_reached() -> None:
     # radius 2: class 1 has a gap of 1, class 2 one of 5 (capped at 2), class 3 is ahead: the floor
     worst = torch.tensor([[5.0, 5.0, 2.0, 6.0 + 2 * EMMA_FLOOR]], dtype=torch.float64)
     expected = functional.cross_entropy(worst, torch.tensor([0]))
-    assert math.isclose(float(LOSSES.load("emma")(logits, torch.tensor([0]), pairs, 2.0, 0.0)), float(expected))
+    assert math.isclose(
+        float(LOSSES.load("emma")(logits, torch.tensor([0]), pairs, 2.0, 0.0)), float(expected)
+    )
 
 
 def test_gloro_prefers_its_extra_class_exactly_where_nothing_is_certified() -> None:
@@ -138,7 +156,11 @@ def test_gloro_prefers_its_extra_class_exactly_where_nothing_is_certified() -> N
     certified = margin.scatter(1, labels.unsqueeze(1), math.inf).amin(dim=1) > 0
     assert 10 < int(certified.sum()) < 190
     for index in range(200):
-        value = float(loss(1e3 * logits[index : index + 1], labels[index : index + 1], 1e3 * pairs, radius, 0.0))
+        value = float(
+            loss(
+                1e3 * logits[index : index + 1], labels[index : index + 1], 1e3 * pairs, radius, 0.0
+            )
+        )
         assert (value < math.log(2)) == bool(certified[index])
 
 
@@ -171,4 +193,6 @@ def test_no_constants_or_no_finite_ones_are_refused(name: str) -> None:
         LOSSES.load(name)(logits, labels, None, 0.1, 0.0)
     for wrong in (math.inf, math.nan):
         with pytest.raises(NoBoundError, match="beyond float64"):
-            LOSSES.load(name)(logits, labels, pairs.index_fill(0, torch.tensor([0]), wrong), 0.1, 0.0)
+            LOSSES.load(name)(
+                logits, labels, pairs.index_fill(0, torch.tensor([0]), wrong), 0.1, 0.0
+            )

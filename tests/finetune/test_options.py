@@ -47,14 +47,19 @@ def trainer(checkpoint: Checkpoint, teacher: bool = False, **options: object) ->
     settings = FinetuneSettings(**{**plain, **options})  # type: ignore[arg-type]
     taught = None
     if teacher:
-        taught = taught_by(initialised(checkpoint.record.arch, dict(checkpoint.record.arch_args), seed=1), checkpoint)
+        taught = taught_by(
+            initialised(checkpoint.record.arch, dict(checkpoint.record.arch_args), seed=1),
+            checkpoint,
+        )
     return Trainer(build.load(checkpoint, writable=True), settings, 10, "test", taught)
 
 
 @pytest.fixture(scope="module")
 def sets(lipschitz: Checkpoint) -> Sets:
     spec = lipschitz.record.input
-    return datasets.load("digits", spec, "train").limit(96), datasets.load("digits", spec, "val").limit(40)
+    return datasets.load("digits", spec, "train").limit(96), datasets.load(
+        "digits", spec, "val"
+    ).limit(40)
 
 
 MASKED = {"attack_norm": "l2", "attack_epsilon": 0.5, "attack_steps": 2, "ard": 1.0, "prm": 0.5}
@@ -87,11 +92,20 @@ OPTIONS: dict[str, dict] = {
     "clipping": {"clip_grad": 0.1},
     "steps": {"schedule": "steps", "steps": 5},
     "dropout": {},
-    "everything": {"adversarial": "pgd", "msvp": (0.1, 0.0, 0.1), "sam": 0.1, "ema": 0.9, **MIXED, **MASKED},
+    "everything": {
+        "adversarial": "pgd",
+        "msvp": (0.1, 0.0, 0.1),
+        "sam": 0.1,
+        "ema": 0.9,
+        **MIXED,
+        **MASKED,
+    },
 }
 
 
-def resumed(checkpoint: Checkpoint, sets: Sets, path: Path, **options: object) -> tuple[Trainer, Trainer]:
+def resumed(
+    checkpoint: Checkpoint, sets: Sets, path: Path, **options: object
+) -> tuple[Trainer, Trainer]:
     """Return a whole run of two epochs, and one that resumed after the first to the same losses."""
     whole, second = trainer(checkpoint, **options), trainer(checkpoint, **options)
     stream = whole.run(*sets)
@@ -115,14 +129,18 @@ def without_options(sets: Sets) -> dict[str, Tensor]:
 def test_every_option_changes_the_run_and_resumes_bit_for_bit(
     name: str, sets: Sets, without_options: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    start = initialised("certvit_vit_digits", {**TINY, "proj_drop_rate": 0.2} if name == "dropout" else TINY)
+    start = initialised(
+        "certvit_vit_digits", {**TINY, "proj_drop_rate": 0.2} if name == "dropout" else TINY
+    )
     whole, second = resumed(start, sets, tmp_path / "s.safetensors", **OPTIONS[name])
     last, again = whole.last_net(), second.last_net()
     assert any(not torch.equal(value, last[key]) for key, value in without_options.items())
     assert all(torch.equal(value, again[key]) for key, value in last.items())
 
 
-@pytest.mark.parametrize("options", [{"sam": 0.1}, {"ema": 0.9}, {"accumulate": 3, "ema": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"sam": 0.1}, {"ema": 0.9}, {"accumulate": 3, "ema": 0.5}], ids=str
+)
 def test_options_beside_a_bound_and_orthogonal_matrices(
     options: dict, lipschitz: Checkpoint, sets: Sets, tmp_path: Path
 ) -> None:
@@ -142,22 +160,35 @@ def orthogonal_of(run: Trainer) -> list[Tensor]:
     return [run.last_net()[name] for name in names]
 
 
-def test_accumulated_batches_have_the_gradient_of_one_large_batch(lipschitz: Checkpoint, sets: Sets) -> None:
+def test_accumulated_batches_have_the_gradient_of_one_large_batch(
+    lipschitz: Checkpoint, sets: Sets
+) -> None:
     gradients = []
     for shape in ({"batch_size": 96}, {"batch_size": 32, "accumulate": 3}):
         run = trainer(lipschitz, loss="margin", optimiser="sgd", epochs=1, **shape)
         list(run.run(*sets))
         gradients.append([p.grad for p in run.model.net.parameters()])
     for one, three in zip(*gradients, strict=True):
-        assert torch.allclose(one, three, rtol=1e-4, atol=1e-6)  # sums of 96 float32 terms in two orders
+        assert torch.allclose(
+            one, three, rtol=1e-4, atol=1e-6
+        )  # sums of 96 float32 terms in two orders
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_scaled_gradients_make_the_same_steps(accumulate: int, lipschitz: Checkpoint, sets: Sets) -> None:
+def test_scaled_gradients_make_the_same_steps(
+    accumulate: int, lipschitz: Checkpoint, sets: Sets
+) -> None:
     """fp16's scale is a power of two: in float32, where nothing overflows, it changes no bit of any step."""
     ends = []
     for scaled in (False, True):
-        run = trainer(lipschitz, loss="margin", optimiser="stiefel", epochs=1, clip_grad=1.0, accumulate=accumulate)
+        run = trainer(
+            lipschitz,
+            loss="margin",
+            optimiser="stiefel",
+            epochs=1,
+            clip_grad=1.0,
+            accumulate=accumulate,
+        )
         if scaled:
             run.descent.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
         list(run.run(*sets))
@@ -173,7 +204,9 @@ def test_scaled_gradients_make_the_same_steps(accumulate: int, lipschitz: Checkp
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 def test_precisions_on_a_gpu(precision: str, lipschitz: Checkpoint, sets: Sets) -> None:
-    settings = FinetuneSettings(optimiser="stiefel", epochs=3, batch_size=32, lr=0.01, precision=precision)
+    settings = FinetuneSettings(
+        optimiser="stiefel", epochs=3, batch_size=32, lr=0.01, precision=precision
+    )
     run = Trainer(build.load(lipschitz, "cuda", writable=True), settings, 10, "test")
     records = list(run.run(*sets))
     assert records[-1].loss < records[0].loss
@@ -183,7 +216,11 @@ def test_precisions_on_a_gpu(precision: str, lipschitz: Checkpoint, sets: Sets) 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_sam_climbs_by_rho_and_comes_back_exactly(adaptive: bool) -> None:
     torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2))]
+    weights = [
+        nn.Parameter(torch.randn(4, 3)),
+        nn.Parameter(torch.randn(5)),
+        nn.Parameter(torch.randn(2)),
+    ]
     (weights[0].square().sum() + weights[1].sum()).backward()
     before = [w.detach().clone() for w in weights]
     with climbed(weights, 0.3, adaptive):
@@ -192,7 +229,9 @@ def test_sam_climbs_by_rho_and_comes_back_exactly(adaptive: bool) -> None:
     assert float(moves[2].norm()) == 0  # no gradient, no move
     # the length is measured relative to each weight's size where that is asked for
     relative = [m / b if adaptive else m for m, b in zip(moves, before, strict=True)]
-    assert torch.allclose(torch.cat([m.flatten() for m in relative]).norm(), torch.tensor(0.3), rtol=1e-5)
+    assert torch.allclose(
+        torch.cat([m.flatten() for m in relative]).norm(), torch.tensor(0.3), rtol=1e-5
+    )
     assert all(float((m * w.grad).sum()) > 0 for m, w in zip(moves[:2], weights[:2], strict=True))
 
 
@@ -207,10 +246,14 @@ def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
         net.weight.copy_(second)
     average.update(net)
     decay = min(0.5, 2 / 11)
-    assert torch.allclose(average.weights["weight"], decay * first + (1 - decay) * second, atol=1e-6)
+    assert torch.allclose(
+        average.weights["weight"], decay * first + (1 - decay) * second, atol=1e-6
+    )
     stored = average.weights["weight"].clone()
     with average.applied(net, [net.weight]):
-        assert torch.allclose(net.weight @ net.weight.T, torch.eye(6), atol=1e-5)  # float32 Newton-Schulz
+        assert torch.allclose(
+            net.weight @ net.weight.T, torch.eye(6), atol=1e-5
+        )  # float32 Newton-Schulz
     assert torch.equal(net.weight, second)
     assert torch.equal(average.weights["weight"], stored)
 
@@ -221,7 +264,9 @@ def test_a_teacher_with_the_same_answers_adds_nothing(tiny: Checkpoint, sets: Se
     batch = run.objective.prepare(sets[0], torch.arange(32), 0.0)
     alone = float(run.objective.value(batch, lambda: None, 0.5).detach())
     run.objective.settings = FinetuneSettings(loss="ce", distill_weight=1.0)
-    assert abs(float(run.objective.value(batch, lambda: None, 0.5).detach())) < 1e-5  # KL of equal answers, float32
+    assert (
+        abs(float(run.objective.value(batch, lambda: None, 0.5).detach())) < 1e-5
+    )  # KL of equal answers, float32
     assert alone > 1
 
 
@@ -241,14 +286,22 @@ def test_a_teacher_of_other_sizes_sees_the_images_resized(tiny: Checkpoint, sets
     assert teacher.note == "images of size 1x8x8 were resized to 3x32x32"
     wide = interpolate(images, (32, 32), mode="bilinear", antialias=True).repeat(1, 3, 1, 1)
     torch.testing.assert_close(teacher(images), build.load(larger)(wide))
-    run = Trainer(build.load(tiny, writable=True), FinetuneSettings(loss="ce", epochs=1), 10, "x", teacher)
+    run = Trainer(
+        build.load(tiny, writable=True), FinetuneSettings(loss="ce", epochs=1), 10, "x", teacher
+    )
     assert list(run.run(*sets))
 
 
-def test_a_teacher_of_imagenet_teaches_the_classes_that_folders_name(tiny: Checkpoint, sets: Sets) -> None:
+def test_a_teacher_of_imagenet_teaches_the_classes_that_folders_name(
+    tiny: Checkpoint, sets: Sets
+) -> None:
     arguments = dict(tiny.record.arch_args)
     imagenet = initialised("certvit_vit_digits", {**arguments, "num_classes": 1000})
-    synsets = ("n01440764", "n03888257", *(f"n01{number}" for number in (443537, 484850, 491361, 494475)))
+    synsets = (
+        "n01440764",
+        "n03888257",
+        *(f"n01{number}" for number in (443537, 484850, 491361, 494475)),
+    )
     student = initialised("certvit_vit_digits", {**arguments, "num_classes": 6})
     teacher, images = taught_by(imagenet, student, synsets), sets[0].fetch(range(4))
     assert teacher.note == "6 of its 1,000 classes count"
@@ -260,7 +313,10 @@ def test_teachers_of_another_task_are_refused(tiny: Checkpoint) -> None:
     arguments = dict(tiny.record.arch_args)
     seven = initialised("certvit_vit_digits", {**arguments, "num_classes": 7})
     imagenet = initialised("certvit_vit_digits", {**arguments, "num_classes": 1000})
-    two, three = (initialised("certvit_vit_digits", {**arguments, "in_chans": channels}) for channels in (2, 3))
+    two, three = (
+        initialised("certvit_vit_digits", {**arguments, "in_chans": channels})
+        for channels in (2, 3)
+    )
     names = tuple(map(str, range(10)))
     for teacher, student, classes, match in (
         (seven, tiny, names, "7 classes"),
@@ -334,9 +390,19 @@ def test_options_out_of_range_or_against_each_other(wrong: dict) -> None:
 
 def test_the_lineage_names_what_is_on() -> None:
     off = FinetuneSettings().parameters()
-    assert not {"sam", "adversarial", "attack_epsilon", "steps", "seed", "mix_probability", "teacher"} & off.keys()
+    assert (
+        not {"sam", "adversarial", "attack_epsilon", "steps", "seed", "mix_probability", "teacher"}
+        & off.keys()
+    )
     on = FinetuneSettings(loss="ce", adversarial="pgd", mixup=0.5, steps=7).parameters()
-    assert {"adversarial", "attack_epsilon", "ard", "mixup", "mix_probability", "steps"} <= on.keys()
+    assert {
+        "adversarial",
+        "attack_epsilon",
+        "ard",
+        "mixup",
+        "mix_probability",
+        "steps",
+    } <= on.keys()
     assert "epochs" not in on
 
 

@@ -21,7 +21,13 @@ BALL = FinetuneSettings(project="ball", project_radius=1.0)
 
 def plain_vit() -> nn.Module:
     return timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5
+        "vit_tiny_patch16_224",
+        img_size=16,
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        num_classes=5,
     )
 
 
@@ -39,13 +45,20 @@ def swin() -> nn.Module:
 
 def convit() -> nn.Module:
     return timm.create_model(
-        "convit_tiny", img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, local_up_to_layer=1
+        "convit_tiny",
+        img_size=16,
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        local_up_to_layer=1,
     )
 
 
 def tied() -> nn.Module:
     return nn.Sequential(
-        L2Attention(AttentionShape(12, 3, 4, True, 20, True)), L2Attention(AttentionShape(20, 5, 4, False, 12, True))
+        L2Attention(AttentionShape(12, 3, 4, True, 20, True)),
+        L2Attention(AttentionShape(20, 5, 4, False, 12, True)),
     )
 
 
@@ -83,11 +96,15 @@ def expected(net: nn.Module, weights: tuple[float, float, float]) -> Tensor:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("weights", [LAMBDAS, (0.0, 0.0, 1.0)])
-def test_the_penalty_is_the_sum_of_squared_singular_values(name: str, weights: tuple[float, float, float]) -> None:
+def test_the_penalty_is_the_sum_of_squared_singular_values(
+    name: str, weights: tuple[float, float, float]
+) -> None:
     torch.manual_seed(0)
     net = NETWORKS[name]()
     with torch.no_grad():
-        for parameter in net.parameters():  # ConViT starts its values at the identity, whose singular values coincide
+        for parameter in (
+            net.parameters()
+        ):  # ConViT starts its values at the identity, whose singular values coincide
             parameter.normal_()
     penalty = SpectralPenalty(net, weights)
     reference = expected(net, weights)
@@ -100,7 +117,9 @@ def test_the_penalty_is_the_sum_of_squared_singular_values(name: str, weights: t
     for a, b in zip(mine, theirs, strict=True):
         assert (a is None) == (b is None) or (a is None and float(b.abs().max()) == 0)
         if a is not None and b is not None:
-            assert torch.allclose(a, b, atol=1e-3 * float(b.abs().max()) + 1e-12)  # vectors: the square root of 1e-6
+            assert torch.allclose(
+                a, b, atol=1e-3 * float(b.abs().max()) + 1e-12
+            )  # vectors: the square root of 1e-6
 
 
 def test_descent_on_the_penalty_shrinks_the_maps_and_nothing_else() -> None:
@@ -115,7 +134,9 @@ def test_descent_on_the_penalty_shrinks_the_maps_and_nothing_else() -> None:
         penalty().backward()
         optimiser.step()
     assert float(expected(net, (1.0, 1.0, 1.0)).detach()) < 0.7 * start
-    changed = {name for name, value in net.named_parameters() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in net.named_parameters() if not torch.equal(value, before[name])
+    }
     assert changed == {f"blocks.{block}.attn.qkv.weight" for block in range(2)}
 
 

@@ -33,14 +33,18 @@ def test_what_needs_whole_matrices_is_refused_by_name(options: dict, named: str)
 
 
 def test_several_processes_are_asked_for() -> None:
-    settings = FinetuneSettings(loss="ce", optimiser="sgd", sam=0.1, ema=0.9, adversarial="trades", precision="bf16")
+    settings = FinetuneSettings(
+        loss="ce", optimiser="sgd", sam=0.1, ema=0.9, adversarial="trades", precision="bf16"
+    )
     require_shardable(settings, PAIR)
     with pytest.raises(UsageError, match="there is one"):
         require_shardable(settings, ALONE)
 
 
 def test_each_block_is_gathered_by_itself_inner_ones_first() -> None:
-    vit = build.create("certvit_vit_digits", {"embed_dim": 16, "depth": 3, "num_heads": 2}, initialise=False)
+    vit = build.create(
+        "certvit_vit_digits", {"embed_dim": 16, "depth": 3, "num_heads": 2}, initialise=False
+    )
     assert blocks(vit) == list(reversed(vit.blocks))
     swin = build.create(
         "swin_tiny_patch4_window7_224",
@@ -49,7 +53,9 @@ def test_each_block_is_gathered_by_itself_inner_ones_first() -> None:
     )
     found = blocks(swin)
     assert set(found) == {*swin.layers, *(block for stage in swin.layers for block in stage.blocks)}
-    assert all(found.index(block) < found.index(stage) for stage in swin.layers for block in stage.blocks)
+    assert all(
+        found.index(block) < found.index(stage) for stage in swin.layers for block in stage.blocks
+    )
     assert blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
 
 

@@ -23,12 +23,16 @@ def linear(classes: int, seed: int = 0, size: int = 6) -> nn.Module:
 def perceptron(classes: int, seed: int = 0, size: int = 6) -> nn.Module:
     torch.manual_seed(seed)
     pixels = size * size
-    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 24), nn.ReLU(), nn.Linear(24, classes)).eval()
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pixels, 24), nn.ReLU(), nn.Linear(24, classes)
+    ).eval()
 
 
 def convolution(classes: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    body = nn.Sequential(nn.Conv2d(1, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2))
+    body = nn.Sequential(
+        nn.Conv2d(1, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)
+    )
     return nn.Sequential(body, nn.Linear(24, classes)).eval()
 
 

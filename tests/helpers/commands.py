@@ -40,7 +40,11 @@ def attempt(*words: object) -> Result:
 def certvit(*words: object, code: int = 0) -> Result:
     """Run a command that ends with this exit code."""
     done = attempt(*words)
-    assert getattr(done.exception, "code", done.exit_code) == code, (words, done.output, done.exception)
+    assert getattr(done.exception, "code", done.exit_code) == code, (
+        words,
+        done.output,
+        done.exception,
+    )
     return done
 
 
@@ -60,7 +64,11 @@ def console(*words: object, folder: Path | None = None) -> Done:
     out, err, code = io.StringIO(), io.StringIO(), 0
     arguments, sys.argv = sys.argv, ["certvit", *map(str, words)]
     try:
-        with contextlib.chdir(folder or "."), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            contextlib.chdir(folder or "."),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             run()
     except SystemExit as stop:
         code = int(stop.code or 0)

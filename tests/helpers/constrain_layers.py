@@ -47,7 +47,9 @@ def measured_errors(weight: Tensor, original: Tensor, columns: Tensor) -> Tensor
     return change.flatten(1).norm(dim=1) / (original @ columns).flatten(1).norm(dim=1)
 
 
-def collect(model: nn.Module, batches: Any, paths: list[str], **options: Any) -> dict[str, LayerStatistics]:
+def collect(
+    model: nn.Module, batches: Any, paths: list[str], **options: Any
+) -> dict[str, LayerStatistics]:
     """Return the statistics of all passes."""
     passes = collect_in_passes(model, batches, paths, **options)
     return {path: layer.widened() for part in passes for path, layer in part.items()}

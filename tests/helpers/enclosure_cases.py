@@ -45,7 +45,9 @@ def _softmax_rows(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("linear", ((1, 3, 4),), lambda x: affine(x, _W, _B), lambda x: F.linear(x, _W, _B), order=9),
+    Case(
+        "linear", ((1, 3, 4),), lambda x: affine(x, _W, _B), lambda x: F.linear(x, _W, _B), order=9
+    ),
     Case("centring", ((1, 3, 4),), centred, lambda x: x - x.mean(-1, keepdim=True), order=9),
     Case("sum", ((1, 3, 4), (1, 3, 4)), lambda x, y: x + y, torch.add, order=9),
     Case("difference", ((1, 3, 4), (1, 3, 4)), lambda x, y: x + negative(y), torch.sub, order=9),
@@ -53,10 +55,17 @@ CASES = (
     Case("symbols for slack", ((1, 3, 4),), lambda x: x.solid(), lambda x: x, order=9),
     Case("ReLU", ((1, 3, 4),), relu, torch.relu, order=1),
     Case("GELU", ((1, 3, 4),), lambda x: apply(GELU, x), F.gelu),
-    Case("tanh GELU", ((1, 3, 4),), lambda x: apply(GELU_TANH, x), lambda x: F.gelu(x, approximate="tanh")),
+    Case(
+        "tanh GELU",
+        ((1, 3, 4),),
+        lambda x: apply(GELU_TANH, x),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
     Case("exp", ((1, 3, 4),), lambda x: apply(EXP, x), torch.exp),
     Case("log", ((1, 3, 4),), lambda x: apply(LOG, x), torch.log, positive=True),
-    Case("reciprocal", ((1, 3, 4),), lambda x: apply(RECIPROCAL, x), torch.reciprocal, positive=True),
+    Case(
+        "reciprocal", ((1, 3, 4),), lambda x: apply(RECIPROCAL, x), torch.reciprocal, positive=True
+    ),
     Case("rsqrt", ((1, 3, 4),), lambda x: apply(RSQRT, x), torch.rsqrt, positive=True),
     Case("sqrt", ((1, 3, 4),), lambda x: apply(SQRT, x), torch.sqrt, positive=True),
     Case("product", ((1, 3, 4), (1, 3, 1)), lambda x, y: product(x, y, times, 1), torch.mul),
@@ -108,7 +117,10 @@ def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = Fa
     space = Space(BALL, squares_on, 14, reach=(fall, rise) if seed % 2 else None)
     made = []
     for shape in case.shapes:
-        random = [torch.randn(*lead, *shape, generator=generator).double() for lead in ((), (BALL,), (space.square,))]
+        random = [
+            torch.randn(*lead, *shape, generator=generator).double()
+            for lead in ((), (BALL,), (space.square,))
+        ]
         box = torch.randn(BOX, *shape, generator=generator).double()
         slack = torch.rand(*shape, generator=generator).double()
         centre = random[0].abs() + 1 if case.positive else random[0]
@@ -122,10 +134,16 @@ def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = Fa
 def square_symbols(e: Tensor) -> Tensor:
     """vec(e e^T) of each row of e: (b, m) -> (b, m (m + 1) / 2)."""
     first, second = torch.triu_indices(e.shape[1], e.shape[1])
-    return e[:, first] * e[:, second] * torch.where(first == second, e.new_tensor(1.0), e.new_tensor(2**0.5))
+    return (
+        e[:, first]
+        * e[:, second]
+        * torch.where(first == second, e.new_tensor(1.0), e.new_tensor(2**0.5))
+    )
 
 
-def evaluate(form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
+def evaluate(
+    form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...]
+) -> tuple[Tensor, Tensor]:
     """The form at symbols e (b, m), within its reach, and n (b, box) of the blocks `known`, and the radius of the rest."""
     if form.space.reach is not None:
         e = torch.maximum(torch.minimum(e, form.space.reach[1]), -form.space.reach[0])
@@ -137,4 +155,6 @@ def evaluate(form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...
         start += block[1]
     symbols = torch.cat([*columns, n[:, : len(given)]], 1)
     used = form.gens[list(range(form.fixed)) + given]
-    return form.centre + torch.tensordot(symbols, used, dims=1), form.gens[free].abs().sum(0) + form.slack
+    return form.centre + torch.tensordot(symbols, used, dims=1), form.gens[free].abs().sum(
+        0
+    ) + form.slack

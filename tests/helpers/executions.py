@@ -58,7 +58,11 @@ class Ordered(TorchDispatchMode):
         if name == "convolution" and args[8] == 1:
             x, weight, bias, stride, padding, dilation = args[:6]
             columns = F.unfold(
-                x.float() if x.dtype != torch.float64 else x, weight.shape[2:], dilation, padding, stride
+                x.float() if x.dtype != torch.float64 else x,
+                weight.shape[2:],
+                dilation,
+                padding,
+                stride,
             )
             found = self.product(weight.flatten(1).expand(len(x), -1, -1), columns.to(x.dtype))
             found = found.view(func(*args, **(kwargs or {})).shape)
@@ -113,10 +117,16 @@ def require_within(
     the bound. Return the largest bound.
     """
     radii, tops = torch.full((len(pixels),), radius), [0, model(pixels).shape[1] - 1]
-    bound = torch.stack([analysis(pixels, radii, torch.full((len(pixels),), top)) for top in tops], 1)
+    bound = torch.stack(
+        [analysis(pixels, radii, torch.full((len(pixels),), top)) for top in tops], 1
+    )
     for near in (pixels, neighbours(pixels, radius, 7)):
         near = representable(near, arithmetic)
         real = model(near)
         for logits in executions(model, near, arithmetic):
-            assert bool((apart(logits, real)[:, tops] <= bound * (2 if arithmetic == "float64" else 1)).all())
+            assert bool(
+                (
+                    apart(logits, real)[:, tops] <= bound * (2 if arithmetic == "float64" else 1)
+                ).all()
+            )
     return float(bound.max())

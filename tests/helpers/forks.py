@@ -23,7 +23,9 @@ def fork(act: Callable[[], object], out: Path, err: Path) -> int:
         for target, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 (those of pytest are files)
-        torch.set_num_threads(torch.get_num_threads())  # a fork has none of the threads of its parent
+        torch.set_num_threads(
+            torch.get_num_threads()
+        )  # a fork has none of the threads of its parent
         processes.team.cache_clear()
         act()
         code = 0
@@ -50,7 +52,9 @@ def interrupted(folder: Path, words: list[str], states: object) -> str:
     """
 
     def act() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # what a shell runs in the background ignores it
         usual = states.save_state  # type: ignore[attr-defined]
 
         def save_state(*given: object) -> None:

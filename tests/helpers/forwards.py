@@ -81,11 +81,13 @@ def spellings(net: nn.Module, x: Tensor) -> Tensor:
         .permute(dims=(0, 3, 1, 2))
     )
     y = torch.cat(tensors=[y, x.swapaxes(axis0=2, axis1=3)], axis=1).roll(shifts=1, dims=2)
-    z = y.mean(axis=(2, 3), keepdims=True) - torch.sum(input=y, axis=1, keepdim=True).softmax(axis=2)
-    w = torch.stack(tensors=(y, torch.add(input=y, other=z, alpha=2)), axis=-1)
-    return w.sum(axis=-1).amax(axis=1).unsqueeze(dim=1) + torch.flatten(input=y, start_dim=2).reshape(
-        shape=(-1, 4, 4, 4)
+    z = y.mean(axis=(2, 3), keepdims=True) - torch.sum(input=y, axis=1, keepdim=True).softmax(
+        axis=2
     )
+    w = torch.stack(tensors=(y, torch.add(input=y, other=z, alpha=2)), axis=-1)
+    return w.sum(axis=-1).amax(axis=1).unsqueeze(dim=1) + torch.flatten(
+        input=y, start_dim=2
+    ).reshape(shape=(-1, 4, 4, 4))
 
 
 def axes(net: nn.Module, x: Tensor) -> Tensor:
@@ -124,9 +126,9 @@ def choice_of_scores(net: nn.Module, x: Tensor) -> Tensor:
 
 def larger(net: nn.Module, x: Tensor) -> Tensor:
     y = torch.maximum(x, net.parts[0](x)).minimum(torch.tensor(1.5)) + torch.max(net.row, x)
-    return torch.cat([y, torch.minimum(x[:, :1], x).clamp_max(0.5)], dim=1) - torch.clamp_min(x, -0.2).amax(
-        dim=(1, 2), keepdim=True
-    )
+    return torch.cat([y, torch.minimum(x[:, :1], x).clamp_max(0.5)], dim=1) - torch.clamp_min(
+        x, -0.2
+    ).amax(dim=(1, 2), keepdim=True)
 
 
 def deviations(net: nn.Module, x: Tensor) -> Tensor:
@@ -138,15 +140,19 @@ def deviations(net: nn.Module, x: Tensor) -> Tensor:
 def variances(net: nn.Module, x: Tensor) -> Tensor:
     y = torch.var(x, -1, unbiased=False) - x.var(1, keepdim=True).squeeze(1)[:, :4]
     spread, middle = torch.var_mean(x, axis=1, correction=0)
-    return torch.cat([y, 0.1 * spread - middle, x.var(dim=[1, 2], correction=30).unsqueeze(1)], dim=1)
+    return torch.cat(
+        [y, 0.1 * spread - middle, x.var(dim=[1, 2], correction=30).unsqueeze(1)], dim=1
+    )
 
 
 def folded(net: nn.Module, x: Tensor) -> Tensor:
     blocks = functional.unfold(x, 2, stride=2)
-    y = functional.fold(blocks.repeat(1, 1, 4)[..., :9], (4, 5), kernel_size=(2, 2), dilation=(1, 2), stride=1)
-    return y.mean((2, 3)) + functional.fold(blocks, output_size=4, kernel_size=2, padding=1, stride=3).mean(
-        (1, 2, 3)
-    ).unsqueeze(1)
+    y = functional.fold(
+        blocks.repeat(1, 1, 4)[..., :9], (4, 5), kernel_size=(2, 2), dilation=(1, 2), stride=1
+    )
+    return y.mean((2, 3)) + functional.fold(
+        blocks, output_size=4, kernel_size=2, padding=1, stride=3
+    ).mean((1, 2, 3)).unsqueeze(1)
 
 
 def add_product(net: nn.Module, x: Tensor) -> Tensor:

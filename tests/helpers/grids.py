@@ -10,4 +10,8 @@ EVERY = "CERTVIT_SOUNDNESS" in os.environ
 
 def crossed(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Return every pair; by default each of the first once, with the second in turn."""
-    return list(itertools.product(first, second)) if EVERY else list(zip(first, itertools.cycle(second)))
+    return (
+        list(itertools.product(first, second))
+        if EVERY
+        else list(zip(first, itertools.cycle(second)))
+    )

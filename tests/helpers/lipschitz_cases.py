@@ -35,7 +35,9 @@ D = 8
 class Function(nn.Module):
     """x -> f(x, parts): an arbitrary forward around named parts."""
 
-    def __init__(self, forward: Callable[..., Tensor], *parts: nn.Module, **tensors: Tensor) -> None:
+    def __init__(
+        self, forward: Callable[..., Tensor], *parts: nn.Module, **tensors: Tensor
+    ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.function = forward

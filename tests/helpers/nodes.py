@@ -51,11 +51,18 @@ class Claims:
 
     def images(self, seed: int = 0) -> Tensor:
         """Return noise, corners of the box, and the one towards which an entry of the output grows."""
-        noise = torch.rand(4, *self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        noise = torch.rand(
+            4, *self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         start = noise[:1].clone().requires_grad_(True)
         *_, (_, result) = executed(self.traced, start)
         (upwards,) = torch.autograd.grad(result.abs().max(), start)
-        corners = [noise.round(), torch.zeros_like(start), torch.ones_like(start), (upwards > 0).double()]
+        corners = [
+            noise.round(),
+            torch.zeros_like(start),
+            torch.ones_like(start),
+            (upwards > 0).double(),
+        ]
         return torch.cat([noise, *corners])
 
     @torch.no_grad()
@@ -63,9 +70,13 @@ class Claims:
         """Run the graph on these images, side by side, and yield each claim that does not hold."""
         apart = (images[1:] - images[:-1]).flatten(1).norm(dim=1)
         with deep_recursion():
-            for steps in zip(*(executed(self.traced, image[None].clone()) for image in images), strict=True):
+            for steps in zip(
+                *(executed(self.traced, image[None].clone()) for image in images), strict=True
+            ):
                 node = steps[0][0]
-                for fault in self._refuted(self.values.get(node), [result for _, result in steps], apart):
+                for fault in self._refuted(
+                    self.values.get(node), [result for _, result in steps], apart
+                ):
                     yield f"{node.meta['path']} {node.name}: {fault}"
 
     def _refuted(self, value: Any, results: Sequence[Any], apart: Tensor) -> Iterator[str]:
@@ -93,7 +104,10 @@ def _larger(size: Size, found: Tensor) -> Iterator[str]:
     shape = tuple(found.shape[1:])
     if tuple(size.shape) != shape:
         yield f"a size of {size.shape} for {shape}"
-    measured = {"norm": (found.flatten(1).norm(dim=1), size.total), "entry": (found.abs(), size.peak)}
+    measured = {
+        "norm": (found.flatten(1).norm(dim=1), size.total),
+        "entry": (found.abs(), size.peak),
+    }
     for axis in range(-len(shape), 0):
         measured[f"fibre along {axis}"] = found.norm(dim=axis), size.fibre_along(axis)
     for name, (numbers, claimed) in measured.items():
@@ -111,7 +125,9 @@ def _before(value: Value, pending: Affine, found: Tensor, apart: Tensor) -> Iter
     """Claims about the input of a map that waits: the shortest input with this result is no longer, and no faster."""
     width, index = pending.width, pending.index
     effective = pending.effective(value.size.arith)
-    matrix = torch.eye(width, dtype=torch.float64) if effective is None else effective.tensor.double()
+    matrix = (
+        torch.eye(width, dtype=torch.float64) if effective is None else effective.tensor.double()
+    )
     if effective is None and pending.centered:
         matrix = matrix - 1 / width
     shift = torch.zeros(len(matrix), 1) if pending.bias is None else pending.bias.tensor
@@ -120,7 +136,11 @@ def _before(value: Value, pending: Affine, found: Tensor, apart: Tensor) -> Iter
     else:
         matrix, shift = matrix[index.flatten()], shift[index.flatten()]
         wide = [axis - 1 for axis in range(-index.dim(), 0) if index.shape[axis] > 1]
-        rows = found.unsqueeze(-1).movedim(wide, list(range(-1 - len(wide), -1))).flatten(-1 - len(wide))
+        rows = (
+            found.unsqueeze(-1)
+            .movedim(wide, list(range(-1 - len(wide), -1)))
+            .flatten(-1 - len(wide))
+        )
     if not rows.shape[-1] == len(matrix) == len(shift):
         yield f"a map to {len(matrix)} features, shifted by {len(shift)}, of {rows.shape[-1]}"
         return

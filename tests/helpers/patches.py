@@ -17,7 +17,9 @@ ONE_IMAGE = torch.zeros(1, 1, 4, 5)
 def places(grid: Grid, patch: Patch) -> list[Tensor]:
     """The pixels (height, width) bool of one such patch, at every place."""
     found = []
-    for top, left in itertools.product(range(grid.height - patch.height + 1), range(grid.width - patch.width + 1)):
+    for top, left in itertools.product(
+        range(grid.height - patch.height + 1), range(grid.width - patch.width + 1)
+    ):
         pixels = torch.zeros(grid.height, grid.width, dtype=torch.bool)
         pixels[top : top + patch.height, left : left + patch.width] = True
         found.append(pixels)
@@ -27,9 +29,17 @@ def places(grid: Grid, patch: Patch) -> list[Tensor]:
 def shown(views: Tensor, grid: Grid) -> Tensor:
     """Views as pixels: (m, rows, columns) -> (m, height, width)."""
     down, across = grid.cell
-    return views.repeat_interleave(down, 1).repeat_interleave(across, 2)[:, : grid.height, : grid.width]
+    return views.repeat_interleave(down, 1).repeat_interleave(across, 2)[
+        :, : grid.height, : grid.width
+    ]
 
 
 def pixel_model(net: nn.Module, size: tuple[int, int, int]) -> build.PixelModel:
-    spec = InputSpec(size=size, mean=(0.5,) * size[0], std=(0.5,) * size[0], interpolation="bicubic", crop_pct=1.0)
+    spec = InputSpec(
+        size=size,
+        mean=(0.5,) * size[0],
+        std=(0.5,) * size[0],
+        interpolation="bicubic",
+        crop_pct=1.0,
+    )
     return build.PixelModel(spec, net.eval()).eval()

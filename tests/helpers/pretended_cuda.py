@@ -20,7 +20,8 @@ from certcli.engine import trace
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _ACROSS = frozenset(
-    f"aten::{name}" for name in ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
+    f"aten::{name}"
+    for name in ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
 )
 """Operations that CUDA allows on tensors of two devices."""
 _TO_HOST = frozenset(("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"))
@@ -118,7 +119,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [value for value in leaves if isinstance(value, Tensor)]
     off = [tuple(value.shape) for value in tensors if not _on(value) and value.dim()]
     if any(map(_on, tensors)) and off and name not in _ACROSS:
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu {off}")
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu {off}"
+        )
     target = kwargs.get("device")
     if target is not None and target.type == "cuda":
         wrap, kwargs = True, {**kwargs, "device": CPU}
@@ -134,7 +137,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
     if not wrap or name in _TO_HOST:
         return result
-    same = {id(value.inner): value for value in leaves if isinstance(value, OnDevice)}  # of operations in place
+    same = {
+        id(value.inner): value for value in leaves if isinstance(value, OnDevice)
+    }  # of operations in place
 
     def wrapped(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -159,7 +164,9 @@ def _moved(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     like = next((value for value in args if isinstance(value, Tensor)), None)
     words = [*args, *kwargs.values()] if like is None else [CUDA if _on(like) else CPU, like.dtype]
     here = CUDA if _on(x) else CPU
-    device = next((torch.device(word) for word in words if isinstance(word, (str, torch.device))), here)
+    device = next(
+        (torch.device(word) for word in words if isinstance(word, (str, torch.device))), here
+    )
     dtype = next((word for word in words if isinstance(word, torch.dtype)), x.dtype)
     if device.type == here.type and dtype == x.dtype and not kwargs.get("copy"):
         return x
@@ -201,8 +208,12 @@ class _Functions(TorchFunctionMode):
             kwargs = {**kwargs, "device": named}
         on_device = any(map(_on, tree_leaves((args, kwargs))))
         generator = kwargs.get("generator")
-        if isinstance(generator, Generator) and (generator.said.type == "cuda") != (on_device or named == CUDA):
-            raise RuntimeError(f"{func.__name__}: expected a generator of the tensor's device, found {generator.said}")
+        if isinstance(generator, Generator) and (generator.said.type == "cuda") != (
+            on_device or named == CUDA
+        ):
+            raise RuntimeError(
+                f"{func.__name__}: expected a generator of the tensor's device, found {generator.said}"
+            )
         with _within(on_device, named):
             return func(*args, **kwargs)
 
@@ -223,14 +234,22 @@ def _parsed(parse: Any) -> Any:
     """Module.to(tensor) asks C++ for the tensor's device."""
 
     def parsed(*args: Any, **kwargs: Any) -> Any:
-        like = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        return parse(*args, **kwargs) if like is None else parse(CUDA if _on(like) else CPU, like.dtype)
+        like = next(
+            (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None
+        )
+        return (
+            parse(*args, **kwargs)
+            if like is None
+            else parse(CUDA if _on(like) else CPU, like.dtype)
+        )
 
     return parsed
 
 
 def _enter_inference(mode: Any) -> None:
-    mode.without = torch.no_grad() if mode.mode else ExitStack()  # tensors of inference mode cannot be wrapped
+    mode.without = (
+        torch.no_grad() if mode.mode else ExitStack()
+    )  # tensors of inference mode cannot be wrapped
     mode.without.__enter__()
 
 
@@ -258,17 +277,26 @@ def pretended_cuda() -> Iterator[torch.device]:
         with _Dispatch(), _Functions():
             run(thread)
 
-    inference, overwrite = torch.inference_mode, torch.__future__.get_overwrite_module_params_on_conversion()
+    inference, overwrite = (
+        torch.inference_mode,
+        torch.__future__.get_overwrite_module_params_on_conversion(),
+    )
     with ExitStack() as stack:
         for name, value in _ABOUT.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(trace, "patched", return_value=None))  # it sees what is replaced here
+        stack.enter_context(
+            mock.patch.object(trace, "patched", return_value=None)
+        )  # it sees what is replaced here
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, _from_data(getattr(torch, name))))
-        stack.enter_context(mock.patch.object(torch._C._nn, "_parse_to", _parsed(torch._C._nn._parse_to)))
+        stack.enter_context(
+            mock.patch.object(torch._C._nn, "_parse_to", _parsed(torch._C._nn._parse_to))
+        )
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(inference, "__enter__", _enter_inference))
-        stack.enter_context(mock.patch.object(inference, "__exit__", lambda mode, *how: mode.without.__exit__(*how)))
+        stack.enter_context(
+            mock.patch.object(inference, "__exit__", lambda mode, *how: mode.without.__exit__(*how))
+        )
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_on_device))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)

@@ -125,7 +125,10 @@ def before_attention() -> Pair:
 
 
 def before_lipschitz_attention(kind: str) -> Pair:
-    attention, norm = REPLACEMENTS.load(kind)(timm_layers.Attention(8, 2, qkv_bias=True)), token_bn(8)
+    attention, norm = (
+        REPLACEMENTS.load(kind)(timm_layers.Attention(8, 2, qkv_bias=True)),
+        token_bn(8),
+    )
     plain = copy.deepcopy(attention)
     for name in ("query", "key", "value"):
         if hasattr(plain, name):
@@ -174,7 +177,9 @@ def spread_over_pixels() -> Pair:
 def pooled() -> Pair:
     norm, last = token_bn(8), nn.Linear(8, 3)
     mean = f(lambda m, x: x.mean(1))
-    return tokens((seq(norm, mean, last, tail()), seq(mean, after(last, *gain_and_shift(norm)), tail())))
+    return tokens(
+        (seq(norm, mean, last, tail()), seq(mean, after(last, *gain_and_shift(norm)), tail()))
+    )
 
 
 def depthwise_then_pointwise() -> Pair:
@@ -190,7 +195,9 @@ def depthwise_then_pointwise() -> Pair:
 def pointwise_then_conv() -> Pair:
     point, conv = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 2)
     whole = nn.Conv2d(2, 3, 2)
-    whole.weight.data = torch.einsum("omkl,mi->oikl", conv.weight.data, point.weight.data[..., 0, 0])
+    whole.weight.data = torch.einsum(
+        "omkl,mi->oikl", conv.weight.data, point.weight.data[..., 0, 0]
+    )
     whole.bias.data = conv.bias.data + torch.einsum("omkl,m->o", conv.weight.data, point.bias.data)
     return seq(point, conv, tail()), seq(whole, tail())
 
@@ -217,14 +224,22 @@ def times(number: float) -> nn.Module:
 def number(where: Callable[[float], nn.Module]) -> Pair:
     first, last = nn.Linear(8, 6), nn.Linear(6, 5)
     return tokens(
-        (seq(first, where(-1.7), last, tail()), seq(product(then(first, torch.full((6,), -1.7)), last), tail()))
+        (
+            seq(first, where(-1.7), last, tail()),
+            seq(product(then(first, torch.full((6,), -1.7)), last), tail()),
+        )
     )
 
 
 def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
     first, last, vector = nn.Linear(8, 6), nn.Linear(6, 5), 3 * torch.randn(6)
     shifted = then(first, torch.ones(6), vector)
-    return tokens((seq(first, *[make(vector) for make in shift], last, tail()), seq(product(shifted, last), tail())))
+    return tokens(
+        (
+            seq(first, *[make(vector) for make in shift], last, tail()),
+            seq(product(shifted, last), tail()),
+        )
+    )
 
 
 def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> Pair:
@@ -274,11 +289,22 @@ def resnet_block() -> Pair:
 
 def vit() -> Pair:
     """A small vision transformer with BatchNorm everywhere: embedding, blocks, pooled head."""
-    embed, position, first, pool = nn.Conv2d(2, 8, 2, 2), 0.1 * torch.randn(1, 4, 8), token_bn(8), token_bn(8)
+    embed, position, first, pool = (
+        nn.Conv2d(2, 8, 2, 2),
+        0.1 * torch.randn(1, 4, 8),
+        token_bn(8),
+        token_bn(8),
+    )
     attention, last = timm_layers.Attention(8, 2, qkv_bias=True), nn.Linear(8, 3)
-    mlp, second, start = seq(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)), token_bn(8), token_bn(8)
+    mlp, second, start = (
+        seq(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)),
+        token_bn(8),
+        token_bn(8),
+    )
 
-    def network(embed: nn.Module, attention: nn.Module, mlp: nn.Module, last: nn.Module) -> nn.Module:
+    def network(
+        embed: nn.Module, attention: nn.Module, mlp: nn.Module, last: nn.Module
+    ) -> nn.Module:
         def forward(m: nn.Module, x: Tensor) -> Tensor:
             x = m.parts[0](x) + m.position
             x = x + m.parts[1](x)
@@ -289,10 +315,18 @@ def vit() -> Pair:
 
     flat = f(lambda m, x: x.flatten(2).transpose(1, 2))
     plain, narrow = copy.deepcopy(attention), copy.deepcopy(mlp)
-    plain.qkv, narrow[0] = after(attention.qkv, *gain_and_shift(first)), after(mlp[0], *gain_and_shift(second))
+    plain.qkv, narrow[0] = (
+        after(attention.qkv, *gain_and_shift(first)),
+        after(mlp[0], *gain_and_shift(second)),
+    )
     return (
         network(seq(embed, flat, start), seq(first, attention), seq(second, mlp), seq(pool, last)),
-        network(seq(then(embed, *gain_and_shift(start)), flat), plain, narrow, after(last, *gain_and_shift(pool))),
+        network(
+            seq(then(embed, *gain_and_shift(start)), flat),
+            plain,
+            narrow,
+            after(last, *gain_and_shift(pool)),
+        ),
     )
 
 

@@ -20,7 +20,13 @@ RUNS = {
     "log": ["log", M, "--quiet", "--force"],
 }
 """A short run of each command, its outputs to be added."""
-ENDINGS = {"--plot": ".png", "--gallery": ".png", "--report": ".csv", "--html": ".html", "--records": ".jsonl"}
+ENDINGS = {
+    "--plot": ".png",
+    "--gallery": ".png",
+    "--report": ".csv",
+    "--html": ".html",
+    "--records": ".jsonl",
+}
 
 
 def outputs_of(name: str) -> list[str]:
@@ -35,7 +41,9 @@ def outputs_of(name: str) -> list[str]:
 
 def named_words(name: str) -> list[tuple[str, str]]:
     """Return each of these options with a file for it."""
-    return [(option, f"out{option}{ENDINGS.get(option, '.safetensors')}") for option in outputs_of(name)]
+    return [
+        (option, f"out{option}{ENDINGS.get(option, '.safetensors')}") for option in outputs_of(name)
+    ]
 
 
 WRITING = [name for name in COMMANDS if outputs_of(name)]

@@ -20,7 +20,9 @@ def slope(net: nn.Module, image: Tensor) -> tuple[float, Tensor | None]:
         if not result.requires_grad:
             return 0.0, None
         identity = torch.eye(len(result), dtype=result.dtype)
-        (rows,) = torch.autograd.grad(result, image, identity, retain_graph=True, is_grads_batched=True)
+        (rows,) = torch.autograd.grad(
+            result, image, identity, retain_graph=True, is_grads_batched=True
+        )
         left, values, right = torch.linalg.svd(rows.flatten(1), full_matrices=False)
         (pulled,) = torch.autograd.grad(result, image, left[:, 0], create_graph=True)
         gradient = None
@@ -29,7 +31,9 @@ def slope(net: nn.Module, image: Tensor) -> tuple[float, Tensor | None]:
     return float(values[0]), gradient
 
 
-def steepest(net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4, seed: int = 0) -> float:
+def steepest(
+    net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4, seed: int = 0
+) -> float:
     """Return the largest slope found from random, nearly constant and saturated images by gradient ascent."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -47,9 +51,14 @@ def steepest(net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4, see
 def steepest_pair(net: nn.Module) -> float:
     """Return the largest slope between two images of the network as it is called, in batches of one and two."""
     generator = torch.Generator().manual_seed(0)
-    dtype = next((t.dtype for t in [*net.parameters(), *net.buffers()] if t.is_floating_point()), torch.float64)
+    dtype = next(
+        (t.dtype for t in [*net.parameters(), *net.buffers()] if t.is_floating_point()),
+        torch.float64,
+    )
     noise = torch.rand(12, *IMAGE, generator=generator, dtype=dtype)
-    starts = torch.cat([noise, noise.round(), torch.full((1, *IMAGE), 0.99, dtype=dtype), noise * 0.02 + 0.5])
+    starts = torch.cat(
+        [noise, noise.round(), torch.full((1, *IMAGE), 0.99, dtype=dtype), noise * 0.02 + 0.5]
+    )
     found = 0.0
     with torch.no_grad():
         for step in (0.3, 1e-2) if dtype == torch.float32 else (0.3, 1e-2, 1e-6, 1e-9):
@@ -76,4 +85,6 @@ def judge(net: nn.Module, reason: str | None) -> None:
         assert reason in result.bound.why
         return
     assert result.upper.finite, result.bound.why
-    assert steepest_pair(net) <= float(result.upper) * (1 + 1e-9)  # rounding of the measured ratio, in float64
+    assert steepest_pair(net) <= float(result.upper) * (
+        1 + 1e-9
+    )  # rounding of the measured ratio, in float64

@@ -34,7 +34,11 @@ STAGES: dict[str, tuple[str, tuple[object, ...]]] = {
 
 def shape(**changes: object) -> list[str]:
     """Return the options of `init` for a tiny ViT."""
-    return [word for key, value in {**TINY, **changes}.items() for word in ("--arch-arg", f"{key}={value}")]
+    return [
+        word
+        for key, value in {**TINY, **changes}.items()
+        for word in ("--arch-arg", f"{key}={value}")
+    ]
 
 
 class Workshop(type(Path())):  # type: ignore[misc]

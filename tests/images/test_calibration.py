@@ -23,7 +23,10 @@ def power_slope(images: torch.Tensor) -> float:
     grey = images.double().mean(1).numpy()
     side = grey.shape[-1]
     window = np.hanning(side)
-    spectrum = (np.abs(np.fft.fft2((grey - grey.mean((1, 2), keepdims=True)) * window * window[:, None])) ** 2).mean(0)
+    spectrum = (
+        np.abs(np.fft.fft2((grey - grey.mean((1, 2), keepdims=True)) * window * window[:, None]))
+        ** 2
+    ).mean(0)
     across = np.fft.fftfreq(side)
     frequency = np.hypot(across[:, None], across[None])
     chosen = (frequency > 2.5 / side) & (frequency < 0.4)
@@ -46,7 +49,10 @@ def test_their_power_falls_with_frequency_as_that_of_photographs_does() -> None:
     """Photographs: -2, and steeper where optics blur; 200 of Imagenette at 224 px, windowed alike, -2.7 to -3.3."""
     pixels, _ = calibration.synthetic_photographs(spec((3, 96, 96)), 24).tensors()
     assert -3.5 < power_slope(pixels) < -1.7
-    assert abs(power_slope(torch.rand(24, 3, 96, 96, generator=torch.Generator().manual_seed(0)))) < 0.3
+    assert (
+        abs(power_slope(torch.rand(24, 3, 96, 96, generator=torch.Generator().manual_seed(0))))
+        < 0.3
+    )
 
 
 def test_they_have_edges_unlike_noise_of_the_same_spectrum() -> None:
@@ -59,10 +65,14 @@ def test_they_have_edges_unlike_noise_of_the_same_spectrum() -> None:
 
 
 def test_equal_arguments_give_equal_images_and_the_count_changes_none() -> None:
-    first, again, more = (calibration.synthetic_photographs(spec((3, 32, 32)), n, 5).tensors()[0] for n in (4, 4, 6))
+    first, again, more = (
+        calibration.synthetic_photographs(spec((3, 32, 32)), n, 5).tensors()[0] for n in (4, 4, 6)
+    )
     assert torch.equal(first, again)
     assert torch.equal(first, more[:4])
-    assert not torch.equal(first, calibration.synthetic_photographs(spec((3, 32, 32)), 4, 6).tensors()[0])
+    assert not torch.equal(
+        first, calibration.synthetic_photographs(spec((3, 32, 32)), 4, 6).tensors()[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,9 +104,12 @@ def test_a_named_dataset_is_never_replaced(tiny: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "most", "out"), [(3, None, 0), (9, 5, 4), (10, None, 2), (11, None, 3), (50, 60, 10), (50, 20, 30)]
+    ("count", "most", "out"),
+    [(3, None, 0), (9, 5, 4), (10, None, 2), (11, None, 3), (50, 60, 10), (50, 20, 30)],
 )
-def test_every_fifth_image_is_held_out_or_more(tiny: Checkpoint, count: int, most: int | None, out: int) -> None:
+def test_every_fifth_image_is_held_out_or_more(
+    tiny: Checkpoint, count: int, most: int | None, out: int
+) -> None:
     images = datasets.load("digits", tiny.record.input, "train").limit(count)
     seen, unseen = calibration.hold_out(images, most=most)
     assert (len(seen), len(unseen)) == (count - out, out)

@@ -19,14 +19,22 @@ def make_folder(root: Path, classes: dict[str, int]) -> Path:
     for number, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for index in range(count):
-            Image.new("RGB", (20, 24), (number * 40, index * 20, 7)).save(root / name / f"{index}.png")
+            Image.new("RGB", (20, 24), (number * 40, index * 20, 7)).save(
+                root / name / f"{index}.png"
+            )
     return root
 
 
 def test_digits_split_is_fixed_and_disjoint() -> None:
     parts = {split: datasets.load("digits", DIGITS, split) for split in ("train", "val", "test")}
-    assert {split: len(images) for split, images in parts.items()} == {"train": 1261, "val": 140, "test": 396}
-    seen = [tuple(image.flatten().tolist()) for part in parts.values() for image in part.tensors()[0]]
+    assert {split: len(images) for split, images in parts.items()} == {
+        "train": 1261,
+        "val": 140,
+        "test": 396,
+    }
+    seen = [
+        tuple(image.flatten().tolist()) for part in parts.values() for image in part.tensors()[0]
+    ]
     assert len(set(seen)) == len(seen), "an image is in two splits"
     for part in parts.values():
         counts = torch.bincount(part.labels, minlength=10)
@@ -48,7 +56,9 @@ def test_limit_is_seeded_balanced_and_keeps_indices() -> None:
     assert int(label) == int(labels[int(index)])
     few = images.limit(5, seed=3).labels.tolist()
     assert len(set(few)) == 5
-    assert {tuple(sorted(images.limit(5, seed=s).labels.tolist())) for s in range(5)} != {(0, 1, 2, 3, 4)}
+    assert {tuple(sorted(images.limit(5, seed=s).labels.tolist())) for s in range(5)} != {
+        (0, 1, 2, 3, 4)
+    }
     assert images.per_class(2).labels.bincount().tolist() == [2] * 10
 
 
@@ -61,7 +71,10 @@ def test_batches_cover_everything_once_in_order() -> None:
 def test_images_behind_others_are_fetched_in_any_order() -> None:
     first, second = (datasets.load("digits", DIGITS, split).limit(3) for split in ("train", "val"))
     both = first.and_then(second)
-    pixels, labels = torch.cat([first.tensors()[0], second.tensors()[0]]), torch.cat([first.labels, second.labels])
+    pixels, labels = (
+        torch.cat([first.tensors()[0], second.tensors()[0]]),
+        torch.cat([first.labels, second.labels]),
+    )
     for positions in ([0, 1], [4], [5, 0, 3, 2], [2, 3], range(6)):
         assert torch.equal(both.fetch(positions), pixels[list(positions)])
     assert torch.equal(both.labels, labels)
@@ -152,7 +165,9 @@ def spoilt(folder: Path, spoil: Callable[[Path], object]) -> str:
 
 REFUSED: dict[str, Callable[[Path], object]] = {
     "nowhere": lambda here: datasets.load(str(here / "nowhere"), COLOUR),
-    "holds no images": lambda here: datasets.load(spoilt(here, lambda folder: (folder / "c").mkdir()), COLOUR),
+    "holds no images": lambda here: datasets.load(
+        spoilt(here, lambda folder: (folder / "c").mkdir()), COLOUR
+    ),
     "no class folders": lambda here: datasets.load(str(here), COLOUR),
     "0.png": lambda here: datasets.load(
         spoilt(here, lambda folder: (folder / "a" / "0.png").write_bytes(b"no image")), COLOUR

@@ -55,7 +55,9 @@ def bomb(folder: Path) -> None:
 
 
 def postscript(folder: Path) -> None:
-    (folder / "a" / "x.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(code-ran) (w) file\n")
+    (folder / "a" / "x.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(code-ran) (w) file\n"
+    )
 
 
 def nowhere(folder: Path) -> None:
@@ -121,7 +123,9 @@ def test_a_folder_of_images_is_refused_in_one_line(
     assert caught.value.message.isprintable()
 
 
-def test_a_folder_that_cannot_be_read_is_not_an_empty_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Images in a subfolder without permission would be missing in silence."""
     (here / "d" / "a" / "closed").mkdir(parents=True)
     Image.new("L", (8, 8)).save(here / "d" / "a" / "y.png")

@@ -30,7 +30,9 @@ SLACK = 1e-6  # the rigorous number is above the exact one by a little, the esti
 CLOSE = 1e-4
 
 
-def constant(net: nn.Module, size: tuple[int, ...], arithmetic: TrainableArithmetic | RigorousArithmetic) -> Tensor:
+def constant(
+    net: nn.Module, size: tuple[int, ...], arithmetic: TrainableArithmetic | RigorousArithmetic
+) -> Tensor:
     outcome = propagate(trace_network(net, size), arithmetic)
     return outcome.context.settle(outcome.logits).base  # type: ignore[no-any-return]
 
@@ -83,7 +85,10 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 4, stride=2, padding=1, groups=2), nn.ReLU()
+            nn.Conv2d(2, 6, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(6, 4, 4, stride=2, padding=1, groups=2),
+            nn.ReLU(),
         )
         self.head = nn.Linear(4 * 16, 3)
 
@@ -126,7 +131,10 @@ GEOMETRIES: dict[str, tuple[tuple[int, ...], Geometry]] = {
     "disjoint, grouped": ((6, 2, 2, 2), Geometry((2, 2), ((0, 0), (0, 0)), (1, 1), 3, (8, 8))),
     "gaps": ((4, 3, 2, 2), Geometry((3, 3), ((1, 0), (0, 0)), (1, 1), 1, (10, 11))),
     "line": ((6, 3, 5), Geometry((1,), ((2, 2),), (1,), 1, (400,))),
-    "transposed": ((4, 3, 3, 3), Geometry((2, 2), ((1, 1), (1, 1)), (1, 1), 1, (15, 15), transposed=True)),
+    "transposed": (
+        (4, 3, 3, 3),
+        Geometry((2, 2), ((1, 1), (1, 1)), (1, 1), 1, (15, 15), transposed=True),
+    ),
 }
 
 
@@ -137,13 +145,17 @@ def test_convolutions_follow_their_proven_norm_while_they_learn(name: str) -> No
     weight = torch.randn(shape, dtype=torch.float64)
     vectors: dict[str, Tensor] = {}
     for step in range(2):
-        weight = (weight + 0.02 * step * torch.randn(shape, dtype=torch.float64)).requires_grad_(True)
+        weight = (weight + 0.02 * step * torch.randn(shape, dtype=torch.float64)).requires_grad_(
+            True
+        )
         estimate = convolution_estimate(weight, geometry, vectors, "c", iterations=40)
         proven = conv_norm(weight.detach(), **vars(geometry))
         assert proven * (1 - CLOSE) <= float(estimate.detach()) <= proven * (1 + SLACK)
         (gradient,) = torch.autograd.grad(estimate, weight)
         # sigma is homogeneous of degree 1: its gradient's product with the weight is sigma (Euler)
-        assert math.isclose(float((gradient * weight).sum()), float(estimate.detach()), rel_tol=1e-9)
+        assert math.isclose(
+            float((gradient * weight).sum()), float(estimate.detach()), rel_tol=1e-9
+        )
         weight = weight.detach()
 
 
@@ -178,7 +190,11 @@ def deep(scale: float, layers: int = 12, dtype: torch.dtype = torch.float32) -> 
     net = nn.Sequential(nn.Flatten(), *(nn.Linear(16, 16) for _ in range(layers)), nn.Linear(16, 4))
     stack: list[nn.Module] = []
     for layer in net:
-        stack += [layer, nn.ReLU()] if isinstance(layer, nn.Linear) and layer.out_features == 16 else [layer]
+        stack += (
+            [layer, nn.ReLU()]
+            if isinstance(layer, nn.Linear) and layer.out_features == 16
+            else [layer]
+        )
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(scale)
@@ -194,7 +210,9 @@ def test_bounds_beyond_float32_train(loss: str, scale: float) -> None:
     assert 1e39 < float(pairs.detach().max()) < 1e300
     logits = torch.randn(6, 4, requires_grad=True)
     labels = torch.arange(6) % 4
-    value = LOSSES.load(loss)(logits, labels, pairs[labels] if loss in NEEDS_CHAIN else pairs, 1.58, 0.0)
+    value = LOSSES.load(loss)(
+        logits, labels, pairs[labels] if loss in NEEDS_CHAIN else pairs, 1.58, 0.0
+    )
     assert bool(value.isfinite())
     value.backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
@@ -210,7 +228,10 @@ def test_one_function_called_twice_in_a_module_keeps_two_vectors() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(16, 16)), nn.Parameter(5 * torch.randn(16, 16))
+            self.a, self.b = (
+                nn.Parameter(torch.randn(16, 16)),
+                nn.Parameter(5 * torch.randn(16, 16)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return functional.linear(functional.linear(x.flatten(1), self.a).relu(), self.b)
@@ -228,7 +249,9 @@ def test_one_function_called_twice_in_a_module_keeps_two_vectors() -> None:
 
 def test_an_evaluation_catches_up_with_weights_that_moved_far() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64)).double().eval()
+    net = (
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64)).double().eval()
+    )
     traced, arithmetic = trace_network(net, (1, 4, 4)), TrainableArithmetic(CPU)
     propagate(traced, arithmetic)
     with torch.no_grad():
@@ -292,4 +315,8 @@ def test_what_a_factor_lacks_counts_whole(lost: float, monkeypatch: pytest.Monke
     unit = Matrix(torch.tensor([[1.0, 0.0]]).double())
     squared = (0.5 + lost * 0.5) ** 2 + 0.75 + lost * (1 + 0.25 + 0.75)
     # 1e-14: the numbers here are rounded, and those there outward
-    assert squared * (1 - 1e-14) <= float(RigorousArithmetic().sigma_product(unit, unit)) ** 2 <= squared * (1 + 1e-14)
+    assert (
+        squared * (1 - 1e-14)
+        <= float(RigorousArithmetic().sigma_product(unit, unit)) ** 2
+        <= squared * (1 + 1e-14)
+    )

@@ -74,10 +74,18 @@ def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
     net = make()
     outcome = propagate(trace_network(net, shape), RigorousArithmetic())
     size, result = outcome.context.settle(outcome.logits).size, net(torch.ones(1, *shape).double())
-    pairs = [(float(size.total), float(result.norm())), (float(size.peak), float(result.abs().max()))]
-    pairs += [(float(size.fibre_along(a)), float(result.norm(dim=a).max())) for a in range(-result.dim(), 0)]
+    pairs = [
+        (float(size.total), float(result.norm())),
+        (float(size.peak), float(result.abs().max())),
+    ]
+    pairs += [
+        (float(size.fibre_along(a)), float(result.norm(dim=a).max()))
+        for a in range(-result.dim(), 0)
+    ]
     assert all(proven >= found * (1 - 1e-14) for proven, found in pairs)  # what is rounded here
-    assert any(proven <= found * (1 + 1e-6) for proven, found in pairs)  # promised by spectral norms
+    assert any(
+        proven <= found * (1 + 1e-6) for proven, found in pairs
+    )  # promised by spectral norms
 
 
 @pytest.mark.parametrize("times", range(2, 12))
@@ -85,7 +93,10 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
     arith, before, after = RigorousArithmetic(), (1, 2, times), (1, 2 * times)
     pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
     merged = _merge_gain(
-        Value(arith.const(1.0), Size(arith, before), pending, None, before), pending, after, groups(before, after)
+        Value(arith.const(1.0), Size(arith, before), pending, None, before),
+        pending,
+        after,
+        groups(before, after),
     )
     assert merged is not None
     assert merged.pending is not None

@@ -58,7 +58,12 @@ def test_positive_position_biases_exceed_the_constant_without_positions() -> Non
     """Two tokens that prefer each other by 10: slopes of 10 are found, c_2 is below 3. Theorem 6.2 counts b."""
     net = Biased(_two_tokens("l2-attention", query=torch.eye(2)), 10 * (1 - torch.eye(2))).eval()
     root = 2**0.25  # z = q / dh^(1/4)
-    tokens = root * torch.stack([torch.tensor([[-r, 0.0], [r, 0.0]]) for r in torch.linspace(0.5, 2, 60)]).double()
+    tokens = (
+        root
+        * torch.stack(
+            [torch.tensor([[-r, 0.0], [r, 0.0]]) for r in torch.linspace(0.5, 2, 60)]
+        ).double()
+    )
     found = steepest(net, 0.5 + tokens / 8, steps=3) / 8
     assert found > 3 * l2_mixing_constant(2)
     assert found <= float(bound_network(net, (2, 2), 2).upper) / 8
@@ -137,7 +142,12 @@ def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
 
 def _l2(kind: str, distance: float, mask: Tensor) -> nn.Module:
     """Return L2 attention with z = distance u / sqrt 8 on tokens u, and v = u where it has values of its own."""
-    attention = REPLACEMENTS.load(kind)(Attention(8, 1, proj_bias=False)).double().eval().requires_grad_(False)
+    attention = (
+        REPLACEMENTS.load(kind)(Attention(8, 1, proj_bias=False))
+        .double()
+        .eval()
+        .requires_grad_(False)
+    )
     for name, size in (("query", 8**0.25 * distance / 8**0.5), ("value", 1.0), ("proj", 1.0)):
         if hasattr(attention, name):
             attention.get_submodule(name).weight.copy_(size * torch.eye(8))
@@ -217,11 +227,14 @@ class Copies(nn.Module):
 
 
 @pytest.mark.parametrize("n", [2, 7, 49])
-@pytest.mark.parametrize("name", ["l2-attention", "l2-untied-value-attention", "scsa-attention", "lnorm-attention"])
+@pytest.mark.parametrize(
+    "name", ["l2-attention", "l2-untied-value-attention", "scsa-attention", "lnorm-attention"]
+)
 def test_position_biases_of_zero_cost_nothing(name: str, n: int) -> None:
     attention = REPLACEMENTS.load(name)(PLACES["tokens"]()).eval()
     without, zeros = (
-        bound_network(Copies(attention, mask).eval(), (n, WIDTH), 2).upper for mask in (None, torch.zeros(3, n, n))
+        bound_network(Copies(attention, mask).eval(), (n, WIDTH), 2).upper
+        for mask in (None, torch.zeros(3, n, n))
     )
     # 1e-8: the outward rounding of the general constants
     assert float(without) <= float(zeros) * (1 + 1e-12)
@@ -235,8 +248,15 @@ def test_position_biases_of_zero_cost_nothing(name: str, n: int) -> None:
 
 def test_untied_values_grow_along_what_the_queries_do_not_see() -> None:
     """|J| is proportional to the length R of the rows: no bound without one, and ours grows in proportion too."""
-    net = _two_tokens("l2-untied-value-attention", query=torch.tensor([[1.0, 0.0], [0.0, 0.0]]), value=torch.eye(2))
-    slopes = [steepest(net, torch.tensor([[[0.0, r], [1.0, -r]]]).double(), steps=1) for r in (1.0, 10.0, 1000.0)]
+    net = _two_tokens(
+        "l2-untied-value-attention",
+        query=torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
+        value=torch.eye(2),
+    )
+    slopes = [
+        steepest(net, torch.tensor([[[0.0, r], [1.0, -r]]]).double(), steps=1)
+        for r in (1.0, 10.0, 1000.0)
+    ]
     assert slopes[1] > 5 * slopes[0]
     assert slopes[2] == pytest.approx(100 * slopes[1], rel=0.1)
 

@@ -17,14 +17,30 @@ HEAD = (nn.Flatten(), nn.Linear(36, 8), nn.ReLU())
 
 
 def model(*layers: nn.Module) -> PixelModel:
-    return PixelModel(InputSpec(size=SIZE, mean=(0.25,), std=(0.5,)), nn.Sequential(*layers)).double().eval()
+    return (
+        PixelModel(InputSpec(size=SIZE, mean=(0.25,), std=(0.5,)), nn.Sequential(*layers))
+        .double()
+        .eval()
+    )
 
 
 @torch.no_grad()
 def test_a_chain_computes_the_logits_in_steps_of_their_proven_norms() -> None:
     torch.manual_seed(0)
-    convolutions = nn.Conv2d(1, 4, 3, 1, 2, 2, bias=False), nn.Hardtanh(-0.5, 2.0), nn.Conv2d(4, 4, 2, 2, groups=2)
-    net = model(*convolutions, nn.Flatten(), nn.Linear(36, 8), MaxMin(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    convolutions = (
+        nn.Conv2d(1, 4, 3, 1, 2, 2, bias=False),
+        nn.Hardtanh(-0.5, 2.0),
+        nn.Conv2d(4, 4, 2, 2, groups=2),
+    )
+    net = model(
+        *convolutions,
+        nn.Flatten(),
+        nn.Linear(36, 8),
+        MaxMin(),
+        nn.Linear(8, 6),
+        nn.ReLU(),
+        nn.Linear(6, 3),
+    )
     layers, last = read_chain(net, SIZE)
     image, other = torch.rand(2, 1, *SIZE).double()
     expected, terms = net(image), []
@@ -39,7 +55,8 @@ def test_a_chain_computes_the_logits_in_steps_of_their_proven_norms() -> None:
             (image, other), terms = moved, [*terms, layer.terms]
         else:
             image, other = (
-                x.flatten(1) if not isinstance(layer, Activation) else layer.apply(x) for x in (image, other)
+                x.flatten(1) if not isinstance(layer, Activation) else layer.apply(x)
+                for x in (image, other)
             )
     assert torch.allclose(image, expected, rtol=1e-12)
     assert terms == [2, 9, 8, 36, 8, 6]
@@ -49,7 +66,13 @@ def test_a_chain_computes_the_logits_in_steps_of_their_proven_norms() -> None:
     ("layers", "named"),
     [
         (
-            [f(lambda m, x: m.parts[0](x.flatten(1) + m.parts[1](x.flatten(1))), nn.Linear(36, 4), nn.Linear(36, 36))],
+            [
+                f(
+                    lambda m, x: m.parts[0](x.flatten(1) + m.parts[1](x.flatten(1))),
+                    nn.Linear(36, 4),
+                    nn.Linear(36, 36),
+                )
+            ],
             "add",
         ),
         ([*HEAD[:2], nn.GELU(), nn.Linear(8, 4)], "gelu"),
@@ -58,8 +81,14 @@ def test_a_chain_computes_the_logits_in_steps_of_their_proven_norms() -> None:
         ([nn.Conv2d(1, 4, 6)], "end in a linear layer"),
         ([*HEAD, MaxMin(), nn.Linear(8, 4)], "activation"),
         ([nn.Linear(6, 4), nn.Flatten(), nn.Linear(24, 4)], "other than one vector"),
-        ([f(lambda m, x: m.parts[0](x.flatten(2)).flatten(1), nn.Linear(36, 4))], "a flattening of something other"),
-        ([f(lambda m, x: m.parts[0](x.flatten(1, 2)).flatten(1), nn.Linear(6, 4))], "a flattening of something other"),
+        (
+            [f(lambda m, x: m.parts[0](x.flatten(2)).flatten(1), nn.Linear(36, 4))],
+            "a flattening of something other",
+        ),
+        (
+            [f(lambda m, x: m.parts[0](x.flatten(1, 2)).flatten(1), nn.Linear(6, 4))],
+            "a flattening of something other",
+        ),
         (
             [f(lambda m, x: m.parts[0](x.flatten(start_dim=0)[None]), nn.Linear(36, 4))],
             "a flattening of something other",

@@ -35,7 +35,16 @@ CONVOLUTIONS = {  # out, in, kernel, stride, padding, dilation, groups, image
     "whole image": (9, 2, (6, 6), (1, 1), (0, 0), (1, 1), 1, (6, 6)),
     "dilated": (4, 5, (3, 3), (1, 1), (2, 2), (2, 2), 1, (8, 8)),
     "dilated and strided": (4, 3, (3, 3), (2, 2), (2, 2), (2, 2), 1, (9, 9)),
-    "dilation that divides by the stride unevenly": (4, 3, (3, 3), (4, 4), (3, 3), (6, 6), 1, (20, 17)),
+    "dilation that divides by the stride unevenly": (
+        4,
+        3,
+        (3, 3),
+        (4, 4),
+        (3, 3),
+        (6, 6),
+        1,
+        (20, 17),
+    ),
     "grouped": (6, 9, (3, 3), (1, 1), (1, 1), (1, 1), 3, (7, 7)),
     "grouped and strided": (8, 4, (3, 3), (2, 2), (1, 1), (1, 1), 2, (8, 9)),
     "depthwise": (6, 6, (5, 5), (1, 1), (2, 2), (1, 1), 6, (8, 7)),
@@ -52,7 +61,10 @@ CONVOLUTIONS = {  # out, in, kernel, stride, padding, dilation, groups, image
     "one axis, depthwise": (4, 4, (5,), (1,), (2,), (1,), 4, (12,)),
     "one axis, patches": (6, 2, (4,), (4,), (0,), (1,), 1, (16,)),
 }
-KINDS = ("gaussian", "positive")  # the positive one is nearly periodic: its top vector fills the image
+KINDS = (
+    "gaussian",
+    "positive",
+)  # the positive one is nearly periodic: its top vector fills the image
 
 
 def _weight(name: str, kind: str) -> torch.Tensor:
@@ -64,7 +76,13 @@ def _weight(name: str, kind: str) -> torch.Tensor:
 
 def _options(name: str) -> dict:
     _, _, _, stride, padding, dilation, groups, image = CONVOLUTIONS[name]
-    return {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "input_size": image}
+    return {
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+        "input_size": image,
+    }
 
 
 def _dense_norm(weight: torch.Tensor, options: dict, *, output_padding: int | None = None) -> float:
@@ -98,7 +116,9 @@ def test_small_convolutions_are_exact(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_torus_lies_above_the_dense_matrix(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torus_lies_above_the_dense_matrix(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _only_the_torus(monkeypatch)
     weight, options = _weight(name, kind), _options(name)
     bound = conv_norm(weight, **options)
@@ -111,7 +131,13 @@ def test_transposed_convolutions(name: str, kind: str, monkeypatch: pytest.Monke
     weight, options = _weight(name, kind), _options(name)
     options["input_size"] = tuple(max(2, size // 3) for size in options["input_size"])
     most = min(max(s, d) for s, d in zip(options["stride"], options["dilation"]))
-    sizes = zip(options["input_size"], options["stride"], options["padding"], options["dilation"], weight.shape[2:])
+    sizes = zip(
+        options["input_size"],
+        options["stride"],
+        options["padding"],
+        options["dilation"],
+        weight.shape[2:],
+    )
     if any((n - 1) * s - 2 * p + d * (k - 1) + 1 < 1 for n, s, p, d, k in sizes):
         with pytest.raises(UsageError, match="does not fit"):
             conv_norm(weight, **options | {"padding": 50}, transposed=True)
@@ -123,8 +149,12 @@ def test_transposed_convolutions(name: str, kind: str, monkeypatch: pytest.Monke
     assert conv_norm(weight, **options, transposed=True) >= bound * (1.0 - 1e-6)
 
 
-@pytest.mark.parametrize("name", ["3x3", "7x7 stride 2, a stem", "grouped", "depthwise stride 2", "one axis, strided"])
-def test_torus_is_as_tight_as_its_fourier_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["3x3", "7x7 stride 2, a stem", "grouped", "depthwise stride 2", "one axis, strided"]
+)
+def test_torus_is_as_tight_as_its_fourier_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oracle takes another road: an FFT of the kernel and the aliases of strided sampling, as in Sedghi et al.
 
     1e-5: the certificate's shift lies up to 1e-6 above the best eigenvalue found, and may have to grow a few times.
@@ -135,14 +165,28 @@ def test_torus_is_as_tight_as_its_fourier_blocks(name: str, monkeypatch: pytest.
     sides = [
         -(-max(h + p, d * (k - 1) + 1) // s) * s
         for h, p, d, k, s in zip(
-            options["input_size"], options["padding"], options["dilation"], weight.shape[2:], options["stride"]
+            options["input_size"],
+            options["padding"],
+            options["dilation"],
+            weight.shape[2:],
+            options["stride"],
         )
     ]
-    spectrum = torch.fft.fftn(weight.view(groups, -1, *weight.shape[1:]), s=sides, dim=tuple(range(-rank, 0)))
+    spectrum = torch.fft.fftn(
+        weight.view(groups, -1, *weight.shape[1:]), s=sides, dim=tuple(range(-rank, 0))
+    )
     for axis, (side, stride) in enumerate(zip(sides, options["stride"])):
         spectrum = spectrum.unflatten(3 + 2 * axis, (stride, side // stride))
-    order = [0, *(4 + 2 * axis for axis in range(rank)), 1, 2, *(3 + 2 * axis for axis in range(rank))]
-    blocks = spectrum.permute(order).flatten(rank + 2).flatten(0, rank) / math.sqrt(math.prod(options["stride"]))
+    order = [
+        0,
+        *(4 + 2 * axis for axis in range(rank)),
+        1,
+        2,
+        *(3 + 2 * axis for axis in range(rank)),
+    ]
+    blocks = spectrum.permute(order).flatten(rank + 2).flatten(0, rank) / math.sqrt(
+        math.prod(options["stride"])
+    )
     reference = float(torch.linalg.svdvals(blocks).max())
     assert reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * (1.0 + 1e-5)
 
@@ -162,7 +206,9 @@ def test_any_geometry_lies_above_its_dense_matrix(data: st.DataObject) -> None:
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     options["input_size"] = tuple(low + more for low, more in zip(least, extra))
     shape = (groups * data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), *kernel)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    weight = torch.randn(
+        shape, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    )
     reference = _dense_norm(weight, options)
     with pytest.MonkeyPatch.context() as patch:
         exact = conv_norm(weight, **options)
@@ -174,7 +220,9 @@ def test_any_geometry_lies_above_its_dense_matrix(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("sides", [((0, 1), (2, 0)), ((3, 1), (0, 0))])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_padding_that_differs_between_the_sides(sides, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_that_differs_between_the_sides(
+    sides, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = _weight("3x3", "gaussian")
     (top, bottom), (left, right) = sides
     basis = torch.eye(4 * 64, dtype=torch.float64).view(-1, 4, 8, 8)
@@ -194,17 +242,31 @@ def test_patches_give_the_norm_of_the_reshaped_kernel() -> None:
 
 
 @pytest.mark.parametrize("channels", [(1, 1), (30, 30), (40, 28)])
-def test_channel_counts_beyond_the_full_solver(channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_counts_beyond_the_full_solver(
+    channels: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Large channel counts go through Lanczos and many chunks; the bound must not notice."""
     _only_the_torus(monkeypatch)
     monkeypatch.setattr(convolution, "_CHUNK_ENTRIES", {"cpu": 3000})
-    weight = torch.randn(*channels, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "input_size": (5, 6)}
+    weight = torch.randn(
+        *channels, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    options = {
+        "stride": (1, 1),
+        "padding": (1, 1),
+        "dilation": (1, 1),
+        "groups": 1,
+        "input_size": (5, 6),
+    }
     reference = _dense_norm(weight, options)
-    assert reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * 1.3  # a torus of 6 x 7
+    assert (
+        reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * 1.3
+    )  # a torus of 6 x 7
 
 
-@pytest.mark.parametrize("name", ["3x3", "7x7 stride 2, a stem", "depthwise", "depthwise stride 2", "one axis"])
+@pytest.mark.parametrize(
+    "name", ["3x3", "7x7 stride 2, a stem", "depthwise", "depthwise stride 2", "one axis"]
+)
 def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a coarse gamma everything is seen: 2 gamma |B|_F^2, B the sum of |V_q| of taps, or its root of one channel."""
     _only_the_torus(monkeypatch)
@@ -214,7 +276,9 @@ def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.Monkey
     rank = weight.ndim - 2
     groups, stride = options["groups"], options["stride"]
     cells = weight.abs().reshape(groups, len(weight) // groups, -1, *weight.shape[2:])
-    pads = [pad for k, s in zip(reversed(weight.shape[2:]), reversed(stride)) for pad in (0, -k % s)]
+    pads = [
+        pad for k, s in zip(reversed(weight.shape[2:]), reversed(stride)) for pad in (0, -k % s)
+    ]
     taps = F.pad(cells, pads)
     for axis, step in enumerate(stride):
         taps = taps.unflatten(3 + 2 * axis, (-1, step))
@@ -230,7 +294,9 @@ def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.Monkey
         moved = F.pad(weight, pads)
         for axis, step in enumerate(stride):
             moved = moved.unflatten(2 + 2 * axis, (-1, step))
-        still = float(moved.sum(dim=[2 + 2 * axis for axis in range(rank)]).flatten(1).norm(dim=1).max())
+        still = float(
+            moved.sum(dim=[2 + 2 * axis for axis in range(rank)]).flatten(1).norm(dim=1).max()
+        )
         assert bound >= still + 2 * (count + 34) * 2.0**-20 * largest * (1 - ORACLE)
 
 
@@ -245,10 +311,14 @@ def test_failing_certificate_falls_back_to_windows(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("scale", [2.0**-140, 2.0**100])
 @pytest.mark.parametrize("name", ["3x3", "depthwise"])
-def test_scale_of_the_weights_does_not_matter(name: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_of_the_weights_does_not_matter(
+    name: str, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _only_the_torus(monkeypatch)
     weight, options = _weight(name, "gaussian"), _options(name)
-    assert conv_norm(weight * scale, **options) == pytest.approx(scale * conv_norm(weight, **options), rel=1e-12)
+    assert conv_norm(weight * scale, **options) == pytest.approx(
+        scale * conv_norm(weight, **options), rel=1e-12
+    )
 
 
 def test_zero_overflow_and_poison() -> None:
@@ -276,7 +346,14 @@ def test_zero_overflow_and_poison() -> None:
     ],
 )
 def test_impossible_geometry_is_refused(change: dict, match: str) -> None:
-    options = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1, "input_size": 8, "kernel": 3} | change
+    options = {
+        "stride": 1,
+        "padding": 1,
+        "dilation": 1,
+        "groups": 1,
+        "input_size": 8,
+        "kernel": 3,
+    } | change
     with pytest.raises(UsageError, match=match):
         conv_norm(torch.ones(3, 3, options.pop("kernel"), 3), **options)
 
@@ -291,5 +368,7 @@ def test_other_numbers_of_dimensions_are_refused() -> None:
 def test_half_of_the_frequencies_and_their_mirrors_are_all(sizes: tuple[int, int]) -> None:
     axes = [SimpleNamespace(torus=size) for size in sizes]
     half = torch.cat(list(convolution._frequency_chunks(axes, 2**20, torch.device("cpu"))))  # type: ignore[arg-type]
-    found = {tuple(pair) for pair in half.tolist()} | {tuple(pair) for pair in (-half % torch.tensor(sizes)).tolist()}
+    found = {tuple(pair) for pair in half.tolist()} | {
+        tuple(pair) for pair in (-half % torch.tensor(sizes)).tolist()
+    }
     assert len(found) == sizes[0] * sizes[1]

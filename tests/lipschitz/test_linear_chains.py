@@ -29,7 +29,13 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
         kind, axis = draw(kinds), draw(len(shape))
         if kind <= 1:
             out = (2, 4, 6, 8)[draw(4)]
-            steps.append(("linear", torch.randn(out, shape[-1], generator=generator, dtype=torch.float64), draw(2)))
+            steps.append(
+                (
+                    "linear",
+                    torch.randn(out, shape[-1], generator=generator, dtype=torch.float64),
+                    draw(2),
+                )
+            )
             shape[-1] = out
         elif kind == 2:
             order = torch.randperm(len(shape), generator=generator).tolist()
@@ -62,7 +68,13 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
         elif kind in (10, 11):
             sizes = [n if a == axis and draw(3) else 1 for a, n in enumerate(shape)]
             shift = 10 * torch.randn(sizes, generator=generator, dtype=torch.float64)
-            steps.append(("shift", steps[-1][1] if steps and steps[-1][0] == "shift" and draw(2) else shift, draw(3)))
+            steps.append(
+                (
+                    "shift",
+                    steps[-1][1] if steps and steps[-1][0] == "shift" and draw(2) else shift,
+                    draw(3),
+                )
+            )
         elif kind == 12:
             steps.append(("times", (-2.0, 0.5, -1.0, 0.0)[draw(4)]))
         elif kind == 13 and len(shape) in (3, 4):
@@ -71,7 +83,13 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
                 sizes = [out, shape[1] // groups, *[taps] * (len(shape) - 2)]
                 kernel = torch.randn(sizes, generator=generator, dtype=torch.float64)
                 steps.append(
-                    ("conv", kernel, 3 * torch.randn(out, generator=generator, dtype=torch.float64), pad, groups)
+                    (
+                        "conv",
+                        kernel,
+                        3 * torch.randn(out, generator=generator, dtype=torch.float64),
+                        pad,
+                        groups,
+                    )
                 )
                 shape[1:] = [out, *[n + 2 * pad - taps + 1 for n in shape[2:]]]
 
@@ -79,7 +97,9 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
         y = x.reshape(1, 4, 8)
         for step in steps:
             if step[0] == "linear":
-                y = functional.linear(y, step[1], torch.ones(len(step[1]), dtype=torch.float64) if step[2] else None)
+                y = functional.linear(
+                    y, step[1], torch.ones(len(step[1]), dtype=torch.float64) if step[2] else None
+                )
             elif step[0] == "permute":
                 y = y.permute(step[1])
             elif step[0] == "reshape":
@@ -109,7 +129,8 @@ FAILED = (1290, 1700, 1740)
 
 
 @pytest.mark.parametrize(
-    ("first", "kinds"), [(0, 10), (25, 10), (50, 10), *((first, 10) for first in FAILED), (0, 14), (25, 14)]
+    ("first", "kinds"),
+    [(0, 10), (25, 10), (50, 10), *((first, 10) for first in FAILED), (0, 14), (25, 14)],
 )
 def test_random_chains_stay_below_their_bound_and_size(first: int, kinds: int) -> None:
     """The oracle is the dense matrix of the whole chain."""
@@ -121,8 +142,9 @@ def test_random_chains_stay_below_their_bound_and_size(first: int, kinds: int) -
         columns = torch.stack([(net(unit) - zero).flatten() for unit in units], dim=1)
         # 1e-9: the dense matrix is itself the difference of two forward passes in float64
         reach = float(zero.abs().max()) * 1e-12
-        assert float(torch.linalg.matrix_norm(columns, 2)) <= float(known.logits.base) * (1 + 1e-9) + 1e-12 + reach, (
-            seed
-        )
+        assert (
+            float(torch.linalg.matrix_norm(columns, 2))
+            <= float(known.logits.base) * (1 + 1e-9) + 1e-12 + reach
+        ), seed
         corners = [torch.zeros(IMAGE), (columns.sum(0) > 0).view(IMAGE), torch.ones(IMAGE)]
         assert list(known.faults(torch.stack([corner.double() for corner in corners]))) == [], seed

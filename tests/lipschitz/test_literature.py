@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.lipschitz.measured.estimate import jacobian_norms
-from certcli.lipschitz.measured.formulas import AttentionLayer, autolip, certvit, formula_value, lnformer, specformer
+from certcli.lipschitz.measured.formulas import (
+    AttentionLayer,
+    autolip,
+    certvit,
+    formula_value,
+    lnformer,
+    specformer,
+)
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm
@@ -28,15 +35,25 @@ def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 def orthonormal(rows: int, columns: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(max(rows, columns), min(rows, columns), generator=generator, dtype=torch.float64)
+    matrix = torch.randn(
+        max(rows, columns), min(rows, columns), generator=generator, dtype=torch.float64
+    )
     q = torch.linalg.qr(matrix)[0]
     return q if rows >= columns else q.T
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, tokens: int, input_norm: float) -> AttentionLayer:
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, tokens: int, input_norm: float
+) -> AttentionLayer:
     """One head, W_O the identity."""
     return AttentionLayer(
-        "attn", (query,), (key,), (value,), torch.eye(len(value), dtype=value.dtype), tokens, input_norm
+        "attn",
+        (query,),
+        (key,),
+        (value,),
+        torch.eye(len(value), dtype=value.dtype),
+        tokens,
+        input_norm,
     )
 
 
@@ -50,7 +67,11 @@ def test_gelu_is_steeper_than_printed() -> None:
 
 def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
     """Two tokens, large W_Q: the true slope grows with its square, the printed formula with its first power."""
-    attention = L2Attention(AttentionShape(D, 1, DH, bias=False, out_width=D, proj_bias=False)).double().eval()
+    attention = (
+        L2Attention(AttentionShape(D, 1, DH, bias=False, out_width=D, proj_bias=False))
+        .double()
+        .eval()
+    )
     attention.query.weight.data = 20 * orthonormal(DH, D).contiguous()
     # |W_V| = |W_O| = 1: then `proj` is W_O W_h^T W_V / sqrt(dh), of norm 20 / sqrt(3)
     attention.proj.weight.data = 20 / 3**0.5 * orthonormal(D, DH).contiguous()
@@ -65,7 +86,9 @@ def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
 
     net = Lone().eval()
     # two tokens torn between each other: |q_0 - q_1|^2 / sqrt(dh) = r with r / (1 + e^r) at its largest
-    apart = (1.278 * 3**0.5) ** 0.5 / 20 * functional.normalize(attention.query.weight.data[0], dim=0)
+    apart = (
+        (1.278 * 3**0.5) ** 0.5 / 20 * functional.normalize(attention.query.weight.data[0], dim=0)
+    )
     x = torch.stack([torch.zeros(D, dtype=torch.float64), apart]).unsqueeze(0)
     found = float(jacobian_norms(net, x, 60).max())
     printed = formula_value("l2former", net, (2, D)).layers[0][1]
@@ -90,7 +113,9 @@ def test_l2_attention_with_values_of_its_own_is_not_lipschitz() -> None:
     # their formula: sqrt(n / dh) (4 W(n / e) + 1) sqrt(|W_Q| + |W_V|) |W_O|, all norms 1 here
     printed = math.sqrt(tokens / DH) * (4 * lambert_w_upper(tokens / math.e) + 1) * math.sqrt(2)
     assert slopes[0] < printed < slopes[1]
-    assert slopes[2] == pytest.approx(100 * slopes[1], rel=0.05)  # in proportion to the length of the tokens
+    assert slopes[2] == pytest.approx(
+        100 * slopes[1], rel=0.05
+    )  # in proportion to the length of the tokens
 
 
 def test_specformers_theorem_is_false_at_zero() -> None:

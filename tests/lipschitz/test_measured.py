@@ -9,7 +9,12 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.measured.formulas import FORMULAS, formula_value
-from certcli.lipschitz.measured.jacobian import block_norms, block_paths, hoelder_bounds, module_inputs
+from certcli.lipschitz.measured.jacobian import (
+    block_norms,
+    block_paths,
+    hoelder_bounds,
+    module_inputs,
+)
 from certcli.models import build
 from tests.helpers.commands import certvit, document
 
@@ -56,7 +61,9 @@ def test_the_report_holds_what_was_asked_for(workshop: Path, tmp_path: Path) -> 
     assert found["lower"] <= found["upper"]
     assert plot.stat().st_size > 1000
     heads = report(workshop / "plain.safetensors", "--no-estimate", "--heads")["heads"]
-    weight = Checkpoint.read(workshop / "plain.safetensors").tensors["blocks.0.attn.qkv.weight"].double()
+    weight = (
+        Checkpoint.read(workshop / "plain.safetensors").tensors["blocks.0.attn.qkv.weight"].double()
+    )
     exact = [float(torch.linalg.matrix_norm(part, 2)) for part in weight.chunk(6)]
     assert [entry["map"] for entry in heads] == ["q", "k", "v"]
     proven = [norm for entry in heads for norm in entry["upper"]]

@@ -24,8 +24,22 @@ from certcli.lipschitz.network import NetworkBound, bound_network
 from certcli.models.build import PixelModel, replace_module
 
 SPEC = InputSpec(size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25))
-VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
-PYRAMID = {"img_size": 16, "widths": [8, 12], "depths": [1, 2], "windows": 2, "head": [8], "num_classes": 5}
+VIT = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 5,
+}
+PYRAMID = {
+    "img_size": 16,
+    "widths": [8, 12],
+    "depths": [1, 2],
+    "windows": 2,
+    "head": [8],
+    "num_classes": 5,
+}
 
 
 def vit(surgery: dict[str, str] | None = None, **options: Any) -> nn.Module:
@@ -42,7 +56,14 @@ def named(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: models.create(name, {"num_classes": 5} | options, initialise=True)
 
 
-SWIN = {"img_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2)}
+SWIN = {
+    "img_size": 16,
+    "patch_size": 2,
+    "window_size": 2,
+    "embed_dim": 8,
+    "depths": (2, 1),
+    "num_heads": (1, 2),
+}
 CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (4, 8, 8, 8), "patch_size": 1}
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -50,24 +71,46 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vit-mean-pool": lambda: vit(global_pool="avg", qkv_bias=False),
     "vit-layer-scale": lambda: vit(init_values=0.3, qk_norm=True),
     "vit-no-norm": lambda: vit({"LayerNorm": "identity"}),
-    "vit-l2": lambda: vit({"Attention": "l2-attention", "LayerNorm": "center-norm", "GELU": "maxmin"}),
-    "vit-convex": lambda: vit({"Attention": "l2-attention", "LayerNorm": "center-norm", "Block": "convex-block"}),
-    "vit-weighted": lambda: vit({"Attention": "l2-attention", "LayerNorm": "center-norm", "Block": "weighted-block"}),
-    "deit-distilled": named("deit_tiny_distilled_patch16_224", **{k: v for k, v in VIT.items() if k != "num_classes"}),
+    "vit-l2": lambda: vit(
+        {"Attention": "l2-attention", "LayerNorm": "center-norm", "GELU": "maxmin"}
+    ),
+    "vit-convex": lambda: vit(
+        {"Attention": "l2-attention", "LayerNorm": "center-norm", "Block": "convex-block"}
+    ),
+    "vit-weighted": lambda: vit(
+        {"Attention": "l2-attention", "LayerNorm": "center-norm", "Block": "weighted-block"}
+    ),
+    "deit-distilled": named(
+        "deit_tiny_distilled_patch16_224", **{k: v for k, v in VIT.items() if k != "num_classes"}
+    ),
     "swin": named("swin_tiny_patch4_window7_224", **SWIN),
     "swin-v2": named("swinv2_tiny_window8_256", **SWIN),
     "beit": named("beit_base_patch16_224", **{k: v for k, v in VIT.items() if k != "num_classes"}),
     "mixer": lambda: MlpMixer(img_size=16, patch_size=8, num_blocks=2, embed_dim=12, num_classes=5),
     "cait": named("cait_xxs24_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2),
-    "xcit": named("xcit_nano_12_p16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2),
-    "eva": named("eva02_tiny_patch14_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2),
-    "convit": named("convit_tiny", img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, local_up_to_layer=1),
+    "xcit": named(
+        "xcit_nano_12_p16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2
+    ),
+    "eva": named(
+        "eva02_tiny_patch14_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2
+    ),
+    "convit": named(
+        "convit_tiny",
+        img_size=16,
+        patch_size=8,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        local_up_to_layer=1,
+    ),
     "convnext": named("convnext_atto", **CONVNEXT),
     "convnext-v2": named("convnextv2_atto", **CONVNEXT),
     "resnet": named("resnet10t", channels=(8, 8, 8, 8), stem_width=8),
     "squeeze-excite": named("seresnet18", channels=(8, 8, 8, 8), layers=(1, 1, 1, 1)),
     "lipschitz": lambda: models.create(
-        "certvit_lip_cifar10", {"img_size": 16, "width": 8, "head": [8], "num_classes": 5}, initialise=True
+        "certvit_lip_cifar10",
+        {"img_size": 16, "width": 8, "head": [8], "num_classes": 5},
+        initialise=True,
     ),
     "pyramid": lambda: models.create("certvit_lip_pyramid_cifar10_base", PYRAMID, initialise=True),
     "pyramid, pooled": lambda: models.create(
@@ -189,7 +232,11 @@ def test_linear_network_is_measured_at_its_bound() -> None:
 def test_norms_of_heads_are_those_of_their_rows() -> None:
     """A map that the heads do not divide has none."""
     attention = timm_layers.Attention(8, 2)
-    for part, rows in zip(head_norms(attention), attention.qkv.weight.detach().split(8), strict=True):
-        assert part.upper == pytest.approx([float(torch.linalg.matrix_norm(head, 2)) for head in rows.split(4)])
+    for part, rows in zip(
+        head_norms(attention), attention.qkv.weight.detach().split(8), strict=True
+    ):
+        assert part.upper == pytest.approx(
+            [float(torch.linalg.matrix_norm(head, 2)) for head in rows.split(4)]
+        )
     attention.num_heads = 3
     assert head_norms(attention) == []

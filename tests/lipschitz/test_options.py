@@ -125,7 +125,9 @@ def gradient_slope(net: nn.Module) -> float:
     found = 0.0
     for scale in (1.0, 0.05):
         for _ in range(6):
-            image = 0.5 + scale * (torch.rand(IMAGE, generator=generator, dtype=torch.float64) - 0.5)
+            image = 0.5 + scale * (
+                torch.rand(IMAGE, generator=generator, dtype=torch.float64) - 0.5
+            )
             found = max(found, slope(net, image)[0])
     return found
 

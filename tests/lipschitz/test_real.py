@@ -70,7 +70,9 @@ def test_products_beyond_float64_keep_their_logarithm() -> None:
     for _ in range(1000):
         total = total * as_real(1e30)
     assert total.finite
-    assert abs(total.log10() - 30_000) < 1e-6  # 1000 roundings of 1e-16 each, and log10 in double precision
+    assert (
+        abs(total.log10() - 30_000) < 1e-6
+    )  # 1000 roundings of 1e-16 each, and log10 in double precision
     assert math.isinf(float(total))
     assert str(total).endswith("e+30000")
 
@@ -86,7 +88,9 @@ def test_zero_and_infinity_have_one_form_and_other_numbers_none() -> None:
     assert Real(math.inf, 7) == INF
     assert str(Real(1 - 2.0**-40, 20)) == "1.05e+6"
     assert str(Real(0.999999, 20) * (1e6 / 2**20)) == "1.00e+6"
-    assert str(as_real(math.nextafter(1e-307, 1))) == "1.01e-307"  # whose logarithm is rounded below -307
+    assert (
+        str(as_real(math.nextafter(1e-307, 1))) == "1.01e-307"
+    )  # whose logarithm is rounded below -307
     for wrong in (-1.0, math.nan):
         with pytest.raises(ValueError, match="not a number >= 0"):
             Real(wrong)
@@ -100,7 +104,9 @@ def test_a_bound_beyond_float64_differs_from_none_in_json() -> None:
     huge = bound_document(Real(0.5, 4001))
     assert huge["upper"] == "inf"
     assert huge["upper_finite"] is True
-    assert huge["log10_upper"] == pytest.approx(4000 * math.log10(2))  # display precision is not at stake here
+    assert huge["log10_upper"] == pytest.approx(
+        4000 * math.log10(2)
+    )  # display precision is not at stake here
     assert bound_document(INF) == {
         "upper": "inf", "log10_upper": None, "upper_finite": False, "upper_text": "inf",
     }  # fmt: skip

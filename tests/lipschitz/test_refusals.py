@@ -130,10 +130,15 @@ def masked_row(net: nn.Module, x: Tensor) -> Tensor:
 
 def left_out(net: nn.Module, x: Tensor) -> Tensor:
     rows = x.reshape(1, 4, 8)
-    return torch.where(torch.eye(4) > 0, rows @ rows.transpose(1, 2), -torch.inf).clamp_min(-50.0) @ rows
+    return (
+        torch.where(torch.eye(4) > 0, rows @ rows.transpose(1, 2), -torch.inf).clamp_min(-50.0)
+        @ rows
+    )
 
 
-def turned(net: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor], fill: float = -torch.inf) -> Tensor:
+def turned(
+    net: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor], fill: float = -torch.inf
+) -> Tensor:
     rows = functional.normalize(x.reshape(1, 4, 8), dim=-1)
     scores = (rows @ rows.transpose(1, 2)).masked_fill(torch.ones(4, 4).triu(1) > 0, fill)
     return change(scores).softmax(dim=-1) @ rows
@@ -154,7 +159,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "a temperature that is 0 or infinite",
     ),
     "hook within attention": (
-        lambda: attending(lambda m: m.pair.register_forward_hook(lambda module, inputs, output: 100 * output)),
+        lambda: attending(
+            lambda m: m.pair.register_forward_hook(lambda module, inputs, output: 100 * output)
+        ),
         "has a forward hook",
     ),
     "patched forward": (patched, "exp"),
@@ -169,7 +176,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "assignment into a constant": (lambda: Net(written_into_constant), "writes into a tensor"),
     "buffer that changes": (lambda: Net(written_into_buffer), "store"),
     "buffer that is copied into": (lambda: Net(copied_into_buffer), "copy_"),
-    "division by the image": (lambda: Net(lambda m, x: x / x.sum((2, 3), keepdim=True)), "division"),
+    "division by the image": (
+        lambda: Net(lambda m, x: x / x.sum((2, 3), keepdim=True)),
+        "division",
+    ),
     "division by a constant 0": (
         lambda: Net(lambda m, x: x / torch.tensor([1.0, 2.0, 3.0, 0.0])),
         "a division by zero",
@@ -195,23 +205,35 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Net(lambda m, x: m.odd(x), odd=GlobalResponseNorm(1, channels_last=False)),
         "of another width",
     ),
-    "masked scores turned": (lambda: Net(lambda m, x: turned(m, x, lambda y: 1 - y)), "masked scores"),
-    "masked scores times 0": (lambda: Net(lambda m, x: turned(m, x, lambda y: (y - m.scale) * 0)), "masked scores"),
+    "masked scores turned": (
+        lambda: Net(lambda m, x: turned(m, x, lambda y: 1 - y)),
+        "masked scores",
+    ),
+    "masked scores times 0": (
+        lambda: Net(lambda m, x: turned(m, x, lambda y: (y - m.scale) * 0)),
+        "masked scores",
+    ),
     "scores that a constant masks, times constants": (
         lambda: Net(
-            lambda m, x: turned(m, x, lambda y: (y + torch.full((4, 4), -torch.inf).triu(1)) * -torch.ones(1), 0.0)
+            lambda m, x: turned(
+                m, x, lambda y: (y + torch.full((4, 4), -torch.inf).triu(1)) * -torch.ones(1), 0.0
+            )
         ),
         "masked scores",
     ),
     "batch statistics": (lambda: nn.BatchNorm2d(2, track_running_stats=False), "batch statistics"),
     "a number without axes": (lambda: Net(lambda m, x: x.mean()), "single number"),
     "scores of unknown size as logits": (
-        lambda: Net(lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))),
+        lambda: Net(
+            lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))
+        ),
         "no bound on its size",
     ),
     "scores of unknown size as weights": (lambda: Net(left_out), "no bound on its size"),
     "variance of unknown size": (
-        lambda: Net(lambda m, x: torch.where(torch.eye(4) > 0, x, -torch.inf).clamp_min(-50.0).var(1)),
+        lambda: Net(
+            lambda m, x: torch.where(torch.eye(4) > 0, x, -torch.inf).clamp_min(-50.0).var(1)
+        ),
         "the variance of a tensor",
     ),
     "shares that are infinite": (
@@ -224,18 +246,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "windows that are not those of the positions": (
         lambda: Net(
-            lambda m, x: m.odd(x.reshape(-1, 4, 8)), odd=L2Attention(AttentionShape(8, 2, 4, True, 8, True, (1, 1)))
+            lambda m, x: m.odd(x.reshape(-1, 4, 8)),
+            odd=L2Attention(AttentionShape(8, 2, 4, True, 8, True, (1, 1))),
         ),
         "windows of another size",
     ),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
     "row masked altogether": (lambda: Net(masked_row), "masked altogether"),
-    "activation that is NaN": (lambda: Net(lambda m, x: functional.leaky_relu(x, float("nan"))), "not a number"),
-    "random slopes": (lambda: Net(lambda m, x: functional.rrelu(x, 0.5, 0.5, training=True)), "random"),
-    "deviation of one": (lambda: Net(lambda m, x: x[:, :1].var(dim=1, keepdim=True) + x), "too few"),
+    "activation that is NaN": (
+        lambda: Net(lambda m, x: functional.leaky_relu(x, float("nan"))),
+        "not a number",
+    ),
+    "random slopes": (
+        lambda: Net(lambda m, x: functional.rrelu(x, 0.5, 0.5, training=True)),
+        "random",
+    ),
+    "deviation of one": (
+        lambda: Net(lambda m, x: x[:, :1].var(dim=1, keepdim=True) + x),
+        "too few",
+    ),
     "window of maxima in the padding": (
-        lambda: Net(lambda m, x: functional.max_pool2d(x[:, :, :2, :2], 2, 1, 1, dilation=3).relu()),
+        lambda: Net(
+            lambda m, x: functional.max_pool2d(x[:, :, :2, :2], 2, 1, 1, dilation=3).relu()
+        ),
         "lies in the padding",
     ),
     "maximum with infinity": (
@@ -244,14 +278,25 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "indices of maxima": (lambda: Net(lambda m, x: x.max(dim=1)[0]), "indices"),
     "option given twice": (lambda: Net(lambda m, x: x.reshape(4, 8).softmax(1, dim=1)), "softmax"),
-    "weights of the image": (lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)), "weights that depend"),
-    "attention weights": (lambda: Net(attends, odd=nn.MultiheadAttention(8, 2, batch_first=True)), "weights are used"),
+    "weights of the image": (
+        lambda: Net(lambda m, x: torch.lerp(x, 2 * x, x)),
+        "weights that depend",
+    ),
+    "attention weights": (
+        lambda: Net(attends, odd=nn.MultiheadAttention(8, 2, batch_first=True)),
+        "weights are used",
+    ),
     "attention to another": (
-        lambda: Net(lambda m, x: attends(m, x, 2), odd=nn.MultiheadAttention(8, 2, batch_first=True)),
+        lambda: Net(
+            lambda m, x: attends(m, x, 2), odd=nn.MultiheadAttention(8, 2, batch_first=True)
+        ),
         "different tensors",
     ),
     "attention with a bias of keys": (
-        lambda: Net(lambda m, x: m.odd(x[0], x[0], x[0])[0], odd=nn.MultiheadAttention(4, 2, add_bias_kv=True)),
+        lambda: Net(
+            lambda m, x: m.odd(x[0], x[0], x[0])[0],
+            odd=nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        ),
         "multi_head_attention_forward",
     ),
     "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
@@ -259,8 +304,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "numpy"),
     "real part": (lambda: Net(lambda m, x: x.real * 2), "real"),
     "endless": (lambda: Net(lambda m, x: m(x)), "Recursion"),
-    "MaxMin of odd width": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 5), MaxMin()), "does not run"),
-    "infinite weights": (lambda: infinite(nn.Sequential(nn.Flatten(), nn.Linear(32, 5))), "infinite"),
+    "MaxMin of odd width": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 5), MaxMin()),
+        "does not run",
+    ),
+    "infinite weights": (
+        lambda: infinite(nn.Sequential(nn.Flatten(), nn.Linear(32, 5))),
+        "infinite",
+    ),
     "infinite kernel": (lambda: infinite(nn.Sequential(nn.Conv2d(2, 2, 3))), "infinite"),
     "infinite bias": (
         lambda: infinite(nn.Sequential(nn.Flatten(), nn.Linear(32, 5), nn.Linear(5, 5)), "bias"),
@@ -307,7 +358,9 @@ def test_a_parametrised_layer_is_read_through_its_parametrisation() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).eval()
     plain = float(bound_network(net, IMAGE, 3).upper)
     nn.utils.parametrize.register_parametrization(net[1], "weight", Twice())
-    assert float(bound_network(net.eval(), IMAGE, 3).upper) == pytest.approx(2 * plain, rel=1e-6)  # looseness of sigma
+    assert float(bound_network(net.eval(), IMAGE, 3).upper) == pytest.approx(
+        2 * plain, rel=1e-6
+    )  # looseness of sigma
 
 
 def test_the_random_state_is_left_alone() -> None:

@@ -12,7 +12,17 @@ from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import f
-from tests.helpers.rewrites import REWRITES, Pair, bn, gain_and_shift, product, residual, seq, then, tokens
+from tests.helpers.rewrites import (
+    REWRITES,
+    Pair,
+    bn,
+    gain_and_shift,
+    product,
+    residual,
+    seq,
+    then,
+    tokens,
+)
 from tests.helpers.slopes import IMAGE, steepest
 
 
@@ -40,7 +50,9 @@ def pooled_before() -> Pair:
 def two_convolutions() -> Pair:
     """Two convolutions without padding, and the larger one that they are."""
     first, second, whole = nn.Conv2d(2, 4, 2), nn.Conv2d(4, 3, 2), nn.Conv2d(2, 3, 3)
-    taps = functional.conv2d(first.weight.data.transpose(0, 1), second.weight.data.flip(2, 3), padding=1)
+    taps = functional.conv2d(
+        first.weight.data.transpose(0, 1), second.weight.data.flip(2, 3), padding=1
+    )
     whole.weight.data = taps.transpose(0, 1)
     whole.bias.data = second.bias.data + second.weight.data.sum((2, 3)) @ first.bias.data
     return seq(first, second), seq(whole)
@@ -73,7 +85,9 @@ def built(name: str) -> Pair:
         pair = REWRITES[name]() if name in REWRITES else EXCEPTIONS[name][0]()
     finally:
         torch.set_default_dtype(dtype)
-    return pair[0].double().eval().requires_grad_(False), pair[1].double().eval().requires_grad_(False)
+    return pair[0].double().eval().requires_grad_(False), pair[1].double().eval().requires_grad_(
+        False
+    )
 
 
 @pytest.mark.parametrize("name", REWRITES)
@@ -84,14 +98,18 @@ def test_a_rewrite_changes_no_bound(name: str) -> None:
     """
     pair = built(name)
     images = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.allclose(pair[0](images), pair[1](images), rtol=1e-9, atol=1e-9)  # a row is a rewrite
+    assert torch.allclose(
+        pair[0](images), pair[1](images), rtol=1e-9, atol=1e-9
+    )  # a row is a rewrite
     proven = [bound_network(net, IMAGE, 3) for net in pair]
     assert proven[0].upper.finite, proven[0].bound.why
     bounds = [float(result.upper) for result in proven]
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
     assert steepest(pair[0], steps=2) <= min(bounds) * (1 + 1e-9)  # rounding of the measured slope
     for net in pair:
-        outcome = propagate(trace_network(net, IMAGE), TrainableArithmetic(torch.device("cpu"), iterations=60))
+        outcome = propagate(
+            trace_network(net, IMAGE), TrainableArithmetic(torch.device("cpu"), iterations=60)
+        )
         estimate = float(outcome.context.settle(outcome.logits).base)
         assert estimate >= bounds[0] * (1 - 1e-4)  # power iteration approaches from below
         assert estimate <= bounds[0] * (1 + 1e-6) or name in DEAD

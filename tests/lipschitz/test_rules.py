@@ -137,7 +137,11 @@ def test_an_activation_has_one_bound_as_module_and_as_function(number: int) -> N
     x = torch.linspace(-14, 14, 100_001, dtype=torch.float64, requires_grad=True)
     assert torch.equal(module.eval()(x), function(x))  # the row itself says the same twice
     (slopes,) = torch.autograd.grad(function(x).sum(), x)
-    first, second = (bound_network(net, IMAGE, 3).upper for net in (module, f(lambda m, x: function(x)).eval()))
+    first, second = (
+        bound_network(net, IMAGE, 3).upper for net in (module, f(lambda m, x: function(x)).eval())
+    )
     assert float(first) == float(second)
     # 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32. 1.001: what the grid may miss of a bend
-    assert float(slopes.abs().max()) <= float(first) * (1 + 1e-7) <= float(slopes.abs().max()) * 1.001
+    assert (
+        float(slopes.abs().max()) <= float(first) * (1 + 1e-7) <= float(slopes.abs().max()) * 1.001
+    )

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from certcli.lipschitz.numerics import spectral
-from certcli.lipschitz.numerics.spectral import frobenius_norm, gamma, gram_iteration, spectral_norm, spectral_norms, up
+from certcli.lipschitz.numerics.spectral import (
+    frobenius_norm,
+    gamma,
+    gram_iteration,
+    spectral_norm,
+    spectral_norms,
+    up,
+)
 from certcli.system.errors import CheckpointError, UsageError
 
 
@@ -31,8 +38,12 @@ MATRICES = {
     "rank one": torch.outer(_random(300), _random(290, seed=3)),
     "rank one, nonnegative": torch.outer(_random(40).abs(), _random(30, seed=3).abs()),
     "Hilbert": 1.0 / (_INDEX[:, None] + _INDEX[None, :] - 1.0),
-    "nearly equal singular values": _with_singular_values(1.0 + 1e-9 * torch.rand(280, dtype=torch.float64), 300),
-    "cluster below the top": _with_singular_values(torch.linspace(0.9999, 1.0, 290, dtype=torch.float64), 300),
+    "nearly equal singular values": _with_singular_values(
+        1.0 + 1e-9 * torch.rand(280, dtype=torch.float64), 300
+    ),
+    "cluster below the top": _with_singular_values(
+        torch.linspace(0.9999, 1.0, 290, dtype=torch.float64), 300
+    ),
     "wide spread": _with_singular_values(torch.logspace(0, -12, 280, dtype=torch.float64), 300),
     "1e-30": _random(70, 50) * 1e-30,
     "1e30": _random(70, 50) * 1e30,
@@ -71,7 +82,9 @@ def test_bound_lies_above_the_svd_and_close_to_it(name: str) -> None:
     for matrix in (MATRICES[name], -MATRICES[name].mT):
         bound = spectral_norm(matrix)
         assert bound >= reference * (1.0 - ORACLE)
-        assert bound <= reference * (1.0 + LOOSENESS) + 5e-324  # a subnormal value is rounded up by whole subnormals
+        assert (
+            bound <= reference * (1.0 + LOOSENESS) + 5e-324
+        )  # a subnormal value is rounded up by whole subnormals
 
 
 @pytest.mark.parametrize("power", [-900, -3, 40, 900])
@@ -137,7 +150,12 @@ def _top_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_batch_agrees_with_single_matrices_whatever_is_mixed_in() -> None:
     """Equal up to the rounding that both bounds already contain: batches take another order of summation."""
     matrices = [_random(12, 40, seed=seed) for seed in range(5)]
-    matrices += [torch.zeros(12, 40, dtype=torch.float64), matrices[0].float(), matrices[1] * 1e200, _random(7, 3)]
+    matrices += [
+        torch.zeros(12, 40, dtype=torch.float64),
+        matrices[0].float(),
+        matrices[1] * 1e200,
+        _random(7, 3),
+    ]
     matrices += [_random(1, 9), matrices[2].mT, _random(280, 270)]
     together = spectral_norms(matrices)
     for matrix, bound in zip(matrices, together):
@@ -175,15 +193,23 @@ def test_certificate_for_complex_matrices() -> None:
 
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
-def test_any_factor_proves_no_less_than_the_truth(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_factor_proves_no_less_than_the_truth(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A = 3 v v*, s = 1, L L* = s (I - v v*): what is left is a rank one matrix, so the theorem says 3 and no more."""
     v = _random(400) if kind == "real" else torch.complex(_random(400), _random(400, seed=1))
     v = v / torch.linalg.vector_norm(v)
     line, one = torch.outer(v, v.conj()), torch.eye(400, dtype=v.dtype)
     factor = torch.linalg.cholesky(one - line + 1e-9 * one)
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (factor[None], torch.zeros(1, dtype=torch.int32)))
+    monkeypatch.setattr(
+        torch.linalg,
+        "cholesky_ex",
+        lambda matrix: (factor[None], torch.zeros(1, dtype=torch.int32)),
+    )
     assert 3.0 <= spectral.certify_below((3 * line)[None], [1.0])[0] <= 3.01
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (0 * matrix, torch.zeros(1, dtype=torch.int32)))
+    monkeypatch.setattr(
+        torch.linalg, "cholesky_ex", lambda matrix: (0 * matrix, torch.zeros(1, dtype=torch.int32))
+    )
     assert spectral.certify_below((3 * line)[None], [1.0])[0] >= 3.0
 
 
@@ -214,21 +240,32 @@ def test_sums_that_lose_a_thousandth_are_still_bounded(monkeypatch: pytest.Monke
     for scale in (1.0, 1e-170):
         found = Fraction(frobenius_norm(torch.full((4096,), scale, dtype=torch.float64)))
         assert found**2 * (1 - Fraction(4096, 2**20)) >= 4096 * Fraction(scale) ** 2
-    for matrices in ([torch.ones(9, 64)], [torch.ones(9, 64), 5 * torch.ones(9, 64), torch.ones(9, 64)]):
+    for matrices in (
+        [torch.ones(9, 64)],
+        [torch.ones(9, 64), 5 * torch.ones(9, 64), torch.ones(9, 64)],
+    ):
         for matrix, norm in zip(matrices, spectral_norms(matrices)):
             formed = float(matrix.square().sum()) / (1 - 64 * 2.0**-20) / (1 - 9 * 2.0**-20)
             assert norm**2 >= 64 * 2.0**-20 * formed * (1 - 1e-12)  # what the test itself rounds
     slack = 1 + 2 * (64**2 + 2) * 2.0**-20  # of a square of a norm
     least = 64**2 * (slack**0.5 + 64 * 2.0**-20 * slack)
-    assert least * (1 - 1e-12) <= gram_iteration(torch.ones(64, 64).double(), 1) ** 2 <= least * (1 + 1e-12)
+    assert (
+        least * (1 - 1e-12)
+        <= gram_iteration(torch.ones(64, 64).double(), 1) ** 2
+        <= least * (1 + 1e-12)
+    )
 
 
 @pytest.mark.parametrize("broken", ["guess too low", "guess not a number", "no eigenvalue solver"])
-def test_bad_guesses_cost_tightness_but_never_the_proof(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_guesses_cost_tightness_but_never_the_proof(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     matrix = MATRICES["gaussian, large enough for Lanczos"]
     reference = _reference(matrix)
     yes = torch.ones(1, dtype=torch.bool)
-    guess = torch.full((1,), math.nan if broken == "guess not a number" else 1.0, dtype=torch.float64)
+    guess = torch.full(
+        (1,), math.nan if broken == "guess not a number" else 1.0, dtype=torch.float64
+    )
     monkeypatch.setattr(spectral, "lanczos_guess", lambda grams: (guess, yes))
     if broken == "no eigenvalue solver":
 
@@ -238,14 +275,20 @@ def test_bad_guesses_cost_tightness_but_never_the_proof(broken: str, monkeypatch
         monkeypatch.setattr(torch.linalg, "eigvalsh", fail)
     bound = spectral_norm(matrix)
     assert bound >= reference * (1.0 - ORACLE)
-    assert bound <= reference * 1.001  # twelve Gram steps: rank^(1 / 2^14) = 280^(1 / 16384) = 1.00034
+    assert (
+        bound <= reference * 1.001
+    )  # twelve Gram steps: rank^(1 / 2^14) = 280^(1 / 16384) = 1.00034
 
 
 @pytest.mark.parametrize("name", ["gaussian", "orthogonal", "rank one", "Hilbert"])
 def test_gram_iteration_lies_above_the_truth(name: str) -> None:
     matrix = MATRICES[name] @ MATRICES[name].mT
     reference = _reference(matrix)
-    assert reference * (1.0 - ORACLE) <= gram_iteration(matrix) <= reference * 300 ** (1 / 8192) * 1.000001
+    assert (
+        reference * (1.0 - ORACLE)
+        <= gram_iteration(matrix)
+        <= reference * 300 ** (1 / 8192) * 1.000001
+    )
 
 
 def test_rounding_constants() -> None:

@@ -60,7 +60,11 @@ class Layer:
         self.keep, self.fixed = torch.ones(heads).double(), torch.zeros(heads).double()
         if module.gated:
             gate = module.gating_param.sigmoid()
-            positions = module.pos_proj(module.get_rel_indices(N).double()).permute(0, 3, 1, 2).softmax(-1)[0]
+            positions = (
+                module.pos_proj(module.get_rel_indices(N).double())
+                .permute(0, 3, 1, 2)
+                .softmax(-1)[0]
+            )
             self.keep, self.fixed = 1 - gate, gate * norms(positions)
 
     def map(self, name: str) -> Tensor:
@@ -73,7 +77,13 @@ class Layer:
         b = (N * (grown * self.peak).clamp_max(0.5)).sqrt()
         of_key, of_query = self.keep * nu * tau * b, self.keep * nu * tau
         of_value = nu * (self.keep * a + self.fixed)
-        return together([(of_value, self.map("value")), (of_query, self.map("query")), (of_key, self.map("key"))])
+        return together(
+            [
+                (of_value, self.map("value")),
+                (of_query, self.map("query")),
+                (of_key, self.map("key")),
+            ]
+        )
 
     def lipschitz_norm(self) -> float:
         eta = math.exp(2)
@@ -96,18 +106,30 @@ class Layer:
         a = torch.minimum(average, (grown * self.columns).sqrt())
         first = torch.minimum(spread.sqrt(), z)
         second = torch.minimum(
-            each.sum(-2).amax((0, 2)).sqrt(), 2 * z * (N * (grown * self.peak).clamp_max(0.5)).sqrt()
+            each.sum(-2).amax((0, 2)).sqrt(),
+            2 * z * (N * (grown * self.peak).clamp_max(0.5)).sqrt(),
         )
         return average + 2 * spread + 2 * others, z, a, 2 * (first + second)
 
     def tied(self) -> float:
         everywhere, z, a, moving = self.l2()
-        return together([(self.keep * torch.minimum(everywhere, a + z * moving) + self.fixed, self.map("query"))])
+        return together(
+            [
+                (
+                    self.keep * torch.minimum(everywhere, a + z * moving) + self.fixed,
+                    self.map("query"),
+                )
+            ]
+        )
 
     def untied(self) -> float:
         _, _, a, moving = self.l2()
-        of_query = self.keep * RADIUS * norms(self.map("value")) * moving * self.module.head_dim**-0.25
-        return together([(self.keep * a + self.fixed, self.map("value")), (of_query, self.map("query"))])
+        of_query = (
+            self.keep * RADIUS * norms(self.map("value")) * moving * self.module.head_dim**-0.25
+        )
+        return together(
+            [(self.keep * a + self.fixed, self.map("value")), (of_query, self.map("query"))]
+        )
 
 
 THEOREMS = {
@@ -118,7 +140,9 @@ THEOREMS = {
 }
 
 
-@pytest.mark.parametrize("size", [0.05, 0.4, 2.0])  # of weights: each side of each minimum counts in one of them
+@pytest.mark.parametrize(
+    "size", [0.05, 0.4, 2.0]
+)  # of weights: each side of each minimum counts in one of them
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", THEOREMS)
 @torch.no_grad()
@@ -129,9 +153,13 @@ def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float)
     for part in attention.children():
         if part.bias is not None:
             part.bias.zero_()
-        part.weight -= part.weight.mean(1, keepdim=True)  # FloorNorm takes the mean of a token away, and may be folded
+        part.weight -= part.weight.mean(
+            1, keepdim=True
+        )  # FloorNorm takes the mean of a token away, and may be folded
     attention.proj.weight.copy_(torch.eye(WIDTH))
-    result = bound_network(Lone(attention, mask, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
+    result = bound_network(
+        Lone(attention, mask, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3
+    )
     expected = THEOREMS[name](Layer(attention, mask)) / FLOOR
     # 1e-9 below: the rounding of the numbers here; 1e-6 above: outward rounding, and gates that are widened by 2^-40
     assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)
@@ -153,8 +181,15 @@ class Dot(nn.Module):
         self.scale, self.axis = scale, axis
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (m(x).view(-1, N, 2, WIDTH // 2).transpose(1, self.axis) for m in (self.query, self.key, self.value))
-        return functional.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, self.axis).flatten(2)
+        q, k, v = (
+            m(x).view(-1, N, 2, WIDTH // 2).transpose(1, self.axis)
+            for m in (self.query, self.key, self.value)
+        )
+        return (
+            functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+            .transpose(1, self.axis)
+            .flatten(2)
+        )
 
 
 def dot(attention: nn.Module) -> tuple[list[Tensor], float]:
@@ -164,7 +199,9 @@ def dot(attention: nn.Module) -> tuple[list[Tensor], float]:
     weights = [part.weight for part in attention.modules() if isinstance(part, nn.Linear)]
     for weight in weights:
         weight -= weight.mean(1, keepdim=True)
-    result = bound_network(Lone(attention, None, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3)
+    result = bound_network(
+        Lone(attention, None, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3
+    )
     return weights, float(result.upper) * FLOOR
 
 
@@ -174,18 +211,26 @@ def test_halves_of_a_token_that_attend_to_each_other_are_rows_not_heads() -> Non
     q_norm, k_norm, v_norm = (float(norms(part)) for part in (q, k, v))
     moving = RADIUS**2 * (WIDTH // 2) ** -0.5 * q_norm * k_norm * v_norm
     expected = 2**0.5 * v_norm + moving * (1 + (2 / 2) ** 0.5)
-    assert expected * (1 - 1e-9) <= found <= expected * (1 + 3e-6)  # three norms, each proven to 1e-6
+    assert (
+        expected * (1 - 1e-9) <= found <= expected * (1 + 3e-6)
+    )  # three norms, each proven to 1e-6
 
 
 @torch.no_grad()
 def test_queries_that_are_constant_count_by_their_longest_row() -> None:
     def attend(m: nn.Module, x: Tensor) -> Tensor:
         key, value = m.parts
-        return functional.scaled_dot_product_attention(m.t.expand(len(x), -1, -1), key(x), value(x), scale=1.0)
+        return functional.scaled_dot_product_attention(
+            m.t.expand(len(x), -1, -1), key(x), value(x), scale=1.0
+        )
 
     maps = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
     (k, v), found = dot(
-        f(attend, *maps, t=torch.tensor([[1.0, 0, 2, 0], [1.0, 5, 1, 3], [3.0, 0, 3, 0], [2.0, 0, 0, 2]]))
+        f(
+            attend,
+            *maps,
+            t=torch.tensor([[1.0, 0, 2, 0], [1.0, 5, 1, 3], [3.0, 0, 3, 0], [2.0, 0, 0, 2]]),
+        )
     )
     expected = float(norms(v) * (N**0.5 + (N / 2) ** 0.5 * RADIUS * 6 * norms(k)))
     assert expected * (1 - 1e-9) <= found <= expected * (1 + 3e-6)
@@ -195,9 +240,13 @@ def test_queries_that_are_constant_count_by_their_longest_row() -> None:
 def test_a_norm_by_the_variance_has_the_constant_of_theorem_4_7() -> None:
     for scale in (0.01, 4.0):
         found = float(
-            bound_network(on_tokens(SimpleNorm(8, affine=False, eps=0.1), scale=scale).eval(), IMAGE, 3).upper
+            bound_network(
+                on_tokens(SimpleNorm(8, affine=False, eps=0.1), scale=scale).eval(), IMAGE, 3
+            ).upper
         )
-        expected = scale * (0.1**-0.5 + scale * 1.5 * 8**0.5 / (7**0.5 * 0.1))  # of (x - 1/2) scale 3/2 scale is known
+        expected = scale * (
+            0.1**-0.5 + scale * 1.5 * 8**0.5 / (7**0.5 * 0.1)
+        )  # of (x - 1/2) scale 3/2 scale is known
         assert expected * (1 - 1e-9) <= found <= expected * (1 + 1e-6)
 
 
@@ -209,7 +258,9 @@ def test_dot_products_have_the_constant_of_theorem_5_2(scale: float | None) -> N
     q, k, v = (weight.view(2, -1, WIDTH) for weight in maps)
 
     def heads(weights: Tensor, maps: Tensor) -> Tensor:
-        return torch.minimum(weights.max() * norms(maps.flatten(0, 1)), (weights * norms(maps)).norm())
+        return torch.minimum(
+            weights.max() * norms(maps.flatten(0, 1)), (weights * norms(maps)).norm()
+        )
 
     factor = (WIDTH // 2) ** -0.5 if scale is None else abs(scale)
     radius = RADIUS**2 * norms(v)

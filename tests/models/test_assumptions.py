@@ -31,7 +31,9 @@ from tests.helpers.commands import console
 RGB = InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
 
 
-@pytest.mark.parametrize(("norm", "fc_norm"), [("identity", False), ("batchnorm", False), ("batchnorm", True)])
+@pytest.mark.parametrize(
+    ("norm", "fc_norm"), [("identity", False), ("batchnorm", False), ("batchnorm", True)]
+)
 def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_norm: bool) -> None:
     arguments = {"norm_layer": norm, "depth": 1, "fc_norm": fc_norm}
     model = build.load(build.initialise("certvit_vit_pgd_2_3_16", arguments, RGB, 10, seed=0))
@@ -40,8 +42,12 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
     assert ("fc_norm.running_mean" in names) == fc_norm
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     assert prove(model, 10).upper.finite
-    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    near = NormsNetwork(model.double(), (3, 32, 32)).margins(pixels, torch.tensor([1e-6]).double(), torch.tensor([0]))
+    pixels = torch.rand(
+        1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    near = NormsNetwork(model.double(), (3, 32, 32)).margins(
+        pixels, torch.tensor([1e-6]).double(), torch.tensor([0])
+    )
     assert bool(near.isfinite().all())
 
 
@@ -85,13 +91,19 @@ WORDS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "arguments", "named"), WORDS, ids=[row[0] for row in WORDS])
 def test_other_words_are_refused(name: str, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ArchitectureError, match=named):
-        build.load(build.initialise("certvit_vit_digits", arguments, InputSpec((1, 8, 8), (0.5,), (0.5,)), 10, seed=0))
+        build.load(
+            build.initialise(
+                "certvit_vit_digits", arguments, InputSpec((1, 8, 8), (0.5,), (0.5,)), 10, seed=0
+            )
+        )
 
 
 def test_eps_is_that_of_every_norm() -> None:
     net = build.create("vit_tiny_patch16_224", {"depth": 1, "norm_eps": 1e-5}, initialise=False)
     assert {module.eps for module in net.modules() if isinstance(module, nn.LayerNorm)} == {1e-5}
-    own = build.create("convnext_atto", {"norm_eps": 1e-3}, initialise=False)  # timm's constructor knows the word
+    own = build.create(
+        "convnext_atto", {"norm_eps": 1e-3}, initialise=False
+    )  # timm's constructor knows the word
     assert 1e-3 in {getattr(module, "eps", None) for module in own.modules()}
 
 
@@ -199,10 +211,19 @@ def test_an_agreeing_file_raises_no_doubt(name: str, tmp_path: Path) -> None:
 
 
 def test_a_network_of_ones_own_needs_no_confirmation(tmp_path: Path) -> None:
-    own = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "in_chans": 1, "num_classes": 10}
+    own = {
+        "img_size": 8,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depth": 1,
+        "in_chans": 1,
+        "num_classes": 10,
+    }
     net = build.create("vit_tiny_patch16_224", {**own, "num_heads": 4}, initialise=True)
     save_file(net.state_dict(), tmp_path / "m.safetensors")
-    hints = Hints("vit_tiny_patch16_224", {**own, "num_heads": 4, "act_layer": "relu"}, (0.5,), (0.5,))
+    hints = Hints(
+        "vit_tiny_patch16_224", {**own, "num_heads": 4, "act_layer": "relu"}, (0.5,), (0.5,)
+    )
     assert open_checkpoint(str(tmp_path / "m.safetensors"), hints).reading.doubts == ()
 
 
@@ -221,7 +242,9 @@ def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
         "images": ("1x8x8 bicubic, crop 0.9", "config.json"),
     }
     told.write(tmp_path / "ours.safetensors")
-    again = open_checkpoint(str(tmp_path / "ours.safetensors"), Hints(ARCH, {"num_heads": 8}, (0.1,)))
+    again = open_checkpoint(
+        str(tmp_path / "ours.safetensors"), Hints(ARCH, {"num_heads": 8}, (0.1,))
+    )
     assert {fact.origin for fact in again.reading.facts} == {RECORD}
     assert again.reading.doubts == (
         "ours.safetensors carries its own record: --arch, --mean, --arch-arg num_heads ignored",
@@ -239,7 +262,16 @@ def test_every_report_begins_with_the_assumptions(tmp_path: Path) -> None:
     assert network["doubts"] == ["--mean says 0.4, config.json 0.5: the option is taken"]
     assert network["doubts"][0] in err
     code, out, _ = console(
-        "certify", path, "--dataset", "digits", "--limit", "20", "--method", "lipschitz", "-e", "0.1"
+        "certify",
+        path,
+        "--dataset",
+        "digits",
+        "--limit",
+        "20",
+        "--method",
+        "lipschitz",
+        "-e",
+        "0.1",
     )
     assert out.startswith("network: certvit_vit_digits (config.json); heads 4")
 
@@ -251,7 +283,9 @@ PHOTOGRAPHS = [(30, "color"), (30, "grey"), (1, "color")]
 def test_unfit_images_are_reported(count: int, kind: str) -> None:
     pixels = torch.rand(count, 3 if kind == "color" else 1, 4, 4).expand(-1, 3, -1, -1)
     labels = torch.zeros(count, dtype=torch.long)
-    images = Images("some", "test", ("a", "b"), labels, torch.arange(count), lambda chosen: pixels[list(chosen)])
+    images = Images(
+        "some", "test", ("a", "b"), labels, torch.arange(count), lambda chosen: pixels[list(chosen)]
+    )
     said = " ".join(image_doubts(images, 3))
     assert ("are grey" in said) == (kind == "grey")
     assert ("one image" in said) == (count == 1)
@@ -262,7 +296,9 @@ def test_unfit_images_are_reported(count: int, kind: str) -> None:
     [(0, 8, 1000, True), (2, 8, 10, False), (0, 8, 10, True), (10, 100, 10, True), (30, 100, 10, False), (1, 1, 10, False),
      (0, 1, 10, False), (50, 100, 2, True), (20, 30, 2, False), (480, 1000, 2, True)],
 )  # fmt: skip
-def test_an_accuracy_about_chance_is_doubted(right: int, count: int, classes: int, doubted: bool) -> None:
+def test_an_accuracy_about_chance_is_doubted(
+    right: int, count: int, classes: int, doubted: bool
+) -> None:
     assert (chance_doubt(right, count, classes) is not None) == doubted
 
 
@@ -285,7 +321,9 @@ def test_a_post_norm_file_is_said_to_be_one_where_labels_show_it(
     assert (read_as_pre != read_as_post).float().mean() > 0.4
 
     def doubt(labels: torch.Tensor) -> str | None:
-        images = Images("made", "test", ("",) * 10, labels, torch.arange(60), lambda asked: pixels[list(asked)])
+        images = Images(
+            "made", "test", ("",) * 10, labels, torch.arange(60), lambda asked: pixels[list(asked)]
+        )
         return order_doubt(model, images, (read_as_pre == labels).tolist())
 
     told = doubt(read_as_post)
@@ -293,7 +331,9 @@ def test_a_post_norm_file_is_said_to_be_one_where_labels_show_it(
     assert "read as a post-norm network" in told
     assert "is right on 60 of 60 images" in told
     assert doubt(read_as_pre) is None
-    assert doubt(torch.randint(10, (60,), generator=generator)) is None  # neither reading is any good
+    assert (
+        doubt(torch.randint(10, (60,), generator=generator)) is None
+    )  # neither reading is any good
     with torch.no_grad():
         assert torch.equal(model(pixels), before)  # the network is as it was
 

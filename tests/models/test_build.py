@@ -19,12 +19,14 @@ from tests.helpers.commands import console
 
 
 @pytest.mark.parametrize(
-    "arch", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convit_tiny", "xcit_nano_12_p8_224"]
+    "arch",
+    ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convit_tiny", "xcit_nano_12_p8_224"],
 )
 def test_timms_networks_are_built_within_the_limits_of_their_tensors(arch: str) -> None:
     net = build.create(arch, {}, initialise=False)
     assert (
-        build.create(arch, {}, initialise=False, like=net.state_dict()).state_dict().keys() == net.state_dict().keys()
+        build.create(arch, {}, initialise=False, like=net.state_dict()).state_dict().keys()
+        == net.state_dict().keys()
     )
     with pytest.raises(ArchitectureError, match="larger"), Building({"a": torch.zeros(9)}):
         torch.zeros(10_000, 10_000)
@@ -40,7 +42,9 @@ def test_a_truncated_normal_of_unset_memory_ends() -> None:
 def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
     made = build.initialise("certvit_vit_cifar10", {}, mean=(0.5,), std=(0.25,))
     assert (made.record.input.mean, made.record.input.std) == ((0.5,) * 3, (0.25,) * 3)
-    made = build.initialise("certvit_vit_cifar10", {"in_chans": 1, "img_size": 28}, mean=(0.5,), std=(0.5,))
+    made = build.initialise(
+        "certvit_vit_cifar10", {"in_chans": 1, "img_size": 28}, mean=(0.5,), std=(0.5,)
+    )
     assert made.record.input == InputSpec((1, 28, 28), (0.5,), (0.5,))
     safetensors.torch.save_file(made.tensors, tmp_path / "m.safetensors")
     hints = Hints("certvit_vit_cifar10", made.record.arch_args, (0.5,), (0.25,), as_stated=True)
@@ -57,7 +61,8 @@ def test_a_new_network_records_its_shape_and_an_old_record_keeps_its_own(arch: s
     old = Checkpoint(dict(net.state_dict()), Record(arch, {}, build.spec_of(net), 10))
     build.load(old)
     assert (
-        old.tensors["embed.weight"].shape[0::2] == {"certvit_lip_mnist": (64, 7), "certvit_lip_cifar10": (96, 4)}[arch]
+        old.tensors["embed.weight"].shape[0::2]
+        == {"certvit_lip_mnist": (64, 7), "certvit_lip_cifar10": (96, 4)}[arch]
     )
 
 
@@ -76,7 +81,11 @@ def test_the_network_takes_images_of_its_record(tiny: Checkpoint) -> None:
 
 def test_logits_that_overflow_are_refused(tiny: Checkpoint) -> None:
     """Finite weights can have infinite products."""
-    tensors = {**tiny.tensors, "head.weight": torch.full((10, 16), 3e38), "norm.bias": torch.full((16,), 3e38)}
+    tensors = {
+        **tiny.tensors,
+        "head.weight": torch.full((10, 16), 3e38),
+        "norm.bias": torch.full((16,), 3e38),
+    }
     with pytest.raises(ArchitectureError, match="not finite"):
         build.load(Checkpoint(tensors, tiny.record))
 
@@ -100,5 +109,7 @@ def test_commands_take_double_weights(tmp_path: Path, tiny: Checkpoint, words: s
     Checkpoint({name: value.double() for name, value in tiny.tensors.items()}, tiny.record).write(
         tmp_path / "m.safetensors"
     )
-    done = console(command, "m.safetensors", "--dataset", "digits", "--limit", "32", *options, folder=tmp_path)
+    done = console(
+        command, "m.safetensors", "--dataset", "digits", "--limit", "32", *options, folder=tmp_path
+    )
     assert done.code == 0, done.err

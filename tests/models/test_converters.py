@@ -13,7 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
-from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
+from torchvision.models.swin_transformer import (
+    PatchMergingV2,
+    SwinTransformer,
+    SwinTransformerBlockV2,
+)
 
 from certcli.lipschitz.network import prove
 from certcli.models import build
@@ -33,7 +37,9 @@ def transformers_folder(
     tensors: Mapping[str, Tensor] | None = None,
     **config: Any,
 ) -> str:
-    save_file(weights(row["shapes"]) if tensors is None else dict(tensors), folder / "model.safetensors")
+    save_file(
+        weights(row["shapes"]) if tensors is None else dict(tensors), folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps({**row["config"], **config}))
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     return str(folder)
@@ -41,7 +47,9 @@ def transformers_folder(
 
 def headless_folder(row: Mapping[str, Any], folder: Path, **more: Tensor) -> str:
     model = row["config"]["architectures"][0].partition("ForImage")[0] + "Model"
-    return transformers_folder(row, folder, tensors={**headless(row), **more}, architectures=[model])
+    return transformers_folder(
+        row, folder, tensors={**headless(row), **more}, architectures=[model]
+    )
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -52,12 +60,16 @@ def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model(images(checkpoint.record.input.size))
     expected = torch.tensor(row["logits"], dtype=torch.float64)
-    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)  # float64 sums in another order
+    torch.testing.assert_close(
+        logits, expected, rtol=1e-9, atol=1e-9
+    )  # float64 sums in another order
     assert row["config"]["architectures"][0] in checkpoint.reading.line()
     ends = open_checkpoint(headless_folder(row, tmp_path), Hints(features=True))
     with torch.no_grad():
         found = build.load(ends, dtype=torch.float64)(images(checkpoint.record.input.size))
-    torch.testing.assert_close(found, torch.tensor(row["features"], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        found, torch.tensor(row["features"], dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
     assert "features" in {fact.name for fact in ends.reading.facts}
     saved = tmp_path / "saved.safetensors"
     checkpoint.write(saved)
@@ -67,14 +79,22 @@ def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
 
 
 def test_a_converted_network_has_a_bound(tmp_path: Path) -> None:
-    for name in ("dinov2, registers", "convnext"):  # parts that no network of timm's has: a head, an eps of its own
+    for name in (
+        "dinov2, registers",
+        "convnext",
+    ):  # parts that no network of timm's has: a head, an eps of its own
         (folder := tmp_path / name).mkdir()
         checkpoint = open_checkpoint(transformers_folder(TRANSFORMERS[name], folder))
         assert prove(build.load(checkpoint), 3).upper.finite
 
 
 def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:
-    half = {**PIXELS, "rescale_factor": 1 / 127.5, "do_center_crop": True, "size": {"shortest_edge": 20}}
+    half = {
+        **PIXELS,
+        "rescale_factor": 1 / 127.5,
+        "do_center_crop": True,
+        "size": {"shortest_edge": 20},
+    }
     spec = open_checkpoint(transformers_folder(TRANSFORMERS["vit"], tmp_path, half)).record.input
     assert spec.mean == pytest.approx((0.25, 0.1875, 0.125), rel=1e-12)
     assert spec.std == pytest.approx((0.125, 0.25, 0.375), rel=1e-12)
@@ -83,12 +103,26 @@ def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:
 
 def test_a_processor_for_another_size_is_a_doubt(tmp_path: Path) -> None:
     """DINOv2 is published for 518 pixels beside a processor that makes 224, for which transformers resamples."""
-    crop = {**PIXELS, "size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": {"height": 12, "width": 12}}
-    for pixels in (crop, {**PIXELS, "size": 12}, {**PIXELS, "size": {"shortest_edge": 12}, "crop_pct": 0.875}):
+    crop = {
+        **PIXELS,
+        "size": {"shortest_edge": 20},
+        "do_center_crop": True,
+        "crop_size": {"height": 12, "width": 12},
+    }
+    for pixels in (
+        crop,
+        {**PIXELS, "size": 12},
+        {**PIXELS, "size": {"shortest_edge": 12}, "crop_pct": 0.875},
+    ):
         checkpoint = open_checkpoint(transformers_folder(TRANSFORMERS["vit"], tmp_path, pixels))
-        assert "makes images of 12x12, and this is the network for 16x16" in checkpoint.reading.doubts[0]
+        assert (
+            "makes images of 12x12, and this is the network for 16x16"
+            in checkpoint.reading.doubts[0]
+        )
     for pixels in (PIXELS, {**PIXELS, "size": 16}, {**PIXELS, "size": 12, "do_resize": False}):
-        assert not open_checkpoint(transformers_folder(TRANSFORMERS["vit"], tmp_path, pixels)).reading.doubts
+        assert not open_checkpoint(
+            transformers_folder(TRANSFORMERS["vit"], tmp_path, pixels)
+        ).reading.doubts
 
 
 def test_labels_out_of_order_or_alike(tmp_path: Path) -> None:
@@ -100,7 +134,9 @@ def test_labels_out_of_order_or_alike(tmp_path: Path) -> None:
         folder = transformers_folder(TRANSFORMERS["vit"], tmp_path, id2label=labels)
         checkpoint = open_checkpoint(folder, Hints(arch_args={"num_heads": 4}))
         assert (checkpoint.record.classes, checkpoint.record.class_names) == (3, names)
-        assert checkpoint.reading.doubts == ("config.json describes the architecture: --arch-arg num_heads ignored",)
+        assert checkpoint.reading.doubts == (
+            "config.json describes the architecture: --arch-arg num_heads ignored",
+        )
 
 
 def torchvision_swin(**parts: Any) -> nn.Module:
@@ -113,7 +149,10 @@ def torchvision_swin_v2() -> nn.Module:
 
 STATISTICS: dict[str, Any] = {"mean": (0.5,), "std": (0.25,)}
 TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Hints]] = {
-    "vit": (lambda: VisionTransformer(16, 8, 2, 2, 16, 24, num_classes=3), Hints(None, {"num_heads": 2}, **STATISTICS)),
+    "vit": (
+        lambda: VisionTransformer(16, 8, 2, 2, 16, 24, num_classes=3),
+        Hints(None, {"num_heads": 2}, **STATISTICS),
+    ),
     "swin": (torchvision_swin, Hints(None, {"img_size": 32}, **STATISTICS)),
     "swin, version 2": (
         torchvision_swin_v2,
@@ -121,7 +160,12 @@ TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Hints]] = {
     ),
     "convnext": (
         lambda: ConvNeXt(
-            [CNBlockConfig(4, 6, 1), CNBlockConfig(6, 8, 1), CNBlockConfig(8, 8, 2), CNBlockConfig(8, None, 1)],
+            [
+                CNBlockConfig(4, 6, 1),
+                CNBlockConfig(6, 8, 1),
+                CNBlockConfig(8, 8, 2),
+                CNBlockConfig(8, None, 1),
+            ],
             num_classes=3,
         ),
         Hints(None, {"img_size": 32}, **STATISTICS),
@@ -140,12 +184,16 @@ def test_torchvision_logits_are_kept(name: str, tmp_path: Path) -> None:
     model = build.load(checkpoint, dtype=torch.float64)
     pixels = images(checkpoint.record.input.size)
     with torch.no_grad():
-        torch.testing.assert_close(model(pixels), theirs.double()((pixels - 0.5) / 0.25), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            model(pixels), theirs.double()((pixels - 0.5) / 0.25), rtol=1e-9, atol=1e-9
+        )
     assert "torchvision" in checkpoint.reading.line()
 
 
 def plain() -> dict[str, Tensor]:
-    net = timm.create_model("vit_tiny_patch16_224", img_size=16, embed_dim=12, depth=1, num_classes=3)
+    net = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, embed_dim=12, depth=1, num_classes=3
+    )
     return weights({key: value.shape for key, value in net.state_dict().items()})
 
 
@@ -159,9 +207,17 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
 WRAPPINGS: dict[str, Callable[[], Any]] = {
     "bare": plain,
     "state_dict": lambda: {"state_dict": plain(), "epoch": 3, "best_acc1": torch.tensor(0.5)},
-    "options of a script": lambda: {"model": plain(), "args": argparse.Namespace(lr=0.1), "optimizer": {"state": {}}},
+    "options of a script": lambda: {
+        "model": plain(),
+        "args": argparse.Namespace(lr=0.1),
+        "optimizer": {"state": {}},
+    },
     "data parallel, compiled": lambda: {"model": prefixed("module._orig_mod.")},
-    "lightning": lambda: {"state_dict": prefixed("model."), "hyper_parameters": {"lr": 0.1}, "callbacks": {}},
+    "lightning": lambda: {
+        "state_dict": prefixed("model."),
+        "hyper_parameters": {"lr": 0.1},
+        "callbacks": {},
+    },
     "backbone": lambda: prefixed("backbone."),
     "nested": lambda: {"model_ema": {"state_dict": prefixed("encoder.")}},
 }
@@ -178,17 +234,24 @@ def test_wrappings_are_taken_off(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_raw_and_averaged_weights_are_a_question(suffix: str, tmp_path: Path) -> None:
-    path, averaged = tmp_path / f"weights.{suffix}", {name: value + 1 for name, value in plain().items()}
+    path, averaged = (
+        tmp_path / f"weights.{suffix}",
+        {name: value + 1 for name, value in plain().items()},
+    )
     if suffix == "pth":
         torch.save({"model": plain(), "model_ema": averaged}, path)
     else:
         both = {f"model.{name}": value for name, value in plain().items()}
-        save_file({**both, **{f"model_ema.{name}": value for name, value in averaged.items()}}, path)
+        save_file(
+            {**both, **{f"model_ema.{name}": value for name, value in averaged.items()}}, path
+        )
     with pytest.raises(ArchitectureError, match="which network is meant") as refused:
         open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL))
     assert "--weights ema" in refused.value.hint
     for choice, expected in (("raw", plain()), ("ema", averaged)):
-        found = open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL, weights=choice)).tensors  # type: ignore[arg-type]
+        found = open_checkpoint(
+            str(path), Hints("vit_tiny_patch16_224", SMALL, weights=choice)
+        ).tensors  # type: ignore[arg-type]
         assert torch.equal(found["cls_token"], expected["cls_token"])
 
 
@@ -201,12 +264,24 @@ def openclip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (r"^head.weight", "proj"),
     ]  # fmt: skip
     found = renamed({name: value for name, value in tensors.items() if name != "head.bias"}, rows)
-    found |= {"proj": found["proj"].T.contiguous(), "class_embedding": found["class_embedding"].flatten()}
+    found |= {
+        "proj": found["proj"].T.contiguous(),
+        "class_embedding": found["class_embedding"].flatten(),
+    }
     found["positional_embedding"] = found["positional_embedding"][0]
-    return {f"visual.{name}": value for name, value in found.items()} | {"token_embedding.weight": torch.ones(2, 2)}
+    return {f"visual.{name}": value for name, value in found.items()} | {
+        "token_embedding.weight": torch.ones(2, 2)
+    }
 
 
-_SWIN_SHAPE = {"img_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+_SWIN_SHAPE = {
+    "img_size": 32,
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [1, 2],
+    "window_size": 4,
+}
 _VIT_SHAPE = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 ORIGINAL: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = {
     "Swin": (  # its merges end a stage
@@ -261,7 +336,10 @@ def test_an_original_index_is_the_one_that_timm_computes(tmp_path: Path) -> None
     for value in (net.get_buffer(index), net.get_buffer(index).roll(1)):
         path = saved(tmp_path, {**names(dict(net.state_dict())), index: value})
         if torch.equal(value, net.get_buffer(index)):
-            assert open_checkpoint(path, Hints(arch, arguments)).tensors.keys() == net.state_dict().keys()
+            assert (
+                open_checkpoint(path, Hints(arch, arguments)).tensors.keys()
+                == net.state_dict().keys()
+            )
             continue
         with pytest.raises(ArchitectureError, match="relative_position_index"):
             open_checkpoint(path, Hints(arch, arguments))
@@ -284,7 +362,12 @@ def test_a_config_may_name_the_architecture_alone(tmp_path: Path) -> None:
 def test_the_heads_rows_are_the_classes(tmp_path: Path) -> None:
     """A head that was trained anew beside the config of the 1,000 classes it came from."""
     save_file(plain(), tmp_path / "model.safetensors")
-    statistics = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.5] * 3, "num_classes": 1000}
+    statistics = {
+        "input_size": [3, 16, 16],
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "num_classes": 1000,
+    }
     config = {
         "architecture": "vit_tiny_patch16_224",
         "num_classes": 1000,

@@ -12,7 +12,9 @@ from certcli.models import build
 from tests.helpers.commands import certvit
 
 
-def test_limits_that_clip_nothing_are_stored_as_the_largest_numbers(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_limits_that_clip_nothing_are_stored_as_the_largest_numbers(
+    tmp_path: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     """As timm's Gemma 4: buffers of infinity until published weights are loaded. On finite numbers nothing changes."""
 
     class Clipped(nn.Module):
@@ -44,6 +46,8 @@ def test_a_reference_network_of_another_size_says_which_images_it_takes(arch: st
 def test_init_refuses_a_network_that_cannot_run(tmp_path: Path) -> None:
     """Exit 4, as any later command would: patches of 16 pixels on images of 8."""
     path = tmp_path / "made.safetensors"
-    outcome = certvit("init", "vit_tiny_patch16_224", "--arch-arg", "img_size=8", "-o", path, code=4)
+    outcome = certvit(
+        "init", "vit_tiny_patch16_224", "--arch-arg", "img_size=8", "-o", path, code=4
+    )
     assert "does not take an image of size 3x8x8" in str(outcome.exception)
     assert not path.exists()

@@ -17,7 +17,14 @@ from tests.helpers.commands import attempt, certvit, document
 from tests.models.test_converters import TRANSFORMERS, headless_folder
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-SWIN = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}
+SWIN = {
+    "img_size": 32,
+    "patch_size": 4,
+    "window_size": 4,
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [1, 2],
+}
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "class token": ("vit_tiny_patch16_224", VIT),
     "mean of tokens": ("vit_tiny_patch16_224", {**VIT, "global_pool": "avg"}),
@@ -30,7 +37,11 @@ HINT = "certvit lipschitz --features"
 
 def options(name: str) -> list[object]:
     arch, arguments = FILES[name]
-    return ["--arch", arch, *(word for pair in arguments.items() for word in ("--arch-arg", f"{pair[0]}={pair[1]}"))]
+    return [
+        "--arch",
+        arch,
+        *(word for pair in arguments.items() for word in ("--arch-arg", f"{pair[0]}={pair[1]}")),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +73,15 @@ def test_a_file_without_classifier_has_a_bound_of_its_features_alone(
     assert document("lipschitz", path, *words, "--verify", report)["verified"]
 
 
-def test_a_report_that_calls_features_logits_is_refuted(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_report_that_calls_features_logits_is_refuted(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     path, words, report = files["class token"], options("class token"), tmp_path / "report.json"
     found = document("lipschitz", path, *words, "--features", "--no-estimate")
-    for edited in ({**found, "bound_of": "logits"}, {key: value for key, value in found.items() if key != "bound_of"}):
+    for edited in (
+        {**found, "bound_of": "logits"},
+        {key: value for key, value in found.items() if key != "bound_of"},
+    ):
         report.write_text(json.dumps(edited))
         certvit("lipschitz", "--verify", report, code=7)
     cut = {**found, "bound_of": "logits", "proof": found["proof"][:-1]}
@@ -78,7 +94,13 @@ def test_evidence_of_features_is_told_apart_and_all_other_commands_refuse(
     files: dict[str, Path], tmp_path: Path
 ) -> None:
     kept = tmp_path / "kept.safetensors"
-    words = ("lipschitz", files["class token"], *options("class token"), "--features", "--no-estimate")
+    words = (
+        "lipschitz",
+        files["class token"],
+        *options("class token"),
+        "--features",
+        "--no-estimate",
+    )
     shown = certvit(*words, "-o", kept).stdout
     assert "upper bound of the features (proven" in shown
     assert "certified within" not in shown
@@ -106,12 +128,24 @@ def test_a_record_with_other_outputs_than_its_network_is_refused(
     kept = workshop / "plain.safetensors"
     if classes:
         kept = tmp_path / "kept.safetensors"
-        certvit("lipschitz", files["class token"], *options("class token"), "--features", "--no-estimate", "-o", kept)
+        certvit(
+            "lipschitz",
+            files["class token"],
+            *options("class token"),
+            "--features",
+            "--no-estimate",
+            "-o",
+            kept,
+        )
     checkpoint = Checkpoint.read(kept)
     record = json.loads(checkpoint.record.to_json()) | {"classes": classes}
-    write_safetensors(tmp_path / "edited.safetensors", checkpoint.tensors, {KEY: json.dumps(record)}, True)
+    write_safetensors(
+        tmp_path / "edited.safetensors", checkpoint.tensors, {KEY: json.dumps(record)}, True
+    )
     for words in ([], ["--features"]):
-        refused = attempt("lipschitz", tmp_path / "edited.safetensors", "--no-estimate", *words).exception
+        refused = attempt(
+            "lipschitz", tmp_path / "edited.safetensors", "--no-estimate", *words
+        ).exception
         assert f"says {classes} classes, and its network has" in str(refused)
 
 
@@ -125,18 +159,28 @@ def test_a_classifier_has_no_bound_of_features(workshop: Path, tmp_path: Path) -
     certvit("lipschitz", workshop / "plain.safetensors", "--verify", report, code=7)
 
 
-def test_a_config_of_a_parent_with_classes_does_not_add_them(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_config_of_a_parent_with_classes_does_not_add_them(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     arch, arguments = FILES["class token"]
     path = tmp_path / "model.safetensors"
     path.write_bytes(files["class token"].read_bytes())
     size = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.5] * 3}
-    about = {"architecture": arch, "num_classes": 1000, "model_args": arguments, "pretrained_cfg": size}
+    about = {
+        "architecture": arch,
+        "num_classes": 1000,
+        "model_args": arguments,
+        "pretrained_cfg": size,
+    }
     for pretrained in (size, {}):
         (tmp_path / "config.json").write_text(json.dumps({**about, "pretrained_cfg": pretrained}))
         assert "has no classifier" in str(attempt("lipschitz", path, "--no-estimate").exception)
         found = certvit("lipschitz", path, "--no-estimate", "--features", "--json")
         assert json.loads(found.stdout)["bound_of"] == "features"
-        assert "config.json says 1000 classes, and" in found.stderr or "config.json says 1000 classes," in found.stderr
+        assert (
+            "config.json says 1000 classes, and" in found.stderr
+            or "config.json says 1000 classes," in found.stderr
+        )
 
 
 def test_the_features_of_a_model_of_transformers_are_named(tmp_path: Path) -> None:
@@ -159,7 +203,9 @@ def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:
     checkpoint = build.initialise(arch, {**arguments, "num_classes": 0, "global_pool": ""})
     save_file(dict(checkpoint.tensors), tmp_path / "tokens.safetensors")
     words = ["--as-stated", "--features", "--no-estimate", "--arch-arg", "global_pool="]
-    refused = attempt("lipschitz", tmp_path / "tokens.safetensors", *options("class token"), *words).exception
+    refused = attempt(
+        "lipschitz", tmp_path / "tokens.safetensors", *options("class token"), *words
+    ).exception
     assert "maps an image to a tensor (1, 5, 16)" in str(refused)
     assert "global_pool=token" in getattr(refused, "hint", "")
     with pytest.raises(CertvitError, match=r"tensor \(1, 5, 16\)"):

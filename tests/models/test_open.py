@@ -16,14 +16,42 @@ from tests.helpers.workshop import shape
 DIGITS = ("--dataset", "digits", "--limit", 4)
 COMMANDS: dict[str, tuple[object, ...]] = {
     "lipschitz": ("lipschitz", "m.safetensors", *DIGITS),
-    "lipschitz --compare": ("lipschitz", "m.safetensors", "--compare", "p.safetensors", "--no-estimate"),
-    "certify": ("certify", "m.safetensors", *DIGITS, "--method", "auto", "-e", 0.1, "--sigma", 0.1, "--samples", 200),
+    "lipschitz --compare": (
+        "lipschitz",
+        "m.safetensors",
+        "--compare",
+        "p.safetensors",
+        "--no-estimate",
+    ),
+    "certify": (
+        "certify",
+        "m.safetensors",
+        *DIGITS,
+        "--method",
+        "auto",
+        "-e",
+        0.1,
+        "--sigma",
+        0.1,
+        "--samples",
+        200,
+    ),
     "attack": ("attack", "m.safetensors", *DIGITS, "--steps", 2, "--source", "p.safetensors"),
     "audit": ("audit", "m.safetensors", *DIGITS, "--time-budget", "1s"),
     "adapt": ("adapt", "p.safetensors", *DIGITS, "--epochs", 0),
     "adapt --dry-run": ("adapt", "p.safetensors", "--dry-run"),
     "constrain": ("constrain", "m.safetensors", *DIGITS, "--beta", 0.1, "--iterations", 2),
-    "finetune": ("finetune", "m.safetensors", *DIGITS, "--steps", 1, "--loss", "margin", "--epsilon", 0.1),
+    "finetune": (
+        "finetune",
+        "m.safetensors",
+        *DIGITS,
+        "--steps",
+        1,
+        "--loss",
+        "margin",
+        "--epsilon",
+        0.1,
+    ),
     "log": ("log", "m.safetensors", "--verify"),
     "init": ("init", "certvit_vit_digits", *shape(), "-o", "i.safetensors"),
     "a file of others": ("lipschitz", "f.safetensors", "--arch", "certvit_4c3f", "--no-estimate"),
@@ -37,12 +65,16 @@ def test_the_network_of_a_checkpoint_is_built_once(
     built: Counter[str] = Counter()
 
     class Counting(build.Building):
-        def __init__(self, like: Mapping[str, Tensor] | None = None, *, initialise: bool = False) -> None:
+        def __init__(
+            self, like: Mapping[str, Tensor] | None = None, *, initialise: bool = False
+        ) -> None:
             super().__init__(like, initialise=initialise)
             built["a new network" if like is None else tensors_digest(like)] += 1
 
     for stem, of in (("m", "certified"), ("p", "plain")):
-        (tmp_path / f"{stem}.safetensors").write_bytes((workshop / f"{of}.safetensors").read_bytes())
+        (tmp_path / f"{stem}.safetensors").write_bytes(
+            (workshop / f"{of}.safetensors").read_bytes()
+        )
     save_file(build.initialise("certvit_4c3f", {}).tensors, tmp_path / "f.safetensors")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(build, "Building", Counting)

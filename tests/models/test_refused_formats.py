@@ -42,7 +42,9 @@ def endless() -> dict[str, Any]:
 def edited(name: str, edit: Edit, **config: Any) -> Callable[[Path], str]:
     """Return what writes a checkpoint of transformers with edited tensors."""
     row = TRANSFORMERS[name]
-    return lambda folder: transformers_folder(row, folder, tensors=edit(weights(row["shapes"])), **config)
+    return lambda folder: transformers_folder(
+        row, folder, tensors=edit(weights(row["shapes"])), **config
+    )
 
 
 def torchvision_edited(name: str, edit: Edit) -> Callable[[Path], str]:

@@ -21,17 +21,28 @@ from certcli.models.in_memory import open_module
 from certcli.models.open import open_checkpoint
 
 FILE = Path(__file__).with_name("transformers_logits.json")
-PIXELS = {"image_mean": [0.5, 0.375, 0.25], "image_std": [0.25, 0.5, 0.75], "resample": 3}  # binary fractions
+PIXELS = {
+    "image_mean": [0.5, 0.375, 0.25],
+    "image_std": [0.25, 0.5, 0.75],
+    "resample": 3,
+}  # binary fractions
 _TOKENS = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,
     "patch_size": 8, "num_labels": 3,
 }  # fmt: skip
-_DINO = {key: value for key, value in _TOKENS.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
+_DINO = {key: value for key, value in _TOKENS.items() if key != "intermediate_size"} | {
+    "mlp_ratio": 2
+}
 _SWIN = {
     "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4,
     "num_labels": 3,
 }  # fmt: skip
-_CONVNEXT = {"hidden_sizes": [4, 6, 8, 10], "depths": [1, 1, 2, 1], "image_size": 32, "num_labels": 3}
+_CONVNEXT = {
+    "hidden_sizes": [4, 6, 8, 10],
+    "depths": [1, 1, 2, 1],
+    "image_size": 32,
+    "num_labels": 3,
+}
 ROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViT", _TOKENS),
     "vit, tanh, no bias": ("ViT", {**_TOKENS, "hidden_act": "gelu_new", "qkv_bias": False}),
@@ -41,7 +52,11 @@ ROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "beit": ("Beit", {**_TOKENS, "use_relative_position_bias": True}),
     "beit, shared": (
         "Beit",
-        {**_TOKENS, "use_shared_relative_position_bias": True, "use_absolute_position_embeddings": True},
+        {
+            **_TOKENS,
+            "use_shared_relative_position_bias": True,
+            "use_absolute_position_embeddings": True,
+        },
     ),
     "dinov2": ("Dinov2", _DINO),
     "dinov2, registers": ("Dinov2WithRegisters", {**_DINO, "num_register_tokens": 2}),
@@ -73,11 +88,18 @@ def headless(row: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the weights of a classifier's row as the file of its model without a classifier names them."""
     prefix = row["config"]["model_type"].removesuffix("_msn") + "."
     found = weights(row["shapes"])
-    return {name.removeprefix(prefix): value for name, value in found.items() if "classifier" not in name}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in found.items()
+        if "classifier" not in name
+    }
 
 
 def normalised(pixels: Tensor) -> Tensor:
-    mean, std = (torch.tensor(PIXELS[f"image_{name}"], dtype=torch.float64).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(PIXELS[f"image_{name}"], dtype=torch.float64).view(-1, 1, 1)
+        for name in ("mean", "std")
+    )
     return (pixels - mean) / std
 
 
@@ -89,7 +111,9 @@ def features(network: Any, inputs: Tensor) -> Tensor:
     return found.last_hidden_state[:, 0] if pooled is None else pooled
 
 
-def transformers_network(kind: str, arguments: Mapping[str, Any], folder: Path, model: bool = False) -> nn.Module:
+def transformers_network(
+    kind: str, arguments: Mapping[str, Any], folder: Path, model: bool = False
+) -> nn.Module:
     """Save transformers' network as a file, put our weights into that file, and return the network that reads it.
 
     Args:
@@ -99,10 +123,16 @@ def transformers_network(kind: str, arguments: Mapping[str, Any], folder: Path, 
     from safetensors.torch import load_file, save_file
 
     family, _, suffix = kind.partition("/")
-    network = getattr(transformers, f"{family}Model" if model else f"{family}ForImageClassification{suffix}")
+    network = getattr(
+        transformers, f"{family}Model" if model else f"{family}ForImageClassification{suffix}"
+    )
     network(getattr(transformers, f"{family}Config")(**arguments)).save_pretrained(folder)
     file = folder / "model.safetensors"
-    save_file(weights({name: value.shape for name, value in load_file(file).items()}), file, {"format": "pt"})
+    save_file(
+        weights({name: value.shape for name, value in load_file(file).items()}),
+        file,
+        {"format": "pt"},
+    )
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     return network.from_pretrained(folder).eval().double()
 
@@ -115,11 +145,19 @@ def _answer(kind: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, 
     inputs = normalised(images((3, config["image_size"], config["image_size"])))
     with torch.no_grad():
         found = {"logits": network(inputs).logits, "features": features(network.base_model, inputs)}
-    shapes = {name: list(value.shape) for name, value in load_file(folder / "model.safetensors").items()}
-    row = {"config": config, "shapes": shapes, **{name: value.tolist() for name, value in found.items()}}
+    shapes = {
+        name: list(value.shape) for name, value in load_file(folder / "model.safetensors").items()
+    }
+    row = {
+        "config": config,
+        "shapes": shapes,
+        **{name: value.tolist() for name, value in found.items()},
+    }
     transformers_network(kind, arguments, folder / "headless", model=True)
     other = load_file(folder / "headless" / "model.safetensors").keys() ^ headless(row).keys()
-    assert other <= {"pooler.dense.weight", "pooler.dense.bias"}, f"{kind} without a classifier: {other}"
+    assert other <= {"pooler.dense.weight", "pooler.dense.bias"}, (
+        f"{kind} without a classifier: {other}"
+    )
     return row
 
 
@@ -132,7 +170,11 @@ class Tried(NamedTuple):
 
 
 def _tried(
-    kind: str, path: str, hints: Hints, original: Callable[[Tensor], Tensor], own: nn.Module | None = None
+    kind: str,
+    path: str,
+    hints: Hints,
+    original: Callable[[Tensor], Tensor],
+    own: nn.Module | None = None,
 ) -> Tried:
     """Read a file, and compare it with its original.
 
@@ -158,9 +200,16 @@ def _of_transformers(name: str, folder: Path) -> Iterator[Tried]:
     kind, arguments = ROWS[name]
     family = "transformers: " + kind.partition("/")[0]
     whole: Any = transformers_network(kind, arguments, folder / "classifier")
-    yield _tried(family, str(folder / "classifier"), Hints(), lambda pixels: whole(normalised(pixels)).logits)
+    yield _tried(
+        family, str(folder / "classifier"), Hints(), lambda pixels: whole(normalised(pixels)).logits
+    )
     part = transformers_network(kind, arguments, folder / "model", model=True)
-    yield _tried(family, str(folder / "model"), Hints(features=True), lambda pixels: features(part, normalised(pixels)))
+    yield _tried(
+        family,
+        str(folder / "model"),
+        Hints(features=True),
+        lambda pixels: features(part, normalised(pixels)),
+    )
 
 
 def _of_others(folder: Path) -> Iterator[Tried]:
@@ -168,7 +217,9 @@ def _of_others(folder: Path) -> Iterator[Tried]:
 
     from tests.models import test_converters as cases
 
-    def timms(arch: str, arguments: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Any]:
+    def timms(
+        arch: str, arguments: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[nn.Module, Any]:
         net = timm.create_model(arch, **{"num_classes": 3, **arguments}).eval()
         net.load_state_dict(tensors)
         double = build.load(open_module(net), dtype=torch.float64)
@@ -179,22 +230,30 @@ def _of_others(folder: Path) -> Iterator[Tried]:
     for wrap in cases.WRAPPINGS.values():
         torch.save(wrap(), folder / "weights.ckpt")
         net, double = timms(tiny, cases.SMALL, raw)
-        yield _tried("timm, wrapped", str(folder / "weights.ckpt"), Hints(tiny, cases.SMALL), double, net)
+        yield _tried(
+            "timm, wrapped", str(folder / "weights.ckpt"), Hints(tiny, cases.SMALL), double, net
+        )
     torch.save({"model": raw, "model_ema": averaged}, folder / "both.pth")
     for choice, tensors in (("raw", raw), ("ema", averaged)):
         net, double = timms(tiny, cases.SMALL, tensors)
         hints = Hints(tiny, cases.SMALL, weights=choice)  # type: ignore[arg-type]
-        yield _tried("timm, `--weights raw` and `ema`", str(folder / "both.pth"), hints, double, net)
+        yield _tried(
+            "timm, `--weights raw` and `ema`", str(folder / "both.pth"), hints, double, net
+        )
     for name, (arch, arguments, names) in cases.ORIGINAL.items():
         net, double = timms(arch, arguments, cases.original_network(name).state_dict())
         path = cases.saved(folder, {"model": names(dict(net.state_dict()))})
         yield _tried(f"original names: {name}", path, Hints(arch, arguments), double, net)
     for name, (make, hints) in cases.TORCHVISION.items():
         theirs = make().eval()
-        theirs.load_state_dict(weights({key: value.shape for key, value in theirs.named_parameters()}), strict=False)
+        theirs.load_state_dict(
+            weights({key: value.shape for key, value in theirs.named_parameters()}), strict=False
+        )
         path = cases.saved(folder, dict(theirs.state_dict()))
         double = theirs.double()
-        yield _tried(f"torchvision: {name}", path, hints, lambda pixels, of=double: of((pixels - 0.5) / 0.25))
+        yield _tried(
+            f"torchvision: {name}", path, hints, lambda pixels, of=double: of((pixels - 0.5) / 0.25)
+        )
 
 
 def table() -> list[str]:
@@ -230,7 +289,9 @@ def main() -> None:
         if "--write" not in sys.argv:
             assert found[name]["shapes"] == known[name]["shapes"], f"{name}: other tensors"
             for output in ("logits", "features"):
-                expected, here = (torch.tensor(part[name][output], dtype=torch.float64) for part in (known, found))
+                expected, here = (
+                    torch.tensor(part[name][output], dtype=torch.float64) for part in (known, found)
+                )
                 torch.testing.assert_close(here, expected, rtol=1e-9, atol=1e-9)
             print(f"{name}: as in {FILE.name}")
     if "--write" in sys.argv:

@@ -60,7 +60,11 @@ class Lone(nn.Module):
     """Pixels (b, 8, 4) in [0, 1] spread to tokens in [-span / 2, span / 2], two windows of four, into one attention."""
 
     def __init__(
-        self, attention: nn.Module, mask: Tensor | None = None, norm: nn.Module | None = None, span: float = 1.0
+        self,
+        attention: nn.Module,
+        mask: Tensor | None = None,
+        norm: nn.Module | None = None,
+        span: float = 1.0,
     ) -> None:
         super().__init__()
         self.attention, self.span = attention, span
@@ -70,7 +74,9 @@ class Lone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b = x.shape[0]
         tokens = self.norm((x - 0.5) * self.span).reshape(b * 2, 4, WIDTH)
-        mixed = self.attention(tokens) if self.mask is None else self.attention(tokens, mask=self.mask)
+        mixed = (
+            self.attention(tokens) if self.mask is None else self.attention(tokens, mask=self.mask)
+        )
         return mixed.reshape(b, 8, WIDTH)
 
 
@@ -95,7 +101,9 @@ def starts(scale: float) -> Tensor:
     noise = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     one = noise[:1].expand(8, WIDTH)
     clusters = torch.cat([one[:2], -one[:2], one[:1], -one[:3]]) + 0.01 * noise
-    tokens = torch.stack([noise, 0.05 * noise, 10 * noise, one + 1e-3 * noise, clusters, 3 * clusters])
+    tokens = torch.stack(
+        [noise, 0.05 * noise, 10 * noise, one + 1e-3 * noise, clusters, 3 * clusters]
+    )
     return (0.5 + scale * tokens).clamp(0, 1)
 
 
@@ -125,9 +133,14 @@ TOKENS = [case for case in CASES if case[1] == "tokens"]
 
 @pytest.mark.parametrize(
     ("case", "spread"),
-    [*itertools.product(TOKENS, SPREADS), *crossed([case for case in CASES if case not in TOKENS], SPREADS)],
+    [
+        *itertools.product(TOKENS, SPREADS),
+        *crossed([case for case in CASES if case not in TOKENS], SPREADS),
+    ],
 )
-def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(case: tuple[str, str], spread: tuple[float, float]) -> None:
+def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(
+    case: tuple[str, str], spread: tuple[float, float]
+) -> None:
     """Wide tokens, on which softmaxes saturate, and short ones, on which the bounds of short rows count."""
     size, span = spread
     net = network(*case, size, span=span)
@@ -157,7 +170,9 @@ def test_an_image_does_not_depend_on_the_batch_and_proj_comes_last(name: str, pl
     assert torch.allclose(together, one_by_one, rtol=1e-12, atol=1e-12)  # sums in another order
     assert torch.equal(together, last)
     single = net.float()(x.float())
-    assert torch.allclose(single.double(), together, rtol=1e-3, atol=1e-3)  # the same function in float32
+    assert torch.allclose(
+        single.double(), together, rtol=1e-3, atol=1e-3
+    )  # the same function in float32
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)
@@ -193,7 +208,9 @@ def _symmetric(place: str, width: int = 32) -> nn.Module:
 
 
 def _tokens(width: int = 32) -> Tensor:
-    noise = torch.randn(4, 16, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    noise = torch.randn(
+        4, 16, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     return nn.functional.layer_norm(noise, (width,))
 
 
@@ -229,7 +246,9 @@ def test_tied_logits_start_as_the_old_ones(place: str) -> None:
         assert _relative(2 * tied.T @ tied / 16**0.5, wanted) < 0.02
         value, out = weights.head(weights.value, h), weights.proj_weight[:, 16 * h : 16 * (h + 1)]
         lacking = new.proj.weight.detach()[:, 16 * h : 16 * (h + 1)] @ tied - out @ value
-        assert float((lacking @ tied.T).norm()) < 1e-9 * float((out @ value).norm())  # the normal equations
+        assert float((lacking @ tied.T).norm()) < 1e-9 * float(
+            (out @ value).norm()
+        )  # the normal equations
     if place == "windows":
         assert torch.equal(new.position_bias(), weights.position_bias)
 
@@ -271,12 +290,16 @@ NETWORKS: dict[str, tuple[str, dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize(("name", "family"), crossed(ATTENTIONS, [*NETWORKS]))
-def test_networks_are_bounded_and_come_back_from_their_checkpoint(name: str, family: str, tmp_path: Path) -> None:
+def test_networks_are_bounded_and_come_back_from_their_checkpoint(
+    name: str, family: str, tmp_path: Path
+) -> None:
     arch, args, path = NETWORKS[family]
     net = build.create(arch, args, initialise=True)
     spec = build.spec_of(net, size=build.input_size_of(net))
     places = [path] if "{}" not in path else [path.format(0), path.format(1)]
-    arguments = {"tokens": 5} if name == "orthogonal-attention" else {}  # a class token and four patches
+    arguments = (
+        {"tokens": 5} if name == "orthogonal-attention" else {}
+    )  # a class token and four patches
     surgery = tuple(Replacement(place, name, arguments) for place in places)
     fresh = build.initialise(arch, args, spec, build.classes_of(net), seed=0)
     record = dataclasses.replace(fresh.record, surgery=surgery)
@@ -288,12 +311,16 @@ def test_networks_are_bounded_and_come_back_from_their_checkpoint(name: str, fam
     stir(built, 0.2)
     for place in places:
         built.get_submodule(place).start(AttentionWeights.of(net.get_submodule(place)))
-    Checkpoint({key: value.detach().clone() for key, value in built.state_dict().items()}, record).write(tmp_path / "a")
+    Checkpoint(
+        {key: value.detach().clone() for key, value in built.state_dict().items()}, record
+    ).write(tmp_path / "a")
     loaded = build.load(Checkpoint.read(tmp_path / "a"))
     image = torch.rand(2, *spec.size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         # the same weights at another address in memory: sums of float32 may be taken in another order
-        assert torch.allclose(loaded(image), build.PixelModel(spec, built).eval()(image), rtol=1e-4, atol=1e-5)
+        assert torch.allclose(
+            loaded(image), build.PixelModel(spec, built).eval()(image), rtol=1e-4, atol=1e-5
+        )
     state = loaded.net.state_dict()
     assert all(torch.equal(state[key], value) for key, value in built.state_dict().items())
     result = bound_network(loaded, spec.size, build.classes_of(net))
@@ -302,9 +329,18 @@ def test_networks_are_bounded_and_come_back_from_their_checkpoint(name: str, fam
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "q and k norm": (lambda: Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm), "qk_norm.*Attention"),
-    "scale norm": (lambda: Attention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm), "scale_norm.*Attention"),
-    "Swin v2": (lambda: WindowAttentionV2(8, (2, 2), 2), "WindowAttention of timm.models.swin_transformer_v2"),
+    "q and k norm": (
+        lambda: Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm),
+        "qk_norm.*Attention",
+    ),
+    "scale norm": (
+        lambda: Attention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm),
+        "scale_norm.*Attention",
+    ),
+    "Swin v2": (
+        lambda: WindowAttentionV2(8, (2, 2), 2),
+        "WindowAttention of timm.models.swin_transformer_v2",
+    ),
     "rotary": (lambda: AttentionRope(8, 2), "AttentionRope"),
     "not attention": (lambda: nn.Linear(8, 8), "Linear"),
     "adapted before": (lambda: L2Attention(AttentionShape(8, 2, 4, True, 8, True)), "L2Attention"),

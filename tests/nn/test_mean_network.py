@@ -12,7 +12,14 @@ from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.seen import seen_by
 from certcli.finetune.stiefel import orthogonalise
 from certcli.lipschitz.network import prove
-from certcli.models.build import OpenCheckpoint, PixelModel, create, initialise, load_double, with_network
+from certcli.models.build import (
+    OpenCheckpoint,
+    PixelModel,
+    create,
+    initialise,
+    load_double,
+    with_network,
+)
 from certcli.models.mean import mean_of
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import ArchitectureError
@@ -23,14 +30,20 @@ MEMBERS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
     "two": ("certvit_lip_digits", [{}, {}], False),
     "one and its mirror image": ("certvit_lip_digits", [{"rolls": True}], True),
     "of other shapes": ("certvit_lip_digits", [{"width": 16}, {"head": [12, 8]}, {}], True),
-    "sorted tokens": ("certvit_sort_mnist", [{"img_size": 8, "patch": 2, "width": 16, "head": [8]}] * 2, True),
+    "sorted tokens": (
+        "certvit_sort_mnist",
+        [{"img_size": 8, "patch": 2, "width": 16, "head": [8]}] * 2,
+        True,
+    ),
 }
 """Each kind of mean: the architecture, its members' arguments, whether of mirror images too."""
 
 
 def members_of(case: str) -> list[OpenCheckpoint]:
     arch, arguments, _ = MEMBERS[case]
-    return [with_network(initialise(arch, shape, seed=seed)) for seed, shape in enumerate(arguments)]
+    return [
+        with_network(initialise(arch, shape, seed=seed)) for seed, shape in enumerate(arguments)
+    ]
 
 
 @pytest.mark.parametrize("case", MEMBERS)
@@ -46,21 +59,32 @@ def test_a_mean_has_the_mean_of_its_members_logits_and_pair_constants(case: str)
     # the heads are divided in float32: half a unit of 2^-24 in each of some hundred products near 1
     torch.testing.assert_close(mean(images), expected, rtol=0, atol=1e-5)
     features = [float(prove(model, 10).bound.parts[1].value) for model in each]
-    apart = [torch.cdist(*[tensors["head.out.weight"].double()] * 2) for tensors in (m.tensors for m in members)]
+    apart = [
+        torch.cdist(*[tensors["head.out.weight"].double()] * 2)
+        for tensors in (m.tensors for m in members)
+    ]
     rms = torch.stack(apart).square().mean(0).sqrt()
     pairs = prove(mean, 10).pairs
     assert pairs is not None
-    assert bool((pairs <= rms * torch.tensor(features).square().mean().sqrt() * (1 + 1e-6)).all())  # float32, as above
+    assert bool(
+        (pairs <= rms * torch.tensor(features).square().mean().sqrt() * (1 + 1e-6)).all()
+    )  # float32, as above
 
 
 def test_members_of_constant_one_have_the_root_mean_square_of_their_pairs() -> None:
-    net = create("certvit_lip_digits", {"members": 2, "mirror": True, "head_2": [8], "rolls": True}, initialise=True)
+    net = create(
+        "certvit_lip_digits",
+        {"members": 2, "mirror": True, "head_2": [8], "rolls": True},
+        initialise=True,
+    )
     orthogonalise(net)
     assert [len(member.head.hidden) for member in net.members] == [2, 1]
     model = PixelModel(InputSpec((1, 8, 8), (0.0,), (1.0,)), net).double().eval()
     pairs = prove(model, 10).pairs
     assert pairs is not None
-    apart = torch.cdist(net.head.weight, net.head.weight) * 2  # four parts of constant 1 stand side by side
+    apart = (
+        torch.cdist(net.head.weight, net.head.weight) * 2
+    )  # four parts of constant 1 stand side by side
     torch.testing.assert_close(pairs, apart, rtol=1e-5, atol=1e-12)  # orthogonal in float32
 
 
@@ -92,13 +116,28 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_path: Path) -> None:
-    trained, mean = [path.with_name(f"trained{path.name}") for path in files], tmp_path / "mean.safetensors"
+    trained, mean = (
+        [path.with_name(f"trained{path.name}") for path in files],
+        tmp_path / "mean.safetensors",
+    )
     for path, after in zip(files, trained, strict=True):
         certvit("finetune", path, "--dataset", "digits", "--steps", 1, "--loss", "ce", "-o", after)
-    certvit("init", "certvit_lip_digits", *(word for path in trained for word in ("--member", path)), "-o", mean)
+    certvit(
+        "init",
+        "certvit_lip_digits",
+        *(word for path in trained for word in ("--member", path)),
+        "-o",
+        mean,
+    )
     opened = {path.name: open_checkpoint(str(path)) for path in (*files, *trained, mean)}
     record = opened[mean.name].record
-    assert [step.command for step in record.lineage] == ["init", "finetune", "init", "finetune", "mean"]
+    assert [step.command for step in record.lineage] == [
+        "init",
+        "finetune",
+        "init",
+        "finetune",
+        "mean",
+    ]
     assert len(seen_by(record)) == 2  # what each was trained on is judged apart
     assert record.evidence == ()
     told = list(compare_lineages(opened))
@@ -111,11 +150,17 @@ def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_
     other = Checkpoint(first.tensors, replace(first.record, lineage=first.record.lineage[::-1]))
     told = list(compare_lineages({mean.name: opened[mean.name], "other": other}))
     assert "refuted" in {claim.status for _, claim in told}
-    assert "refuted" not in certvit("log", mean, "--verify", code=7).output  # 7: a mean has no result yet to verify
-    late = Checkpoint(opened[mean.name].tensors, replace(record, lineage=(*record.lineage, record.lineage[0])))
+    assert (
+        "refuted" not in certvit("log", mean, "--verify", code=7).output
+    )  # 7: a mean has no result yet to verify
+    late = Checkpoint(
+        opened[mean.name].tensors, replace(record, lineage=(*record.lineage, record.lineage[0]))
+    )
     late.write(tmp_path / "late.safetensors")
     assert "only begins" in certvit("log", tmp_path / "late.safetensors", "--verify", code=7).output
-    certvit("certify", mean, "--dataset", "digits", "--limit", 20, "-e", 0.1, "--arithmetic", "float32")
+    certvit(
+        "certify", mean, "--dataset", "digits", "--limit", 20, "-e", 0.1, "--arithmetic", "float32"
+    )
 
 
 def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_path: Path) -> None:
@@ -129,7 +174,9 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
         edited = replace(step, parameters={**step.parameters, **parameters})
         return Checkpoint(mean.tensors, replace(record, lineage=(*before, edited)))
 
-    trained = mean.derive({**mean.tensors, "head.bias": mean.tensors["head.bias"] + 1}, "finetune", {})
+    trained = mean.derive(
+        {**mean.tensors, "head.bias": mean.tensors["head.bias"] + 1}, "finetune", {}
+    )
     bit = mean.tensors["head.weight"].clone()
     bit[0, 0] = bit[0, 0].nextafter(torch.tensor(1.0))
     found: dict[str, tuple[Checkpoint, list[str]]] = {
@@ -137,26 +184,35 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
         "trained after it": (trained, ["verified"]),
         "one bit": (Checkpoint({**mean.tensors, "head.weight": bit}, record), ["refuted"]),
         "one bit, trained after it": (
-            Checkpoint({**mean.tensors, "head.weight": bit}, record).derive(trained.tensors, "finetune", {}),
+            Checkpoint({**mean.tensors, "head.weight": bit}, record).derive(
+                trained.tensors, "finetune", {}
+            ),
             ["refuted"],
         ),
         "other order": (told(members=step.parameters["members"][::-1]), ["refuted"]),
         "mirrored": (told(mirror=True), ["refuted"]),
         "more members than a mean may have": (told(members=[first.digest] * 5000), ["refuted"]),
         "mirrored by a word": (told(mirror="yes"), ["refuted"]),
-        "another architecture": (Checkpoint(mean.tensors, replace(record, arch="certvit_lip_mnist")), ["refuted"]),
+        "another architecture": (
+            Checkpoint(mean.tensors, replace(record, arch="certvit_lip_mnist")),
+            ["refuted"],
+        ),
         "a member that is not here": (told(members=[first.digest, "0" * 64]), []),
     }
     for case, (checkpoint, statuses) in found.items():
         claims = list(remake_means({**members, path.name: checkpoint}))
-        assert [(name, claim.status) for name, claim in claims] == [(path.name, status) for status in statuses], case
+        assert [(name, claim.status) for name, claim in claims] == [
+            (path.name, status) for status in statuses
+        ], case
         assert not any(claim.asked for _, claim in claims), "history, which proves no figure"
     found["one bit"][0].write(tmp_path / "bit.safetensors")
     whole = document("log", tmp_path / "bit.safetensors", *files, "--verify", code=7)
     assert any("not that of this step" in reason for reason in whole["gate"]["reasons"])
 
 
-def test_what_makes_no_mean_is_refused_before_anything_is_written(files: list[Path], tmp_path: Path) -> None:
+def test_what_makes_no_mean_is_refused_before_anything_is_written(
+    files: list[Path], tmp_path: Path
+) -> None:
     other, mean = tmp_path / "other.safetensors", tmp_path / "mean.safetensors"
     certvit("init", "certvit_lip_digits", "--classes", 3, "-o", other)
     plain = tmp_path / "plain.safetensors"

@@ -40,7 +40,9 @@ def test_soft_pairs_are_softmax_averages_drawn_to_their_mean() -> None:
     mixing, x = TokenMaxMin(2, 3, 1, soft=True).double(), torch.randn(5, 2, 3, dtype=torch.float64)
     pair = (x + mixing.shift).transpose(1, 2)  # (b, channels, the pair)
     temperature = mixing.pair.log_temperature.exp()
-    attended = torch.stack([(sign * pair / temperature).softmax(-1).mul(pair).sum(-1) for sign in (1, -1)], dim=1)
+    attended = torch.stack(
+        [(sign * pair / temperature).softmax(-1).mul(pair).sum(-1) for sign in (1, -1)], dim=1
+    )
     mean = pair.mean(-1).unsqueeze(1)
     torch.testing.assert_close(mixing(x), mean + (attended - mean) / SOFTMAX_SLOPE)
     assert abs(SOFTMAX_SLOPE * math.tanh(SOFTMAX_SLOPE) - 1) < 1e-6
@@ -67,7 +69,9 @@ def test_attention_between_maps_of_each_place_keeps_a_constant_of_1(mixing: str)
     net.mixings[-1].register_forward_hook(lambda module, inputs, output: tokens.append(output))
     net(image)
     (gradient,) = torch.autograd.grad(tokens[0][:, 0].sum(), image)
-    assert bool(gradient[..., 4:, 4:].any()) == (mixing != "none")  # the last patch, seen by the first token
+    assert bool(gradient[..., 4:, 4:].any()) == (
+        mixing != "none"
+    )  # the last patch, seen by the first token
 
 
 def test_orthogonal_mixing_applies_each_heads_matrix_to_its_channels() -> None:
@@ -84,12 +88,19 @@ def test_rolled_channels_show_a_linear_layer_its_window_of_tokens() -> None:
     net = build.create("certvit_lip_digits", {"depth": 2, "rolls": True}, initialise=True).double()
     orthogonalise(net)
     base = propagate(trace_network(net, (1, 8, 8)), RigorousArithmetic()).logits.base
-    assert 1 <= float(base) <= 1 + 1e-8  # seven proven norms, each rounded up by 5e-10; the last layer is pending
+    assert (
+        1 <= float(base) <= 1 + 1e-8
+    )  # seven proven norms, each rounded up by 5e-10; the last layer is pending
 
 
 def test_pyramids_come_in_sizes() -> None:
     sizes = [
-        sum(p.numel() for p in build.create(f"certvit_lip_pyramid_cifar10{size}", {}, initialise=True).parameters())
+        sum(
+            p.numel()
+            for p in build.create(
+                f"certvit_lip_pyramid_cifar10{size}", {}, initialise=True
+            ).parameters()
+        )
         for size in ("_small", "", "_base", "_large")
     ]
     assert sizes == sorted(set(sizes))
@@ -100,19 +111,28 @@ def test_a_pyramid_merges_neighbours_and_has_the_constant_1_while_orthogonal() -
     net = build.create("certvit_lip_pyramid_cifar10", shape, initialise=True).double()
     orthogonalise(net)
     matrices = {id(parameter) for parameter in orthogonal_parameters(net)}
-    assert {name for name, p in net.named_parameters() if p.dim() > 1 and id(p) not in matrices} == {
+    assert {
+        name for name, p in net.named_parameters() if p.dim() > 1 and id(p) not in matrices
+    } == {
         *(f"stages.{stage}.position" for stage in range(2)),
         "head.out.weight",
     }
     base = propagate(trace_network(net, (3, 16, 16)), RigorousArithmetic()).logits.base
-    assert 1 <= float(base) <= 1 + 1e-8  # six proven norms, each rounded up by 5e-10; the last layer is pending
+    assert (
+        1 <= float(base) <= 1 + 1e-8
+    )  # six proven norms, each rounded up by 5e-10; the last layer is pending
     seen: list[torch.Tensor] = []
     net.stages[1].merge.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     net.stages[0].register_forward_hook(
         lambda module, inputs, output: torch.arange(16.0).view(1, 16, 1).expand(1, 16, 8).double()
     )
     net(torch.rand(1, 3, 16, 16, dtype=torch.float64))
-    assert seen[0][0, :, ::8].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    assert seen[0][0, :, ::8].tolist() == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+        [8, 9, 12, 13],
+        [10, 11, 14, 15],
+    ]
 
 
 def test_the_lengths_of_channels_have_a_gradient_everywhere() -> None:
@@ -135,7 +155,11 @@ def test_reference_nets_have_the_constant_of_their_pooling_while_orthogonal(arch
     net = build.create(arch, {"width": 16, "head": [8], "depth": 2, "heads": 2}, initialise=True)
     orthogonalise(net)
     matrices = {id(parameter) for parameter in orthogonal_parameters(net)}
-    assert all(id(part.weight) in matrices for mixing in net.mixings for part in getattr(mixing, "maps", []))
+    assert all(
+        id(part.weight) in matrices
+        for mixing in net.mixings
+        for part in getattr(mixing, "maps", [])
+    )
     outcome = propagate(trace_network(net, (1, 28, 28)), RigorousArithmetic())
     # sqrt(4 tokens) of the mean; 1e-5: the matrices are orthogonal in float32
     assert float(outcome.logits.base) <= 0.5 * (1 + 1e-5)

@@ -47,9 +47,19 @@ def audited(place: Path, checkpoint: str) -> subprocess.CompletedProcess:
     """Run the audit of the GitHub workflow, its gate replaced by one that fails on every machine."""
     (script,) = [step["run"] for step in STEPS if step.get("name") == "Audit"]
     assert "certified@0.25<0.4" in script
-    shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c"]  # what `shell: bash` is there
+    shell = [
+        "bash",
+        "--noprofile",
+        "--norc",
+        "-eo",
+        "pipefail",
+        "-c",
+    ]  # what `shell: bash` is there
     return run(
-        place, [*shell, script.replace("certified@0.25<0.4", "upper>1e-3")], CHECKPOINT=checkpoint, DATASET="digits"
+        place,
+        [*shell, script.replace("certified@0.25<0.4", "upper>1e-3")],
+        CHECKPOINT=checkpoint,
+        DATASET="digits",
     )
 
 
@@ -84,10 +94,14 @@ def test_an_audit_that_ends_early_is_the_only_error(place: Path) -> None:
     for step in STEPS[1 + [step.get("name") for step in STEPS].index("Audit") :]:
         files = re.search(r"always\(\) && hashFiles\('([^']+)'\) != ''", step["if"])
         assert files is not None
-        assert [path.name for path in place.glob(files[1])] == (["audit.txt"] if files[1].endswith("*") else [])
+        assert [path.name for path in place.glob(files[1])] == (
+            ["audit.txt"] if files[1].endswith("*") else []
+        )
 
 
-def test_installing_takes_torch_and_torchvision_from_one_index_and_certvit_from_git(place: Path) -> None:
+def test_installing_takes_torch_and_torchvision_from_one_index_and_certvit_from_git(
+    place: Path,
+) -> None:
     """With a pip that writes down what it is called with."""
     (install,) = [step["run"] for step in STEPS if step.get("name") == "Install"]
     docker = " ".join(re.findall(r"^RUN (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
@@ -106,13 +120,18 @@ def test_installing_takes_torch_and_torchvision_from_one_index_and_certvit_from_
         given = {name: str(value) for name, value in settings[service].items()}
         done = run(place, ["bash", "-e", "-c", script], **given, GITHUB_PATH=str(place / "path"))
         assert done.returncode == 0, done.stderr
-        torch, certvit = [line for line in (place / "pip.log").read_text().splitlines() if line.startswith("install")]
+        torch, certvit = [
+            line
+            for line in (place / "pip.log").read_text().splitlines()
+            if line.startswith("install")
+        ]
         assert torch == f"install torch<2.14 torchvision --index-url {given['TORCH_INDEX']}"
         assert certvit == f"install {given['CERTVIT']}"
         assert given["CERTVIT"].startswith("git+")
         assert 'install --no-cache-dir "$TORCH" torchvision --index-url "$TORCH_INDEX"' in docker
         assert (
-            f'ARG TORCH="{given["TORCH"]}"\nARG TORCH_INDEX={given["TORCH_INDEX"]}' in (ROOT / "Dockerfile").read_text()
+            f'ARG TORCH="{given["TORCH"]}"\nARG TORCH_INDEX={given["TORCH_INDEX"]}'
+            in (ROOT / "Dockerfile").read_text()
         )
 
 
@@ -120,10 +139,15 @@ def test_the_hook(place: Path) -> None:
     """It audits each file, and fails with the answer and the code of a failure; `certvit` itself is replaced here."""
     (hook,) = yaml.safe_load((EXAMPLES / "pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     (place / "pre-commit.sh").write_text((EXAMPLES / "pre-commit.sh").read_text())
-    (place / "bin" / "certvit").write_text('#!/bin/sh\necho "certvit $*"\n[ "$2" = good.safetensors ] || exit 7\n')
+    (place / "bin" / "certvit").write_text(
+        '#!/bin/sh\necho "certvit $*"\n[ "$2" = good.safetensors ] || exit 7\n'
+    )
     words = [*shlex.split(hook["entry"]), "model.safetensors", "good.safetensors"]
     failed = run(place, words)
-    assert (failed.returncode, failed.stdout) == (7, "model.safetensors\ncertvit audit model.safetensors --quiet\n")
+    assert (failed.returncode, failed.stdout) == (
+        7,
+        "model.safetensors\ncertvit audit model.safetensors --quiet\n",
+    )
     assert run(place, [*words[:-2], "good.safetensors"]).returncode == 0
     with get_command(app).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
         pass

@@ -28,7 +28,9 @@ REGISTRIES = [ATTACKS, CERTIFICATES, METHODS, LOSSES, REPLACEMENTS]
 
 def test_the_reference_page_is_the_commands() -> None:
     written = (ROOT / "docs" / "commands.md").read_text()
-    assert written == reference(COMMANDS), "run: python -m certcli.cli.shared.reference > docs/commands.md"
+    assert written == reference(COMMANDS), (
+        "run: python -m certcli.cli.shared.reference > docs/commands.md"
+    )
 
 
 def test_every_command_is_in_the_readme() -> None:
@@ -38,7 +40,9 @@ def test_every_command_is_in_the_readme() -> None:
 
 def test_every_page_is_in_the_index() -> None:
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in DOCS} - {"README.md"}
-    assert pages == set(re.findall(r"\]\((\w[\w/-]*\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert pages == set(
+        re.findall(r"\]\((\w[\w/-]*\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    )
     shown = set(re.findall(r": ([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
     assert shown - pages == set(AT_THE_ROOT)  # a page of no section stands under "More"
 
@@ -47,13 +51,17 @@ def test_every_test_that_a_page_names_exists() -> None:
     text = "\n".join(_sources("tests").values())
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"`(test_\w+)(?:\.py)?`", page.read_text()):
-            assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), f"{page.name} names {name}"
+            assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), (
+                f"{page.name} names {name}"
+            )
 
 
 def _anchors(page: str) -> set[str]:
     """GitHub's names of a page's headings: lower case, no punctuation, spaces as hyphens; a second one gets -1."""
     found: list[str] = []
-    for title in re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE):
+    for title in re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
+    ):
         name = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
         found.append(f"{name}-{found.count(name)}" if name in found else name)
     return set(found)
@@ -67,16 +75,24 @@ def test_every_relative_link_resolves(page: Path) -> None:
         name, _, anchor = target.partition("#")
         linked = (page.parent / name).resolve() if name else page
         assert linked.exists(), f"{page.name} links to {target}"
-        assert linked == ROOT or ROOT in linked.parents, f"{page.name} links to {target}, outside of the repository"
+        assert linked == ROOT or ROOT in linked.parents, (
+            f"{page.name} links to {target}, outside of the repository"
+        )
         if anchor:
-            assert anchor in _anchors(linked.read_text()), f"{page.name} links to {target}: no such heading"
+            assert anchor in _anchors(linked.read_text()), (
+                f"{page.name} links to {target}: no such heading"
+            )
 
 
 def _typed(page: Path) -> list[str]:
     """Return everything that begins with certvit in a code block, continued lines joined."""
     blocks = re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [" ".join(match[1].split()) for line in lines if (match := re.match(r"(?:\$ )?(certvit [^#]*)", line))]
+    return [
+        " ".join(match[1].split())
+        for line in lines
+        if (match := re.match(r"(?:\$ )?(certvit [^#]*)", line))
+    ]
 
 
 @pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: page.name)
@@ -93,13 +109,17 @@ def test_every_command_that_a_page_types_is_one(page: Path) -> None:
 def test_the_tutorial_shows_an_output_below_every_command() -> None:
     page = (ROOT / "docs" / "tutorial.md").read_text()
     blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
-    shown = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part]
+    shown = [
+        part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part
+    ]
     assert len(shown) > 10
     assert [part for part in shown if not part.partition("\n")[2].strip()] == []
 
 
 def test_the_answers_in_the_readme_are_those_of_the_tutorial() -> None:
-    specification = importlib.util.spec_from_file_location("tutorial", ROOT / "examples" / "tutorial.py")
+    specification = importlib.util.spec_from_file_location(
+        "tutorial", ROOT / "examples" / "tutorial.py"
+    )
     assert specification is not None
     assert specification.loader is not None
     tutorial = importlib.util.module_from_spec(specification)
@@ -110,12 +130,21 @@ def test_the_answers_in_the_readme_are_those_of_the_tutorial() -> None:
 
 
 def test_lines_outside_tables_can_be_read_in_a_terminal() -> None:
-    lines = [(page, line) for page in DOCS if page.name != "architectures.md" for line in page.read_text().splitlines()]
+    lines = [
+        (page, line)
+        for page in DOCS
+        if page.name != "architectures.md"
+        for line in page.read_text().splitlines()
+    ]
     assert [found for found in lines if len(found[1]) > 126 and not found[1].startswith("|")] == []
 
 
 def _sources(*folders: str) -> dict[Path, str]:
-    return {path: path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+    return {
+        path: path.read_text()
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
 def _named(label: str) -> list[str]:
@@ -138,7 +167,9 @@ def test_every_cited_theorem_has_its_number() -> None:
                 continue  # a theorem of theirs
             for number in filter(None, match.groups()):
                 found += 1
-                assert number in numbers, f"{path.name} cites {match.group()}, which docs/bounds.md does not have"
+                assert number in numbers, (
+                    f"{path.name} cites {match.group()}, which docs/bounds.md does not have"
+                )
     assert found > 10
 
 
@@ -163,7 +194,9 @@ def test_every_theorem_names_its_rows_and_every_row_has_its_theorem() -> None:
     rows = [name for item in _named("Rows") for name in re.findall(r"^`?([a-z0-9-]+)`?$", item)]
     assert rows
     assert set(rows) <= set(RULES), f"docs/bounds.md names {sorted(set(rows) - set(RULES))}"
-    assert set(RULES) <= set(rows), f"no theorem of docs/bounds.md names the rows {sorted(set(RULES) - set(rows))}"
+    assert set(RULES) <= set(rows), (
+        f"no theorem of docs/bounds.md names the rows {sorted(set(RULES) - set(rows))}"
+    )
 
 
 def test_every_exit_code_is_documented() -> None:
@@ -185,7 +218,13 @@ def test_every_registered_name_loads_and_says_what_it_is(registry: Registry) -> 
 
 def test_no_path_of_a_machine_in_the_repository() -> None:
     for path in ROOT.rglob("*"):
-        if any(part.startswith((".", "demo-output")) for part in path.relative_to(ROOT).parts) or not path.is_file():
+        if (
+            any(part.startswith((".", "demo-output")) for part in path.relative_to(ROOT).parts)
+            or not path.is_file()
+        ):
             continue
-        if path.suffix in (".py", ".md", ".toml", ".sh", "") and path.name not in ("LICENSE", "test_docs.py"):
+        if path.suffix in (".py", ".md", ".toml", ".sh", "") and path.name not in (
+            "LICENSE",
+            "test_docs.py",
+        ):
             assert not re.search(r"/(home|root|work|Users)/", path.read_text(errors="ignore")), path

@@ -29,13 +29,22 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("sentence", "expected"), SENTENCES)
-def test_formulas_of_a_sentence(sentence: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formulas_of_a_sentence(
+    sentence: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[str] = []
     monkeypatch.setattr(formulas, "_LINE", 1000)
-    monkeypatch.setattr(formulas, "_mathml", lambda text, display: found.append(text) or f"⟦{text}⟧")
+    monkeypatch.setattr(
+        formulas, "_mathml", lambda text, display: found.append(text) or f"⟦{text}⟧"
+    )
     page = formulas.inline(sentence)
     assert found == expected
-    left = page.replace('<span class="math">', "").replace("</span>", "").replace("⟦", "").replace("⟧", "")
+    left = (
+        page.replace('<span class="math">', "")
+        .replace("</span>", "")
+        .replace("⟦", "")
+        .replace("⟧", "")
+    )
     assert left.replace("\\|", "|").replace("∣", "|") == sentence.replace("\\|", "|")
 
 

@@ -14,7 +14,9 @@ from certcli.cli.main import COMMANDS
 from tests.helpers.forks import ended, fork
 
 
-def test_without_the_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_without_the_device_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu"])
     assert gpu.main() == 0
@@ -22,7 +24,13 @@ def test_without_the_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch,
 
 
 def asked(against_cpu: bool) -> argparse.Namespace:
-    given = {"arch": "certvit_lip_digits", "arch_arg": [], "images": 10, "batch_size": 5, "only": "lipschitz"}
+    given = {
+        "arch": "certvit_lip_digits",
+        "arch_arg": [],
+        "images": 10,
+        "batch_size": 5,
+        "only": "lipschitz",
+    }
     return argparse.Namespace(**given, against_cpu=against_cpu)
 
 
@@ -35,7 +43,9 @@ def forked(shell: list[str], cwd: Path, **_: object) -> SimpleNamespace:
         exec(shell[2], {"__name__": "__main__"})
 
     code = ended(fork(act, cwd / "out.txt", cwd / "err.txt"))
-    return SimpleNamespace(returncode=code, stdout=(cwd / "out.txt").read_text(), stderr=(cwd / "err.txt").read_text())
+    return SimpleNamespace(
+        returncode=code, stdout=(cwd / "out.txt").read_text(), stderr=(cwd / "err.txt").read_text()
+    )
 
 
 def test_a_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,14 +61,22 @@ def test_a_row_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         gpu,
         "take",
-        lambda row, folder, device: gpu.Taken(1.0, 2**30, 2**30, {"upper": found[device], "log10_upper": 0}),
+        lambda row, folder, device: gpu.Taken(
+            1.0, 2**30, 2**30, {"upper": found[device], "log10_upper": 0}
+        ),
     )
     assert gpu.table(asked(True), tmp_path, "cpu")[-1].endswith("the same |")
     assert ".upper: 1.0000001 and 1.0" in gpu.table(asked(True), tmp_path, "elsewhere")[-1]
 
 
 def record(index: int, radius: float, prediction: int = 1) -> dict:
-    return {"index": index, "prediction": prediction, "radius": radius, "pixels": "ab", "seconds": radius}
+    return {
+        "index": index,
+        "prediction": prediction,
+        "radius": radius,
+        "pixels": "ab",
+        "seconds": radius,
+    }
 
 
 RECORDS = [

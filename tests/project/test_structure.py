@@ -35,10 +35,16 @@ def room(dotted: str) -> str:
 
 def reachable() -> dict[str, set[str]]:
     """Return the rooms to which the arrows of each room lead in ARCHITECTURE.md's picture."""
-    arrows = re.findall(r"^ +(\w+) --> (\w+)$", (PACKAGE.parent / "ARCHITECTURE.md").read_text(), re.MULTILINE)
-    found = {name: {to for start, to in arrows if start == name} for arrow in arrows for name in arrow}
+    arrows = re.findall(
+        r"^ +(\w+) --> (\w+)$", (PACKAGE.parent / "ARCHITECTURE.md").read_text(), re.MULTILINE
+    )
+    found = {
+        name: {to for start, to in arrows if start == name} for arrow in arrows for name in arrow
+    }
     while True:
-        longer = {name: ends | {far for end in ends for far in found[end]} for name, ends in found.items()}
+        longer = {
+            name: ends | {far for end in ends for far in found[end]} for name, ends in found.items()
+        }
         if longer == found:
             return found
         found = longer
@@ -66,12 +72,18 @@ def is_for_types(node: ast.If) -> bool:
 
 def dependencies() -> dict[str, set[str]]:
     """Return the modules that each module imports when it runs, at any depth of its file."""
-    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES}
+    names = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in MODULES
+    }
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         graph[name] = set()
-        body = [node for node in tree(path).body if not isinstance(node, ast.If) or not is_for_types(node)]
+        body = [
+            node
+            for node in tree(path).body
+            if not isinstance(node, ast.If) or not is_for_types(node)
+        ]
         for node in ast.walk(ast.Module(body, [])):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & names.keys()
@@ -95,7 +107,9 @@ def test_domains_import_at_the_top_of_their_files() -> None:
     for path in MODULES:
         if path.relative_to(PACKAGE).parts[0] not in DOMAINS:
             continue
-        inner = [node for node in tree(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        inner = [
+            node for node in tree(path).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        ]
         for node in ast.walk(ast.Module(inner, [])):
             if isinstance(node, ast.ImportFrom):
                 assert not (node.module or "").startswith("certcli"), f"{path}:{node.lineno}"
@@ -116,10 +130,18 @@ def test_help_imports_no_torch() -> None:
 def test_every_module_can_be_imported_first() -> None:
     """torchvision beside a CPU torch must be mended before timm is imported, whichever module a user imports first."""
     for path in MODULES:
-        top = [ast.unparse(node) for node in tree(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        top = [
+            ast.unparse(node)
+            for node in tree(path).body
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
         if path.relative_to(PACKAGE).parts[0] == "cli" or not any("timm" in line for line in top):
             continue
-        packages = [folder / "__init__.py" for folder in path.parents if PACKAGE in [folder, *folder.parents]]
+        packages = [
+            folder / "__init__.py"
+            for folder in path.parents
+            if PACKAGE in [folder, *folder.parents]
+        ]
         assert any("certcli.system.compat" in file.read_text() for file in (path, *packages)), path
 
 
@@ -129,4 +151,7 @@ def test_no_pickle() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert node.value.id != "pickle" or node.attr == "UnpicklingError", path
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path
+                assert any(
+                    k.arg == "weights_only" and ast.unparse(k.value) == "True"
+                    for k in node.keywords
+                ), path

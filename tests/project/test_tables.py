@@ -68,8 +68,13 @@ def test_commands_are_filled_in_as_they_would_be_typed() -> None:
     names = {**{name: f"/{name}" for name in DATA}, "seed": "7"}
     for row in ROWS:
         for command in row.steps.values():
-            module, words = arguments(command, names | {other: f"../{other}" for other in row.after})
-            assert module == "certcli" or (Path(render.PAGE).parents[1] / f"{module.replace('.', '/')}.py").exists()
+            module, words = arguments(
+                command, names | {other: f"../{other}" for other in row.after}
+            )
+            assert (
+                module == "certcli"
+                or (Path(render.PAGE).parents[1] / f"{module.replace('.', '/')}.py").exists()
+            )
             assert not any("{" in word for word in words)
     with pytest.raises(ValueError, match="nothing is known"):
         arguments("certvit certify {elsewhere}/net.safetensors", names)
@@ -105,7 +110,11 @@ def test_a_claim_is_judged_by_its_interval() -> None:
 
     def judged(better: list[float], worse: list[float], sign: int = 1) -> str:
         pairs = {"t/a": better, "t/b": worse}
-        runs = {results.key(n, seed): {"figures": {"clean": v}} for n, vs in pairs.items() for seed, v in enumerate(vs)}
+        runs = {
+            results.key(n, seed): {"figures": {"clean": v}}
+            for n, vs in pairs.items()
+            for seed, v in enumerate(vs)
+        }
         turned = Claim(claim.text, claim.better, claim.worse, claim.column, sign)
         return claims.verdict(turned, claims.differences(turned, runs))
 
@@ -118,14 +127,22 @@ def test_a_claim_is_judged_by_its_interval() -> None:
 
 
 def test_claims_name_rows_and_the_papers_own_figures() -> None:
-    published = {name: figures for table in results.published().values() for name, figures in table["rows"].items()}
+    published = {
+        name: figures
+        for table in results.published().values()
+        for name, figures in table["rows"].items()
+    }
     for claim in claims.CLAIMS:
         assert claim.column in BY_NAME[claim.better].figures
         assert claim.column in BY_NAME[claim.worse].figures
         if claim.paper and claim.column != "upper":  # the papers' bounds are of another kind
             assert claims.theirs(claim, published)
     (msvp,) = [claim for claim in claims.CLAIMS if "PGD-2, lambda 1e-4" in claim.text]
-    assert claims.theirs(msvp, published) == [7.18, 3.64, 0.27]  # 29.53 - 22.35 and so on, SpecFormer's Table 1
+    assert claims.theirs(msvp, published) == [
+        7.18,
+        3.64,
+        0.27,
+    ]  # 29.53 - 22.35 and so on, SpecFormer's Table 1
 
 
 def test_what_a_row_says_of_the_paper() -> None:
@@ -133,18 +150,33 @@ def test_what_a_row_says_of_the_paper() -> None:
 
     def said(name: str, figures: list[dict[str, float]], published: dict[str, float]) -> str:
         row = BY_NAME[name]
-        mine = [{"figures": entry, "images": {"certify": 1000, "attack": 1000}} for entry in figures]
+        mine = [
+            {"figures": entry, "images": {"certify": 1000, "attack": 1000}} for entry in figures
+        ]
         runs = {results.key(name, seed): run for seed, run in enumerate(mine)}
         worse = {"figures": {"pgd20": 0.5, "clean": 0.9}}
         runs |= {results.key("specformer-2/digits/none", seed): worse for seed in range(len(mine))}
         return render.status(tables[row.table], row, runs, published)
 
     assert said("certvit-2/vit-t16", [], {"parameters": 5.7}) == "not run"
-    assert said("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7}) == "reproduced (parameters)"
-    assert said("certvit-2/vit-t16", [{"parameters": 6.0}], {"parameters": 5.7}) == "refuted (parameters)"
-    assert said("certvit-2/vit-t16", [{"adapt": 8.0}], {"adapt": 6.4}) == "not decided (L2 adaptation)"
-    assert said("certvit-1/cifar10/4c3f/bcp", [{"clean": 0.8}], {"clean": 97.0}) == "not decided: a shorter training"
-    hour = [{"clean": 0.9, "attacked": 0.6}]  # of 1,000 images each: 0.6 is known to within 3.1 points
+    assert (
+        said("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7})
+        == "reproduced (parameters)"
+    )
+    assert (
+        said("certvit-2/vit-t16", [{"parameters": 6.0}], {"parameters": 5.7})
+        == "refuted (parameters)"
+    )
+    assert (
+        said("certvit-2/vit-t16", [{"adapt": 8.0}], {"adapt": 6.4}) == "not decided (L2 adaptation)"
+    )
+    assert (
+        said("certvit-1/cifar10/4c3f/bcp", [{"clean": 0.8}], {"clean": 97.0})
+        == "not decided: a shorter training"
+    )
+    hour = [
+        {"clean": 0.9, "attacked": 0.6}
+    ]  # of 1,000 images each: 0.6 is known to within 3.1 points
     assert (
         said("certvit-1/mnist/4c3f/gloro", hour, {"clean": 97.0, "attacked": 63})
         == "not reached (clean %); reached (PGD %)"
@@ -164,7 +196,9 @@ def test_quick_rows_fit_into_half_an_hour_on_two_cores() -> None:
 
 def test_rows_come_after_those_they_read() -> None:
     rows = chosen(["certvit-f1/*", "certvit-2/vit-t16"], quick=False)
-    assert {"certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"} < {row.name for row in rows}
+    assert {"certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"} < {
+        row.name for row in rows
+    }
     found = chains(rows)
     assert sorted(len(chain) for chain in found) == [1, 3]
     for chain in found:

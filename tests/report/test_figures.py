@@ -11,8 +11,16 @@ from tests.helpers.commands import console
 
 SMALL = ["--limit", "12", "--quiet", "--force"]
 DRAWN = [  # words of the command, its option; what the figure says
-    (["lipschitz", "plain", "--no-estimate"], "--plot", ["plain: bound", "log10", "proven", "blocks.0.norm1"]),
-    (["lipschitz", "plain", "--no-estimate", "--compare", "certified"], "--plot", ["plain: bound", "certified: bound"]),
+    (
+        ["lipschitz", "plain", "--no-estimate"],
+        "--plot",
+        ["plain: bound", "log10", "proven", "blocks.0.norm1"],
+    ),
+    (
+        ["lipschitz", "plain", "--no-estimate", "--compare", "certified"],
+        "--plot",
+        ["plain: bound", "certified: bound"],
+    ),
     (
         ["lipschitz", "plain", "--no-estimate", "--jacobian"],
         "--plot",
@@ -24,28 +32,57 @@ DRAWN = [  # words of the command, its option; what the figure says
         ["plain", "certified", "12 images of digits (train)"],
     ),
     (
-        ["constrain", "plain", "--eta", "0.05", "--iterations", "2", "--layers", "*fc1", "-o", "c.safetensors"],
+        [
+            "constrain",
+            "plain",
+            "--eta",
+            "0.05",
+            "--iterations",
+            "2",
+            "--layers",
+            "*fc1",
+            "-o",
+            "c.safetensors",
+        ],
         "--plot",
         ["plain", "12 images of digits (train)", "chosen", "output error", "blocks.0.mlp.fc1"],
     ),
-    (["certify", "certified"], "--plot", ["certified", "digits (test)", "n = 12", "radius", "proven"]),
+    (
+        ["certify", "certified"],
+        "--plot",
+        ["certified", "digits (test)", "n = 12", "radius", "proven"],
+    ),
     (
         ["attack", "plain", "-a", "fgsm", "-e", "0.7", "--no-checks", "--compare", "certified"],
         "--gallery",
         ["plain", "certified", "digits (test)", "attacked images"],
     ),
 ]
-IDS = [" ".join(words[:1] + [word for word in words if word in ("--jacobian", "--compare")]) for words, *_ in DRAWN]
+IDS = [
+    " ".join(words[:1] + [word for word in words if word in ("--jacobian", "--compare")])
+    for words, *_ in DRAWN
+]
 
 
 def _words(words: list[str], workshop: Path, folder: Path) -> list[str]:
-    named = {"plain": workshop / "plain.safetensors", "certified": workshop / "certified.safetensors"}
-    return [str(named.get(word, folder / word if word.endswith(".safetensors") else word)) for word in words]
+    named = {
+        "plain": workshop / "plain.safetensors",
+        "certified": workshop / "certified.safetensors",
+    }
+    return [
+        str(named.get(word, folder / word if word.endswith(".safetensors") else word))
+        for word in words
+    ]
 
 
 @pytest.mark.parametrize(("words", "option", "said"), DRAWN, ids=IDS)
 def test_a_figure_says_what_it_shows(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], option: str, said: list[str]
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    option: str,
+    said: list[str],
 ) -> None:
     monkeypatch.setitem(canvas.STYLE, "svg.fonttype", "none")  # letters stay letters
     path = tmp_path / "figure.svg"
@@ -67,9 +104,12 @@ def test_another_ending_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize(
-    ("ending", "magic"), [(".png", b"\x89PNG"), (".PNG", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+    ("ending", "magic"),
+    [(".png", b"\x89PNG"), (".PNG", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")],
 )
-def test_the_ending_decides_the_format_and_the_bytes_repeat(tmp_path: Path, ending: str, magic: bytes) -> None:
+def test_the_ending_decides_the_format_and_the_bytes_repeat(
+    tmp_path: Path, ending: str, magic: bytes
+) -> None:
     written = []
     for name in ("one", "two"):
         path = tmp_path / f"{name}{ending}"
@@ -79,9 +119,14 @@ def test_the_ending_decides_the_format_and_the_bytes_repeat(tmp_path: Path, endi
     assert written[0] == written[1]
 
 
-def test_a_module_that_is_used_twice_has_two_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_used_twice_has_two_bars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(canvas.STYLE, "svg.fonttype", "none")
-    one, two = [("a", 1.0), ("act", 0.1), ("b", 1.0), ("act", 0.2)], [("a", 2.0), ("new", 1.0), ("b", 1.0)]
+    one, two = (
+        [("a", 1.0), ("act", 0.1), ("b", 1.0), ("act", 0.2)],
+        [("a", 2.0), ("new", 1.0), ("b", 1.0)],
+    )
     draw_layers({"one": one, "two": two}, tmp_path / "f.svg", "title")
     names = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "f.svg").read_text())
     shown = [name for name in names if name in ("a", "act", "b", "act (2)", "new")]

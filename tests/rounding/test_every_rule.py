@@ -40,12 +40,16 @@ QUICK = [
 
 def network(name: str) -> PixelModel:
     net = build(name)
-    flat = net if net(torch.rand(1, *IMAGE).double()).dim() == 2 else nn.Sequential(net, nn.Flatten())
+    flat = (
+        net if net(torch.rand(1, *IMAGE).double()).dim() == 2 else nn.Sequential(net, nn.Flatten())
+    )
     return PixelModel(InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2), flat).double().eval()
 
 
 @pytest.mark.parametrize("arithmetic", PRECISIONS if EVERY else ["float32"])
-@pytest.mark.parametrize("name", [name for name in RULES if name not in WITHOUT_ROUNDING] if EVERY else QUICK)
+@pytest.mark.parametrize(
+    "name", [name for name in RULES if name not in WITHOUT_ROUNDING] if EVERY else QUICK
+)
 def test_no_execution_of_a_rule_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
     model = network(name)
     try:
@@ -58,17 +62,23 @@ def test_no_execution_of_a_rule_differs_by_more_than_is_proven(name: str, arithm
     pixels = torch.cat([noise, noise[:1].round(), torch.zeros_like(noise[:1])])
     parts = pixels.split(1) if name in OTHER_BATCHES else [pixels]
     bound = max(require_within(analysis, model, part, 0.5, arithmetic) for part in parts)
-    if arithmetic in ("float64", "float32") and name != "attention-windows-cosine":  # whose slope is 1 / eps = 1e12
+    if (
+        arithmetic in ("float64", "float32") and name != "attention-windows-cosine"
+    ):  # whose slope is 1 / eps = 1e12
         assert bound < 2.0**34 * PRECISIONS[arithmetic].unit  # it says something
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_ROUNDING) if EVERY else ["attention-torch", "softplus"])
+@pytest.mark.parametrize(
+    "name", sorted(WITHOUT_ROUNDING) if EVERY else ["attention-torch", "softplus"]
+)
 def test_what_has_no_rounding_is_refused_by_name(name: str) -> None:
     with pytest.raises(NoRule, match=r"rounding|its theorem does not know"):
         NeighbourErrors(network(name), IMAGE, PRECISIONS["float64"])
 
 
-def shifted(constant: Callable[[Tensor], Tensor], joined: Callable[[Tensor, Tensor], Tensor] = torch.add) -> PixelModel:
+def shifted(
+    constant: Callable[[Tensor], Tensor], joined: Callable[[Tensor, Tensor], Tensor] = torch.add
+) -> PixelModel:
     """The image, and a constant of the weights (4, 4)."""
     torch.manual_seed(2)
     net = f(lambda m, x: joined(x, constant(m.w)).flatten(1), w=torch.randn(4, 4))
@@ -108,7 +118,11 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_weights_that_are_moved_are_stored_and_not_computed(name: str) -> None:
     model = shifted(MOVED[name])
     require_within(
-        NeighbourErrors(model, IMAGE, PRECISIONS["fp16"]), model, torch.rand(2, *IMAGE).double(), 0.5, "fp16"
+        NeighbourErrors(model, IMAGE, PRECISIONS["fp16"]),
+        model,
+        torch.rand(2, *IMAGE).double(),
+        0.5,
+        "fp16",
     )
 
 
@@ -140,7 +154,11 @@ def test_a_matrix_that_is_computed_is_refused(name: str) -> None:
 
 def test_sizes_at_an_image_hold_the_error_of_what_is_computed() -> None:
     """Of an image of zeros only the error has a size."""
-    model = PixelModel(InputSpec(size=IMAGE, mean=(0.0,) * 2, std=(0.3,) * 2), nn.Flatten()).double().eval()
+    model = (
+        PixelModel(InputSpec(size=IMAGE, mean=(0.0,) * 2, std=(0.3,) * 2), nn.Flatten())
+        .double()
+        .eval()
+    )
     errors = NeighbourErrors(model, IMAGE, PRECISIONS["float32"])
     assert bool((errors._lengths(torch.zeros(1, *IMAGE).double())[0] >= errors._widest).all())
     assert float(errors._widest[1]) > 0
@@ -150,7 +168,9 @@ def test_sizes_near_an_image_that_overflow_are_those_of_the_box() -> None:
     """Numbers of 1e180 are finite, the sum of their squares is not."""
     model = shifted(lambda w: w, lambda x, w: (x * 1e180) * 1e-180 + w)
     analysis = NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
-    assert torch.equal(analysis(torch.rand(1, *IMAGE), torch.ones(1), torch.tensor([0]))[0], analysis.on_box[0])
+    assert torch.equal(
+        analysis(torch.rand(1, *IMAGE), torch.ones(1), torch.tensor([0]))[0], analysis.on_box[0]
+    )
 
 
 def test_a_choice_of_entries_by_weights_is_refused() -> None:
@@ -163,7 +183,9 @@ def test_a_constant_is_stored_wherever_it_is_repeated() -> None:
     """One number in place of all entries: each of them is off by what storing it moves."""
     model = shifted(lambda w: w[:1, :1], torch.maximum)
     model.net.w.data.fill_(9.0001)
-    bound = NeighbourErrors(model, IMAGE, PRECISIONS["fp16"])(torch.zeros(1, *IMAGE), torch.zeros(1), torch.tensor([0]))
+    bound = NeighbourErrors(model, IMAGE, PRECISIONS["fp16"])(
+        torch.zeros(1, *IMAGE), torch.zeros(1), torch.tensor([0])
+    )
     off = abs(float(torch.tensor(9.0001).half()) - 9.0001)
     assert float(bound.max()) >= off * 32**0.5
 

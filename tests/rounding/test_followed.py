@@ -37,7 +37,10 @@ def test_errors_have_units(name: str) -> None:
     function, inputs, size, _ = ROWS[name]
     s = 2.0**20
     for error in (size, 0.0):
-        one, other = allowed(function, inputs, error), allowed(function, tuple(s * x for x in inputs), s * error)
+        one, other = (
+            allowed(function, inputs, error),
+            allowed(function, tuple(s * x for x in inputs), s * error),
+        )
         assert other == pytest.approx(one * s ** DEGREES[name], rel=1e-9)
 
 
@@ -70,11 +73,17 @@ def test_every_gamma_reaches_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sums, curves):
         lines = enumerate(Path(module.__file__).read_text().splitlines(), 1)
         written = {
-            number for number, line in lines if "gamma(" in line and not line.startswith(("UNIT", '"""', "gamma"))
+            number
+            for number, line in lines
+            if "gamma(" in line and not line.startswith(("UNIT", '"""', "gamma"))
         }
         assert written == {site[1] for site in rows if site[0] == module.__file__}
     for sites.further, names in rows.items():
-        grown = (a > b * (1 + 1e-9) for row in names for a, b in zip(numbers(row), plain[row], strict=True))
+        grown = (
+            a > b * (1 + 1e-9)
+            for row in names
+            for a, b in zip(numbers(row), plain[row], strict=True)
+        )
         assert any(grown), sites.further[:2]
 
 
@@ -116,30 +125,54 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a number read back": (lambda x: x * (x @ W[0]).sum().item(), "read back"),
     "a truth read back": (lambda x: x if bool((x @ W[0]).sum() > 0) else -x, "gt"),
     "a choice by numbers": (lambda x: torch.where((x @ W[0]).bool(), x, -x), "becomes torch.bool"),
-    "places by numbers": (lambda x: x[:, (x @ W[0])[0, :, 0].long().clamp(0, 4)], "becomes torch.int64"),
+    "places by numbers": (
+        lambda x: x[:, (x @ W[0])[0, :, 0].long().clamp(0, 4)],
+        "becomes torch.int64",
+    ),
     "a BatchNorm of the batch": (trained, "depends on the batch"),
     "complex numbers": (lambda x: torch.complex(x, x).real, "complex"),
     "a division that jumps": (lambda x: torch.div(x @ W[0], 3.0, rounding_mode="floor"), "jumps"),
     "a result of its own": (
-        lambda x: (y := x @ W[0], torch.add(y, y, out=torch.empty(y.shape, dtype=torch.float64)))[1],
+        lambda x: (y := x @ W[0], torch.add(y, y, out=torch.empty(y.shape, dtype=torch.float64)))[
+            1
+        ],
         "writes to",
     ),
     "results of their own": (
         lambda x: torch.sort(
-            y := x @ W[0], out=(torch.empty(y.shape, dtype=torch.float64), torch.empty(y.shape, dtype=torch.long))
+            y := x @ W[0],
+            out=(torch.empty(y.shape, dtype=torch.float64), torch.empty(y.shape, dtype=torch.long)),
         )[0],
         "writes to",
     ),
-    "a LayerNorm's computed weight": (lambda x: F.layer_norm(x, (6,), (x @ W[0])[0, 0]), "weights were computed"),
-    "a LayerNorm's computed bias": (lambda x: F.layer_norm(x, (6,), None, (x @ W[0])[0, 0]), "weights were computed"),
-    "a GroupNorm's computed weight": (lambda x: F.group_norm(x, 1, (x @ W[0])[0, :, 0]), "weights were computed"),
-    "a GroupNorm's computed bias": (lambda x: F.group_norm(x, 1, None, (x @ W[0])[0, :, 0]), "weights were computed"),
-    "a mean with a divisor of its own": (lambda x: F.avg_pool2d(x[:, None], 2, divisor_override=3), "divisor"),
+    "a LayerNorm's computed weight": (
+        lambda x: F.layer_norm(x, (6,), (x @ W[0])[0, 0]),
+        "weights were computed",
+    ),
+    "a LayerNorm's computed bias": (
+        lambda x: F.layer_norm(x, (6,), None, (x @ W[0])[0, 0]),
+        "weights were computed",
+    ),
+    "a GroupNorm's computed weight": (
+        lambda x: F.group_norm(x, 1, (x @ W[0])[0, :, 0]),
+        "weights were computed",
+    ),
+    "a GroupNorm's computed bias": (
+        lambda x: F.group_norm(x, 1, None, (x @ W[0])[0, :, 0]),
+        "weights were computed",
+    ),
+    "a mean with a divisor of its own": (
+        lambda x: F.avg_pool2d(x[:, None], 2, divisor_override=3),
+        "divisor",
+    ),
     "another norm": (lambda x: (x @ W[0]).norm(p=1, dim=-1), "order 1"),
     "exact numbers that are cut": (lambda x: x.float().double(), "becomes torch.float32"),
     "a weight in place": (lambda x: x @ W[3].add_(0.0), "writes to"),
     "another shape in place": (lambda x: (x @ W[0]).squeeze_(0), "shape"),
-    "logits of another type": (lambda x: torch.ones_like(x, dtype=torch.float32), "not computed in float64"),
+    "logits of another type": (
+        lambda x: torch.ones_like(x, dtype=torch.float32),
+        "not computed in float64",
+    ),
 }
 
 
@@ -199,7 +232,9 @@ CURVES = (
 
 def test_a_function_loses_a_share_of_its_result() -> None:
     for function in (torch.tanh, torch.erf, torch.exp):
-        assert own(function, (ones(1) / 2,)) * ROUNDED >= rounding.FUNCTION * float(function(ones(1) / 2))
+        assert own(function, (ones(1) / 2,)) * ROUNDED >= rounding.FUNCTION * float(
+            function(ones(1) / 2)
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in CURVES.split(", ") if name in ROWS])

@@ -57,7 +57,9 @@ EXECUTED = [name for name in ARITHMETICS if name != REAL]
 class Tokens(nn.Module):
     """(b, 1, 6, 6) -> six tokens of six features -> parts -> a linear head on all of them or on their mean."""
 
-    def __init__(self, *parts: nn.Module, residual: nn.Module | None = None, mean: bool = False) -> None:
+    def __init__(
+        self, *parts: nn.Module, residual: nn.Module | None = None, mean: bool = False
+    ) -> None:
         super().__init__()
         self.parts, self.residual, self.mean = nn.ModuleList(parts), residual, mean
         self.position = nn.Parameter(torch.randn(6, 6))
@@ -112,14 +114,22 @@ def images(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def local(effort: str, at: tuple[float, ...] = ()) -> Callable[[PixelModel, int, str], ProvingCertifier]:
-    return lambda model, classes, name: LocalCertifier(model, model.input_size, Local(effort, at=at, arithmetic=name))
+def local(
+    effort: str, at: tuple[float, ...] = ()
+) -> Callable[[PixelModel, int, str], ProvingCertifier]:
+    return lambda model, classes, name: LocalCertifier(
+        model, model.input_size, Local(effort, at=at, arithmetic=name)
+    )
 
 
 PROVING: dict[str, Callable[[PixelModel, int, str], ProvingCertifier]] = {
-    "lipschitz": lambda model, classes, name: LipschitzCertifier(model, prove(model, classes), name),
+    "lipschitz": lambda model, classes, name: LipschitzCertifier(
+        model, prove(model, classes), name
+    ),
     "box": lambda model, classes, name: BoxCertifier(model, prove(model, classes), name),
-    "local-lip": lambda model, classes, name: LocalLipCertifier(model, classes, model.input_size, name),
+    "local-lip": lambda model, classes, name: LocalLipCertifier(
+        model, classes, model.input_size, name
+    ),
     "bcp": lambda model, classes, name: BcpCertifier(model, classes, model.input_size, name),
     "norms": local(NORMS),
     "zonotope": local(ZONOTOPE, (0.03,)),
@@ -189,7 +199,9 @@ def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str)
             raise
         return  # sizes that overflow have no theorem
     bound = require_within(analysis, model, pixels, 0.5, arithmetic)
-    if arithmetic in ("float64", "float32") and not any(word in name for word in ("steep", "any tokens", "sharp")):
+    if arithmetic in ("float64", "float32") and not any(
+        word in name for word in ("steep", "any tokens", "sharp")
+    ):
         assert bound < 2.0**29 * PRECISIONS[arithmetic].unit * 1e-3  # it says something
 
 
@@ -200,14 +212,20 @@ def test_the_bound_is_within_a_factor_of_two_where_rounding_is_worst() -> None:
         head.weight.zero_()
         head.weight[0] = 2.0**-12
         head.weight[0, 0] = 1
-    model = PixelModel(InputSpec(size=(1, side, side), mean=(0.0,), std=(1.0,)), nn.Sequential(nn.Flatten(), head))
+    model = PixelModel(
+        InputSpec(size=(1, side, side), mean=(0.0,), std=(1.0,)), nn.Sequential(nn.Flatten(), head)
+    )
     model = model.double().eval()
     image = torch.full((1, 1, side, side), 2.0**-12, dtype=torch.float64)
     image[0, 0, 0, 0] = 1
-    bound = NeighbourErrors(model, (1, side, side), PRECISIONS["float32"])(image, torch.zeros(1), torch.tensor([0]))
+    bound = NeighbourErrors(model, (1, side, side), PRECISIONS["float32"])(
+        image, torch.zeros(1), torch.tensor([0])
+    )
     with torch.no_grad():
         real = model(image)
-    found = max(float(apart(logits, real)[0, 0, 1]) for logits in executions(model, image, "float32"))
+    found = max(
+        float(apart(logits, real)[0, 0, 1]) for logits in executions(model, image, "float32")
+    )
     assert 0.5 * float(bound[0, 1]) < found <= float(bound[0, 1])
 
 
@@ -219,7 +237,9 @@ def test_no_execution_changes_a_certified_class(method: str, kind: str, arithmet
     model = network(KINDS[kind], 0.4, 0.5)
     pixels = torch.rand(6, *SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     claims = _claims(model, pixels, arithmetic, method)
-    if kind in ("tied", "bias50", "denormal") or (kind.startswith("bias") and arithmetic != "float64"):
+    if kind in ("tied", "bias50", "denormal") or (
+        kind.startswith("bias") and arithmetic != "float64"
+    ):
         assert not claims
     if kind in ("huge_tiny", "tiny_huge") and arithmetic != "float64":
         assert not claims  # float32 overflows, or has 0
@@ -228,13 +248,19 @@ def test_no_execution_changes_a_certified_class(method: str, kind: str, arithmet
     _hold(model, pixels, claims, arithmetic)
 
 
-def _claims(model: PixelModel, pixels: Tensor, arithmetic: str, method: str = "lipschitz") -> list[Any]:
+def _claims(
+    model: PixelModel, pixels: Tensor, arithmetic: str, method: str = "lipschitz"
+) -> list[Any]:
     logits = model(pixels)
     tops, step = logits.argmax(1).tolist(), 1 if method in ("zonotope", "backward") else len(pixels)
     try:
         certifier = PROVING[method](model, logits.shape[1], arithmetic)
         parts = [range(len(pixels))[start : start + step] for start in range(0, len(pixels), step)]
-        rows = [row for part in parts for row in certifier.batch(part, pixels[part], [tops[i] for i in part])]
+        rows = [
+            row
+            for part in parts
+            for row in certifier.batch(part, pixels[part], [tops[i] for i in part])
+        ]
     except (NoBoundError, DataError):
         return []
     assert certifier.arithmetic == arithmetic
@@ -245,7 +271,10 @@ def _hold(model: PixelModel, pixels: Tensor, claims: list[Any], arithmetic: str)
     """No image that the arithmetic has, at no place where gradients lead within a claimed radius, is of another class."""
     if not claims:
         return
-    images, classes = pixels[[row.index for row in claims]], torch.tensor([row.prediction for row in claims])
+    images, classes = (
+        pixels[[row.index for row in claims]],
+        torch.tensor([row.prediction for row in claims]),
+    )
     radii = torch.tensor([min(row.radius, 10.0) for row in claims], dtype=torch.float64)
     for near in (images, climbed(model, images, classes, radii)):
         near = representable(near, arithmetic)
@@ -259,7 +288,9 @@ def _hold(model: PixelModel, pixels: Tensor, claims: list[Any], arithmetic: str)
 @pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32"])
 @pytest.mark.parametrize("effort", [NORMS, ZONOTOPE, BACKWARD])
 @pytest.mark.parametrize("kind", [*VITS] if EVERY else ["relu"])
-def test_no_execution_changes_a_class_that_is_certified_locally(kind: str, effort: str, arithmetic: str) -> None:
+def test_no_execution_changes_a_class_that_is_certified_locally(
+    kind: str, effort: str, arithmetic: str
+) -> None:
     model = vision_transformer(kind)
     pixels = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(8)).double()
     claims = _claims(model, pixels, arithmetic, effort)
@@ -272,9 +303,13 @@ def test_no_execution_changes_a_class_that_is_certified_locally(kind: str, effor
 
 @pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32", "fp16"])
 @pytest.mark.parametrize("mixing", ["sort", "soft", "orthogonal"] if EVERY else ["soft"])
-def test_no_execution_changes_a_class_that_token_mixing_certifies(mixing: str, arithmetic: str) -> None:
+def test_no_execution_changes_a_class_that_token_mixing_certifies(
+    mixing: str, arithmetic: str
+) -> None:
     torch.manual_seed(4)
-    net = PlaceMixer(channels=1, side=6, patch=3, width=8, depth=2, mixing=mixing, across=4, classes=4)
+    net = PlaceMixer(
+        channels=1, side=6, patch=3, width=8, depth=2, mixing=mixing, across=4, classes=4
+    )
     model = network(lambda: net, 0.0, 1.0)
     pixels = torch.rand(6, *SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     claims = _claims(model, pixels, arithmetic)
@@ -288,9 +323,13 @@ def test_no_execution_changes_a_class_that_token_mixing_certifies(mixing: str, a
 def test_every_executed_tensor_is_enclosed(kind: str, norms: bool, radius: float) -> None:
     """And the enclosure of the real tensors excludes some of float32: the law can fail."""
     model, arithmetic = vision_transformer(kind), "float32"
-    image = representable(torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(8)), arithmetic)
+    image = representable(
+        torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(8)), arithmetic
+    )
     label = int(model(image).argmax())
-    execution = NeighbourErrors(model, model.input_size, PRECISIONS[arithmetic], (zonotope_rules, ball_rules))
+    execution = NeighbourErrors(
+        model, model.input_size, PRECISIONS[arithmetic], (zonotope_rules, ball_rules)
+    )
     outside = {}
     for name, chosen in (("executed", execution), ("real", None)):
         values: dict[Any, Any] = {}
@@ -298,7 +337,9 @@ def test_every_executed_tensor_is_enclosed(kind: str, norms: bool, radius: float
         with suppress(Unbounded):
             if norms:
                 found: Any = NormsNetwork(model, model.input_size, chosen)
-                found.margins(image, torch.tensor([radius]).double(), torch.tensor([label]), watch=note)
+                found.margins(
+                    image, torch.tensor([radius]).double(), torch.tensor([label]), watch=note
+                )
             else:
                 found = LocalNetwork(model, model.input_size, chosen)
                 found.margins(l2_ball(image, radius, squares_up_to=0, limit=500), label, note)
@@ -307,12 +348,21 @@ def test_every_executed_tensor_is_enclosed(kind: str, norms: bool, radius: float
     assert outside["real"] > 0 or radius > 1e-9
 
 
-def _farthest(trace: Trace, values: dict[Any, Any], image: Tensor, radius: float, arithmetic: str) -> float:
+def _farthest(
+    trace: Trace, values: dict[Any, Any], image: Tensor, radius: float, arithmetic: str
+) -> float:
     """Return how far any node is outside its enclosure at neighbours, as this machine executes it."""
     dtype, worst = PRECISIONS[arithmetic].dtype, -1.0
-    moved = {name: x.to(dtype) if x.is_floating_point() else x for name, x in trace.constants.items()}
+    moved = {
+        name: x.to(dtype) if x.is_floating_point() else x for name, x in trace.constants.items()
+    }
     run = replace(trace, root=copy.deepcopy(trace.root).to(dtype), constants=moved)
-    near = [image, *representable(neighbours(image.expand(8, *image.shape[1:]), radius, 3), arithmetic).split(1)]
+    near = [
+        image,
+        *representable(neighbours(image.expand(8, *image.shape[1:]), radius, 3), arithmetic).split(
+            1
+        ),
+    ]
     for x in (x for x in near if float((x - image).norm()) <= radius):
         for (_, truth), given in zip(executed(run, x.to(dtype)), trace.graph.nodes, strict=True):
             value, token = values.get(given, (None, None))
@@ -332,7 +382,9 @@ def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkp
         _hold(model, pixels, claims[name], name)
     real = {row.index: row.radius for row in claims["float64"]}
     assert all(row.radius < real[row.index] for row in claims["float32"])
-    assert all(row.radius > 0.9 * real[row.index] for row in claims["float32"] if real[row.index] > 0.3)
+    assert all(
+        row.radius > 0.9 * real[row.index] for row in claims["float32"] if real[row.index] > 0.3
+    )
 
 
 def test_what_an_attack_finds_is_judged_by_the_network_in_the_arithmetic_of_the_record() -> None:
@@ -367,7 +419,9 @@ def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
 
 def test_an_eps_that_vanishes_is_named() -> None:
     model = network(lambda: Tokens(nn.LayerNorm(6, eps=1e-6), attention()))
-    with pytest.raises(NoRule, match=r"parts\.1 .*eps 1e-06 of .*parts\.0 vanishes in fp16.*--arithmetic float32"):
+    with pytest.raises(
+        NoRule, match=r"parts\.1 .*eps 1e-06 of .*parts\.0 vanishes in fp16.*--arithmetic float32"
+    ):
         NeighbourErrors(model, SIZE, PRECISIONS["fp16"])
     assert NeighbourErrors(model, SIZE, PRECISIONS["float32"]).on_box.isfinite().all()
 
@@ -377,7 +431,10 @@ def test_lost_memory_is_no_unknown_operation(monkeypatch: pytest.MonkeyPatch) ->
     model, pixels = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))), judged()
     errors = NeighbourErrors(model, SIZE, PRECISIONS["float32"])
     asked = pixels, torch.ones(len(pixels)), torch.zeros(len(pixels), dtype=torch.long)
-    for text, lost in (("no such operation", False), ("DefaultCPUAllocator: can't allocate memory", True)):
+    for text, lost in (
+        ("no such operation", False),
+        ("DefaultCPUAllocator: can't allocate memory", True),
+    ):
 
         def failing(_: Tensor, text: str = text) -> Tensor:
             raise RuntimeError(text)
@@ -388,7 +445,9 @@ def test_lost_memory_is_no_unknown_operation(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_float16_that_overflows_certifies_nothing() -> None:
-    model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)))
+    model = network(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+    )
     pixels = judged()
     model.net[1].weight.data.mul_(2.0**17)
     model.net[3].weight.data.mul_(2.0**-17)

@@ -49,7 +49,9 @@ def given(module: nn.Module, **values: Tensor) -> nn.Module:
     return module.double().eval().requires_grad_(False)
 
 
-def batch_norm(s: float = 1.0, weight: float = 1.0, variance: float = 1.0, mean: float = 1.0) -> nn.Module:
+def batch_norm(
+    s: float = 1.0, weight: float = 1.0, variance: float = 1.0, mean: float = 1.0
+) -> nn.Module:
     norm = nn.BatchNorm1d(WIDTH, eps=1e-6 * s * s)
     return given(norm, running_var=s * s * variance * (1 + draw(WIDTH).abs()), running_mean=s * mean * draw(WIDTH, seed=1),
                  weight=weight * draw(WIDTH, seed=2), bias=weight * draw(WIDTH, seed=3))  # fmt: skip
@@ -123,7 +125,9 @@ def pixels(s: float = 1.0, deviation: float = 1.0) -> nn.Module:
 class Apply(nn.Module):
     """An operation with a constant, found in the table of functions."""
 
-    def __init__(self, function: Callable[..., Tensor], constant: Tensor | float | None = None, **named: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], constant: Tensor | float | None = None, **named: Any
+    ) -> None:
         super().__init__()
         self.function, self.named = function, named
         self.number = constant if isinstance(constant, float) else None
@@ -146,7 +150,9 @@ class WithItself(Apply):
         return [x, x]
 
 
-def followed(module: nn.Module, inputs: tuple[Tensor, ...], precision: Precision) -> Callable[..., Real]:
+def followed(
+    module: nn.Module, inputs: tuple[Tensor, ...], precision: Precision
+) -> Callable[..., Real]:
     """The rule's answer, as a function of the operands' bounds."""
     own = Moved([*module.parameters(), *module.buffers()])
     out, places = module(*inputs), [Followed(i, tuple(x.shape)) for i, x in enumerate(inputs)]
@@ -217,7 +223,9 @@ EXECUTED: dict[str, tuple[Built, tuple[int, ...], tuple[float, ...]]] = {
 }  # fmt: skip
 
 
-def operands(module: nn.Module, shape: tuple[int, ...], sizes: tuple[float, ...], seed: int) -> tuple[Tensor, ...]:
+def operands(
+    module: nn.Module, shape: tuple[int, ...], sizes: tuple[float, ...], seed: int
+) -> tuple[Tensor, ...]:
     residual = isinstance(module, (ConvexResidual, WeightedResidual))
     made = [size * draw(*shape, seed=seed + i) for i, size in enumerate(sizes)]
     made = made if residual else [sum(made[1:], made[0]) if len(made) == 1 else made[0] + sizes[1]]
@@ -233,7 +241,9 @@ def test_no_operation_loses_more_in_float32(name: str) -> None:
         lost = float((short(*[x.float() for x in inputs]).double() - module(*inputs)).norm())
         allowed = followed(module, inputs, FLOAT32)([bounds_of(x) for x in inputs])
         assert 0 < lost <= float(allowed)
-        assert float(allowed) < (1e8 if "attention" in name else 1e4) * lost  # and it says something
+        assert (
+            float(allowed) < (1e8 if "attention" in name else 1e4) * lost
+        )  # and it says something
     # the rule knows bounds alone: larger ones allow no less
     most = followed(module, inputs, FLOAT32)([_larger(bounds_of(x)) for x in inputs])
     assert most >= allowed
@@ -256,7 +266,11 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "a sum whose parts are rounded up": (lambda: Apply(torch.sum, dim=1), (1, 48, 1), 1361.0),
     "a product of matrices": (lambda: WithItself(torch.matmul), SQUARE, (65504 / 3) ** 0.5),
     "a BatchNorm's gain": (lambda: batch_norm(variance=1e-4), ROW, 65504 / 20),
-    "a BatchNorm's gain alone": (lambda: batch_norm(weight=1e4, variance=1e-4, mean=0.0), ROW, 1e-4),
+    "a BatchNorm's gain alone": (
+        lambda: batch_norm(weight=1e4, variance=1e-4, mean=0.0),
+        ROW,
+        1e-4,
+    ),
     "scores": (lambda: attention(20.0, 20.0), TOKENS, 15.0),
     "scores of L2 attention": (lambda: l2(20.0), TOKENS, 15.0),
     "lengths of cosine attention": (lambda: cosine(20.0), TOKENS, 15.0),
@@ -306,7 +320,10 @@ def test_sums_in_any_order_lose_gamma(name: str) -> None:
             1 + Fraction(precision.unit)
         ) ** 3  # factors, and what is stored
         products = precision.products(terms)
-        assert not products.finite or Fraction(float(products)) >= (1 + Fraction(float(found))) * kept - 1
+        assert (
+            not products.finite
+            or Fraction(float(products)) >= (1 + Fraction(float(found))) * kept - 1
+        )
     assert precision.order(64).finite
 
 

@@ -63,9 +63,13 @@ MASKS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("named", "shape"), MASKS, ids=["mask", "causal", "four axes"])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_a_mask_that_no_rule_knows_is_refused(name: str, named: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_a_mask_that_no_rule_knows_is_refused(
+    name: str, named: dict[str, Any], shape: tuple[int, ...]
+) -> None:
     module = ATTENTIONS[name]()
-    op = Operation(FLOAT32, Moved([*module.parameters(), *module.buffers()]), Call("part", "Attention", TOKENS))
+    op = Operation(
+        FLOAT32, Moved([*module.parameters(), *module.buffers()]), Call("part", "Attention", TOKENS)
+    )
     found = rules.find(module)
     assert found is not None
     with pytest.raises(NoRule, match="a mask"):
@@ -82,7 +86,11 @@ def test_a_layer_of_attention_that_runs_other_code_is_refused(part: str) -> None
     for module in (l2(), cosine()):
         if hasattr(module, part):
             setattr(module, part, given(Other(WIDTH, WIDTH)))
-            op = Operation(FLOAT32, Moved([*module.parameters(), *module.buffers()]), Call("part", "Attention", TOKENS))
+            op = Operation(
+                FLOAT32,
+                Moved([*module.parameters(), *module.buffers()]),
+                Call("part", "Attention", TOKENS),
+            )
             with pytest.raises(NoRule, match="a replaced linear layer"):
                 rules.find(module).apply(op, module, Followed(0, TOKENS))  # type: ignore[union-attr]
 
@@ -91,7 +99,11 @@ X, FIXED = Followed(0, TOKENS), Constant(draw(*TOKENS))
 REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "constant keys": (F.scaled_dot_product_attention, (X, FIXED, X), "attention to constants"),
     "constant values": (F.scaled_dot_product_attention, (X, X, FIXED), "attention to constants"),
-    "a computed mask": (F.scaled_dot_product_attention, (X, X, X, Constant(draw(7, 7) > 0)), "computes"),
+    "a computed mask": (
+        F.scaled_dot_product_attention,
+        (X, X, X, Constant(draw(7, 7) > 0)),
+        "computes",
+    ),
     "a computed mask with -inf": (
         F.scaled_dot_product_attention,
         (X, X, X, Constant(draw(7, 7).relu().log())),
@@ -107,7 +119,9 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_theorem_is_refused(name: str) -> None:
     function, operands, words = REFUSED[name]
-    op = Operation(FP16, Moved([FIXED.tensor]), Call("part", getattr(function, "__name__", ""), (1, 2, 7)))
+    op = Operation(
+        FP16, Moved([FIXED.tensor]), Call("part", getattr(function, "__name__", ""), (1, 2, 7))
+    )
     with pytest.raises(NoRule, match=words):
         rules.functions[function](op, *operands)
 
@@ -115,18 +129,22 @@ def test_what_has_no_theorem_is_refused(name: str) -> None:
 def test_an_operation_of_constants_is_refused() -> None:
     context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None))
     with pytest.raises(NoRule, match="without a tensor that depends on the image"):
-        _Stepwise(Operation(FP16, Moved([]))).followed(rules.functions[torch.add], rules.functions[torch.add])(
-            context, 1.0
-        )
+        _Stepwise(Operation(FP16, Moved([]))).followed(
+            rules.functions[torch.add], rules.functions[torch.add]
+        )(context, 1.0)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0])
-def test_images_share_sizes_that_are_no_less_than_their_own(monkeypatch: pytest.MonkeyPatch, weight: float) -> None:
+def test_images_share_sizes_that_are_no_less_than_their_own(
+    monkeypatch: pytest.MonkeyPatch, weight: float
+) -> None:
     """And of one of the tensors no larger than by a step."""
     model = network(CASES["ReLU"])
     model.net[3].weight.data.mul_(weight)
     errors, shared = NeighbourErrors(model, SIZE, FLOAT32), list[list[float]]()
-    monkeypatch.setattr(errors, "_pairs", lambda lengths: shared.append(lengths) or torch.zeros(5, 5))
+    monkeypatch.setattr(
+        errors, "_pairs", lambda lengths: shared.append(lengths) or torch.zeros(5, 5)
+    )
     for image, radius in itertools.product(judged(), (0.0, 1e-3, 0.1, 9.0)):
         errors._known.clear()
         errors(image[None], torch.tensor([radius]), torch.tensor([0]))
@@ -174,7 +192,10 @@ def test_a_deviation_that_is_stored_as_0_is_refused() -> None:
 
 def test_small_numbers_are_no_zeros() -> None:
     sizes = [as_real(1e-60), as_real(1e60)]
-    assert [as_real(x) >= size for x, size in zip(_floats(sizes).tolist(), sizes, strict=True)] == [True, True]
+    assert [as_real(x) >= size for x, size in zip(_floats(sizes).tolist(), sizes, strict=True)] == [
+        True,
+        True,
+    ]
     assert bool((_floats(sizes) > 0).all())
 
 
@@ -184,18 +205,26 @@ def test_numbers_below_the_normal_range_count_as_flushed() -> None:
         tiny = Stored.of(torch.tensor([1.0, precision.tiny / 4], dtype=torch.float64), precision)
         assert float(tiny.moved) >= precision.tiny / 4
     # one entry is rounded down by 2^-126, another one is flushed
-    weight = torch.tensor([[2.0**-102 * (1 + 2.0**-22) + 2.0**-126, 2.0**-130]], dtype=torch.float64)
+    weight = torch.tensor(
+        [[2.0**-102 * (1 + 2.0**-22) + 2.0**-126, 2.0**-130]], dtype=torch.float64
+    )
     stored = weight.float().double() * torch.tensor([1.0, 0.0])
-    assert float(LinearMap(weight, None, FLOAT32).moved) >= float((stored - weight).norm()) > 2.0**-126
+    assert (
+        float(LinearMap(weight, None, FLOAT32).moved) >= float((stored - weight).norm()) > 2.0**-126
+    )
 
 
 def test_a_map_has_its_proven_norm() -> None:
     arith, matrix, kernel = RigorousArithmetic(), draw(5, WIDTH), draw(3, 1, 2, 2)
     geometry = Geometry((1, 1), ((0, 0), (0, 0)), (1, 1), 1, (6, 6))
     assert LinearMap(matrix, None, PRECISIONS["float64"]).norm == arith.sigma(arith.matrix(matrix))
-    assert LinearMap(kernel, None, PRECISIONS["float64"], geometry).norm == arith.convolution(kernel, 0.0, geometry)
+    assert LinearMap(kernel, None, PRECISIONS["float64"], geometry).norm == arith.convolution(
+        kernel, 0.0, geometry
+    )
     blocks = draw(4, 3, 3)
-    assert BlockMap(blocks, PRECISIONS["float64"]).norm == as_real(max(spectral_norms(list(blocks))))
+    assert BlockMap(blocks, PRECISIONS["float64"]).norm == as_real(
+        max(spectral_norms(list(blocks)))
+    )
     assert BlockMap(blocks, PRECISIONS["float64"]).out == 4 * 3
     assert BlockMap(torch.eye(2)[None].double(), PRECISIONS["float64"]).norm >= 1.0
 
@@ -203,7 +232,10 @@ def test_a_map_has_its_proven_norm() -> None:
 def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
     """A rule of attention stores q, k, v as they are: weights that are computed have been rounded before."""
     for module in (attention(), l2(), cosine(), mixing()):
-        mixes, own_name = isinstance(module, OrthogonalMixing), "qkv" if isinstance(module, Attention) else "query"
+        mixes, own_name = (
+            isinstance(module, OrthogonalMixing),
+            "qkv" if isinstance(module, Attention) else "query",
+        )
         place, name = (module.maps[1] if mixes else getattr(module, own_name)), "weight"
         own = Moved([*module.parameters(), *module.buffers()])
         getattr(place, name).data = 2 * getattr(place, name).data
@@ -235,11 +267,17 @@ def test_of_several_constants_the_largest_error_counts() -> None:
 @pytest.mark.parametrize("sizes", [[2.0, 300.0], [300.0, 2.0]])
 def test_a_computed_product_is_rounded_where_its_factors_are_exact(sizes: list[float]) -> None:
     for name, size in (("mul", 600.0), ("add", 302.0)):
-        found = computed._RULES[name](FP16, computed.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0])
+        found = computed._RULES[name](
+            FP16, computed.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0]
+        )
         assert size * FP16.unit <= found <= 4 * size * FP16.unit
 
 
 def test_a_computed_product_passes_on_the_error_of_each_factor() -> None:
-    step, (one, other), (first, second) = computed.Computed("mul", (), {}, torch.zeros(1)), (2.0, 300.0), (0.5, 0.25)
+    step, (one, other), (first, second) = (
+        computed.Computed("mul", (), {}, torch.zeros(1)),
+        (2.0, 300.0),
+        (0.5, 0.25),
+    )
     found = computed._RULES["mul"](FP16, step, [one, other], [first, second])
     assert found == one * second + other * first + 3 * FP16.unit * one * other

@@ -157,7 +157,9 @@ def allowed(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], size: f
         running.errors[x] = Error(torch.tensor(size, dtype=torch.float64))
     with torch.no_grad(), running:
         out = function(*inputs)
-    assert torch.allclose(out, function(*inputs), rtol=1e-12)  # also where it is written out of other operations
+    assert torch.allclose(
+        out, function(*inputs), rtol=1e-12
+    )  # also where it is written out of other operations
     return float(running.errors[out].size) * ROUNDED
 
 
@@ -175,7 +177,8 @@ def test_no_result_moves_farther_than_its_error(name: str) -> None:
             found = max(found, float(far.detach()))
             grads = torch.autograd.grad(far, moves)
             moves = [
-                m.detach() if not bool(g.any()) else g + 1e-9 * m.detach() for m, g in zip(moves, grads, strict=True)
+                m.detach() if not bool(g.any()) else g + 1e-9 * m.detach()
+                for m, g in zip(moves, grads, strict=True)
             ]
     assert found <= most
     assert found >= tight * most

@@ -44,14 +44,19 @@ def softmax(x: Exact) -> Exact:
 
 def norm(x: Exact, eps: float) -> Exact:
     centred = x - x.sum(-1, keepdims=True) / x.shape[-1]
-    return centred / each(mpmath.sqrt)((centred * centred).sum(-1, keepdims=True) / x.shape[-1] + mpmath.mpf(eps))
+    return centred / each(mpmath.sqrt)(
+        (centred * centred).sum(-1, keepdims=True) / x.shape[-1] + mpmath.mpf(eps)
+    )
 
 
 def gelu(x: Exact) -> Exact:
     return each(lambda t: t * (1 + mpmath.erf(t / mpmath.sqrt(2))) / 2)(x)
 
 
-W = {n: torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(4)}
+W = {
+    n: torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+    for n in range(4)
+}
 E_ = {n: exact(w) for n, w in W.items()}
 SCALE = 6**-0.5
 
@@ -91,7 +96,11 @@ class Cancelling(nn.Module):
 
 
 def soft_pairs(*between: nn.Module) -> nn.Module:
-    net = nn.Sequential(SoftMaxMin(), nn.Linear(6, 6, bias=False), *between, SoftMaxMin()).double().eval()
+    net = (
+        nn.Sequential(SoftMaxMin(), nn.Linear(6, 6, bias=False), *between, SoftMaxMin())
+        .double()
+        .eval()
+    )
     net[0].log_temperature.data.fill_(-6.0)
     net[1].weight.data = W[0].T.clone()
     return net
@@ -162,7 +171,9 @@ class Network(nn.Module):
 def test_real_arithmetic_is_within_the_error(name: str, spread: float) -> None:
     """Also of tokens that hardly differ, and of large ones; the error is one of each logit, of the whole batch's at most."""
     function, real = CASES[name]
-    x = torch.rand(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9)) * spread + (spread < 1)
+    x = torch.rand(
+        3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    ) * spread + (spread < 1)
     logits, errors = ErrorAnalysis(Network(function))(x)
     apart = np.abs(exact(logits) - real(exact(x)).reshape(3, -1))
     assert (apart <= exact(errors)).all()
@@ -211,7 +222,11 @@ def test_memory_that_is_shared_is_not_trusted() -> None:
         y[:, 0].add_(2.0**40).sub_(2.0**40)
         return y
 
-    assert not ErrorAnalysis(Network(function))(torch.rand(1, 5, 6, dtype=torch.float64))[1].isfinite().any()
+    assert (
+        not ErrorAnalysis(Network(function))(torch.rand(1, 5, 6, dtype=torch.float64))[1]
+        .isfinite()
+        .any()
+    )
 
 
 def test_an_image_does_not_suffer_from_its_batch() -> None:
@@ -235,7 +250,9 @@ def cancelling(power: int) -> tuple[PixelModel, nn.Linear]:
         for row in head.weight:
             row[torch.randperm(24)[:2]] = torch.tensor([1.0, -1.0])
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 32), nn.ReLU(), hidden, nn.ReLU(), head)
-    return PixelModel(InputSpec(size=(1, 6, 6), mean=(0.0,), std=(1.0,)), net).double().eval(), hidden
+    return PixelModel(
+        InputSpec(size=(1, 6, 6), mean=(0.0,), std=(1.0,)), net
+    ).double().eval(), hidden
 
 
 @pytest.mark.parametrize("power", [0, 10, 25, 50])
@@ -253,13 +270,21 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
         *(k(model, 10, (1, 6, 6)) for k in (LocalLipCertifier, BcpCertifier)),
     ):
         rows = certifier.batch(range(64), pixels, tops)
-        assert not [row.index for row, top in zip(rows, real, strict=True) if row.radius > 0 and row.prediction != top]
+        assert not [
+            row.index
+            for row, top in zip(rows, real, strict=True)
+            if row.radius > 0 and row.prediction != top
+        ]
 
 
 @pytest.mark.parametrize(
     ("arch", "arguments"),
     [
-        *((name, {}) for kind in ("lip", "sort", "mix") for name in list_models(f"certvit_{kind}_*")),  # by design, all
+        *(
+            (name, {})
+            for kind in ("lip", "sort", "mix")
+            for name in list_models(f"certvit_{kind}_*")
+        ),  # by design, all
         ("certvit_vit_digits", {}),
         ("certvit_vit_pgd_2_3_16", {}),
         ("certvit_lip_digits", {"members": 2, "mirror": True}),
@@ -270,18 +295,24 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
 def test_reference_networks_lose_next_to_nothing(arch: str, arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
     net = build.create(arch, arguments, initialise=True).double()
-    _, errors = ErrorAnalysis(net)(torch.rand(4, *net.pretrained_cfg["input_size"], dtype=torch.float64))
+    _, errors = ErrorAnalysis(net)(
+        torch.rand(4, *net.pretrained_cfg["input_size"], dtype=torch.float64)
+    )
     assert float(errors.max()) < (1e-5 if "vit_digits" in arch else 1e-8)
 
 
-@pytest.mark.parametrize("kind", [name for name in REPLACEMENTS.names() if name not in ("flat-head", "identity")])
+@pytest.mark.parametrize(
+    "kind", [name for name in REPLACEMENTS.names() if name not in ("flat-head", "identity")]
+)
 def test_every_replacement_has_rules(kind: str, tiny: Checkpoint) -> None:
     """The flat head is one of the reference networks."""
     modules = {"attention": "Attention", "norm": "LayerNorm", "eps": "LayerNorm", "block": "Block"}
     wanted = modules.get(kind.rpartition("-")[2], "GELU")
     net = build.build(tiny.record, initialise=True)
     tokens = net.pos_embed.shape[1]
-    arguments = {"orthogonal-attention": {"tokens": tokens}, "norm-eps": {"eps": 1e-4}}.get(kind, {})
+    arguments = {"orthogonal-attention": {"tokens": tokens}, "norm-eps": {"eps": 1e-4}}.get(
+        kind, {}
+    )
     places = [path for path, module in net.named_modules() if type(module).__name__ == wanted]
     for path in places:
         build.replace_module(net, Replacement(path=path, kind=kind, args=arguments))
@@ -290,4 +321,6 @@ def test_every_replacement_has_rules(kind: str, tiny: Checkpoint) -> None:
     logits, errors = ErrorAnalysis(net)(images)
     assert places
     assert float(errors.max()) < 1e-3
-    assert bool(((logits - net(images)).abs() <= errors).all())  # fused kernels sum in another order
+    assert bool(
+        ((logits - net(images)).abs() <= errors).all()
+    )  # fused kernels sum in another order

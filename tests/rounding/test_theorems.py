@@ -38,20 +38,30 @@ P = Precision("rough", torch.float16, U, TINY, 1e30, FUN, factor=CUT, wide=WIDE)
 DOWN = 1 - 2.0**-40
 
 
-def of(*shape: int, total: float = 5.0, fibre: float = 3.0, peak: float = 2.0, deviation: float = 0.0) -> Executed:
+def of(
+    *shape: int, total: float = 5.0, fibre: float = 3.0, peak: float = 2.0, deviation: float = 0.0
+) -> Executed:
     return Executed(shape or (2, 7, 6), as_real(total), as_real(fibre), as_real(peak), deviation)
 
 
-def added(rule: Any, *operands: Any, shape: tuple[int, ...] = (2, 7, 6), kind: str = "", **named: Any) -> float:
+def added(
+    rule: Any, *operands: Any, shape: tuple[int, ...] = (2, 7, 6), kind: str = "", **named: Any
+) -> float:
     """A rule's answer. `Executed` are operands that move; tensors are constants that the network has."""
     own = [x for x in (*operands, *named.values()) if isinstance(x, Tensor)]
-    args: list[Any] = [Followed(i, x.shape) if isinstance(x, Executed) else x for i, x in enumerate(operands)]
+    args: list[Any] = [
+        Followed(i, x.shape) if isinstance(x, Executed) else x for i, x in enumerate(operands)
+    ]
     args = [Constant(x) if isinstance(x, Tensor) else x for x in args]
     named = {name: Constant(x) if isinstance(x, Tensor) else x for name, x in named.items()}
     if isinstance(rule, nn.Module):
         own, args = [*own, *rule.parameters(), *rule.buffers()], [rule, *args]
     op = Operation(P, Moved(own), Call("part", kind, shape))
-    apply: Any = getattr(rules.find(rule), "apply", None) if isinstance(rule, nn.Module) else rules.functions[rule]
+    apply: Any = (
+        getattr(rules.find(rule), "apply", None)
+        if isinstance(rule, nn.Module)
+        else rules.functions[rule]
+    )
     return float(apply(op, *args, **named)(lambda x: operands[x.place]))
 
 
@@ -96,7 +106,9 @@ def gained(x: Executed, norm: Any, factor: float, n: float, error: float) -> flo
 def normed(x: Executed, least: float, norm: Any, group: int) -> float:
     moved = 5 * float(x.total) * (products(group) + 2 * U) / least
     n = math.sqrt(math.prod(x.shape)) + moved
-    return gained(x, norm, 1.0, n, moved + n * c(2 * FUN + 8 * U + 2 * (group + 8) * TINY / least**2))
+    return gained(
+        x, norm, 1.0, n, moved + n * c(2 * FUN + 8 * U + 2 * (group + 8) * TINY / least**2)
+    )
 
 
 def softmax_error(tokens: int, score: float, moved: float) -> float:
@@ -126,7 +138,9 @@ def attended(module: Any, x: Executed, heads: Callable[[int], tuple[float, float
         errors.append(averaged(tokens, softmax_error(tokens, score, moved), *value))
         lengths.append(value[0])
     proj, error = LinearMap(module.proj.weight, module.proj.bias, P), math.hypot(*errors)
-    out = float(proj.norm + proj.moved) * error + float(proj.rounding(as_real(math.hypot(*lengths) + error)))
+    out = float(proj.norm + proj.moved) * error + float(
+        proj.rounding(as_real(math.hypot(*lengths) + error))
+    )
     return out * math.sqrt(tokens * x.shape[0])
 
 
@@ -187,7 +201,9 @@ def fused(q: Part, k: Executed, v: Executed, scale: float, mask: Tensor | None) 
 
 
 def batch_norm(module: Any, x: Executed) -> float:
-    mean, variance, w, b = map(Held, (module.running_mean, module.running_var, module.weight, module.bias))
+    mean, variance, w, b = map(
+        Held, (module.running_mean, module.running_var, module.weight, module.bias)
+    )
     least = float(variance.number.min()) - variance.farthest + module.eps
     each = math.sqrt(math.prod(x.shape) / len(module.weight))
     relative = c((variance.farthest + TINY) / least + FUN + 8 * U)
@@ -196,7 +212,9 @@ def batch_norm(module: Any, x: Executed) -> float:
     reach = float(x.total) + mean.long * each
     shifted = mean.apart * each * (gain + moved) + b.apart * each
     size = reach * (gain + moved) + b.long * each
-    return reach * moved + shifted + size * c(8 * U) + lost(1, math.prod(x.shape)) * (2 + gain + moved)
+    return (
+        reach * moved + shifted + size * c(8 * U) + lost(1, math.prod(x.shape)) * (2 + gain + moved)
+    )
 
 
 def response(module: Any, x: Executed) -> float:
@@ -221,31 +239,67 @@ def soft_pairs(module: Any, x: Executed) -> float:
     moved += (float(x.total) + Held(shift).long * copies + moved) * U + lost(1, entries)
     temperature = module.pair.log_temperature
     relative = c(
-        2 * Held(temperature).farthest + 2 * FUN + 16 * U + (float(x.peak) + Held(shift).most + moved + 4) * TINY
+        2 * Held(temperature).farthest
+        + 2 * FUN
+        + 16 * U
+        + (float(x.peak) + Held(shift).most + moved + 4) * TINY
     )
-    return moved + (float(x.total) + Held(shift).long + moved) * relative * 1.5 + 4 * lost(1, entries)
+    return (
+        moved + (float(x.total) + Held(shift).long + moved) * relative * 1.5 + 4 * lost(1, entries)
+    )
 
 
 S = AttentionShape(6, 2, 3, True, 6, True, (1, 7))
 X, Y, KNOWN, IMAGES = of(), of(total=7.0, fibre=2.5, peak=1.5), of(deviation=2.0), of(2, 3, 4, 4)
-RIGHT, MAPS, CHANNELS, ONE_IMAGE = of(2, 6, 4, total=7.0, fibre=2.5), of(2, 6, 7), of(1, 3, 3, 4), of(1, 7, 6)
-WEIGHT, BIAS, GAIN, MASK, QUERY = draw(5, 6), draw(5), draw(6), 4 * draw(7, 7), draw(2, 7, 6, seed=1)
+RIGHT, MAPS, CHANNELS, ONE_IMAGE = (
+    of(2, 6, 4, total=7.0, fibre=2.5),
+    of(2, 6, 7),
+    of(1, 3, 3, 4),
+    of(1, 7, 6),
+)
+WEIGHT, BIAS, GAIN, MASK, QUERY = (
+    draw(5, 6),
+    draw(5),
+    draw(6),
+    4 * draw(7, 7),
+    draw(2, 7, 6, seed=1),
+)
 MASK[2, 3] = -math.inf
 BLOCKS, SQUARE = draw(3, 6, 5), draw(7, 7, seed=1)
-LAYER, GROUPS, RMS = given(nn.LayerNorm(6, eps=2.0)), given(nn.GroupNorm(2, 6, eps=2.0)), given(nn.RMSNorm(6, eps=2.0))
+LAYER, GROUPS, RMS = (
+    given(nn.LayerNorm(6, eps=2.0)),
+    given(nn.GroupNorm(2, 6, eps=2.0)),
+    given(nn.RMSNorm(6, eps=2.0)),
+)
 FLOOR, CENTRE = given(FloorNorm(6), floor=torch.tensor(1.7).double()), given(CenterNorm(6))
-BATCH, GRN = given(nn.BatchNorm1d(6, eps=0.3), running_var=0.5 + GAIN.abs()), given(GlobalResponseNorm(4, eps=0.6))
-PIXELS, CONV = PixelNormalize((0.3, -0.2, 0.7), (0.61, 0.33, 0.47)).double(), given(nn.Conv2d(3, 5, 2))
+BATCH, GRN = (
+    given(nn.BatchNorm1d(6, eps=0.3), running_var=0.5 + GAIN.abs()),
+    given(GlobalResponseNorm(4, eps=0.6)),
+)
+PIXELS, CONV = (
+    PixelNormalize((0.3, -0.2, 0.7), (0.61, 0.33, 0.47)).double(),
+    given(nn.Conv2d(3, 5, 2)),
+)
 MIXING, SOFT = given(OrthogonalMixing(7, 6, 2)), given(TokenMaxMin(8, 6, 1, soft=True))
-DOT, L2, COSINE = given(Attention(6, num_heads=2, qkv_bias=True)), given(L2Attention(S)), given(CosineAttention(S))
+DOT, L2, COSINE = (
+    given(Attention(6, num_heads=2, qkv_bias=True)),
+    given(L2Attention(S)),
+    given(CosineAttention(S)),
+)
 CONVEX, WEIGHTED = given(ConvexResidual()), given(WeightedResidual())
 PLAIN, OF_BLOCKS = Geometry((1, 1), ((0, 0),) * 2, (1, 1), 1, (4, 4)), BlockMap(BLOCKS.mT, P)
 OF_BLOCKS.out = 5  # of each part of x
-SEVEN, FIVE, ROOT = 7.0, 5.0, math.sqrt(84)  # total of Y and of X, and of as many ones as they have entries
+SEVEN, FIVE, ROOT = (
+    7.0,
+    5.0,
+    math.sqrt(84),
+)  # total of Y and of X, and of as many ones as they have entries
 EPS = math.sqrt(2.0) * DOWN
 LONGEST = float(Held(QUERY).number.norm(dim=-1).max()), float(Held(QUERY).off.norm(dim=-1).max())
 RMS_OFF = c(products(6) + 2 * FUN + 12 * U + 28 * TINY / EPS**2)
-UNIT_OFF = c(products(6) + 2 * FUN + 8 * U + (Held(50.3).farthest + math.sqrt(14 * TINY)) / (50.3 * DOWN))
+UNIT_OFF = c(
+    products(6) + 2 * FUN + 8 * U + (Held(50.3).farthest + math.sqrt(14 * TINY)) / (50.3 * DOWN)
+)
 
 
 def divided(divisor: Tensor | float) -> float:
@@ -261,7 +315,9 @@ def pixels() -> float:
     mean, std, root = PIXELS.mean, PIXELS.std, math.sqrt(96)
     least = float(Held(std).number.min()) - Held(std).farthest
     difference = FIVE + Held(mean).most * root
-    return (difference * c(4 * U + Held(std).farthest / least) + 2 * Held(mean).farthest * root) / least + lost(1, 96)
+    return (
+        difference * c(4 * U + Held(std).farthest / least) + 2 * Held(mean).farthest * root
+    ) / least + lost(1, 96)
 
 
 def floored() -> float:
@@ -280,12 +336,18 @@ def mixed() -> float:
 def linear(weight: Tensor, bias: Tensor, x: float, rows: float) -> float:
     """delta of docs/soundness.md."""
     k, root, stored = weight.shape[1], math.sqrt(rows), Held(weight).number
-    norm, mass, moved = (float(torch.linalg.matrix_norm(w, 2)) for w in (stored, stored.abs(), stored - weight))
+    norm, mass, moved = (
+        float(torch.linalg.matrix_norm(w, 2)) for w in (stored, stored.abs(), stored - weight)
+    )
     shift = Held(bias).long * root
     size, terms = norm * x + shift, mass * x + shift
     factors = terms * CUT * (1 + 2.0**-8) + norm * x * CUT
     size, terms = size + factors, terms * (1 + 4 * CUT)
-    inside = factors + ((terms + size) / 2 + order(k) * terms) * (k + 8) * WIDE.unit + 2 * WIDE.unit * terms
+    inside = (
+        factors
+        + ((terms + size) / 2 + order(k) * terms) * (k + 8) * WIDE.unit
+        + 2 * WIDE.unit * terms
+    )
     stores = moved * x + Held(bias).apart * root
     return stores + inside + (size + inside) * c(3 * U) + lost(k, rows * len(weight))
 
@@ -362,14 +424,18 @@ ROWS: dict[str, Callable[[], Part]] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_added_is_what_the_theorem_says(name: str) -> None:
     found, exact = ROWS[name]()
-    assert exact * (1 - 1e-13) <= found <= exact * (1 + 1e-6)  # below 2^-40, by which a rule is raised
+    assert (
+        exact * (1 - 1e-13) <= found <= exact * (1 + 1e-6)
+    )  # below 2^-40, by which a rule is raised
 
 
 def test_a_computed_matrix_loses_what_its_rows_say() -> None:
     """gamma |X| |W| of executed operands, what their errors become, and a bias with its own."""
     bias, a, w = draw(5), draw(3, 6), draw(6, 5)
     step = Computed("addmm", (bias, a, w), {}, bias + a @ w)
-    found = computed._RULES["addmm"](P, step, [float(bias.abs().max()), 0.0, 0.0], [0.5, 0.25, 0.125])
+    found = computed._RULES["addmm"](
+        P, step, [float(bias.abs().max()), 0.0, 0.0], [0.5, 0.25, 0.125]
+    )
     x, y = a.abs() + 0.25, w.abs() + 0.125
     own = (float((x @ y).max()) + float(bias.abs().max())) * products(6) + lost(6, 1)
     exact = own + 0.125 * float(x.sum(1).max()) + 0.25 * float(y.sum(0).max()) + 0.5
@@ -378,7 +444,11 @@ def test_a_computed_matrix_loses_what_its_rows_say() -> None:
 
 def test_a_pair_of_logits_loses_what_both_lose() -> None:
     head = Head(LinearMap(WEIGHT, BIAS, P), WEIGHT)
-    own = Held(WEIGHT).number.norm(dim=1) * products(6) * SEVEN + lost(6, 1) + Held(WEIGHT).off.norm(dim=1) * SEVEN
+    own = (
+        Held(WEIGHT).number.norm(dim=1) * products(6) * SEVEN
+        + lost(6, 1)
+        + Held(WEIGHT).off.norm(dim=1) * SEVEN
+    )
     own = own + Held(BIAS).number.abs() * products(6) + Held(BIAS).off
     exact = (WEIGHT[:, None] - WEIGHT).norm(dim=-1) * 0.5 + own[:, None] + own
     found = head.pairs(as_real(0.5), as_real(SEVEN), ONE)

@@ -81,7 +81,12 @@ def built(make: Callable[[], nn.Module], seed: int) -> PixelModel:
     torch.manual_seed(seed)
     with torch.no_grad():
         net = make()
-    return PixelModel(InputSpec(size=(1, 6, 6), mean=(0.4,), std=(0.3,)), net).double().eval().requires_grad_(False)
+    return (
+        PixelModel(InputSpec(size=(1, 6, 6), mean=(0.4,), std=(0.3,)), net)
+        .double()
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def small(seed: int) -> PixelModel:
@@ -94,13 +99,17 @@ def masked(seed: int) -> PixelModel:
     """Networks whose class a patch does not always change: they add up parts of the image, or are made of tokens."""
     torch.manual_seed(seed)
     if seed % 8 == 7:  # a hundred times as slow
-        net: nn.Module = VisionTransformer(12, 3, 1, 3, embed_dim=8, depth=1, num_heads=2, global_pool="avg")
+        net: nn.Module = VisionTransformer(
+            12, 3, 1, 3, embed_dim=8, depth=1, num_heads=2, global_pool="avg"
+        )
         for parameter in net.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
         size = (1, 12, 12)
     else:
         net, size = Bright(seed), (1, 4, 5)
-    return PixelModel(InputSpec(size=size, mean=(0.5,), std=(0.5,)), net).eval().requires_grad_(False)
+    return (
+        PixelModel(InputSpec(size=size, mean=(0.5,), std=(0.5,)), net).eval().requires_grad_(False)
+    )
 
 
 def classes_of(model: PixelModel) -> int:
@@ -131,8 +140,16 @@ def against_patches(procedure: str, size: str) -> Callable[[PixelModel], Certifi
 
 
 ROWS = (
-    *(Row(method, name, proving(method, name), anything) for method in ("lipschitz", "box") for name in ARITHMETICS),
-    *(Row(method, name, proving(method, name), chain) for method in ("local-lip", "bcp") for name in ARITHMETICS),
+    *(
+        Row(method, name, proving(method, name), anything)
+        for method in ("lipschitz", "box")
+        for name in ARITHMETICS
+    ),
+    *(
+        Row(method, name, proving(method, name), chain)
+        for method in ("local-lip", "bcp")
+        for name in ARITHMETICS
+    ),
     *(
         Row("local", f"{effort} {norm} {name}", local(effort, norm, name), small, 200)
         for effort, norm in itertools.product(EFFORTS, NORMS)
@@ -172,15 +189,30 @@ def claims_of(certifier: Certifier, model: nn.Module, pixels: Tensor) -> list[Ce
     labels = model(pixels).argmax(1).tolist()
     step = certifier.at_once or len(pixels)
     parts = [range(start, min(start + step, len(pixels))) for start in range(0, len(pixels), step)]
-    rows = [row for part in parts for row in certifier.batch(part, pixels[part], [labels[i] for i in part])]
+    rows = [
+        row
+        for part in parts
+        for row in certifier.batch(part, pixels[part], [labels[i] for i in part])
+    ]
     return [row for row in rows if row.held and row.prediction is not None]
 
 
 class Balls:
     """Many starts within the radius of each claim, all at once. boxed: in the linf ball."""
 
-    def __init__(self, certifier: Certifier, model: nn.Module, pixels: Tensor, claims: list[Certificate], starts: int):
-        self.model, self.arithmetic, self.boxed = model, certifier.arithmetic, certifier.norm == "linf"
+    def __init__(
+        self,
+        certifier: Certifier,
+        model: nn.Module,
+        pixels: Tensor,
+        claims: list[Certificate],
+        starts: int,
+    ):
+        self.model, self.arithmetic, self.boxed = (
+            model,
+            certifier.arithmetic,
+            certifier.norm == "linf",
+        )
         owners = torch.arange(len(claims)).repeat_interleave(starts)
         self.images = pixels[[row.index for row in claims]][owners]
         self.labels = torch.tensor([row.prediction for row in claims])[owners, None]
@@ -194,7 +226,11 @@ class Balls:
 
     def length(self, moves: Tensor) -> Tensor:
         flat = moves.flatten(1)
-        return (flat.abs().amax(1) if self.boxed else flat.norm(dim=1)).clamp_min(1e-300).view(-1, 1, 1, 1)
+        return (
+            (flat.abs().amax(1) if self.boxed else flat.norm(dim=1))
+            .clamp_min(1e-300)
+            .view(-1, 1, 1, 1)
+        )
 
     def placed(self, moves: Tensor) -> Tensor:
         """The images at these moves, brought into the ball or onto its rim, and into the box where claims are about it."""
@@ -212,11 +248,21 @@ class Balls:
 
     def run(self, seed: int) -> tuple[Tensor, Tensor]:
         """Descend: the least margin of each claim, and whether its class fell; (n,), (n,) bool."""
-        moves = torch.randn(self.images.shape, generator=torch.Generator().manual_seed(seed)).double()
+        moves = torch.randn(
+            self.images.shape, generator=torch.Generator().manual_seed(seed)
+        ).double()
         moves = moves.sign() * self.radii if self.boxed else moves / self.length(moves) * self.radii
-        inner = torch.rand(len(moves), 1, 1, 1, generator=torch.Generator().manual_seed(seed + 1)).double() ** 0.1
+        inner = (
+            torch.rand(
+                len(moves), 1, 1, 1, generator=torch.Generator().manual_seed(seed + 1)
+            ).double()
+            ** 0.1
+        )
         moves = torch.where(self.rim, moves, inner * moves)
-        least, fell = torch.full((len(moves),), torch.inf).double(), torch.zeros(len(moves), dtype=torch.bool)
+        least, fell = (
+            torch.full((len(moves),), torch.inf).double(),
+            torch.zeros(len(moves), dtype=torch.bool),
+        )
         aims = torch.arange(len(moves))
         for step in range(STEPS + 1):
             near = self.placed(moves).detach().requires_grad_(True)
@@ -229,7 +275,9 @@ class Balls:
             chosen = torch.where(torch.isfinite(aimed) & (step < STEPS // 2), aimed, lowest)
             (slope,) = torch.autograd.grad(chosen[torch.isfinite(chosen)].sum(), near)
             steep = slope.sign() if self.boxed else slope / self.length(slope)
-            moves = near.detach() - self.images - 0.5 * (1 - step / (STEPS + 1)) * self.radii * steep
+            moves = (
+                near.detach() - self.images - 0.5 * (1 - step / (STEPS + 1)) * self.radii * steep
+            )
         shape = (-1, self.starts)
         return least.view(shape).amin(1), fell.view(shape).any(1)
 
@@ -249,7 +297,9 @@ class Balls:
         ):  # the farthest that is still inside when it is rounded
             moved = representable(self.images + share * (near - self.images), self.arithmetic)
             away = (moved - self.images).flatten(1)
-            inside = (away.abs().amax(1) if self.boxed else away.norm(dim=1)) <= self.radii.flatten()
+            inside = (
+                away.abs().amax(1) if self.boxed else away.norm(dim=1)
+            ) <= self.radii.flatten()
             found, tried = torch.where(inside.view(-1, 1, 1, 1), moved, found), tried | inside
         every = executions(self.model, found, self.arithmetic)
         fell = torch.zeros_like(tried)
@@ -258,7 +308,9 @@ class Balls:
         return fell & tried
 
 
-def attack_balls(row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen) -> None:
+def attack_balls(
+    row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen
+) -> None:
     claims = claims_of(certifier, model, pixels)
     if not claims:
         return
@@ -270,10 +322,14 @@ def attack_balls(row: Row, certifier: Certifier, model: PixelModel, pixels: Tens
     seen.taken[row.method] = max(seen.taken.get(row.method, 0.0), float(shares.max()))
     for claim, margin, lost in zip(claims, least.tolist(), fell.tolist(), strict=True):
         if lost or not (margin > 0 or certifier.arithmetic not in (REAL, "float64")):
-            seen.broken.append(f"{row.method} {row.name}, seed {seed}: margin {margin:.3g} within {claim.radius:.6g}")
+            seen.broken.append(
+                f"{row.method} {row.name}, seed {seed}: margin {margin:.3g} within {claim.radius:.6g}"
+            )
 
 
-def attack_patches(row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen) -> None:
+def attack_patches(
+    row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen
+) -> None:
     """Black, white, noise and what gradients of the passes that see the patch make of noise, at many places."""
     assert isinstance(certifier, PatchCertifier)
     pixels, draw = pixels.float(), torch.Generator().manual_seed(seed)
@@ -347,8 +403,13 @@ def main() -> int:
         for (its, name), count in sorted(seen.attacks.items()):
             if its == method:
                 print(f"{method} {name}: {count:,}")
-        taken = f", {seen.taken[method]:.6f} of a margin taken at most" if method in seen.taken else ""
-        print(f"{method}: {seen.of(method):,} attacks on {seen.claims[method]:,} certificates{taken}", flush=True)
+        taken = (
+            f", {seen.taken[method]:.6f} of a margin taken at most" if method in seen.taken else ""
+        )
+        print(
+            f"{method}: {seen.of(method):,} attacks on {seen.claims[method]:,} certificates{taken}",
+            flush=True,
+        )
     for line in seen.broken:
         print(f"VIOLATED: {line}")
     return 1 if seen.broken else 0

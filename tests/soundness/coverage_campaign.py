@@ -46,12 +46,21 @@ TRUE = (0.0, 0.02, 0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.2)
 """Radii of the simulated images."""
 SETTINGS = [
     {"n0": n0, "samples": samples, "alpha": alpha, **stop}
-    for n0, samples, alpha in ((8, 64, 0.05), (100, 1000, 0.05), (100, 1000, 0.001), (16, 300, 0.01))
+    for n0, samples, alpha in (
+        (8, 64, 0.05),
+        (100, 1000, 0.05),
+        (100, 1000, 0.001),
+        (16, 300, 0.01),
+    )
     for stop in ({}, {"enough": 0.3}, {"enough": 0.3, "decide": True})
 ]
 DRAWN = {"n0": 8, "samples": 64, "alpha": 0.05, "sigma": SIGMA, "batch_size": 4096}
 DRAWN_AT = (0.02, 0.2, 0.45)
-ARRANGED: tuple[tuple[str, dict[str, Any]], ...] = (("resumed", {}), ("resumed", {"enough": 0.3}), ("auto", {}))
+ARRANGED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("resumed", {}),
+    ("resumed", {"enough": 0.3}),
+    ("auto", {}),
+)
 RARE = 1e-9
 """A true promise is called broken with this probability, for each setting and radius."""
 
@@ -72,7 +81,9 @@ class Simulated(SmoothingCertifier):
         super().__init__(nn.Identity(), 2, settings, torch.device("cpu"))
         self.probability, self.random = probability, np.random.default_rng(seed)
 
-    def _count(self, indices: Sequence[int], pixels: Tensor, ranges: Mapping[int, tuple[int, int]], *_: Any) -> Tensor:
+    def _count(
+        self, indices: Sequence[int], pixels: Tensor, ranges: Mapping[int, tuple[int, int]], *_: Any
+    ) -> Tensor:
         counts = torch.zeros(len(indices), 2, dtype=torch.int64)
         images, draws = list(ranges), np.array([stop - start for start, stop in ranges.values()])
         self._drawn += int(draws.sum())
@@ -89,7 +100,10 @@ EDGES = {"float32": 2.0**-17, "bf16": 0.5 + 2.0**-9}
 def shifted(precision: str) -> Classifier:
     """Class 1 where fl(x + 128) > 128, as it is executed: from `EDGES` on."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.Linear(1, 2))
-    for layer, weight, bias in ((net[1], [[1.0]], [128.0]), (net[2], [[-1.0], [1.0]], [128.0, -128.0])):
+    for layer, weight, bias in (
+        (net[1], [[1.0]], [128.0]),
+        (net[2], [[-1.0], [1.0]], [128.0, -128.0]),
+    ):
         layer.weight.data, layer.bias.data = torch.tensor(weight), torch.tensor(bias)
     model = PixelModel(InputSpec(size=(1, 1, 1), mean=(0.0,), std=(1.0,)), net).eval()
     return Classifier(model, precision)
@@ -98,7 +112,9 @@ def shifted(precision: str) -> Classifier:
 def at(pixel: float, count: int) -> Images:
     images = torch.full((count, 1, 1, 1), pixel)
     ones = torch.ones(count, dtype=torch.int64)
-    return Images("line", "test", ("0", "1"), ones, torch.arange(count), lambda rows: images[list(rows)])
+    return Images(
+        "line", "test", ("0", "1"), ones, torch.arange(count), lambda rows: images[list(rows)]
+    )
 
 
 @contextmanager
@@ -124,10 +140,15 @@ def reused(drawn: list[Tensor]) -> int:
     return len(every) - len(every.unique())
 
 
-def arranged(settings: Smoothing, true: float, count: int, folder: Path) -> tuple[list[Certificate], str]:
+def arranged(
+    settings: Smoothing, true: float, count: int, folder: Path
+) -> tuple[list[Certificate], str]:
     """Certificates of one run, broken off, resumed by three processes: and what is wrong with the arrangement."""
     classify, edge = shifted(settings.precision), EDGES[settings.precision]
-    images, paths = at(edge + true, count), [folder / f"{name}.jsonl" for name in ("dealt", "resumed")]
+    images, paths = (
+        at(edge + true, count),
+        [folder / f"{name}.jsonl" for name in ("dealt", "resumed")],
+    )
     for path in paths:
         path.unlink(missing_ok=True)
 
@@ -177,7 +198,11 @@ def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificat
     with watched() as own:
         certifier = SmoothingCertifier(classify, 2, replace(settings, sigma=sigma), CPU)
         rows = [row for batch in certify(certifier, images, 1) for row in batch]
-    shared = len(torch.cat(drawn).unique()) + len(torch.cat(own).unique()) - len(torch.cat([*drawn, *own]).unique())
+    shared = (
+        len(torch.cat(drawn).unique())
+        + len(torch.cat(own).unique())
+        - len(torch.cat([*drawn, *own]).unique())
+    )
     return rows, f"{shared} draws chose sigma and certify" if shared else ""
 
 
@@ -186,7 +211,9 @@ def drawn(runs: int, seed: int) -> bool:
     seeds, well = itertools.count(seed), True
     for precision, (name, stop), true in itertools.product(PRECISIONS, ARRANGED, DRAWN_AT):
         wrong = done = 0
-        each = -(-runs // (len(PRECISIONS) * len(ARRANGED) * len(DRAWN_AT))) // (1 if name == "resumed" else 10)
+        each = -(-runs // (len(PRECISIONS) * len(ARRANGED) * len(DRAWN_AT))) // (
+            1 if name == "resumed" else 10
+        )
         while done < each:
             settings = Settled(**DRAWN, **stop, precision=precision, seed=next(seeds))  # type: ignore[arg-type]
             with tempfile.TemporaryDirectory() as folder:
@@ -201,8 +228,13 @@ def drawn(runs: int, seed: int) -> bool:
                 print(f"VIOLATED: {precision}, {name} {stop}, radius {true}: {fault}")
         if stats.binom.sf(wrong - 1, done, settings.alpha) < RARE:
             well = False
-            print(f"VIOLATED: {precision}, {name} {stop}, radius {true}: {wrong} of {done} certificates are wrong")
-        print(f"{precision}, {name} {stop}, radius {true}: {wrong / done:.3%} of {done:,} runs are wrong", flush=True)
+            print(
+                f"VIOLATED: {precision}, {name} {stop}, radius {true}: {wrong} of {done} certificates are wrong"
+            )
+        print(
+            f"{precision}, {name} {stop}, radius {true}: {wrong / done:.3%} of {done:,} runs are wrong",
+            flush=True,
+        )
     return well
 
 
@@ -235,7 +267,9 @@ def main() -> int:
             worst = max(worst, (wrong / each, true, stated))
             if stats.binom.sf(wrong - 1, each, settings.alpha) < RARE:
                 broken += 1
-                print(f"VIOLATED: {values}, radius {true}: {wrong} of {each} certificates are wrong")
+                print(
+                    f"VIOLATED: {values}, radius {true}: {wrong} of {each} certificates are wrong"
+                )
         share, true, stated = worst
         print(
             f"{values}: at radius {true} {share:.3%} of {each:,} runs are wrong, {stated:,} certify; {runs:,} runs",

@@ -18,11 +18,64 @@ BAIT = "evil.pth"
 MARK = "zzmark"
 """Text that no honest file holds: where it is shown as a fact, a file has spoken for itself."""
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 60, 255, 1000, 10**6, 10**12, 10**30, 2**63, 2**70, 10**400),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        60,
+        255,
+        1000,
+        10**6,
+        10**12,
+        10**30,
+        2**63,
+        2**70,
+        10**400,
+    ),
     *(0.0, 0.25, 0.5, -0.5, 0.9, 0.001, 0.999, 1.0, 1e-300, 1e-30, 1e308, 127.5, 58 / 60, 0.9749),
-    *("", "x", "1", "nan", "inf", "0.5", "0.50", "5e-1", " 0.5", "0" * 64, "x" * 5000, "é\u202e", "\x1b[31m"),
-    *("l2", "linf", "proof", "probability 0.999", "probability 1", "lipschitz", "local", "smoothing", "bcp", "relu"),
-    *("digits", "val", "test", "train", "torch/mnist", "vit_giant_patch14_224", "certvit_4c3f", "builtins.print"),
+    *(
+        "",
+        "x",
+        "1",
+        "nan",
+        "inf",
+        "0.5",
+        "0.50",
+        "5e-1",
+        " 0.5",
+        "0" * 64,
+        "x" * 5000,
+        "é\u202e",
+        "\x1b[31m",
+    ),
+    *(
+        "l2",
+        "linf",
+        "proof",
+        "probability 0.999",
+        "probability 1",
+        "lipschitz",
+        "local",
+        "smoothing",
+        "bcp",
+        "relu",
+    ),
+    *(
+        "digits",
+        "val",
+        "test",
+        "train",
+        "torch/mnist",
+        "vit_giant_patch14_224",
+        "certvit_4c3f",
+        "builtins.print",
+    ),
     *(BAIT, f"../{BAIT}", f"./{BAIT}", "hf-hub:a/b", "local-dir:.", "http://127.0.0.1:9/x.pth"),
     *(f"0.01 (proven) {MARK}", f"ImageNet-1k {MARK}", MARK),
     *([], {}, [1], [[]], [[1]], [None], [0.5, 0.5, 0.5], [10**6] * 3),
@@ -54,16 +107,51 @@ KEYS = (
         "depth",
         "embed_dim",
     ),
-    *("img_size", "patch_size", "num_classes", "act_layer", "norm_layer", "block_fn", "device", "mlp_ratio"),
-    *("global_pool", "class_token", "reg_tokens", "qk_norm", "init_values", "weight_init", "dynamic_img_size"),
+    *(
+        "img_size",
+        "patch_size",
+        "num_classes",
+        "act_layer",
+        "norm_layer",
+        "block_fn",
+        "device",
+        "mlp_ratio",
+    ),
+    *(
+        "global_pool",
+        "class_token",
+        "reg_tokens",
+        "qk_norm",
+        "init_values",
+        "weight_init",
+        "dynamic_img_size",
+    ),
     *("surgery", "x", ""),
 )
-TOKENS = ("NaN", "Infinity", "-Infinity", "1e999", "[" * 5000, '{"a":' * 3000, "\\ud800", "\x00", "'", "\ufeff", "0x10")
+TOKENS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "[" * 5000,
+    '{"a":' * 3000,
+    "\\ud800",
+    "\x00",
+    "'",
+    "\ufeff",
+    "0x10",
+)
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return every path into a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(found for key, part in inner for found in paths(part, (*path, key)))]
 
 
@@ -115,7 +203,9 @@ def edit_bytes(content: bytes, rng: random.Random) -> bytes:
     """Return bytes after one to five cuts, flips, overwritings or insertions, more often near the beginning."""
     found = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        position = rng.randrange(max(1, min(len(found), 2000) if rng.random() < 0.7 else len(found)))
+        position = rng.randrange(
+            max(1, min(len(found), 2000) if rng.random() < 0.7 else len(found))
+        )
         kind = rng.random()
         if kind < 0.2:
             del found[position:]
@@ -132,7 +222,9 @@ Case = Callable[[random.Random], tuple[str, list[str]]]
 """One edit and its trial: how it ended, and the laws that it broke."""
 
 
-def campaign(case: Case, count: int, seed: int = 0, enough: Callable[[list[str]], bool] = lambda _: False) -> Raw:
+def campaign(
+    case: Case, count: int, seed: int = 0, enough: Callable[[list[str]], bool] = lambda _: False
+) -> Raw:
     """Try `count` cases, each with a generator of its own, or fewer once there are findings `enough`.
 
     Returns:

@@ -46,7 +46,9 @@ def another_count(result: Raw, about: Raw, rng: random.Random) -> None:
 
 def another_radius(result: Raw, about: Raw, rng: random.Random) -> None:
     key = rng.choice(list(result["certified"]))
-    other = rng.choice((f"{float(key) * 2:g}", repr(float(key) * 1.01), f"{float(key) / 2:g}", f"0{key}"))
+    other = rng.choice(
+        (f"{float(key) * 2:g}", repr(float(key) * 1.01), f"{float(key) / 2:g}", f"0{key}")
+    )
     result["certified"][other] = result["certified"].pop(key)
 
 
@@ -79,7 +81,9 @@ def another_noise(result: Raw, about: Raw, rng: random.Random) -> None:
 
 
 def another_dataset(result: Raw, about: Raw, rng: random.Random) -> None:
-    about["dataset"] = result["dataset"]["name"] = rng.choice(("ImageNet-1k", "torch/mnist", "digits", MARK))
+    about["dataset"] = result["dataset"]["name"] = rng.choice(
+        ("ImageNet-1k", "torch/mnist", "digits", MARK)
+    )
 
 
 def another_split(result: Raw, about: Raw, rng: random.Random) -> None:
@@ -96,7 +100,15 @@ def another_mean(result: Raw, about: Raw, rng: random.Random) -> None:
 
 
 FORGERIES: tuple[Callable[[Raw, Raw, random.Random], None], ...] = (
-    *(another_count, another_radius, another_norm, another_method, another_promise, another_noise, another_dataset),
+    *(
+        another_count,
+        another_radius,
+        another_norm,
+        another_method,
+        another_promise,
+        another_noise,
+        another_dataset,
+    ),
     *(another_split, fewer_images, another_mean),
 )
 """What a careful forger does to an entry of `certify`: every field that is compared fits the lie."""
@@ -112,17 +124,24 @@ def edit_record(record: Raw, lab: Laboratory, rng: random.Random) -> None:
     elif kind < 0.9:
         edit(entry, rng, lab.entries)
     elif kind < 0.93:
-        evidence.append({**copy.deepcopy(rng.choice(lab.entries)), "digest": entry["digest"]})  # of another network
+        evidence.append(
+            {**copy.deepcopy(rng.choice(lab.entries)), "digest": entry["digest"]}
+        )  # of another network
     elif kind < 0.95:
         evidence.append(copy.deepcopy(entry))
         edit(evidence[-1], rng, lab.entries)
     elif kind < 0.97:
-        other, name = rng.choice(evidence), rng.choice(("parameters", "result", "digest", "command"))
+        other, name = (
+            rng.choice(evidence),
+            rng.choice(("parameters", "result", "digest", "command")),
+        )
         entry[name], other[name] = other[name], entry[name]
     elif kind < 0.985 and record["lineage"]:
         edit(rng.choice(record["lineage"]), rng, lab.entries)
     else:
-        record[rng.choice(("dataset", "class_names", "foreign"))] = copy.deepcopy(rng.choice(VALUES))
+        record[rng.choice(("dataset", "class_names", "foreign"))] = copy.deepcopy(
+            rng.choice(VALUES)
+        )
 
 
 def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, list[str]]:
@@ -149,18 +168,27 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
         sentences[status].add(sentence)
         if entry.digest != checkpoint.digest:
             continue
-        if entry.command not in COMMANDS and (sentence != view.NOT_UNDERSTOOD or command_of(entry) != "unknown"):
+        if entry.command not in COMMANDS and (
+            sentence != view.NOT_UNDERSTOOD or command_of(entry) != "unknown"
+        ):
             lies.append(f"{about['command']!a} is repeated")
         if status == "verified":
             document = as_json(entry, checkpoint.digest)
             wrong = (untrue(lab, number, about, sentence), unmarked(lab, number, about, document))
             lies += [f"{lie} in: {sentence} ({json.dumps(about)[:1500]})" for lie in wrong if lie]
-        elif about["command"] in ("attack", "adapt", "constrain") and sentence != view.NOT_UNDERSTOOD:
+        elif (
+            about["command"] in ("attack", "adapt", "constrain") and sentence != view.NOT_UNDERSTOOD
+        ):
             measured = True
             lies += [f"{sentence}: not called measured"] * ("(measured" not in sentence)
     refuted = sentences.pop("refuted", set()).difference({view.NOT_UNDERSTOOD}, *sentences.values())
     tables = [table for table in page.tables if table.title.startswith("Evidence")]
-    lies += [f"refuted, and on the page: {row[1]}" for table in tables for row in table.rows if row[1] in refuted]
+    lies += [
+        f"refuted, and on the page: {row[1]}"
+        for table in tables
+        for row in table.rows
+        if row[1] in refuted
+    ]
     if any(claim.status == "refuted" for claim in claims):
         return "refuted", lies
     if verdict(claims):
@@ -171,12 +199,22 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
 @contextlib.contextmanager
 def edited_evidence(lab: Laboratory) -> Iterator[Case]:
     """Yield the case of a campaign: one edited record, verified and shown."""
-    proofs = {checkpoint.digest: lab.proven(number) for number, checkpoint in enumerate(lab.networks)}
+    proofs = {
+        checkpoint.digest: lab.proven(number) for number, checkpoint in enumerate(lab.networks)
+    }
 
     def case(rng: random.Random) -> tuple[str, list[str]]:
         number = rng.randrange(len(lab.networks))
         raw = raw_of(lab.networks[number])
-        unfit = (KeyError, TypeError, IndexError, ValueError, OverflowError, AttributeError, ZeroDivisionError)
+        unfit = (
+            KeyError,
+            TypeError,
+            IndexError,
+            ValueError,
+            OverflowError,
+            AttributeError,
+            ZeroDivisionError,
+        )
         with contextlib.suppress(*unfit):  # a second edit may not fit what the first one left
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 edit_record(raw, lab, rng)
@@ -196,5 +234,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         made = Workshop(name)
-        laboratory = Laboratory(Path(name), made / "plain.safetensors", made / "certified.safetensors")
+        laboratory = Laboratory(
+            Path(name), made / "plain.safetensors", made / "certified.safetensors"
+        )
         sys.exit(main(__doc__, edited_evidence(laboratory)))

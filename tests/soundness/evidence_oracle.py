@@ -37,7 +37,9 @@ class Screen(Sink):
     def text(self, line: str = "") -> None:
         self.lines.append(line)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], **_: Any) -> None:
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], **_: Any
+    ) -> None:
         self.lines += [title, *("  ".join(row) for row in rows)]
 
 
@@ -52,8 +54,24 @@ class Laboratory:
 
     def __init__(self, folder: Path, plain: Path, certified: Path) -> None:
         self.known: dict[str, Again | CertvitError] = {}
-        digits, local = ("--dataset", "digits", "--limit"), ("--method", "local", "--effort", "norms")
-        noise = ("--method", "smoothing", "--sigma", 0.25, "--n0", 16, "-n", 120, "-e", 0.1, "-e", 0.3)
+        digits, local = (
+            ("--dataset", "digits", "--limit"),
+            ("--method", "local", "--effort", "norms"),
+        )
+        noise = (
+            "--method",
+            "smoothing",
+            "--sigma",
+            0.25,
+            "--n0",
+            16,
+            "-n",
+            120,
+            "-e",
+            0.1,
+            "-e",
+            0.3,
+        )
         bound: tuple[object, ...] = ("lipschitz", "--limit", 2)
         commands: dict[Path, list[tuple[object, ...]]] = {
             plain: [
@@ -73,8 +91,13 @@ class Laboratory:
                 path = output
             checkpoint = Checkpoint.read(path)
             self.networks.append(checkpoint)
-            for entry in raw_of(checkpoint)["evidence"]:  # an earlier network's entry, as if it were about this one
-                if entry["digest"] == checkpoint.digest or entry["command"] in ("adapt", "constrain"):
+            for entry in raw_of(checkpoint)[
+                "evidence"
+            ]:  # an earlier network's entry, as if it were about this one
+                if entry["digest"] == checkpoint.digest or entry["command"] in (
+                    "adapt",
+                    "constrain",
+                ):
                     self.entries.append({**entry, "digest": checkpoint.digest})
 
     @functools.cache  # noqa: B019 (one laboratory a campaign)
@@ -83,15 +106,21 @@ class Laboratory:
         return prove_checkpoint(self.networks[number]).upper
 
     @functools.cache  # noqa: B019
-    def truth(self, number: int, dataset: str, split: str, limit: int | None, seed: int, method: str) -> Raw:
+    def truth(
+        self, number: int, dataset: str, split: str, limit: int | None, seed: int, method: str
+    ) -> Raw:
         """Return what certificates say of these images. method: its name and its options, as JSON."""
         checkpoint = self.networks[number]
         name, options = json.loads(method)
         data = Evaluation(dataset=dataset, split=split, limit=limit, seed=seed)
         images = data.images(checkpoint.record, Screen())
         certifier = prepare(name, checkpoint, torch.device("cpu"), options_of(name, options))
-        rows = [(row.correct, row.radius) for batch in certify(certifier, images, 64) for row in batch]
-        stated = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic", "norm")}
+        rows = [
+            (row.correct, row.radius) for batch in certify(certifier, images, 64) for row in batch
+        ]
+        stated = {
+            name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic", "norm")
+        }
         parameters = json.loads(json.dumps(dict(certifier.parameters)))
         return {**stated, "parameters": parameters, "dataset": describe(images), "rows": rows}
 
@@ -103,7 +132,9 @@ class Laboratory:
             method = json.dumps(["lipschitz", {"arithmetic": result.get("arithmetic", "real")}])
             return self.truth(number, "digits", "val", about.get("images"), seed, method)
         options = {name: value for name, value in result["parameters"].items() if name != "noise"}
-        options["arithmetic"] = result["arithmetic"]  # a claim about another arithmetic is another claim
+        options["arithmetic"] = result[
+            "arithmetic"
+        ]  # a claim about another arithmetic is another claim
         method = json.dumps([result["method"], options])
         return self.truth(number, "digits", about["split"], about["limit"], about["seed"], method)
 
@@ -143,7 +174,9 @@ def untrue(lab: Laboratory, number: int, entry: Raw, shown: str) -> str | None:
         return None if "(measured" in shown else "not called measured"
     if MARK in shown:
         return "foreign text is shown as a fact"
-    wrong = _untrue_bound(shown, lab.proven(number)) if command in ("lipschitz", "finetune") else None
+    wrong = (
+        _untrue_bound(shown, lab.proven(number)) if command in ("lipschitz", "finetune") else None
+    )
     if wrong or command == "lipschitz":
         return wrong
     return _untrue_shares(lab.truth_of(number, entry), shown)
@@ -154,7 +187,11 @@ def _untrue_bound(shown: str, proven: Any) -> str | None:
     if found is None:
         return None if "no bound" in shown else "no bound is read in it"
     log10 = float(found["power"]) if found["power"] else math.log10(float(found["value"]) or 1e-999)
-    return None if proven.finite and log10 >= proven.log10() - SLACK else f"{found[0]}, and {proven} is proven"
+    return (
+        None
+        if proven.finite and log10 >= proven.log10() - SLACK
+        else f"{found[0]}, and {proven} is proven"
+    )
 
 
 def _untrue_shares(truth: Raw, shown: str) -> str | None:
@@ -168,7 +205,10 @@ def _untrue_shares(truth: Raw, shown: str) -> str | None:
         count, images["name"], images["split"],
     ):  # fmt: skip
         return f"the images are {images}"
-    if abs(_percent(part["clean"], count) - 100 * sum(right for right, _ in rows) / count) > 0.05 + 1e-9:
+    if (
+        abs(_percent(part["clean"], count) - 100 * sum(right for right, _ in rows) / count)
+        > 0.05 + 1e-9
+    ):
         return "clean"  # one digit is shown
     if (part["box"] is not None) != (truth["norm"] == "linf"):
         return "norm"
@@ -180,7 +220,10 @@ def _untrue_shares(truth: Raw, shown: str) -> str | None:
     ):
         return "promise"
     for share, radius in re.findall(rf"({SHARE}) at ([\d.e+-]+)", part["shares"]):
-        held = sum(right and (float(radius) == 0 or found * (1 + SLACK) > float(radius)) for right, found in rows)
+        held = sum(
+            right and (float(radius) == 0 or found * (1 + SLACK) > float(radius))
+            for right, found in rows
+        )
         if _percent(share, count) > 100 * held / count + 1e-9:
             return f"{share} at {radius}: they are {held} of {count}"
     if part["mean"] is not None:
@@ -205,7 +248,9 @@ def _percent(share: str, count: int) -> float:
 
 def unmarked(lab: Laboratory, number: int, entry: Raw, document: Raw) -> str | None:
     """Return the false part of a verified entry's JSON that is not called the author's word."""
-    if not document["understood"] or set(document["authors_word"]) != set(AUTHORS_WORD[entry["command"]]):
+    if not document["understood"] or set(document["authors_word"]) != set(
+        AUTHORS_WORD[entry["command"]]
+    ):
         return "it is verified and not understood"
     if entry["command"] != "certify":
         return None

@@ -29,7 +29,16 @@ from tests.helpers.commands import console
 from tests.helpers.runs import WRITING, M, named_words
 from tests.helpers.workshop import Workshop
 from tests.soundness.edits import main
-from tests.soundness.forked_runs import CHANGING, OTHER, RESUMABLE, Plan, Starved, Watch, frozen, start
+from tests.soundness.forked_runs import (
+    CHANGING,
+    OTHER,
+    RESUMABLE,
+    Plan,
+    Starved,
+    Watch,
+    frozen,
+    start,
+)
 
 UNLIKE = r'"threads":"\d"|\\"threads\\":\\"\d\\"| --resume|\n<p>\d+ records were read[^<]*</p>|[\d-]{10}T[\d:]{8} UTC'
 """Parts of files that a repeated run writes otherwise: its threads, and in pages the typed command, the date, and how much
@@ -73,7 +82,9 @@ class Undisturbed(NamedTuple):
 class Laboratory:
     """Runs in folders of their own, and what each plan makes undisturbed."""
 
-    def __init__(self, folder: Path, nets: dict[str, Path], commands: Sequence[str] = WRITING) -> None:
+    def __init__(
+        self, folder: Path, nets: dict[str, Path], commands: Sequence[str] = WRITING
+    ) -> None:
         self.root, self.nets, self.commands, self.number = folder, nets, commands, 0
         self.known: dict[Plan, Undisturbed] = {}
         for name in commands:  # what each imports is then there in all forks
@@ -101,7 +112,10 @@ class Laboratory:
                 watch, mode = Watch(lambda _: None), Starved(0)
                 mode.__enter__()
                 leave = os._exit
-                os._exit = lambda code: (counts.write_text(f"{watch.count} {mode.count}"), leave(code))[1]
+                os._exit = lambda code: (
+                    counts.write_text(f"{watch.count} {mode.count}"),
+                    leave(code),
+                )[1]
 
             made, began = [], time.monotonic()
             for prepare in (frozen, frozen, count):
@@ -116,7 +130,9 @@ class Laboratory:
                     f"{plan} leaves {[name for name in made[0] if made[0][name] != made[1].get(name)]} anew"
                 )
             changes, operations = (int(word) for word in counts.read_text().split())
-            self.known[plan] = Undisturbed(made[0], made[2], changes, operations, (time.monotonic() - began) / 3)
+            self.known[plan] = Undisturbed(
+                made[0], made[2], changes, operations, (time.monotonic() - began) / 3
+            )
         return self.known[plan]
 
 
@@ -136,7 +152,9 @@ def broken(folder: Path, wholes: list[dict[str, Any]], lab: Laboratory, killed: 
         if name in lab.nets:
             continue
         if is_output(name):
-            early = name.endswith(".jsonl") and any(whole.get(name, b"").startswith(value) for whole in wholes)
+            early = name.endswith(".jsonl") and any(
+                whole.get(name, b"").startswith(value) for whole in wholes
+            )
             if not early and not any(whole.get(name) == value for whole in wholes):
                 laws.append(f"{name} is no whole file of any run")
         elif name.endswith(".state.safetensors") and not name.startswith("."):
@@ -191,7 +209,11 @@ class Faults:
         found = contents(folder)
         if found == wholes[0] or (prepare is not frozen and found.keys() == wholes[0].keys()):
             return []
-        other = [name for name in found.keys() | wholes[0].keys() if found.get(name) != wholes[0].get(name)]
+        other = [
+            name
+            for name in found.keys() | wholes[0].keys()
+            if found.get(name) != wholes[0].get(name)
+        ]
         return [f"again: {sorted(other)} differ"]
 
     def kill(self, rng: random.Random, plan: Plan, folder: Path, wholes: list[dict[str, Any]],
@@ -205,7 +227,9 @@ class Faults:
 
             def deadly(last: int = last) -> None:
                 frozen()
-                Watch(lambda change: os.kill(os.getpid(), signal.SIGKILL) if change == last else None)
+                Watch(
+                    lambda change: os.kill(os.getpid(), signal.SIGKILL) if change == last else None
+                )
 
             if rng.random() < 0.5:
                 running = start(folder, plan._replace(resume=resume), deadly)
@@ -231,9 +255,14 @@ class Faults:
 
         return self.kill(rng, plan, folder, wholes, two)
 
-    def full(self, rng: random.Random, plan: Plan, folder: Path, wholes: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    def full(
+        self, rng: random.Random, plan: Plan, folder: Path, wholes: list[dict[str, Any]]
+    ) -> tuple[str, list[str]]:
         """The disk is full at one change of the file system, from one on, or beyond some bytes a file."""
-        first, lasting = rng.randrange(1, self.lab.undisturbed(plan).changes + 1), rng.random() < 0.5
+        first, lasting = (
+            rng.randrange(1, self.lab.undisturbed(plan).changes + 1),
+            rng.random() < 0.5,
+        )
         largest = rng.choice([0, 100, 2000, 5000, 20_000, 50_000])
 
         def fail(number: int) -> None:
@@ -253,7 +282,9 @@ class Faults:
             laws.append(f"{first}, {lasting}, {largest}: {done}")
         return str(done.code), laws + self.again(plan, folder, wholes)
 
-    def two(self, rng: random.Random, plan: Plan, folder: Path, wholes: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    def two(
+        self, rng: random.Random, plan: Plan, folder: Path, wholes: list[dict[str, Any]]
+    ) -> tuple[str, list[str]]:
         """Two runs with other inputs and the same outputs at the same time."""
         second = plan._replace(other=True)
         wholes = [*wholes, self.lab.undisturbed(second).files]
@@ -262,7 +293,11 @@ class Faults:
         both.append(start(folder, second))
         ends = [each.wait() for each in both]
         laws = broken(folder, wholes, self.lab, False)
-        laws += [str(done) for done in ends if done.code not in (0, 2, 8) or (done.code and not done.one_line())]
+        laws += [
+            str(done)
+            for done in ends
+            if done.code not in (0, 2, 8) or (done.code and not done.one_line())
+        ]
         if all(done.code for done in ends):
             laws.append(f"neither run has a result: {ends}")
         return " ".join(str(done.code) for done in ends), laws
@@ -279,7 +314,9 @@ class Faults:
 
         done = start(folder, plan, starve).wait()
         laws = broken(folder, [*wholes, self.lab.undisturbed(plan).beside_mode], self.lab, False)
-        if done.code and ("certvit: out of memory" not in done.err or done.code != 1 or not done.one_line()):
+        if done.code and (
+            "certvit: out of memory" not in done.err or done.code != 1 or not done.one_line()
+        ):
             laws.append(f"operation {failing}: {done}")
         # records beside a mode have other last digits: the run begins anew
         return str(done.code), laws + self.again(plan, folder, wholes, resume=False)

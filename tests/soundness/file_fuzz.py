@@ -47,9 +47,28 @@ TINY = {"embed_dim": 8, "depth": 1, "num_heads": 2, "patch_size": 4}
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
 CERTIFY = ("certify", "good.safetensors", "--dataset", "digits", "--limit", 2)
 RECORDS = ("-e", "0.1", "--method", "lipschitz", "--records")
-AUDIT = ("--dataset", "digits", "--limit", 2, "-e", "0.1", "-a", "fgsm", "--time-budget", "1s", "--json")
+AUDIT = (
+    "--dataset",
+    "digits",
+    "--limit",
+    2,
+    "-e",
+    "0.1",
+    "-a",
+    "fgsm",
+    "--time-budget",
+    "1s",
+    "--json",
+)
 DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
     *(torch.int64, torch.int8, torch.uint8, torch.bool),
 )
 
@@ -65,7 +84,9 @@ def edit_tensors(tensors: dict[str, torch.Tensor], rng: random.Random) -> dict[s
     if kind == 0:
         value = value.to(rng.choice(DTYPES))
     elif kind == 1:
-        value = rng.choice((value.flatten(), value.unsqueeze(0), value[:0], torch.zeros(()), torch.zeros(3, 3)))
+        value = rng.choice(
+            (value.flatten(), value.unsqueeze(0), value[:0], torch.zeros(()), torch.zeros(3, 3))
+        )
     elif kind == 2:
         value = value * rng.choice((float("nan"), float("inf"), 3e38, 1e-40, -1.0, 0.0))
     elif kind == 3:
@@ -92,9 +113,13 @@ class Laboratory:
         plain = build.initialise("certvit_vit_digits", TINY, SPEC, 10, seed=0)
         self.tensors = dict(plain.tensors)
         evidence = {"upper": 9e9, "log10_upper": 9.95, "lower": 1.0}
-        made = plain.derive(plain.tensors, "init", {"arch": "x"}).with_evidence("lipschitz", {"images": 4}, evidence)
+        made = plain.derive(plain.tensors, "init", {"arch": "x"}).with_evidence(
+            "lipschitz", {"images": 4}, evidence
+        )
         # a surgery that keeps the tensors: the record that is read and edited has all of its parts
-        record = build.Record(**{**vars(made.record), "surgery": (Replacement("blocks.0.mlp.act", "relu"),)})
+        record = build.Record(
+            **{**vars(made.record), "surgery": (Replacement("blocks.0.mlp.act", "relu"),)}
+        )
         self.record = Checkpoint(self.tensors, record).record.to_json()
         pretrained = {"input_size": [1, 8, 8], "mean": [0.5], "std": [0.5], "crop_pct": 1.0}
         config = {"architecture": "certvit_vit_digits", "num_classes": 10, "model_args": TINY}
@@ -106,16 +131,23 @@ class Laboratory:
         self.write("good.safetensors", self.record)
         self.whole = Path("good.safetensors").read_bytes()
         names = sorted(self.tensors)
-        weight_map = dict.fromkeys(names[::2], "a.safetensors") | dict.fromkeys(names[1::2], "b.safetensors")
+        weight_map = dict.fromkeys(names[::2], "a.safetensors") | dict.fromkeys(
+            names[1::2], "b.safetensors"
+        )
         for file in ("a.safetensors", "b.safetensors"):
             own = {name: self.tensors[name] for name in names if weight_map[name] == file}
             self.write(f"cut/{file}", self.record, own)
-        about = {"total_size": sum(value.nbytes for value in self.tensors.values()), "certvit": self.record}
+        about = {
+            "total_size": sum(value.nbytes for value in self.tensors.values()),
+            "certvit": self.record,
+        }
         self.index_text = json.dumps({"metadata": about, "weight_map": weight_map})
         run(*CERTIFY, *RECORDS, "good.jsonl")
         self.lines = Path("good.jsonl").read_text().splitlines()
         self.report_text = run("lipschitz", "good.safetensors", "--no-estimate", "--json")[1]
-        trainer = Trainer(build.load(plain, writable=True), FinetuneSettings(loss="ce"), 10, "0" * 64)
+        trainer = Trainer(
+            build.load(plain, writable=True), FinetuneSettings(loss="ce"), 10, "0" * 64
+        )
         save_state(Path("good.state"), trainer.state())
         self.good_state = Path("good.state").read_bytes()
         rows = np.arange(64, dtype=np.uint8).reshape(8, 8)
@@ -142,7 +174,9 @@ class Laboratory:
         header = json.loads(self.whole[8 : 8 + size])
         header["__metadata__"] = {"certvit": edit_text(self.record, rng)}
         text = json.dumps(header).encode()
-        Path("m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + self.whole[8 + size :])
+        Path("m.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + self.whole[8 + size :]
+        )
         return self.use(rng)
 
     def of_tensors(self, rng: random.Random) -> int:
@@ -164,7 +198,9 @@ class Laboratory:
         return run("certify", "m.safetensors", "--dataset", "digits", "--limit", 4)[0]
 
     def of_index(self, rng: random.Random) -> int:
-        Path("cut/model.safetensors.index.json").write_text(edit_text(self.index_text, rng), errors="replace")
+        Path("cut/model.safetensors.index.json").write_text(
+            edit_text(self.index_text, rng), errors="replace"
+        )
         build.load(open_checkpoint("cut/model.safetensors.index.json"))
         return 0
 
@@ -207,7 +243,11 @@ class Laboratory:
             inner[rng.choice(("model", "ema"))] = inner
         torch.save({keys[0]: inner, "epoch": 1}, "m.pth")
         arguments = {"num_heads": rng.choice((2, 3, 0))}
-        build.load(open_checkpoint("m.pth", Hints(None, arguments, (0.5,), (0.5,), weights=rng.choice((None, "ema")))))
+        build.load(
+            open_checkpoint(
+                "m.pth", Hints(None, arguments, (0.5,), (0.5,), weights=rng.choice((None, "ema")))
+            )
+        )
         return 0
 
     @staticmethod
@@ -217,7 +257,9 @@ class Laboratory:
             return edit_tensors(tensors, rng)
         first, second, third = rng.choices([name.split(".") for name in tensors], k=3)
         cut = rng.randrange(1, 1 + len(second))
-        name = ".".join([*second[:cut], *third[cut:]]).replace("0", rng.choice(("0", "1", "99999999", "x")))
+        name = ".".join([*second[:cut], *third[cut:]]).replace(
+            "0", rng.choice(("0", "1", "99999999", "x"))
+        )
         return {**tensors, name: tensors[".".join(first)].clone()}
 
     def of_report(self, rng: random.Random) -> int:
@@ -242,7 +284,9 @@ class Laboratory:
 
     def of_table(self, rng: random.Random) -> int:
         rows = edit_bytes(b"file,class\nx.png,1\nx.png,2\n", rng)
-        Path("table/labels.csv").write_bytes(rows.replace(b"png,", rng.choice((b"png,", b"png", b"/../x"))))
+        Path("table/labels.csv").write_bytes(
+            rows.replace(b"png,", rng.choice((b"png,", b"png", b"/../x")))
+        )
         datasets.load("table", SPEC, "all").tensors()
         return 0
 
@@ -257,7 +301,16 @@ class Watch:
     """A record of the files elsewhere, processes, sockets and pickles that the interpreter is asked for while it is on."""
 
     EVENTS = (
-        *("subprocess", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.", "pickle.find_class", "shutil."),
+        *(
+            "subprocess",
+            "os.system",
+            "os.exec",
+            "os.posix_spawn",
+            "os.fork",
+            "socket.",
+            "pickle.find_class",
+            "shutil.",
+        ),
     )
     FREE = (
         *(sys.prefix, sys.base_prefix, str(Path(__file__).parents[2])),
@@ -301,7 +354,9 @@ def hostile_files(folder: Path) -> Iterator[Case]:
 
     with contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGPROF)}
+        before = {
+            number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGPROF)
+        }
         laboratory, watch = Laboratory(), Watch()
 
         def case(rng: random.Random) -> tuple[str, list[str]]:
@@ -312,7 +367,9 @@ def hostile_files(folder: Path) -> Iterator[Case]:
                     code = getattr(laboratory, f"of_{kind}")(rng)
             except CertvitError as refusal:
                 code = refusal.code
-                broken += [f"{kind}: no line: {refusal.message!a:.200}"] * any(c in refusal.message for c in "\n\x1b")
+                broken += [f"{kind}: no line: {refusal.message!a:.200}"] * any(
+                    c in refusal.message for c in "\n\x1b"
+                )
             except Hang:
                 code, broken = 1, [f"{kind}: a hang"]
             broken += [f"{kind}: {event}" for event in watch.seen]

@@ -55,8 +55,15 @@ class Plan(NamedTuple):
         return words + ["--shard-size", "4kB"] * self.sharded + ["--resume"] * self.resume
 
     def outputs(self) -> list[tuple[str, str]]:
-        named = [pair for pair in named_words(self.name) if self.name not in RESUMABLE or pair[0] not in NOT_RESUMED]
-        return [(option, INDEX if self.sharded and option == "--output" else file) for option, file in named]
+        named = [
+            pair
+            for pair in named_words(self.name)
+            if self.name not in RESUMABLE or pair[0] not in NOT_RESUMED
+        ]
+        return [
+            (option, INDEX if self.sharded and option == "--output" else file)
+            for option, file in named
+        ]
 
 
 class Ended(NamedTuple):
@@ -74,14 +81,18 @@ class Ended(NamedTuple):
 class Watch:
     """Calls `act` before each change of the file system, with its number."""
 
-    def __init__(self, act: Callable[[int], None], events: tuple[str, ...] = CHANGING + REMOVING) -> None:
+    def __init__(
+        self, act: Callable[[int], None], events: tuple[str, ...] = CHANGING + REMOVING
+    ) -> None:
         self.count, self._act, self._events = 0, act, events
         sync = os.fsync
         os.fsync = lambda number: (self._step(), sync(number))[1]  # type: ignore[assignment]
         sys.addaudithook(self._see)
 
     def _see(self, event: str, given: tuple[Any, ...]) -> None:
-        written = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR)
+        written = (
+            event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if (written and given[0] != os.devnull) or event in self._events:
             self._step()
 
@@ -97,9 +108,14 @@ class Starved(TorchDispatchMode):
         super().__init__()
         self.count, self._failing = 0, failing
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
-        new = all(str(value.type) == "Tensor" and value.alias_info is None for value in function._schema.returns)
+        new = all(
+            str(value.type) == "Tensor" and value.alias_info is None
+            for value in function._schema.returns
+        )
         made = found if isinstance(found, tuple) else (found,)
         if new and any(isinstance(part, torch.Tensor) and part.numel() for part in made):
             self.count += 1
@@ -110,7 +126,9 @@ class Starved(TorchDispatchMode):
 
 def frozen() -> None:
     """Stop or slow the clock that times are measured by, so that documents repeat themselves to the byte."""
-    ticks = itertools.count(step=float("finetune" in sys.argv))  # it divides by the time of an epoch
+    ticks = itertools.count(
+        step=float("finetune" in sys.argv)
+    )  # it divides by the time of an epoch
     time.perf_counter = lambda: next(ticks) * 1e-12
 
 

@@ -67,11 +67,15 @@ def programs(seconds: float, seed: int, nodes: int) -> int:
         shares = {rule: share for (its, rule), share in found.tightest.items() if its == domain}
         for high, low in itertools.pairwise((math.inf, *EDGES, -1.0)):
             names = sorted(rule for rule, share in shares.items() if low < share <= high)
-            print(f"| {domain} | {f'above {low:g}' if low > 0 else f'at most {high:g}'} | {', '.join(names)} |")
+            print(
+                f"| {domain} | {f'above {low:g}' if low > 0 else f'at most {high:g}'} | {', '.join(names)} |"
+            )
     for line in found.broken:
         print(f"VIOLATED: {line}")
     told = ", ".join(f"{name} {count:,}" for name, count in sorted(found.tried.items()))
-    print(f"seeds {first} to {seed - 1}: {told}; refused {found.refused.total():,}; broken {len(found.broken)}")
+    print(
+        f"seeds {first} to {seed - 1}: {told}; refused {found.refused.total():,}; broken {len(found.broken)}"
+    )
     return 1 if found.broken else 0
 
 

@@ -56,7 +56,9 @@ def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
     x = pixels.clone().requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
     found = []
-    values = [v for v in node_values(traced, x).values() if isinstance(v, Tensor) and v.requires_grad]
+    values = [
+        v for v in node_values(traced, x).values() if isinstance(v, Tensor) and v.requires_grad
+    ]
     for value in values[1:][:: max(1, len(values) // most)]:
         weight = torch.randn(value.shape, generator=generator).double()
         (slope,) = torch.autograd.grad((weight * value).sum(), x, retain_graph=True)
@@ -95,23 +97,31 @@ def walked(
 
     try:
         if isinstance(network, LocalNetwork):
-            return values, network.margins(l2_ball(pixels, radius, squares_up_to=128, limit=300), label, watch)
+            return values, network.margins(
+                l2_ball(pixels, radius, squares_up_to=128, limit=300), label, watch
+            )
         at = torch.tensor([radius], dtype=torch.float64)
         return values, network.margins(pixels, at, torch.tensor([label]), watch=watch)[0]
     except Unbounded:
         return values, None
 
 
-def check_nodes(found: Found, name: str, network: LocalNetwork | NormsNetwork, pixels: Tensor, seed: int) -> None:
+def check_nodes(
+    found: Found, name: str, network: LocalNetwork | NormsNetwork, pixels: Tensor, seed: int
+) -> None:
     """No point of the ball leaves a node; at radius 0 no margin is above the logits' own."""
     traced = network.ending.trace
     logits = traced.root(pixels)[0]
-    scaled = isinstance(network, LocalNetwork) and network.ending.norm is not None  # its margins have the sign alone
+    scaled = (
+        isinstance(network, LocalNetwork) and network.ending.norm is not None
+    )  # its margins have the sign alone
     label = seed % CLASSES
     _, margins = walked(network, pixels, label, 0.0)
     truth = torch.stack([logits[label] - z for j, z in enumerate(logits) if j != label])
     noise = 1e-9 * (1 + logits.abs().max())
-    if margins is not None and bool(((margins > 0) & (truth < -noise) if scaled else margins > truth + noise).any()):
+    if margins is not None and bool(
+        ((margins > 0) & (truth < -noise) if scaled else margins > truth + noise).any()
+    ):
         found.broken.append(f"{name}: margins {margins.tolist()} at radius 0, not {truth.tolist()}")
         return
     moves = guided(traced, pixels, seed)
@@ -137,10 +147,16 @@ def rule_of(traced: Trace, node: fx.Node) -> str:
     """The operation of a node, as its rules name it."""
     if node.op == "call_module":
         return type(traced.root.get_submodule(str(node.target))).__name__
-    return getattr(node.target, "__name__", str(node.target)) if node.op.startswith("call") else node.op
+    return (
+        getattr(node.target, "__name__", str(node.target))
+        if node.op.startswith("call")
+        else node.op
+    )
 
 
-def beside(value: object, tensors: list[object], token: int | None) -> Iterator[tuple[Form | Near, Tensor]]:
+def beside(
+    value: object, tensors: list[object], token: int | None
+) -> Iterator[tuple[Form | Near, Tensor]]:
     """What a walk says of a node's tensors, beside these tensors at some points: (points, *shape)."""
     if isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
@@ -163,12 +179,16 @@ def attack(model: nn.Module, pixels: Tensor, label: int, radius: float, seed: in
             least = min(least, float(margins.detach().min()))
             aim = margins[turn % len(margins)] if turn < len(margins) else margins.min()
             (slope,) = torch.autograd.grad(aim, delta)
-            delta = delta.detach() - (radius if step == 0 else 0.5 * radius * (1 - step / STEPS)) * unit(slope)
+            delta = delta.detach() - (
+                radius if step == 0 else 0.5 * radius * (1 - step / STEPS)
+            ) * unit(slope)
             delta = delta * (radius / delta.norm()).clamp_max(1)
     return least
 
 
-def check_certificate(found: Found, model: nn.Module, certifier: LocalCertifier, pixels: Tensor, seed: int) -> None:
+def check_certificate(
+    found: Found, model: nn.Module, certifier: LocalCertifier, pixels: Tensor, seed: int
+) -> None:
     """No attack succeeds within the radius of this image."""
     label, name = int(model(pixels).argmax()), certifier.effort
     (row,) = certifier.batch([0], pixels, [label])
@@ -185,10 +205,18 @@ def check(seed: int, found: Found) -> None:
     model, laws = program(seed), Found()
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()
     for name in (ZONOTOPE, NORMS):
-        options = Local(effort=name, at=RADII if name == ZONOTOPE else (), arithmetic=(REAL, None)[seed % 2])
+        options = Local(
+            effort=name, at=RADII if name == ZONOTOPE else (), arithmetic=(REAL, None)[seed % 2]
+        )
         try:
             certifier = LocalCertifier(model, SIZE, options, symbols=300, steps=1)
-            check_nodes(laws, name, certifier.network if name == ZONOTOPE else certifier._balls(), pixels, seed)
+            check_nodes(
+                laws,
+                name,
+                certifier.network if name == ZONOTOPE else certifier._balls(),
+                pixels,
+                seed,
+            )
             check_certificate(laws, model, certifier, pixels, seed)
         except (NoRule, Untraceable, NoBoundError) as reason:
             found.refused[f"{name}: {str(reason).removeprefix('no local certificate: ')}"[:90]] += 1

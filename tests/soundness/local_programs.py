@@ -54,9 +54,9 @@ class Writer:
         for name, parameter in module.named_parameters():
             matrix = parameter.dim() > 1
             start = 1.0 if not matrix and name.endswith(("weight", "gamma")) else 0.0
-            parameter.data = start + (1.2 / parameter[0].numel() ** 0.5 if matrix else 0.5) * self.normal(
-                *parameter.shape
-            )
+            parameter.data = start + (
+                1.2 / parameter[0].numel() ** 0.5 if matrix else 0.5
+            ) * self.normal(*parameter.shape)
             parameter.requires_grad_(False)
         self.program.parts.append(module)
         return module
@@ -109,11 +109,19 @@ def act(w: Writer) -> None:
     """A module or function on the tensor as it stands."""
     x, width = w.x, w.x.shape[-1]
     heads = 2 if width % 2 == 0 else 1
-    linear, square = w.part(nn.Linear(width, w.random.choice((3, 4, 6)))), w.part(nn.Linear(width, width))
-    norm, scale = w.part(nn.LayerNorm(width, eps=w.random.choice((1e-2, 1e-5)))), w.part(LayerScale(width))
+    linear, square = (
+        w.part(nn.Linear(width, w.random.choice((3, 4, 6)))),
+        w.part(nn.Linear(width, width)),
+    )
+    norm, scale = (
+        w.part(nn.LayerNorm(width, eps=w.random.choice((1e-2, 1e-5)))),
+        w.part(LayerScale(width)),
+    )
     attention = w.part(Attention(width, num_heads=heads, qkv_bias=w.random.random() < 0.5))
     channels = x.shape[1]
-    conv = w.part(nn.Conv2d(channels, channels, 3, padding=1, groups=w.random.choice((1, channels))))
+    conv = w.part(
+        nn.Conv2d(channels, channels, 3, padding=1, groups=w.random.choice((1, channels)))
+    )
     factor, constant = w.normal(width), w.normal(*x.shape[1:])
     gelu, relu = w.part(nn.GELU(w.random.choice(("none", "tanh")))), w.part(nn.ReLU())
     table: list[tuple[str, Step]] = [
@@ -128,12 +136,20 @@ def act(w: Writer) -> None:
         ("relu", relu),
         ("layer scale", scale),
         ("convolution", conv),
-        ("convolution of planes", lambda x: conv(x.reshape(x.shape[0], channels, 2, -1)).reshape(x.shape)),
+        (
+            "convolution of planes",
+            lambda x: conv(x.reshape(x.shape[0], channels, 2, -1)).reshape(x.shape),
+        ),
         ("times a constant", lambda x: x * factor),
         ("plus a constant", lambda x: constant + x),
         ("minus", lambda x: constant - x / 2),
         ("times itself", lambda x: x * square(x)),
-        ("dot product", lambda x: F.scaled_dot_product_attention(*[square(x).unsqueeze(1)] * 3, scale=0.7).squeeze(1)),
+        (
+            "dot product",
+            lambda x: F.scaled_dot_product_attention(
+                *[square(x).unsqueeze(1)] * 3, scale=0.7
+            ).squeeze(1),
+        ),
         ("heads", lambda x: split_heads(x, square, heads)),
         ("rms norm", lambda x: F.rms_norm(x, (width,), factor, 1e-2)),
     ]
@@ -152,7 +168,11 @@ def move(w: Writer) -> None:
     shape, count = tuple(x.shape), x.shape[axis]
     order, places, place = w.order(count), w.places(count), w.random.randrange(-count, count)
     whole = (slice(None),) * (axis % x.dim())
-    cut = slice(w.random.choice((0, 1, -2, None)), w.random.choice((None, 3, -1)), w.random.choice((1, 2, None)))
+    cut = slice(
+        w.random.choice((0, 1, -2, None)),
+        w.random.choice((None, 3, -1)),
+        w.random.choice((1, 2, None)),
+    )
     axes, many = w.order(x.dim()), w.random.choice((2, 4))
     register = w.normal(*shape[:1], 1, *shape[2:])
     loose = w.normal(1, 1, *shape[2:])
@@ -186,8 +206,14 @@ def move(w: Writer) -> None:
         ("mean over two", lambda x: x.unflatten(axis, (-1, 2)).mean(axis % x.dim() + 1)),
         ("no mean", lambda x: x.mean((), keepdim=True)),
         ("repeated on the batch axis", lambda x: x[:1].expand(many, -1, -1)),
-        ("two indices", lambda x: x[:, [0, -1]][:, :, [0, -1]] + x[:, [0, -1], 0:1].expand(-1, -1, 2)),
-        ("diagonal", lambda x: x[:, list(range(min(shape[1:]))), list(range(min(shape[1:])))].unsqueeze(1)),
+        (
+            "two indices",
+            lambda x: x[:, [0, -1]][:, :, [0, -1]] + x[:, [0, -1], 0:1].expand(-1, -1, 2),
+        ),
+        (
+            "diagonal",
+            lambda x: x[:, list(range(min(shape[1:]))), list(range(min(shape[1:])))].unsqueeze(1),
+        ),
     ]
     w.add(*w.random.choice(table))
 
@@ -230,7 +256,11 @@ def end(w: Writer) -> None:
 def program(seed: int) -> Program:
     """The program of this seed; steps that torch does not take are drawn again."""
     w = Writer(seed)
-    kinds = [start, *[w.random.choice((act, act, move)) for _ in range(w.random.randint(1, 6))], end]
+    kinds = [
+        start,
+        *[w.random.choice((act, act, move)) for _ in range(w.random.randint(1, 6))],
+        end,
+    ]
     for kind in kinds:
         for _ in range(50):
             try:

@@ -46,7 +46,10 @@ FORGED: Sequence[tuple[str, Any]] = (
     *(("label", value) for value in (99, 3, "3")),
     *(("pixels", value) for value in ("0" * 16, "", 0)),
     *(("index", value) for value in (1e999, -1, "5", 10**400, 5)),
-    *(("robust", value) for value in ({"pgd": True}, {"pgd": None}, {}, {"fgsm": True, "pgd": True})),
+    *(
+        ("robust", value)
+        for value in ({"pgd": True}, {"pgd": None}, {}, {"fgsm": True, "pgd": True})
+    ),
     *(("norm", value) for value in (None, 0.0, 0.01)),
     *(("broken_by", value) for value in (None, "pgd", "x")),
     *(("epsilon", value) for value in (0.01, 0.05, 10**400)),
@@ -84,7 +87,12 @@ def best(line: str) -> str:
         if "radius" in row:
             row |= {"radius": 9.9, "prediction": row["label"]}
         elif "robust" in row:
-            row |= {"robust": dict.fromkeys(row["robust"], True), "norm": None, "l2": None, "broken_by": None}
+            row |= {
+                "robust": dict.fromkeys(row["robust"], True),
+                "norm": None,
+                "l2": None,
+                "broken_by": None,
+            }
             row |= {"prediction": row["label"], "adversarial_prediction": row["label"]}
         return json.dumps(row)
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
@@ -147,7 +155,9 @@ def edited_records(net: Path) -> Iterator[Case]:
             runs.path.write_text(edited(text, rng))
             found = run_again(0.0 if every else min(1.0, figures[1] + 1 / IMAGES), every)
             better = [a > b for a, b in zip(found, figures, strict=True)]
-            lies = [f"{run_again.__name__} {found} instead of {figures}"] * (any(better) if every else better[1])
+            lies = [f"{run_again.__name__} {found} instead of {figures}"] * (
+                any(better) if every else better[1]
+            )
             return "the honest result" if found == figures else "another result", lies
 
         yield case

@@ -42,9 +42,14 @@ def slopes_of_pairs(net: nn.Module, seed: int) -> Tensor:
         results = [net(images).reshape(PAIRS, -1) for images in (starts, others)]
     except RuntimeError:  # a case that takes one image at a time
         starts, others = starts[:: PAIRS // ALONE], others[:: PAIRS // ALONE]
-        results = [torch.stack([net(image[None]).flatten() for image in images]) for images in (starts, others)]
+        results = [
+            torch.stack([net(image[None]).flatten() for image in images])
+            for images in (starts, others)
+        ]
     apart = (starts - others).flatten(1).norm(dim=1)
-    moved = (results[0] - results[1]).norm(dim=1) - 1e-12 * (1 + results[0].norm(dim=1))  # float64 rounds both
+    moved = (results[0] - results[1]).norm(dim=1) - 1e-12 * (
+        1 + results[0].norm(dim=1)
+    )  # float64 rounds both
     return (moved / apart)[apart > 0]
 
 
@@ -81,11 +86,18 @@ def main() -> int:
                 print(f"VIOLATED: program {number}: {wrong}")
                 return 1
         seed += 1
-        print(f"seed {seed}: {checked.total():,} slopes, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"seed {seed}: {checked.total():,} slopes, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
     for high, low in itertools.pairwise((math.inf, *EDGES, -1.0)):
         names = sorted(name for name, ratio in tightest.items() if low < ratio <= high)
-        print(f"| {f'above {low:g}' if low > 0 else f'at most {high:g}'} | {len(names)} | {', '.join(names)} |")
-    print(f"nothing found: {seed - asked.seed} networks of each of {len(RULES)} rules, {checked.total():,} slopes")
+        print(
+            f"| {f'above {low:g}' if low > 0 else f'at most {high:g}'} | {len(names)} | {', '.join(names)} |"
+        )
+    print(
+        f"nothing found: {seed - asked.seed} networks of each of {len(RULES)} rules, {checked.total():,} slopes"
+    )
     return 0
 
 

@@ -60,7 +60,9 @@ def inflated(row: Row, factor: float) -> Row:
 @pytest.mark.parametrize("method", BALLS)
 def test_an_inflated_radius_is_found(method: str) -> None:
     """A linear network, whose radii in the box are nearly exact: half as much again holds another class."""
-    rows = [row for row in ROWS if row.method == method and row.name.split()[-1] in ("real", "float32")]
+    rows = [
+        row for row in ROWS if row.method == method and row.name.split()[-1] in ("real", "float32")
+    ]
     for row in rows[:: 3 if method == "local" else 1]:
         seen = Seen()
         attack(inflated(row, 1.0), 1, seen)
@@ -111,7 +113,10 @@ def test_certificates_of_drawn_noise_are_wrong_no_more_often_than_alpha(
     else:
         found, fault = coverage_campaign.tuned(settings, true, 100)
     assert not fault
-    assert stats.binom.sf(coverage_campaign.wrong_ones(found, true) - 1, len(found), settings.alpha) > 1e-6
+    assert (
+        stats.binom.sf(coverage_campaign.wrong_ones(found, true) - 1, len(found), settings.alpha)
+        > 1e-6
+    )
     assert max(row.radius for row in found) > 0.5 * true
 
 
@@ -119,11 +124,16 @@ def alike(self: SmoothingCertifier, indices: Any, *given: Any) -> Any:
     return COUNT(self, [0] * len(indices), *given)
 
 
-def from_zero(self: SmoothingCertifier, indices: Any, pixels: Any, ranges: Mapping[int, tuple[int, int]]) -> Any:
+def from_zero(
+    self: SmoothingCertifier, indices: Any, pixels: Any, ranges: Mapping[int, tuple[int, int]]
+) -> Any:
     """The samples that chose the class bound its probability, too."""
     skipped = self.settings.n0
     return COUNT(
-        self, indices, pixels, {i: (max(0, a - skipped), b - skipped * (a > 0)) for i, (a, b) in ranges.items()}
+        self,
+        indices,
+        pixels,
+        {i: (max(0, a - skipped), b - skipped * (a > 0)) for i, (a, b) in ranges.items()},
     )
 
 
@@ -143,12 +153,16 @@ def test_draws_that_serve_twice_are_found(
     assert "used twice" in coverage_campaign.arranged(SETTINGS, 0.2, 100, tmp_path)[1]
 
 
-def test_a_sigma_chosen_by_the_noise_that_certifies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sigma_chosen_by_the_noise_that_certifies_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(noise, "TUNE", noise.CERTIFY)
     assert "chose sigma and certify" in coverage_campaign.tuned(SETTINGS, 0.2, 24)[1]
 
 
-def test_a_network_that_runs_in_another_precision_than_it_says_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_runs_in_another_precision_than_it_says_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     classify = coverage_campaign.shifted("float32")
     monkeypatch.setattr(coverage_campaign, "shifted", lambda precision: classify)
     found, _ = coverage_campaign.tuned(replace(SETTINGS, precision="bf16"), 0.2, 24)

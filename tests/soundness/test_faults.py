@@ -13,7 +13,9 @@ from tests.soundness.edits import campaign
 from tests.soundness.fault_fuzz import Faults, Laboratory
 from tests.soundness.forked_runs import OTHER
 
-pytestmark = pytest.mark.skipif("CERTVIT_SOUNDNESS" not in os.environ, reason="make soundness: 15 s of CPU time")
+pytestmark = pytest.mark.skipif(
+    "CERTVIT_SOUNDNESS" not in os.environ, reason="make soundness: 15 s of CPU time"
+)
 
 
 @pytest.fixture

@@ -19,7 +19,12 @@ from tests.soundness.evidence_fuzz import edited_evidence, judge, view
 from tests.soundness.evidence_oracle import Laboratory, raw_of, untrue
 from tests.soundness.record_fuzz import edited_records
 
-LIES = (("clean ", "clean 1"), ("digits (", "ImageNet-1k ("), (" images", "0 images"), ("bound 10^", "bound 10^-"))
+LIES = (
+    ("clean ", "clean 1"),
+    ("digits (", "ImageNet-1k ("),
+    (" images", "0 images"),
+    ("bound 10^", "bound 10^-"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +47,14 @@ def test_hostile_files_are_read_or_refused(tmp_path: Path) -> None:
     with file_fuzz.hostile_files(tmp_path) as case:
         report = campaign(case, 200)
     assert report["findings"] == []
-    assert 100 < ended(report, "refused") < 190, "edits that all pass, or all fail at the first byte, test nothing"
+    assert 100 < ended(report, "refused") < 190, (
+        "edits that all pass, or all fail at the first byte, test nothing"
+    )
 
 
-def test_the_watch_sees_files_sockets_pickles_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_sees_files_sockets_pickles_and_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     watch, bait = file_fuzz.Watch(), tmp_path / BAIT
     bait.write_bytes(pickle.dumps(print))
@@ -59,14 +68,21 @@ def test_the_watch_sees_files_sockets_pickles_and_processes(tmp_path: Path, monk
     }
 
 
-def test_no_edit_of_records_makes_a_network_better(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_edit_of_records_makes_a_network_better(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with edited_records(workshop / "certified.safetensors") as case:
         report = campaign(case, 60, seed=1)
         assert report["findings"] == []
         assert 30 < ended(report, "refused") < 60
-        for module in (certify_resumed, attack_resumed):  # without this check, lies of both commands pass
+        for module in (
+            certify_resumed,
+            attack_resumed,
+        ):  # without this check, lies of both commands pass
             monkeypatch.setattr(module, "to_compute_again", lambda *_: [])
-        found = campaign(case, 200, seed=1, enough=lambda lies: told(lies) == {"certify", "attack"})["findings"]
+        found = campaign(
+            case, 200, seed=1, enough=lambda lies: told(lies) == {"certify", "attack"}
+        )["findings"]
         assert told(found) == {"certify", "attack"}
 
 
@@ -78,24 +94,37 @@ def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:
 
 
 @pytest.mark.parametrize("check", ["_judge", "_named"])
-def test_a_check_that_is_left_out_is_found(lab: Laboratory, monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+def test_a_check_that_is_left_out_is_found(
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
     """Without one of the checks of `log --verify` the same edits pass."""
     unchecked = Claim("evidence", "anything", "verified", "")
-    monkeypatch.setattr(claims, check, lambda *_: unchecked if check == "_named" else ("verified", ""))
+    monkeypatch.setattr(
+        claims, check, lambda *_: unchecked if check == "_named" else ("verified", "")
+    )
     with edited_evidence(lab) as case:
         assert campaign(case, 150, seed=1, enough=bool)["findings"]
 
 
 def test_honest_evidence_of_every_kind_is_verified(lab: Laboratory) -> None:
     for number, checkpoint in enumerate(lab.networks):
-        assert judge(lab, number, raw_of(checkpoint), drawn=True) in (("true", []), ("true, or the author's word", []))
+        assert judge(lab, number, raw_of(checkpoint), drawn=True) in (
+            ("true", []),
+            ("true, or the author's word", []),
+        )
 
 
 def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
     """Sentences that are false, each in one figure."""
     for number, checkpoint in enumerate(lab.networks):
-        for raw, entry in zip(raw_of(checkpoint)["evidence"], checkpoint.record.evidence, strict=True):
-            if entry.digest != checkpoint.digest or entry.command not in ("certify", "lipschitz", "finetune"):
+        for raw, entry in zip(
+            raw_of(checkpoint)["evidence"], checkpoint.record.evidence, strict=True
+        ):
+            if entry.digest != checkpoint.digest or entry.command not in (
+                "certify",
+                "lipschitz",
+                "finetune",
+            ):
                 continue
             honest = view.sentence(entry)
             assert untrue(lab, number, raw, honest) is None, honest

@@ -80,7 +80,9 @@ def misplaced(kind: str, seed: int, effort: str) -> float | None:
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed)).double()
     label = int(model(pixels).argmax())
     try:
-        (row,) = LocalCertifier(model, SIZE, Local(effort=effort), steps=1).batch([0], pixels, [label])
+        (row,) = LocalCertifier(model, SIZE, Local(effort=effort), steps=1).batch(
+            [0], pixels, [label]
+        )
     except NoBoundError:
         return None
     return attack(model, pixels, label, row.radius, seed) if row.radius > 0 else None
@@ -154,7 +156,10 @@ def test_what_no_theorem_is_about_is_refused(name: str, effort: str) -> None:
 def test_a_norm_with_a_negative_eps_has_no_ball() -> None:
     """Its slope is no longer that of a projection onto a sphere: on small tokens it grows without bound."""
     model = Net(
-        lambda m, x: m.h(m.n(m.e(x[:, 0]))[:, 0]), e=nn.Linear(4, 4), n=nn.LayerNorm(4, eps=-1e-3), h=nn.Linear(4, 3)
+        lambda m, x: m.h(m.n(m.e(x[:, 0]))[:, 0]),
+        e=nn.Linear(4, 4),
+        n=nn.LayerNorm(4, eps=-1e-3),
+        h=nn.Linear(4, 3),
     )
     torch.manual_seed(1)
     model.e.weight.data.normal_(std=3)
@@ -178,7 +183,9 @@ def test_a_negative_deviation_bounds_as_its_mirror_image() -> None:
 
 def test_columns_of_the_square_weigh_in_float64() -> None:
     """torch.where of two Python numbers is float32: sqrt(2) was off by 1e-8, and every quadratic bound with it."""
-    found = weights(2, diagonal=1.0, beside=2**0.5, like=torch.zeros(1, dtype=torch.float64), axes=1)
+    found = weights(
+        2, diagonal=1.0, beside=2**0.5, like=torch.zeros(1, dtype=torch.float64), axes=1
+    )
     assert found.flatten().tolist() == [1.0, 2**0.5, 1.0]
 
 
@@ -190,13 +197,19 @@ def small() -> nn.Module:
 
 def around(table: Any, image: Tensor) -> Tensor:
     if table is rules:
-        return LocalNetwork(small(), SIZE).margins(l2_ball(image, 1e-4, squares_up_to=99, limit=99), 0)
-    return NormsNetwork(small(), SIZE).margins(image, torch.full((1,), 1e-4).double(), torch.tensor([0]))
+        return LocalNetwork(small(), SIZE).margins(
+            l2_ball(image, 1e-4, squares_up_to=99, limit=99), 0
+        )
+    return NormsNetwork(small(), SIZE).margins(
+        image, torch.full((1,), 1e-4).double(), torch.tensor([0])
+    )
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {
     "another shape": lambda x: (
-        x.linear(lambda t: t[..., 1:]) if isinstance(x, Form) else replace(x, centre=x.centre[..., 1:])
+        x.linear(lambda t: t[..., 1:])
+        if isinstance(x, Form)
+        else replace(x, centre=x.centre[..., 1:])
     ),
     "another centre": lambda x: x.shift(torch.full((), 1e-3).double()),
     "other entries": lambda x: reversed_entries(x),
@@ -220,5 +233,7 @@ def test_a_rule_that_is_wrong_is_found_beside_the_network(
     wrong = lambda ctx, module, x: WRONG[name](known.apply(ctx, module, x))  # noqa: E731
     monkeypatch.setitem(table.modules, nn.GELU, type(known)(nn.GELU, wrong, known.when))
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(0)).double()
-    with pytest.raises(NoRule, match={"another shape": "shape", "nothing": "NoneType"}.get(name, "excludes")):
+    with pytest.raises(
+        NoRule, match={"another shape": "shape", "nothing": "NoneType"}.get(name, "excludes")
+    ):
         around(table, image)

@@ -39,7 +39,11 @@ def test_a_mutant_does_what_its_name_says(change: str, tmp_path: Path) -> None:
     file = tmp_path / "m.py"
     file.write_text(SOURCE)
     (mutant,) = [found for found in mutants(file, tmp_path) if found.key.endswith(f": {change}")]
-    scope: dict[str, Any] = {"math": math, "gamma": lambda terms: 0.0, "norm": lambda y: math.hypot(*y) ** 2}
+    scope: dict[str, Any] = {
+        "math": math,
+        "gamma": lambda terms: 0.0,
+        "norm": lambda y: math.hypot(*y) ** 2,
+    }
     exec(compile(SOURCE, str(file), "exec"), scope)
     assert scope["f"](9, notes=[]) == 24.25
     assert place(compile(mutated(mutant), str(file), "exec"), [scope["f"], scope["up"]])
@@ -53,8 +57,26 @@ def test_every_kind_of_change_is_made_and_messages_are_left_alone(tmp_path: Path
     assert len({mutant.key for mutant in found}) == len(found)
     assert not [mutant for mutant in found if "x * 2 " in mutant.key]
     assert {mutant.operator for mutant in found} == {
-        *("factor dropped", "term dropped", "sign turned", "power or divisor dropped", "root of a count"),
-        *("root, abs or clamp dropped", "rounding dropped", "rounding turned", "max, min or sum", "alpha doubled"),
-        *("underestimated by 2^-20", "option ignored", "index lost", "check skipped", "condition dropped"),
+        *(
+            "factor dropped",
+            "term dropped",
+            "sign turned",
+            "power or divisor dropped",
+            "root of a count",
+        ),
+        *(
+            "root, abs or clamp dropped",
+            "rounding dropped",
+            "rounding turned",
+            "max, min or sum",
+            "alpha doubled",
+        ),
+        *(
+            "underestimated by 2^-20",
+            "option ignored",
+            "index lost",
+            "check skipped",
+            "condition dropped",
+        ),
         *("call skipped", "negation dropped", "end of a range"),
     }

@@ -17,7 +17,9 @@ from examples.planted.__main__ import main
 def test_a_careless_radius_holds_another_class_and_ours_does_not(name: str) -> None:
     planted = CASES[name].make()
     with torch.no_grad():
-        label, other = planted.net(torch.stack([planted.image, planted.adversary])).argmax(dim=1).tolist()
+        label, other = (
+            planted.net(torch.stack([planted.image, planted.adversary])).argmax(dim=1).tolist()
+        )
     assert label != other
     assert planted.distance < planted.careless
     assert min(float(planted.image.min()), float(planted.adversary.min())) >= 0
@@ -28,7 +30,9 @@ def test_a_careless_radius_holds_another_class_and_ours_does_not(name: str) -> N
         if method in ("smoothing", "patch"):  # about another classifier, another threat
             continue
         try:
-            (row,) = certvit.certify(network, planted.image[None], torch.tensor([label]), method=method)
+            (row,) = certvit.certify(
+                network, planted.image[None], torch.tensor([label]), method=method
+            )
         except CertvitError:  # a refusal claims nothing
             continue
         claims.append(row.radius)

@@ -95,7 +95,10 @@ def numbers(name: str) -> list[float]:
     try:
         outcome = propagate(traced(name), RigorousArithmetic())
         logits = outcome.context.settle(outcome.logits)
-    except (NoRule, OverflowError) as reason:  # so much larger that float64 ends, or rounded the wrong way
+    except (
+        NoRule,
+        OverflowError,
+    ) as reason:  # so much larger that float64 ends, or rounded the wrong way
         below = re.search(r"-\S+ is not a number >= 0|is negative", str(reason))
         return [-math.inf if below else math.inf] * 4
     size = logits.size
@@ -115,9 +118,11 @@ def test_every_rounding_of_a_rule_reaches_a_bound(monkeypatch: pytest.MonkeyPatc
         for site in sites.reached:
             rows[site].append(name)
     for sites.further, names in rows.items():
-        assert any(a > b * (1 + 1e-6) for name in names for a, b in zip(numbers(name), plain[name], strict=True)), (
-            sites.further
-        )
+        assert any(
+            a > b * (1 + 1e-6)
+            for name in names
+            for a, b in zip(numbers(name), plain[name], strict=True)
+        ), sites.further
     calls = written((FOLDER / "rules").glob("*.py"), "up")
     assert set(rows) <= calls
     assert len(calls - set(rows)) <= 5  # at import, in no rule, or in no row of the rules' laws
@@ -137,14 +142,21 @@ def matrices() -> list[float]:
     a, b = arith.matrix(noise(3, 8)), Matrix(noise(8, 5), 0.01)
     made = [arith.matmul(a, b), arith.add(a, a), arith.center_rows(a), arith.scale(b, 3.0)]
     factors = torch.linalg.cholesky_ex
-    with pytest.MonkeyPatch.context() as patch:  # any factor proves something: half of the best one leaves a rest
-        patch.setattr(torch.linalg, "cholesky_ex", lambda gram: (factors(gram)[0] / 2, torch.zeros(1)))
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # any factor proves something: half of the best one leaves a rest
+        patch.setattr(
+            torch.linalg, "cholesky_ex", lambda gram: (factors(gram)[0] / 2, torch.zeros(1))
+        )
         thin = arith.sigma_product(a, arith.matrix(noise(3, 9)))
     return [*(matrix.error for matrix in made), float(thin)]
 
 
 NUMBERS: dict[str, Callable[[], list[float]]] = {
-    "lengths": lambda: [spectral.frobenius_norm(noise(30)), spectral.frobenius_norm(noise(30) * 1e-170)],
+    "lengths": lambda: [
+        spectral.frobenius_norm(noise(30)),
+        spectral.frobenius_norm(noise(30) * 1e-170),
+    ],
     "norms": lambda: spectral.spectral_norms([noise(6, 9), noise(6, 9) + 1], [0.0, 0.1]),
     "powers": lambda: [spectral.gram_iteration(noise(6, 6) @ noise(6, 6).mT)],
     "matrices": matrices,
@@ -170,7 +182,9 @@ def test_every_rounding_and_every_lost_sum_reaches_a_norm(monkeypatch: pytest.Mo
             for site in sites.reached:
                 rows[site].append(row)
         for sites.further, names in rows.items():
-            found = [(a, b) for row in names for a, b in zip(NUMBERS[row](), known[row], strict=True)]
+            found = [
+                (a, b) for row in names for a, b in zip(NUMBERS[row](), known[row], strict=True)
+            ]
             assert any(a > b * (1 + 1e-9) for a, b in found), sites.further
         sites.further = None
         left = written((Path(str(module.__file__)) for module in NUMERICS), name) - set(rows)

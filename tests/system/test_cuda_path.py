@@ -32,7 +32,10 @@ COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "constrain": ("constrain NET -o OUT --force", LAYER),
     "adapt": ("adapt NET -o OUT --force", DATA),
     "adapt, a new head": ("adapt NET -o OUT --force --goal certify --head 8,8 --epochs 1", DATA),
-    "finetune": ("finetune NET -o OUT --force --steps 1 --batch-size 4 --validation-limit 4 --augment crop,warp", DATA),
+    "finetune": (
+        "finetune NET -o OUT --force --steps 1 --batch-size 4 --validation-limit 4 --augment crop,warp",
+        DATA,
+    ),
 }
 """By name: words, and more of them. NET and OUT are paths."""
 
@@ -44,22 +47,35 @@ def answer(row: str, folder: Path, device: str) -> str:
         "NET": folder / "net.safetensors",
         "OUT": folder / f"{device[:3]}.safetensors",
     }
-    done = console(*(paths.get(word, word) for word in words.split()), *more, "--device", device, "--quiet")
+    done = console(
+        *(paths.get(word, word) for word in words.split()), *more, "--device", device, "--quiet"
+    )
     assert done.code == 0, done.err
-    said = re.sub(r"; \S+ seconds an image|; \d+ passes gave .*", "", done.out)  # a GPU's batches are larger
+    said = re.sub(
+        r"; \S+ seconds an image|; \d+ passes gave .*", "", done.out
+    )  # a GPU's batches are larger
     return said.replace(str(paths["OUT"]), "OUT")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("cuda")
-    shape = [word for key in ("embed_dim=8", "depth=1", "num_heads=2") for word in ("--arch-arg", key)]
+    shape = [
+        word for key in ("embed_dim=8", "depth=1", "num_heads=2") for word in ("--arch-arg", key)
+    ]
     assert console("init", "certvit_vit_digits", *shape, "-o", found / "net.safetensors").code == 0
-    assert console("init", "certvit_4c3f", "--arch-arg", "img_size=4", "-o", found / "chain.safetensors").code == 0
+    assert (
+        console(
+            "init", "certvit_4c3f", "--arch-arg", "img_size=4", "-o", found / "chain.safetensors"
+        ).code
+        == 0
+    )
     return found
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch built for CUDA asks for its driver")
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch built for CUDA asks for its driver"
+)
 @pytest.mark.parametrize("row", COMMANDS)
 def test_a_command_on_cuda_answers_as_on_the_cpu(row: str, folder: Path) -> None:
     expected = answer(row, folder, "cpu")

@@ -114,7 +114,10 @@ def test_a_descriptor_that_is_only_read_and_a_reader_that_left(tmp_path: Path) -
         with pytest.raises(OutputError, match="only be read"):
             require_absent(Path(f"/dev/fd/{source}"), force=True)
         os.close(source)
-        with pytest.raises(OutputError, match="reader has left"), atomic_file(Path(f"/dev/fd/{sink}")) as made:
+        with (
+            pytest.raises(OutputError, match="reader has left"),
+            atomic_file(Path(f"/dev/fd/{sink}")) as made,
+        ):
             made.write_text("page")
     finally:
         os.close(sink)
@@ -143,7 +146,9 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     others = {"t0": torch.zeros(8), "t1": torch.zeros(8).as_subclass(Deadly), "t2": torch.zeros(8)}
-    killed = fork(lambda: write_shards(index, others, {}, True, 32), Path(os.devnull), Path(os.devnull))
+    killed = fork(
+        lambda: write_shards(index, others, {}, True, 32), Path(os.devnull), Path(os.devnull)
+    )
     assert ended(killed) == -signal.SIGKILL
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
     foreign = tmp_path / "model-00007-of-00009.safetensors"
@@ -166,7 +171,9 @@ def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
             seen.append((orphans(index), sweep(tmp_path, ".*"), len(left(tmp_path))))
             return torch.Tensor.cpu(self.as_subclass(torch.Tensor))
 
-    write_shards(index, {name: value.as_subclass(Watching) for name, value in tensors.items()}, {}, True, 32)
+    write_shards(
+        index, {name: value.as_subclass(Watching) for name, value in tensors.items()}, {}, True, 32
+    )
     assert seen[-1] == ([], False, 4), "two whole files, a torn one, and the index's"
     assert left(tmp_path) == {INDEX, *(path.name for path in named(index))}
 

@@ -18,9 +18,22 @@ def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with all kinds of evidence, and its report."""
     folder = tmp_path_factory.mktemp("lab")
     source = workshop / "certified.safetensors"
-    done = console("lipschitz", source, "--limit", 4, "--json", "-o", "a.safetensors", folder=folder)
+    done = console(
+        "lipschitz", source, "--limit", 4, "--json", "-o", "a.safetensors", folder=folder
+    )
     (folder / "report.json").write_text(done.out)
-    certify = ["certify", "a.safetensors", "-e", "0.1", "-e", "0.3", "--limit", "80", "-o", "m.safetensors"]
+    certify = [
+        "certify",
+        "a.safetensors",
+        "-e",
+        "0.1",
+        "-e",
+        "0.3",
+        "--limit",
+        "80",
+        "-o",
+        "m.safetensors",
+    ]
     assert console(*certify, folder=folder).code == 0
     return folder
 

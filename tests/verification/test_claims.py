@@ -36,7 +36,9 @@ def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Check
 
 
 def text_half_a_percent_below(checkpoint: Checkpoint) -> Checkpoint:
-    *_, upper = [entry.result["upper"] for entry in checkpoint.record.evidence if entry.command == "finetune"]
+    *_, upper = [
+        entry.result["upper"] for entry in checkpoint.record.evidence if entry.command == "finetune"
+    ]
     return change("finetune", "upper_text", value=f"{0.995 * upper:.4g}")(checkpoint)
 
 
@@ -48,14 +50,20 @@ def without_step(command: str) -> Callable[[Checkpoint], Checkpoint]:
     return forge
 
 
-def with_steps(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[Checkpoint], Checkpoint]:
+def with_steps(
+    change: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+) -> Callable[[Checkpoint], Checkpoint]:
     return lambda checkpoint: Checkpoint(
         checkpoint.tensors, replace(checkpoint.record, lineage=change(checkpoint.record.lineage))
     )
 
 
 def mean_a_little_above(checkpoint: Checkpoint) -> Checkpoint:
-    *_, mean = [entry.result["average_radius"] for entry in checkpoint.record.evidence if entry.command == "certify"]
+    *_, mean = [
+        entry.result["average_radius"]
+        for entry in checkpoint.record.evidence
+        if entry.command == "certify"
+    ]
     return change("certify", "average_radius", value=1.001 * mean)(checkpoint)
 
 
@@ -84,8 +92,17 @@ def other_std(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def attacked(robust: float, **more: Any) -> Callable[[Checkpoint], Checkpoint]:
-    found = {"norm": "l2", "epsilon": 0.3, "images": 20, "clean": 0.9, "robust": robust, "attacks": {"pgd": robust}}
-    return lambda checkpoint: checkpoint.with_evidence("attack", {}, {**found, "median_norm": None, **more})
+    found = {
+        "norm": "l2",
+        "epsilon": 0.3,
+        "images": 20,
+        "clean": 0.9,
+        "robust": robust,
+        "attacks": {"pgd": robust},
+    }
+    return lambda checkpoint: checkpoint.with_evidence(
+        "attack", {}, {**found, "median_norm": None, **more}
+    )
 
 
 KEPT = {
@@ -136,7 +153,11 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
     ("finetune images", trained_on_more, "refuted"),
     ("attack", attacked(0.8), "not checked"),
-    ("adapt", lambda checkpoint: checkpoint.with_evidence("adapt", {"calibration": "digits"}, KEPT), "not checked"),
+    (
+        "adapt",
+        lambda checkpoint: checkpoint.with_evidence("adapt", {"calibration": "digits"}, KEPT),
+        "not checked",
+    ),
     ("certify for ever", change("certify", "parameters", value={"samples": 10**12}), "refuted"),
     ("attack above clean", attacked(0.95), "refuted"),
     ("attack bound as free text", attacked(0.8, bound="0.01 (proven)"), "refuted"),
@@ -146,7 +167,11 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("certify norm", change("certify", "parameters", value={"norm": "linf"}), "refuted"),
     ("certify promise", change("certify", "promise", value="probability 1"), "refuted"),
     ("certify for ages", change("certify", "parameters", value={"samples": 10**7}), "refuted"),
-    ("certify denoiser", change("certify", "parameters", value={"denoiser_file": "/etc/passwd"}), "refuted"),
+    (
+        "certify denoiser",
+        change("certify", "parameters", value={"denoiser_file": "/etc/passwd"}),
+        "refuted",
+    ),
     ("certify infinite", change("certify", "average_radius", value=10**400), "refuted"),
     ("lipschitz free text", change("lipschitz", "bound", value="0.01 (proven)"), "refuted"),
     ("finetune free text", change("finetune", "upper_text", value="0.01 (proven)"), "refuted"),
@@ -169,7 +194,11 @@ def test_honest_evidence_is_verified(lab: Path) -> None:
     assert done.code == 0, done.err
     assert told["gate"] == {"passed": True, "reasons": []}
     assert {claim["status"] for claim in told["verification"] if claim["asked"]} == {"verified"}
-    assert {claim["entry"].split(": ")[-1] for claim in told["verification"]} >= {"lipschitz", "certify", "finetune"}
+    assert {claim["entry"].split(": ")[-1] for claim in told["verification"]} >= {
+        "lipschitz",
+        "certify",
+        "finetune",
+    }
 
 
 @pytest.mark.parametrize(("name", "forge", "said"), FORGERIES, ids=[row[0] for row in FORGERIES])
@@ -195,11 +224,19 @@ def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path)
     done = console("log", "m.safetensors", *words, "--proven-only", folder=lab)
     assert done.code == 0, done.err  # what no sample can tell (the mean radius) was not asked for
     told = json.loads(done.out)
-    shares = [claim for claim in told["verification"] if claim["claim"].startswith(("clean", "certified"))]
+    shares = [
+        claim for claim in told["verification"] if claim["claim"].startswith(("clean", "certified"))
+    ]
     assert shares
     assert all("of a sample of 40 images: between" in claim["why"] for claim in shares)
-    statuses = {entry["command"]: entry["status"] for entry in told["evidence"] if not entry["stale"]}
-    assert statuses.items() >= {("certify", "not checked"), ("finetune", "not checked"), ("lipschitz", "verified")}
+    statuses = {
+        entry["command"]: entry["status"] for entry in told["evidence"] if not entry["stale"]
+    }
+    assert statuses.items() >= {
+        ("certify", "not checked"),
+        ("finetune", "not checked"),
+        ("lipschitz", "verified"),
+    }
     change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
         tmp_path / "f.safetensors"
     )
@@ -214,8 +251,14 @@ def test_without_a_bound_another_arithmetic_than_real_is_refuted(
 
     monkeypatch.setattr(methods, "prepare", refuse)
     for arithmetic in ("real", "bf16"):
-        forged = change("finetune", "arithmetic", value=arithmetic)(Checkpoint.read(lab / "m.safetensors"))
+        forged = change("finetune", "arithmetic", value=arithmetic)(
+            Checkpoint.read(lab / "m.safetensors")
+        )
         forged.write(tmp_path / f"{arithmetic}.safetensors")
-        told = json.loads(console("log", f"{arithmetic}.safetensors", "--verify", "--json", folder=tmp_path).out)
-        claims_of = {claim["claim"] for claim in told["verification"] if claim["entry"].endswith("finetune")}
+        told = json.loads(
+            console("log", f"{arithmetic}.safetensors", "--verify", "--json", folder=tmp_path).out
+        )
+        claims_of = {
+            claim["claim"] for claim in told["verification"] if claim["entry"].endswith("finetune")
+        }
         assert ("how it was certified" in claims_of) is (arithmetic == "bf16")

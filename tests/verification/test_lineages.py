@@ -10,18 +10,36 @@ from tests.helpers.commands import console
 
 def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
     first, last = workshop / "constrained.safetensors", workshop / "certified.safetensors"
-    told = json.loads(console("log", str(first), str(last), "--verify", "--json", folder=tmp_path).out)
-    links = [claim for claim in told["checkpoints"][1]["verification"] if claim["entry"].startswith("lineage, step")]
+    told = json.loads(
+        console("log", str(first), str(last), "--verify", "--json", folder=tmp_path).out
+    )
+    links = [
+        claim
+        for claim in told["checkpoints"][1]["verification"]
+        if claim["entry"].startswith("lineage, step")
+    ]
     assert [claim["status"] for claim in links] == ["verified"]
     forged = Checkpoint.read(last)
     steps = forged.record.lineage
-    steps = (*steps[:-1], replace(steps[-1], command="alchemy"))  # the file's own step, which no other file tells
-    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(tmp_path / "own.safetensors")
-    told = json.loads(console("log", str(first), "own.safetensors", "--verify", "--json", folder=tmp_path).out)
+    steps = (
+        *steps[:-1],
+        replace(steps[-1], command="alchemy"),
+    )  # the file's own step, which no other file tells
+    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(
+        tmp_path / "own.safetensors"
+    )
+    told = json.loads(
+        console("log", str(first), "own.safetensors", "--verify", "--json", folder=tmp_path).out
+    )
     links = told["checkpoints"][1]["verification"]
     assert not any("alchemy" in claim["claim"] for claim in links if claim["status"] == "verified")
     steps = forged.record.lineage[1:]
-    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(tmp_path / "f.safetensors")
+    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(
+        tmp_path / "f.safetensors"
+    )
     done = console("log", str(first), "f.safetensors", "--verify", "--json", folder=tmp_path)
     assert done.code == 7
-    assert any("whose own lineage is another" in reason for reason in json.loads(done.out)["gate"]["reasons"])
+    assert any(
+        "whose own lineage is another" in reason
+        for reason in json.loads(done.out)["gate"]["reasons"]
+    )

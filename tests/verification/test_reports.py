@@ -77,10 +77,16 @@ REPORTS: dict[str, tuple[Callable[[Raw], object], bool]] = {
     "empty": (lambda raw: raw.update(proof=[]), False),
     "headline": (lambda raw: raw.update(upper=raw["upper"] / 2), False),
     "headline's logarithm": (lambda raw: raw.update(log10_upper=raw["log10_upper"] - 1), False),
-    "headline's logarithm, above": (lambda raw: raw.update(log10_upper=raw["log10_upper"] + 1), False),
+    "headline's logarithm, above": (
+        lambda raw: raw.update(log10_upper=raw["log10_upper"] + 1),
+        False,
+    ),
     "no logarithm": (lambda raw: raw.update(log10_upper=None), False),
     "headline's text": (lambda raw: raw.update(upper_text="0.1"), False),
-    "infinite": (lambda raw: raw.update(upper="inf", log10_upper=None, upper_finite=False, upper_text="inf"), False),
+    "infinite": (
+        lambda raw: raw.update(upper="inf", log10_upper=None, upper_finite=False, upper_text="inf"),
+        False,
+    ),
     "layer": (lambda raw: of_layer(log10_upper=raw["layers"][0]["log10_upper"] - 1)(raw), True),
     "layer's text": (of_layer(upper_text="0.0001"), True),
     "layer without logarithm": (of_layer(log10_upper=None), True),
@@ -96,7 +102,9 @@ REPORTS: dict[str, tuple[Callable[[Raw], object], bool]] = {
 """Forgeries, and whether a report without its checkpoint can still hide them: leaves, layers and names are unchecked then."""
 
 
-def report(lab: Path, folder: Path, spoil: Callable[[Raw], object] | None, *words: str) -> tuple[Done, Raw]:
+def report(
+    lab: Path, folder: Path, spoil: Callable[[Raw], object] | None, *words: str
+) -> tuple[Done, Raw]:
     raw = json.loads((lab / "report.json").read_text())
     if spoil is not None:
         spoil(raw)
@@ -120,11 +128,16 @@ def test_without_the_checkpoint_nothing_is_called_verified(lab: Path, tmp_path: 
         "unchecked",
         True,
     )
-    assert "laws only, leaves unchecked" in console("lipschitz", "--verify", "r.json", folder=tmp_path).out
+    assert (
+        "laws only, leaves unchecked"
+        in console("lipschitz", "--verify", "r.json", folder=tmp_path).out
+    )
 
 
 @pytest.mark.parametrize(("spoil", "hidden"), REPORTS.values(), ids=REPORTS)
-def test_a_forged_report_is_refuted(lab: Path, tmp_path: Path, spoil: Callable[[Raw], object], hidden: bool) -> None:
+def test_a_forged_report_is_refuted(
+    lab: Path, tmp_path: Path, spoil: Callable[[Raw], object], hidden: bool
+) -> None:
     done, told = report(lab, tmp_path, spoil, str(lab / "m.safetensors"))
     assert done.code == 7, told
     assert not told["verified"]
@@ -148,12 +161,22 @@ def test_an_infinite_bound_keeps_the_laws(lab: Path, tmp_path: Path) -> None:
 def test_the_proof_of_other_weights_is_refuted(lab: Path, workshop: Path, tmp_path: Path) -> None:
     """Weights a little smaller have a smaller bound; their report, under this checkpoint's digest."""
     checkpoint = Checkpoint.read(lab / "m.safetensors")
-    tensors = {name: value * 0.99 if name.endswith("weight") else value for name, value in checkpoint.tensors.items()}
+    tensors = {
+        name: value * 0.99 if name.endswith("weight") else value
+        for name, value in checkpoint.tensors.items()
+    }
     Checkpoint(tensors, checkpoint.record).write(tmp_path / "small.safetensors")
-    other = json.loads(console("lipschitz", "small.safetensors", "--no-estimate", "--json", folder=tmp_path).out)
+    other = json.loads(
+        console("lipschitz", "small.safetensors", "--no-estimate", "--json", folder=tmp_path).out
+    )
     for name in (checkpoint.digest, other["checkpoint"]):
         (tmp_path / "r.json").write_text(json.dumps({**other, "checkpoint": name}))
-        assert console("lipschitz", str(lab / "m.safetensors"), "--verify", "r.json", folder=tmp_path).code == 7
+        assert (
+            console(
+                "lipschitz", str(lab / "m.safetensors"), "--verify", "r.json", folder=tmp_path
+            ).code
+            == 7
+        )
 
 
 def test_what_is_no_report_is_refused(lab: Path, tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ JUDGED: list[tuple[Threat | None, float, Again, str]] = [
 
 
 @pytest.mark.parametrize(("threat", "share", "found", "status"), JUDGED)
-def test_a_share_is_what_was_found_or_less(threat: Threat | None, share: float, found: Again, status: str) -> None:
+def test_a_share_is_what_was_found_or_less(
+    threat: Threat | None, share: float, found: Again, status: str
+) -> None:
     assert claims._judge(threat, share, found)[0] == status
 
 
@@ -88,7 +90,11 @@ def test_a_share_is_what_was_found_or_less(threat: Threat | None, share: float, 
         (0.175, ROWS, V),  # a wrong image counts as 0
         (0.1751, ROWS, R),
         (0.1, ROWS, V),
-        (0.35, [(True, 0.35), (True, float("inf"))], V),  # infinite radii are left out, in mean and count
+        (
+            0.35,
+            [(True, 0.35), (True, float("inf"))],
+            V,
+        ),  # infinite radii are left out, in mean and count
         (0.36, [(True, 0.35), (True, float("inf"))], R),
         (0.1, [(True, float("inf"))], R),
         (0.0, [(False, 0.1)], V),
@@ -115,14 +121,20 @@ def test_a_bound_is_neither_below_the_proven_one_nor_below_a_slope(
     log10: Any, upper: Any, lower: Any, status: str
 ) -> None:
     told = list(claims._bound("", Fields(log10_upper=log10, upper=upper, lower=lower), TEN))
-    assert [(one.status, one.asked) for one in told] == [(status, True), (N, False)][: 1 + (lower is not None)]
+    assert [(one.status, one.asked) for one in told] == [(status, True), (N, False)][
+        : 1 + (lower is not None)
+    ]
 
 
 def test_each_claim_belongs_to_its_entry_and_history_is_not_asked_for() -> None:
     entries = [Fields(command="certify", digest=digest) for digest in ("parent", "strange")]
     record = Fields(lineage=[Fields(command="init", parent="parent")], surgery=(), evidence=entries)
     found = claims.check(Fields(record=record, digest="own"), None)  # type: ignore[arg-type]
-    assert [(one.number, one.status, one.asked) for one in found] == [(None, N, False), (0, N, False), (1, R, True)]
+    assert [(one.number, one.status, one.asked) for one in found] == [
+        (None, N, False),
+        (0, N, False),
+        (1, R, True),
+    ]
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -166,27 +178,59 @@ def test_only_a_folder_may_have_another_name(named: str, split: str, registered:
 @pytest.mark.parametrize("number", ["n0", "samples"])
 def test_nobody_samples_for_days(number: str) -> None:
     """Draws for the class count as those for its share do."""
-    given = {"sigma": 0.5, "n0": 10, "samples": 10, "alpha": 0.001, "enough": None, "seed": 0, "precision": "float32"}
-    options = msgspec.convert({**given, "noise": "", number: claims.MOST_DRAWS + 1}, SmoothingOptions)
+    given = {
+        "sigma": 0.5,
+        "n0": 10,
+        "samples": 10,
+        "alpha": 0.001,
+        "enough": None,
+        "seed": 0,
+        "precision": "float32",
+    }
+    options = msgspec.convert(
+        {**given, "noise": "", number: claims.MOST_DRAWS + 1}, SmoothingOptions
+    )
     (found,) = claims._certified(None, Fields(options=options), "", None)  # type: ignore[arg-type]
     assert found.status == N
 
 
 def test_a_parent_s_own_steps_come_before_the_step() -> None:
     """Those of a member come before the mean, and right before the member's next step; a first step names itself."""
-    told = [("a", "A", {}), ("i", "I", {}), ("b", "I", {}), (MEAN, "B", {"members": ["A", "B"]}), ("c", "M", {})]
+    told = [
+        ("a", "A", {}),
+        ("i", "I", {}),
+        ("b", "I", {}),
+        (MEAN, "B", {"members": ["A", "B"]}),
+        ("c", "M", {}),
+    ]
     steps = [Fields(command=word, parent=parent, parameters=more) for word, parent, more in told]
-    own = {"A": steps[:1], "I": steps[1:2], "B": steps[1:3], "M": steps[:4], "whole": steps, "A, otherwise": steps[4:]}
+    own = {
+        "A": steps[:1],
+        "I": steps[1:2],
+        "B": steps[1:3],
+        "M": steps[:4],
+        "whole": steps,
+        "A, otherwise": steps[4:],
+    }
 
     def compared(*names: str) -> list[tuple[int, str, bool]]:
-        files: Any = {name: Fields(digest=name[0], record=Fields(lineage=own[name])) for name in names}
-        return [(int(one.entry.split()[-1]), one.status, one.asked) for _, one in claims.compare_lineages(files)]
+        files: Any = {
+            name: Fields(digest=name[0], record=Fields(lineage=own[name])) for name in names
+        }
+        return [
+            (int(one.entry.split()[-1]), one.status, one.asked)
+            for _, one in claims.compare_lineages(files)
+        ]
 
-    assert compared("A", "I", "B", "M", "whole") == [(n, V, False) for n in (1, 2, 1, 2, 3, 4, 4, 1, 2, 3, 4, 4, 5)]
+    assert compared("A", "I", "B", "M", "whole") == [
+        (n, V, False) for n in (1, 2, 1, 2, 3, 4, 4, 1, 2, 3, 4, 4, 5)
+    ]
     assert compared("A, otherwise", "whole") == [(1, R, False), (4, R, False)]
 
 
-def lineage(commands: str, evidence: str = "", surgery: tuple[str, ...] = (), stale: str = "") -> list[str]:
+def lineage(
+    commands: str, evidence: str = "", surgery: tuple[str, ...] = (), stale: str = ""
+) -> list[str]:
     entries = [Fields(command=word, digest="own") for word in evidence.split()]
     entries += [Fields(command=word, digest="other") for word in stale.split()]
     steps = [Fields(command=word, parent="p") for word in commands.split()]
@@ -198,7 +242,11 @@ def lineage(commands: str, evidence: str = "", surgery: tuple[str, ...] = (), st
 def test_what_contradicts_a_lineage_is_found() -> None:
     honest = [N]
     assert lineage("") == lineage("init") == lineage("init adapt", surgery=("x",)) == honest
-    assert lineage("init finetune", "finetune certify") == lineage("finetune adapt", stale="finetune") == honest
+    assert (
+        lineage("init finetune", "finetune certify")
+        == lineage("finetune adapt", stale="finetune")
+        == honest
+    )
     assert lineage("init", surgery=("x",)) == lineage("", surgery=("x",)) == [R, N]
     assert lineage("", "finetune") == lineage("finetune adapt", "finetune") == [R, N]
     assert lineage("adapt init") == lineage("init init") == lineage("init mean init") == [R, N]
@@ -235,24 +283,34 @@ def test_logarithms_and_words_of_bounds() -> None:
     assert not report.below_log10(None, INF)  # the logarithm of an infinite bound is not stated
     assert laws._same_log10(1e-13, Real(1.0))
     assert laws._same_log10(
-        bound_document(Real.from_json([0.5, 3210]))["log10_upper"] + 1e-10, Real.from_json([0.5, 3210])
+        bound_document(Real.from_json([0.5, 3210]))["log10_upper"] + 1e-10,
+        Real.from_json([0.5, 3210]),
     )
 
 
 def reported(root: Bound, **other: Any) -> list[str]:
     rows: list[Any] = [Fields(**row, as_dict=lambda row=row: row) for row in root.to_json()]
-    given: Any = Fields(**{"proof": rows, "bound_of": "logits", **bound_document(root.value), **other})
+    given: Any = Fields(
+        **{"proof": rows, "bound_of": "logits", **bound_document(root.value), **other}
+    )
     told = laws.verify_laws(given)
-    assert (told.nodes, told.theorems) == (len(given.proof), sum(row.law == "theorem" for row in given.proof))
+    assert (told.nodes, told.theorems) == (
+        len(given.proof),
+        sum(row.law == "theorem" for row in given.proof),
+    )
     assert told.laws_hold is (not told.problems)
     return list(told.problems)
 
 
 def test_a_report_hangs_together() -> None:
-    first, second = (Bound(path, "Linear", Real(size), "theorem", "") for path, size in (("a", 3.0), ("b", 5.0)))
+    first, second = (
+        Bound(path, "Linear", Real(size), "theorem", "") for path, size in (("a", 3.0), ("b", 5.0))
+    )
     root = Bound("", "network", first.value * second.value, "composition", "", (first, second))
     assert reported(root) == []
     for changed in (bound_document(Real(3.0)), {"bound_of": "features"}, {"proof": []}):
         assert reported(root, **changed)
-    assert reported(Bound("", "features", Real(3.0), "same", "", (first,)), bound_of="features") == []
+    assert (
+        reported(Bound("", "features", Real(3.0), "same", "", (first,)), bound_of="features") == []
+    )
     assert reported(Bound("", "network", INF, "unbounded", "")) == []

@@ -20,7 +20,9 @@ TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
 
 
-def apgd_ce(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def apgd_ce(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """PGD of the cross entropy with self-chosen step sizes, 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     Source: Croce & Hein 2020, Algorithm 1.
@@ -28,7 +30,9 @@ def apgd_ce(model: nn.Module, images: Tensor, labels: Tensor, region: Region, se
     return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, region, settings)
 
 
-def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def apgd_dlr(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     The ratio needs a third class; with 2 its numerator, the margin, is used. Source: Croce & Hein 2020, Eq. 6.
@@ -43,7 +47,9 @@ def apgd_dlr(model: nn.Module, images: Tensor, labels: Tensor, region: Region, s
     return _untargeted(ratio, model, images, labels, region, settings)
 
 
-def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def apgd_targeted(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps for each of the likeliest wrong classes t.
 
     (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k - 1), several at once
@@ -54,7 +60,10 @@ def apgd_targeted(model: nn.Module, images: Tensor, labels: Tensor, region: Regi
     targets = count_targets(model, images, settings)
 
     def climb(search: Search) -> Tensor:
-        best, height = search.images.clone(), torch.full_like(search.images[:, 0, 0, 0], float("-inf"))
+        best, height = (
+            search.images.clone(),
+            torch.full_like(search.images[:, 0, 0, 0], float("-inf")),
+        )
         for _, owner, classes in search.aimed(targets):
             end, value = _ascend(search, targeted_ratio, owner, classes)
             higher = value > height
@@ -74,10 +83,17 @@ def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
 
 
 def _untargeted(
-    loss: TargetLoss, model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+    loss: TargetLoss,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    region: Region,
+    settings: AttackSettings,
 ) -> Tensor:
     def climb(search: Search) -> Tensor:
-        return _ascend(search, loss, torch.arange(len(search.images), device=search.images.device), None)[0]
+        return _ascend(
+            search, loss, torch.arange(len(search.images), device=search.images.device), None
+        )[0]
 
     return climb_with(climb, model, images, labels, region, settings)
 
@@ -105,7 +121,9 @@ class _Runs:
         return _Runs(*(getattr(self, item.name)[rows] for item in fields(self)))
 
 
-def _ascend(search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+def _ascend(
+    search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image, and that loss (b,).
 
     With `successes` a run ends where any of its image has succeeded, and the points of those that remain are returned.
@@ -141,7 +159,9 @@ def _ascend(search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | N
     step, rises = per_image(2 * limit.radii(clean), clean), torch.zeros_like(owner)
     halved = torch.ones_like(owner, dtype=torch.bool)
     best = point, value, gradient
-    runs = _Runs(owner, aims, start, point, point, value, gradient, *best, step, rises, halved, value)
+    runs = _Runs(
+        owner, aims, start, point, point, value, gradient, *best, step, rises, halved, value
+    )
     stretch, left, fallen = first, first, 0
     for turn in range(steps):
         if successes is not None and successes.count != fallen:
@@ -162,7 +182,9 @@ def _ascend(search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | N
         runs.best_value = torch.where(higher, value, runs.best_value)
         left -= 1
         if left == 0:
-            stuck = (runs.rises <= RISES * stretch) | (~runs.halved & (runs.earlier >= runs.best_value))
+            stuck = (runs.rises <= RISES * stretch) | (
+                ~runs.halved & (runs.earlier >= runs.best_value)
+            )
             runs.halved, runs.earlier = stuck, runs.best_value
             runs.rises = torch.zeros_like(runs.rises)
             runs.step = torch.where(along(stuck, clean), runs.step / 2, runs.step)
@@ -183,5 +205,7 @@ def _on_the_sphere(images: Tensor, region: Region, generator: torch.Generator) -
     delta = draw(images.shape, generator=generator).to(images.device, images.dtype)
     if region.norm == "linf":
         delta = 2 * delta - 1
-    length = delta.flatten(1).norm(dim=1) if region.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
+    length = (
+        delta.flatten(1).norm(dim=1) if region.norm == "l2" else delta.flatten(1).abs().amax(dim=1)
+    )
     return region.project(images + delta * per_image(region.radii(images) / length, images), images)

@@ -17,7 +17,9 @@ from certcli.evaluation.region import Region
 PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, fab_within, square)
 
 
-def autoattack(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def autoattack(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """AutoAttack whose parts leave hopeless runs: (b, c, h, w), (b,) -> same.
 
     As `autoattack_full`, but APGD-T leaves a target, and Square an image, that at a checkpoint has come less than half
@@ -39,9 +41,15 @@ def autoattack_full(
     return _ensemble(model, images, labels, region, settings)
 
 
-def _ensemble(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def _ensemble(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     images, labels = images.detach(), labels.to(images.device)
-    settings = replace(settings, classes=count_classes(model, images, settings)) if len(images) else settings
+    settings = (
+        replace(settings, classes=count_classes(model, images, settings))
+        if len(images)
+        else settings
+    )
     best, standing = images.clone(), torch.arange(len(images), device=images.device)
     height = torch.full_like(images[:, 0, 0, 0], float("-inf"))
     for part in PARTS:
@@ -55,7 +63,15 @@ def _ensemble(model: nn.Module, images: Tensor, labels: Tensor, region: Region, 
         best[standing[higher]], height[standing[higher]] = candidates[higher], value[higher]
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
             with seeded(left, settings.draw):
-                verdict = judge(model, left, truth, candidates, limit, prediction=truth, samples=settings.samples)
+                verdict = judge(
+                    model,
+                    left,
+                    truth,
+                    candidates,
+                    limit,
+                    prediction=truth,
+                    samples=settings.samples,
+                )
             best[standing[verdict.success]] = candidates[verdict.success]
             standing = standing[~verdict.success]
     return best

@@ -15,7 +15,9 @@ from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Region, image_norms
 
 CW_STEPS = 100
-_CHECKS = 10  # a row is given up when its loss has not fallen by 1e-4 of itself over a tenth of the steps
+_CHECKS = (
+    10  # a row is given up when its loss has not fallen by 1e-4 of itself over a tenth of the steps
+)
 _LARGEST_C = 1e10
 
 
@@ -36,7 +38,9 @@ def carlini_wagner(
         for _ in range(settings.searches):
             found = _minimise(net, images, labels, weight, settings, best, least)
             high, low = torch.where(found, weight, high), torch.where(found, low, weight)
-            weight = torch.where(high < _LARGEST_C, (low + high) / 2, (10 * weight).clamp_max(_LARGEST_C))
+            weight = torch.where(
+                high < _LARGEST_C, (low + high) / 2, (10 * weight).clamp_max(_LARGEST_C)
+            )
         return best
 
     return craft_with(search, model, images, labels, region, settings, watch=False)
@@ -58,13 +62,19 @@ def _minimise(
     steps = settings.steps or CW_STEPS
     rows = torch.arange(len(images), device=images.device)
     succeeded = torch.zeros(len(images), dtype=torch.bool, device=images.device)
-    delta, mean, square = torch.zeros_like(images), torch.zeros_like(images), torch.zeros_like(images)
+    delta, mean, square = (
+        torch.zeros_like(images),
+        torch.zeros_like(images),
+        torch.zeros_like(images),
+    )
     checked = torch.full_like(least, float("inf"))
     for step in range(1, steps + 1):
         clean, factor = images[rows], weight[rows].to(images.dtype)
         current = delta[rows].requires_grad_(True)
         margin = -lost_margin(net(clean + current), labels[rows])
-        values = current.flatten(1).square().sum(dim=1) + factor * margin.clamp_min(-settings.confidence)
+        values = current.flatten(1).square().sum(dim=1) + factor * margin.clamp_min(
+            -settings.confidence
+        )
         gradient = torch.autograd.grad(values.sum(), current)[0]
         current = current.detach()
 
@@ -76,7 +86,9 @@ def _minimise(
 
         mean[rows] = 0.9 * mean[rows] + 0.1 * gradient
         square[rows] = 0.999 * square[rows] + 0.001 * gradient.square()
-        direction = (mean[rows] / (1 - 0.9**step)) / ((square[rows] / (1 - 0.999**step)).sqrt() + 1e-12)
+        direction = (mean[rows] / (1 - 0.9**step)) / (
+            (square[rows] / (1 - 0.999**step)).sqrt() + 1e-12
+        )
         rate = settings.learning_rate * (1 - (step - 1) / steps)
         delta[rows] = (clean + current - rate * direction).clamp(0.0, 1.0) - clean
         if step % max(steps // _CHECKS, 1) == 0:

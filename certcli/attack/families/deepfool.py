@@ -13,7 +13,9 @@ LEAD = 1e-5
 """Relative. A smaller lead would not survive the verdict, which sees the image in a batch of another size."""
 
 
-def deepfool(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def deepfool(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """x + 1.02 sum_i |f_j| / |w_j|^2 w_j, at each step i for the nearest linearised boundary j: (b, c, h, w), (b,) -> same.
 
     f_j = z_j - z_y with gradient w_j, over the likeliest `targets` wrong classes j, 50 steps; the radius plays no part.
@@ -23,11 +25,17 @@ def deepfool(model: nn.Module, images: Tensor, labels: Tensor, region: Region, s
     def search(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             logits = net(images).scatter(1, labels[:, None], float("inf"))
-        classes = logits.topk(min(settings.targets + 1, logits.shape[1]), dim=1).indices  # the true one first
+        classes = logits.topk(
+            min(settings.targets + 1, logits.shape[1]), dim=1
+        ).indices  # the true one first
         end, moved = images.clone(), torch.zeros_like(images)
         rows = torch.arange(len(images), device=images.device)
-        for step in range((settings.steps or DEEPFOOL_STEPS) + 1):  # the last turn only looks at the last point
-            point = (images[rows] + (1 + OVERSHOOT) * moved[rows]).clamp(0.0, 1.0).requires_grad_(True)
+        for step in range(
+            (settings.steps or DEEPFOOL_STEPS) + 1
+        ):  # the last turn only looks at the last point
+            point = (
+                (images[rows] + (1 + OVERSHOOT) * moved[rows]).clamp(0.0, 1.0).requires_grad_(True)
+            )
             values = net(point).gather(1, classes[rows])
             end[rows] = point.detach()
             gaps = values[:, 1:] - values[:, :1]
@@ -36,9 +44,14 @@ def deepfool(model: nn.Module, images: Tensor, labels: Tensor, region: Region, s
             if step == (settings.steps or DEEPFOOL_STEPS) or not near.any():
                 break
             slopes = torch.stack(
-                [torch.autograd.grad(gap.sum(), point, retain_graph=True)[0] for gap in gaps.unbind(1)]
+                [
+                    torch.autograd.grad(gap.sum(), point, retain_graph=True)[0]
+                    for gap in gaps.unbind(1)
+                ]
             )
-            lengths = torch.stack([image_norms(slope, "l2") for slope in slopes]).clamp_min(1e-30)  # (classes, rows)
+            lengths = torch.stack([image_norms(slope, "l2") for slope in slopes]).clamp_min(
+                1e-30
+            )  # (classes, rows)
             nearest = (gaps.detach().T.abs() / lengths).argmin(dim=0)
             at = torch.arange(len(rows), device=images.device)
             # steps to the boundary itself would shrink without end and never cross it

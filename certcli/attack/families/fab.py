@@ -14,7 +14,9 @@ LOOK = 0.2
 """Share of the steps after which `give_up` asks, again and again, whether a run can still come within the radius."""
 
 
-def fab(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def fab(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """Projections of x and of the image onto the linearised boundary to each likely class: (b, c, h, w), (b,) -> same.
 
     100 steps a target class, at most `targets` of them, the nearest success of all; the radius bounds random starts
@@ -24,7 +26,9 @@ def fab(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settin
     return _run(model, images, labels, region, settings, within=False)
 
 
-def fab_within(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def fab_within(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """FAB that ends at the first success within the radius: (b, c, h, w), (b,) -> same. A part of AutoAttack.
 
     With `give_up` a target is left after each fifth of the steps if what it found, or the linearised boundary where it
@@ -34,7 +38,13 @@ def fab_within(model: nn.Module, images: Tensor, labels: Tensor, region: Region,
 
 
 def _run(
-    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings, *, within: bool
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    region: Region,
+    settings: AttackSettings,
+    *,
+    within: bool,
 ) -> Tensor:
     targets = count_targets(model, images, settings)
 
@@ -84,7 +94,9 @@ def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Ten
         home = projection(clean, gradient, level, region.norm)
         moved, straight = (image_norms(d, region.norm).clamp_min(1e-8) for d in (ahead, home))
         pull = per_image((moved / (moved + straight)).clamp(0.0, PULL), clean)
-        point = ((point + OVERSHOOT * ahead) * (1 - pull) + (clean + OVERSHOOT * home) * pull).clamp(0.0, 1.0)
+        point = (
+            (point + OVERSHOOT * ahead) * (1 - pull) + (clean + OVERSHOOT * home) * pull
+        ).clamp(0.0, 1.0)
         logits = net(point)
         won = (logits.argmax(dim=1) != truth) & logits.isfinite().all(dim=1)
         if won.any():
@@ -98,7 +110,11 @@ def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Ten
             point = torch.where(along(won, clean), clean + (point - clean) * BACK, point)
         if settings.give_up and successes is not None and (step + 1) % look == 0:
             found, limit = least[rows], region.of(at).radii(clean)
-            pace = (earlier[rows] - found).nan_to_num(posinf=float("inf"), nan=float("inf")) * (steps - step - 1) / look
+            pace = (
+                (earlier[rows] - found).nan_to_num(posinf=float("inf"), nan=float("inf"))
+                * (steps - step - 1)
+                / look
+            )
             near = (torch.where(found.isfinite(), found, straight) <= 2 * limit) & (
                 found.isinf() | (found - limit <= pace)
             )
@@ -115,7 +131,9 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     the box ends before, every pixel goes as far as it can.
     """
     x, w = points.flatten(1), normal.flatten(1)
-    side = torch.where(level > 0, -1.0, 1.0).to(w.dtype)[:, None]  # the direction in which normal . d must go
+    side = torch.where(level > 0, -1.0, 1.0).to(w.dtype)[
+        :, None
+    ]  # the direction in which normal . d must go
     w = w * side
     goal = level.abs()[:, None]
     size = w.abs()
@@ -126,7 +144,9 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     done = full.cumsum(dim=1)
     running = speed.flip(1).cumsum(dim=1).flip(1)  # of those that have not ended before this one
     still = torch.cat([running[:, 1:], torch.zeros_like(running[:, :1])], dim=1)
-    value = done + torch.where(still > 0, ends * still, 0.0)  # normal . d at the end of each stretch
+    value = done + torch.where(
+        still > 0, ends * still, 0.0
+    )  # normal . d at the end of each stretch
     stretch = (value < goal).sum(dim=1, keepdim=True).clamp_max(size.shape[1] - 1)
     before = torch.cat([torch.zeros_like(done[:, :1]), done[:, :-1]], dim=1).gather(1, stretch)
     time = (goal - before) / running.gather(1, stretch).clamp_min(1e-30)

@@ -13,7 +13,9 @@ PGD_STEPS = 20
 EOT_SAMPLES = 10
 
 
-def fgsm(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def fgsm(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """x + radius * steepest(grad CE): one step, no random start. (b, c, h, w), (b,) -> (b, c, h, w).
 
     `steps` and `restarts` do not apply. Source: Goodfellow et al. 2015.
@@ -22,15 +24,21 @@ def fgsm(model: nn.Module, images: Tensor, labels: Tensor, region: Region, setti
     return ascend(model, images, labels, region, single, cross_entropy, steps=1, random_start=False)
 
 
-def pgd(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def pgd(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """x <- P(x + alpha * steepest(grad CE)) from a random start, 20 steps. (b, c, h, w), (b,) -> (b, c, h, w).
 
     Source: Madry et al. 2018.
     """
-    return ascend(model, images, labels, region, settings, cross_entropy, steps=settings.steps or PGD_STEPS)
+    return ascend(
+        model, images, labels, region, settings, cross_entropy, steps=settings.steps or PGD_STEPS
+    )
 
 
-def eot_pgd(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def eot_pgd(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """x <- P(x + alpha * steepest(mean of `samples` gradients)), 20 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     10 draws a step unless `samples` says more than 1. One lucky draw is no success of a random net.
@@ -38,7 +46,9 @@ def eot_pgd(model: nn.Module, images: Tensor, labels: Tensor, region: Region, se
     """
     steps = settings.steps or PGD_STEPS
     samples = settings.samples if settings.samples > 1 else EOT_SAMPLES
-    return ascend(model, images, labels, region, settings, cross_entropy, steps=steps, samples=samples)
+    return ascend(
+        model, images, labels, region, settings, cross_entropy, steps=steps, samples=samples
+    )
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

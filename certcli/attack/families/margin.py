@@ -26,7 +26,9 @@ def targeted_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     return (logits.gather(1, targets[:, None]) - logits.gather(1, labels[:, None])).squeeze(1)
 
 
-def margin_pgd(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def margin_pgd(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad (max_j z_j - z_y))), 40 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not saturate when the net is

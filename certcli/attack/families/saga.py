@@ -18,7 +18,9 @@ from certcli.system.errors import UsageError
 FLOOR = 0.05  # least weight of a pixel: a patch that nobody attends to keeps a twentieth of its gradient
 
 
-def saga(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def saga(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """x <- P(x + alpha * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c, h, w), (b,) -> same.
 
     R = prod_l (A_l / 2 + I / 2), A_l the attention of block l averaged over heads, the row of the class token (without
@@ -31,7 +33,9 @@ def saga(model: nn.Module, images: Tensor, labels: Tensor, region: Region, setti
         return images.clone()
     with torch.no_grad(), seeded(images, settings.draw):
         weights = rollout(model, images)
-    return ascend(model, images, labels, region, settings, cross_entropy, steps=steps, weights=weights)
+    return ascend(
+        model, images, labels, region, settings, cross_entropy, steps=steps, weights=weights
+    )
 
 
 def rollout(model: nn.Module, images: Tensor) -> Tensor:
@@ -41,7 +45,9 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
         model(images)
     tokens = grid[0] * grid[1] + prefix
     if not maps or any(attention.shape[-1] != tokens for attention in maps):
-        raise UsageError("saga needs self-attention over the patches of the whole image", "use --attack pgd")
+        raise UsageError(
+            "saga needs self-attention over the patches of the whole image", "use --attack pgd"
+        )
     flow = torch.eye(tokens, dtype=maps[0].dtype, device=images.device).expand(len(images), -1, -1)
     for attention in maps:
         flow = 0.5 * (attention @ flow) + 0.5 * flow

@@ -19,7 +19,9 @@ LOOK = 0.2
 """Share of the queries after which `give_up` asks, again and again, whether an image is half way to its boundary."""
 
 
-def square(model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings) -> Tensor:
+def square(
+    model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+) -> Tensor:
     """Random search over square patches of the sphere's surface, `queries` forward passes: (b, c, h, w) -> same.
 
     For l2 the published tiling needs square images of 5 x 5 pixels or more: UsageError otherwise. With `give_up` an image
@@ -48,7 +50,9 @@ def square(model: nn.Module, images: Tensor, labels: Tensor, region: Region, set
             clean, limit = images[rows], region.of(rows)
             trial = best[rows]
             if query:
-                trial = propose(trial, clean, limit, draw, _side(query - 1, settings.queries, height * width))
+                trial = propose(
+                    trial, clean, limit, draw, _side(query - 1, settings.queries, height * width)
+                )
             logits = net(trial)
             value = lost_margin(logits, labels[rows])
             better = (value > reached[rows]).nonzero().flatten()
@@ -85,7 +89,8 @@ class _Draw:
         """A window of this side, anywhere in the image."""
         height, width = self.like.shape[-2:]
         top, left = (
-            int(torch.randint(0, most + 1, (), generator=self._generator)) for most in (height - side, width - side)
+            int(torch.randint(0, most + 1, (), generator=self._generator))
+            for most in (height - side, width - side)
         )
         return slice(top, top + side), slice(left, left + side)
 
@@ -105,7 +110,9 @@ def _falling(height: int, width: int) -> Tensor:
     top, left = height // 2, width // 2
     for ring in range(max(height // 2 + 1, width // 2 + 1)):
         above, beside = max(top - ring, 0), max(left - ring, 0)
-        patch[above : max(top + ring + 1, 0), beside : max(left + ring + 1, 0)] += 1 / (ring + 1) ** 2
+        patch[above : max(top + ring + 1, 0), beside : max(left + ring + 1, 0)] += (
+            1 / (ring + 1) ** 2
+        )
     return patch / patch.norm()
 
 
@@ -126,8 +133,14 @@ def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
     margin = (images.shape[-1] - side * 5) // 2
     for top in range(margin, images.shape[-2] - side + 1, side):
         for left in range(margin, images.shape[-1] - side + 1, side):
-            patch = draw.patch(side) if side > 1 else torch.ones(1, 1, device=images.device, dtype=images.dtype)
-            delta[:, :, top : top + side, left : left + side] += patch * draw.signs(*images.shape[:2], 1, 1)
+            patch = (
+                draw.patch(side)
+                if side > 1
+                else torch.ones(1, 1, device=images.device, dtype=images.dtype)
+            )
+            delta[:, :, top : top + side, left : left + side] += patch * draw.signs(
+                *images.shape[:2], 1, 1
+            )
     return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
@@ -139,7 +152,9 @@ def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int
     union = torch.zeros(images.shape[-2:], dtype=images.dtype, device=images.device)
     union[rows, columns] = union[other_rows, other_columns] = 1.0
     held = (delta * union).square().flatten(1).sum(dim=1)
-    unused = (region.radii(images).to(delta.dtype).square() - delta.square().flatten(1).sum(dim=1)).clamp_min(0)
+    unused = (
+        region.radii(images).to(delta.dtype).square() - delta.square().flatten(1).sum(dim=1)
+    ).clamp_min(0)
     old = delta[:, :, rows, columns]
     fresh = draw.patch(side) * draw.signs(len(images), channels, 1, 1)
     fresh = fresh + old / (1e-12 + old.square().sum(dim=(-2, -1), keepdim=True).sqrt())
@@ -152,7 +167,9 @@ def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int
 def _stripes(images: Tensor, region: Region, draw: _Draw) -> Tensor:
     """Vertical stripes of random sign: Algorithm 2's start."""
     count, channels, _, width = images.shape
-    return (images + draw.signs(count, channels, 1, width) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
+    return (
+        images + draw.signs(count, channels, 1, width) * per_image(region.radii(images), images)
+    ).clamp(0.0, 1.0)
 
 
 def _stripe(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int) -> Tensor:

@@ -19,7 +19,12 @@ JSMA_ENTRIES = 4096
 
 
 def craft(
-    spec: Spec, model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
+    spec: Spec,
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    region: Region,
+    settings: AttackSettings,
 ) -> Tensor:
     """Run the attack on all images that share a radius: (b, c, h, w), (b,) -> (b, c, h, w), to be judged.
 
@@ -36,12 +41,16 @@ def craft(
         if radius > 0:
             values = _arguments(spec, region, radius, settings, model, images)
 
-            def run(net: Watched, images: Tensor, labels: Tensor, values: dict[str, Any] = values) -> Tensor:
+            def run(
+                net: Watched, images: Tensor, labels: Tensor, values: dict[str, Any] = values
+            ) -> Tensor:
                 with contextlib.redirect_stdout(io.StringIO()), _numpy_seeded(settings.draw):
                     attack = getattr(library(), spec.name)(net, **values)
                     if spec.name == "JSMA":  # it would aim at class (y + 1) mod 10 of any network
                         classes = count_classes(model, images, settings)
-                        attack.set_mode_targeted_by_function(lambda _, labels: (labels + 1) % classes, quiet=True)
+                        attack.set_mode_targeted_by_function(
+                            lambda _, labels: (labels + 1) % classes, quiet=True
+                        )
                     points: Tensor = attack(images.float(), labels)
                 return points
 
@@ -59,11 +68,18 @@ def craft(
 
 
 def _arguments(
-    spec: Spec, region: Region, radius: float, settings: AttackSettings, model: nn.Module, images: Tensor
+    spec: Spec,
+    region: Region,
+    radius: float,
+    settings: AttackSettings,
+    model: nn.Module,
+    images: Tensor,
 ) -> dict[str, Any]:
     """What the attack is called with: arguments that are ours, defaults that follow the budget, and those that were given."""
     if spec.name == "JSMA" and images[0].numel() > JSMA_ENTRIES:
-        raise UsageError(f"{spec} takes images of {JSMA_ENTRIES:,} values at most, not {images[0].numel():,}")
+        raise UsageError(
+            f"{spec} takes images of {JSMA_ENTRIES:,} values at most, not {images[0].numel():,}"
+        )
     known = signature(spec.name)
     ours = {
         "eps": radius,
@@ -75,8 +91,13 @@ def _arguments(
         **(dict.fromkeys(BUDGET, settings.steps) if settings.steps is not None else {}),
     }
     if "alpha" in known.arguments and known.radius is not None:
-        ours["alpha"] = settings.step_size or known.arguments["alpha"].default * radius / known.radius
-    return {**{name: value for name, value in ours.items() if name in known.takes}, **dict(spec.values)}
+        ours["alpha"] = (
+            settings.step_size or known.arguments["alpha"].default * radius / known.radius
+        )
+    return {
+        **{name: value for name, value in ours.items() if name in known.takes},
+        **dict(spec.values),
+    }
 
 
 @contextlib.contextmanager

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from certcli.certify.box.climb import STEPS, climb
 from certcli.certify.box.geometry import reach
-from certcli.certify.certificate import AGAIN, Certificate, Confirmation, Doubt, require_logits, whole_batch
+from certcli.certify.certificate import (
+    AGAIN,
+    Certificate,
+    Confirmation,
+    Doubt,
+    require_logits,
+    whole_batch,
+)
 from certcli.certify.executed import as_executed
 from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
@@ -43,7 +50,9 @@ class BoxCertifier(LipschitzCertifier):
     taken_at = ", from second images of the box"
     kept_back = 0.002  # measured between batches and threads: 0.00007
 
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
         return self._certified(indices, pixels, labels, STEPS)
 
     def _certified(
@@ -51,15 +60,24 @@ class BoxCertifier(LipschitzCertifier):
     ) -> list[Certificate]:
         plain = super().batch(indices, pixels, labels)
         images = sent(pixels, self._device).double()
-        begun = torch.tensor([row.radius for row in plain], dtype=torch.float64, device=self._device)
+        begun = torch.tensor(
+            [row.radius for row in plain], dtype=torch.float64, device=self._device
+        )
         tops = torch.tensor([row.prediction for row in plain], device=self._device)
         right = tops == torch.tensor(labels, device=self._device)
         rows = (right & (begun >= SMALLEST) & begun.isfinite()).nonzero().squeeze(1)
         found = torch.zeros_like(begun)
         if len(rows):
-            found[rows] = self._radii(images[rows], tops[rows], begun[rows], steps) * (1 - self.kept_back)
+            found[rows] = self._radii(images[rows], tops[rows], begun[rows], steps) * (
+                1 - self.kept_back
+            )
         return [
-            replace(row, method=METHOD, radius=max(row.radius, new), rung=METHOD if new > row.radius else GLOBAL)
+            replace(
+                row,
+                method=METHOD,
+                radius=max(row.radius, new),
+                rung=METHOD if new > row.radius else GLOBAL,
+            )
             for row, new in zip(plain, found.tolist(), strict=True)
         ]
 
@@ -81,7 +99,9 @@ class BoxCertifier(LipschitzCertifier):
             pairs[row, other] = torch.maximum(pairs[row, other], new)
         return pairs.amin(1)
 
-    def _anchors(self, images: Tensor, tops: Tensor, others: Tensor, begun: Tensor, steps: int) -> Tensor:
+    def _anchors(
+        self, images: Tensor, tops: Tensor, others: Tensor, begun: Tensor, steps: int
+    ) -> Tensor:
         slopes = self._pairs[tops, others].float()
 
         def margins(anchors: Tensor) -> Tensor:
@@ -110,7 +130,9 @@ class BoxCertifier(LipschitzCertifier):
         """The network in float32, which is enough to search."""
         return copy.deepcopy(self.model).float().eval().requires_grad_(False)
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         """Search again, twice as long where it falls short, and compare with all that is found."""
         kept, self.kept_back = self.kept_back, 0.0
         try:
@@ -118,14 +140,22 @@ class BoxCertifier(LipschitzCertifier):
         finally:
             self.kept_back = kept
 
-    def _confirmed(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def _confirmed(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         first = super().confirm(claims, pixels, doubt)
         found = []
         for claim, image, confirmed in zip(claims, pixels, first, strict=True):
             if confirmed.status == "refuted" and claim.prediction is not None:
-                (again,) = self._certified([claim.index], image[None], [claim.prediction], 2 * STEPS)
-                if claim.prediction == again.prediction and claim.radius <= again.radius * (1 + AGAIN):
-                    confirmed = Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
+                (again,) = self._certified(
+                    [claim.index], image[None], [claim.prediction], 2 * STEPS
+                )
+                if claim.prediction == again.prediction and claim.radius <= again.radius * (
+                    1 + AGAIN
+                ):
+                    confirmed = Confirmation(
+                        "verified", f"radius {claim.radius:.6g} is proven again"
+                    )
             found.append(confirmed)
         return found
 

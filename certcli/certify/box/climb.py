@@ -22,7 +22,9 @@ _STEEPEST = 0.95
 """Share of the slope at the edge at which the first guess ends: its length grows without limit towards 1."""
 
 
-def climb(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor, steps: int = STEPS) -> Tensor:
+def climb(
+    margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor, steps: int = STEPS
+) -> Tensor:
     """Return an anchor in the box for each row: (b, n), (b,) -> (b, n).
 
     Args:
@@ -39,12 +41,21 @@ def climb(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor, st
         far = found.squared.sqrt()
         growth = (r * (1 + found.mu)).clamp(min=1e-12) / far
         now = r + (value - far) / growth  # one step of Newton to D(a, r) = m(a) / K
-        better = (now > highest) & (now <= value)  # a far guess may leave the range of the bound; NaN is no better
-        best, highest = torch.where(better[:, None], anchors, best), torch.where(better, now, highest)
+        better = (now > highest) & (
+            now <= value
+        )  # a far guess may leave the range of the bound; NaN is no better
+        best, highest = (
+            torch.where(better[:, None], anchors, best),
+            torch.where(better, now, highest),
+        )
         r = torch.maximum(r, highest)
         uphill = slope - (anchors - images - found.furthest) / far[:, None].clamp(min=1e-12)
-        direction = _KEPT * direction + (1 - _KEPT) * uphill / uphill.norm(dim=1, keepdim=True).clamp(min=1e-12)
-        anchors = (anchors + STRIDE * (1 - step / (steps + 1)) * r[:, None] * direction).clamp(0.0, 1.0)
+        direction = _KEPT * direction + (1 - _KEPT) * uphill / uphill.norm(
+            dim=1, keepdim=True
+        ).clamp(min=1e-12)
+        anchors = (anchors + STRIDE * (1 - step / (steps + 1)) * r[:, None] * direction).clamp(
+            0.0, 1.0
+        )
     return best
 
 

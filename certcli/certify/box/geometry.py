@@ -52,7 +52,9 @@ def distance(images: Tensor, anchors: Tensor, radii: Tensor) -> Distance:
     moved = (u / most).clamp(low, high)
     mu = most.squeeze(1)
     support = (moved * (u - most * moved / 2)).sum(1) + mu * radii.square() / 2
-    squared = (radii.square() + 2 * support + u.square().sum(1)) * (1 + (images.shape[1] + 16) * _ROUNDING)
+    squared = (radii.square() + 2 * support + u.square().sum(1)) * (
+        1 + (images.shape[1] + 16) * _ROUNDING
+    )
     return Distance(squared, moved, mu)
 
 
@@ -63,7 +65,10 @@ def reach(images: Tensor, anchors: Tensor, within: Tensor) -> Tensor:
     """
     if not images.dtype == anchors.dtype == within.dtype == torch.float64:
         raise TypeError("certificates are computed in float64")
-    endless, within = within == torch.inf, torch.where(within.isfinite() & (within > _SMALLEST), within, 0.0)
+    endless, within = (
+        within == torch.inf,
+        torch.where(within.isfinite() & (within > _SMALLEST), within, 0.0),
+    )
     room = within.square() * (1 - 2.0**-48)
     r = within
     for _ in range(_NEWTON):  # the bound grows with r by 2 r (1 + mu)

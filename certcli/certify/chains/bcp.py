@@ -23,4 +23,6 @@ class BcpCertifier(LocalLipCertifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BcpCertifier:
     """BCP made ready for the checkpoint. NoBoundError where its network is no chain."""
     record = checkpoint.record
-    return BcpCertifier(load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic)
+    return BcpCertifier(
+        load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic
+    )

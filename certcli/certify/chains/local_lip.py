@@ -43,7 +43,11 @@ class LocalLipCertifier(ProvingCertifier):
     at_once = 64
 
     def __init__(
-        self, model: PixelModel, classes: int, size: tuple[int, int, int], arithmetic: str | None = None
+        self,
+        model: PixelModel,
+        classes: int,
+        size: tuple[int, int, int],
+        arithmetic: str | None = None,
     ) -> None:
         self.network = SequentialNetwork(model, size)
         super().__init__(model, size, arithmetic)
@@ -53,7 +57,9 @@ class LocalLipCertifier(ProvingCertifier):
         self.title = f"{self.method}: layer by layer around each image (global bound {bound.upper})"
 
     @torch.no_grad()
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
         pixels, values, top = self._begun(pixels)
         right = (top == torch.tensor(labels, device=self._device)).nonzero().squeeze(1)
         start = self._start(values, top)
@@ -67,9 +73,13 @@ class LocalLipCertifier(ProvingCertifier):
             return self.lowered(pixels[rows], chosen, top[rows], start[rows], radius[rows], nearby)
 
         radius = as_executed(self._neighbours, pixels, top, radius, again)
-        rows = zip(indices, labels, top.tolist(), radius.tolist(), (radius > start).tolist(), strict=True)
+        rows = zip(
+            indices, labels, top.tolist(), radius.tolist(), (radius > start).tolist(), strict=True
+        )
         return [
-            Certificate(index, label, found, r, self.method, 0.0, rung=self.method if better else GLOBAL)
+            Certificate(
+                index, label, found, r, self.method, 0.0, rung=self.method if better else GLOBAL
+            )
             for index, label, found, r, better in rows
         ]
 
@@ -90,7 +100,9 @@ class LocalLipCertifier(ProvingCertifier):
         return certified_radii(values.centre[-1], values.error[-1], self._pairs, nearby)
 
     @torch.no_grad()
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         """Prove the stated radius again itself: a search from elsewhere may end at another radius."""
         pixels, values, top = self._begun(pixels)
         stated = [claim.radius for claim in claims]
@@ -98,13 +110,19 @@ class LocalLipCertifier(ProvingCertifier):
         nearby = None if self._neighbours is None else self._neighbours(pixels, claimed, top)
         held = claimed <= self._start(values, top, nearby)
         held |= self.proven(pixels, top, claimed.clamp(min=TINY), values, nearby)
-        if self._neighbours is not None and not bool(held.all()):  # the search may have used a lesser bound on rounding
+        if self._neighbours is not None and not bool(
+            held.all()
+        ):  # the search may have used a lesser bound on rounding
             again = self.batch(range(len(pixels)), pixels, top.tolist())
             held |= claimed <= torch.tensor([row.radius for row in again]).to(claimed)
         found = []
         for claim, now, good in zip(claims, top.tolist(), held.tolist(), strict=True):
             if now != claim.prediction:
-                found.append(Confirmation("refuted", f"class {claim.prediction} is stated, the network says {now}"))
+                found.append(
+                    Confirmation(
+                        "refuted", f"class {claim.prediction} is stated, the network says {now}"
+                    )
+                )
             elif good:
                 found.append(Confirmation("verified", f"radius {claim.radius:.6g} is proven again"))
             else:
@@ -134,11 +152,20 @@ class LocalLipCertifier(ProvingCertifier):
         return proven
 
     def lowered(
-        self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor, most: Tensor, nearby: Tensor
+        self,
+        pixels: Tensor,
+        values: Values,
+        labels: Tensor,
+        start: Tensor,
+        most: Tensor,
+        nearby: Tensor,
     ) -> Tensor:
         """Return radii between `start` and `most` at which margins are proven above `nearby`; `most`, where it is one."""
         open_ones = torch.isfinite(most) & (most > start)
-        held = self.proven(pixels, labels, torch.where(open_ones, most, 0.0), values, nearby) & open_ones
+        held = (
+            self.proven(pixels, labels, torch.where(open_ones, most, 0.0), values, nearby)
+            & open_ones
+        )
         proven, failed = torch.where(held, most, start), most
         for _ in range(2 * _HALVINGS):
             middle = (proven.clamp(min=_FIRST / 2) * failed).sqrt()
@@ -146,7 +173,10 @@ class LocalLipCertifier(ProvingCertifier):
             if not between.any():
                 break
             good = self.proven(pixels, labels, torch.where(between, middle, 0.0), values, nearby)
-            proven, failed = torch.where(between & good, middle, proven), torch.where(between & ~good, middle, failed)
+            proven, failed = (
+                torch.where(between & good, middle, proven),
+                torch.where(between & ~good, middle, failed),
+            )
         return proven
 
     def proven(
@@ -170,4 +200,6 @@ class LocalLipCertifier(ProvingCertifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LocalLipCertifier:
     """Local-Lip made ready for the checkpoint. NoBoundError where its network is no chain."""
     record = checkpoint.record
-    return LocalLipCertifier(load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic)
+    return LocalLipCertifier(
+        load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic
+    )

@@ -77,7 +77,9 @@ class SequentialNetwork:
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         body, last = read_chain(model, size)
-        self.body = tuple(AffineStep.of(step) if isinstance(step, LinearLayer) else step for step in body)
+        self.body = tuple(
+            AffineStep.of(step) if isinstance(step, LinearLayer) else step for step in body
+        )
         self.last = AffineStep.of(last)
 
     def values(self, pixels: Tensor) -> Values:
@@ -104,7 +106,9 @@ class SequentialNetwork:
         r = radii.view(shape)
         found = Moves(-torch.minimum(r, pixels), torch.minimum(r, up(1 - pixels)), radii)
         mask = torch.ones_like(pixels)
-        waiting: tuple[AffineStep, Tensor] | None = None  # the last affine step, and the mask before it
+        waiting: tuple[AffineStep, Tensor] | None = (
+            None  # the last affine step, and the mask before it
+        )
         place = 0
         for step in self.body:
             if isinstance(step, AffineStep):
@@ -114,23 +118,32 @@ class SequentialNetwork:
                 found, place = _mapped(found, step, mask, drop), place + 1
                 mask = torch.ones_like(found.lo)
             elif isinstance(step, Activation):
-                centre, error = (of[place - 1].reshape(found.lo.shape) for of in (values.centre, values.error))
+                centre, error = (
+                    of[place - 1].reshape(found.lo.shape) for of in (values.centre, values.error)
+                )
                 moved = _activated(found, step, centre, error)
                 mask = ((moved.lo < 0) | (moved.hi > 0)).double()
                 if waiting is not None:
                     moved = self._charged(moved, waiting, step.joined(mask), drop)
                 found, waiting = moved, None
             else:
-                found, mask = Moves(found.lo.flatten(1), found.hi.flatten(1), found.rho), mask.flatten(1)
+                found, mask = (
+                    Moves(found.lo.flatten(1), found.hi.flatten(1), found.rho),
+                    mask.flatten(1),
+                )
         if waiting is not None:
             found = self._charged(found, waiting, torch.ones_like(found.lo), drop)
         return found
 
-    def _charged(self, found: Moves, waiting: tuple[AffineStep, Tensor], after: Tensor, drop: bool) -> Moves:
+    def _charged(
+        self, found: Moves, waiting: tuple[AffineStep, Tensor], after: Tensor, drop: bool
+    ) -> Moves:
         """rho times the norm of a step between the mask before it and the one after, and never above the box's."""
         step, before = waiting
         norms = (
-            _masked_norms(step, before, after) if drop and step.matrix else found.rho.new_full((len(after),), step.norm)
+            _masked_norms(step, before, after)
+            if drop and step.matrix
+            else found.rho.new_full((len(after),), step.norm)
         )
         box = norm2(found.reach.flatten(1).T)
         return Moves(found.lo, found.hi, torch.minimum(up(norms * found.rho, 1), box))
@@ -188,7 +201,9 @@ def _away(x: Tensor) -> Tensor:
 def _masked_norms(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
     """|D' W D|_2 <= value for each image, D and D' the masks (b, n), (b, m); never above |W|_2."""
     norms = [0.0] * len(before)
-    parts = [step.weight[rows > 0][:, columns > 0] for rows, columns in zip(after, before, strict=True)]
+    parts = [
+        step.weight[rows > 0][:, columns > 0] for rows, columns in zip(after, before, strict=True)
+    ]
     whole = [index for index, part in enumerate(parts) if 0 not in part.shape]
     for index, norm in zip(whole, spectral_norms([parts[index] for index in whole]), strict=True):
         norms[index] = norm
@@ -211,6 +226,8 @@ def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
     for t in (low, high, low * 2.0**40):  # the last one: hardly more than the box alone
         curve = 1 / t[..., None]
         inside = gains <= curve * reach
-        terms = torch.where(inside, gains.square() / (2 * curve), gains * reach - curve * reach.square() / 2)
+        terms = torch.where(
+            inside, gains.square() / (2 * curve), gains * reach - curve * reach.square() / 2
+        )
         values.append(up(terms.sum(-1), terms.shape[-1] + 16) + up(rho.square() / (2 * t), 4))
     return torch.stack(values).nan_to_num(nan=math.inf, posinf=math.inf).amin(dim=0)

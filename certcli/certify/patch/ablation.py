@@ -24,7 +24,9 @@ class Voting(Procedure):
 
     name = VOTING
 
-    def __init__(self, grid: Grid, patches: Sequence[Patch], bands: str, width: int, classes: int) -> None:
+    def __init__(
+        self, grid: Grid, patches: Sequence[Patch], bands: str, width: int, classes: int
+    ) -> None:
         self.patches, self.classes = tuple(patches), classes
         self.views = band_views(grid, bands, width)
         self.met = {patch: met_views(self.views, grid, patch) for patch in patches}
@@ -38,11 +40,17 @@ class Voting(Procedure):
         found = []
         for votes, firm in self._votes(passes, pixels):
             top = winner(votes, self.classes)
-            held = tuple(patch for patch in self.patches if stays(top, votes, firm, self.met[patch], self.classes))
+            held = tuple(
+                patch
+                for patch in self.patches
+                if stays(top, votes, firm, self.met[patch], self.classes)
+            )
             found.append(Outcome(top, held, votes))
         return found
 
-    def _votes(self, passes: Passes, pixels: Tensor) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    def _votes(
+        self, passes: Passes, pixels: Tensor
+    ) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
         each = len(self.views)
         answers: list[Answer] = passes.answers(
             pixels, [(image, v) for image in range(len(pixels)) for v in range(each)]
@@ -54,7 +62,11 @@ class Voting(Procedure):
 def winner(votes: Sequence[int], classes: int) -> int:
     """The class with most votes, of equal ones the smallest; NONE without any."""
     given = [vote for vote in votes if vote != NONE]
-    return int(torch.bincount(torch.tensor(given, dtype=torch.int64), minlength=classes).argmax()) if given else NONE
+    return (
+        int(torch.bincount(torch.tensor(given, dtype=torch.int64), minlength=classes).argmax())
+        if given
+        else NONE
+    )
 
 
 def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, classes: int) -> bool:
@@ -65,7 +77,9 @@ def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, cla
     if top == NONE:
         return False
     lost = met | ~torch.tensor(firm)
-    one_hot = torch.nn.functional.one_hot(torch.tensor(votes).clamp(min=0), classes)  # NONE is not firm, so it is lost
+    one_hot = torch.nn.functional.one_hot(
+        torch.tensor(votes).clamp(min=0), classes
+    )  # NONE is not firm, so it is lost
     kept = (~lost).long() @ one_hot  # (s, k): votes that nobody can change
     against = kept + lost.sum(dim=1, keepdim=True)
     lead = kept[:, top : top + 1] - against

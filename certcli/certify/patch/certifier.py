@@ -46,7 +46,9 @@ class PatchCertificate(Certificate):
 
     def to_json(self) -> dict[str, Any]:
         """Without a radius; with the votes also how many each class has."""
-        row = {name: value for name, value in asdict(self).items() if name not in ("radius", "rung")}
+        row = {
+            name: value for name, value in asdict(self).items() if name not in ("radius", "rung")
+        }
         row |= {"proven": list(self.proven), "votes": list(self.votes)}
         if not self.votes:
             del row["votes"]
@@ -100,10 +102,16 @@ class PatchCertifier(Certifier):
         checked = self.passes.determinism
         return {
             "passes": len(self.procedure.views),
-            "determinism": {"difference": checked.difference, "margin": checked.margin, "compared": checked.passes},
+            "determinism": {
+                "difference": checked.difference,
+                "margin": checked.margin,
+                "compared": checked.passes,
+            },
         }
 
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[PatchCertificate]:  # type: ignore[override]
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[PatchCertificate]:  # type: ignore[override]
         started = time.perf_counter()
         found = self.procedure.certify(self.passes, pixels.float(), labels)
         seconds = round((time.perf_counter() - started) / max(1, len(found)), 3)
@@ -131,13 +139,19 @@ class PatchCertifier(Certifier):
     def attacked(self) -> nn.Module:
         return self.passes.part.model
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         """The passes are made again."""
-        found = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
+        found = self.batch(
+            [claim.index for claim in claims], pixels, [claim.label for claim in claims]
+        )
         return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
-        return [top == claim.prediction for top, claim in zip(self.predict(nearby), claims, strict=True)]
+        return [
+            top == claim.prediction for top, claim in zip(self.predict(nearby), claims, strict=True)
+        ]
 
 
 def _compare(claim: Certificate, again: Certificate) -> Confirmation:
@@ -145,7 +159,8 @@ def _compare(claim: Certificate, again: Certificate) -> Confirmation:
     assert isinstance(again, PatchCertificate)
     if claim.prediction != again.prediction:
         return Confirmation(
-            "refuted", f"class {claim.prediction} is stated, the defended network says {again.prediction}"
+            "refuted",
+            f"class {claim.prediction} is stated, the defended network says {again.prediction}",
         )
     if claim.votes != again.votes:
         return Confirmation("refuted", "the passes vote otherwise than is stated")
@@ -170,7 +185,9 @@ def defended(model: build.PixelModel, options: Patches) -> PatchCertifier:
     if options.procedure == VOTING:
         with torch.no_grad():
             weight = next(model.parameters())
-            classes = model(torch.zeros(1, *size, device=weight.device, dtype=weight.dtype)).shape[1]
+            classes = model(torch.zeros(1, *size, device=weight.device, dtype=weight.dtype)).shape[
+                1
+            ]
         procedure = Voting(part.grid, patches, options.bands, options.band_width or 3, classes)
     else:
         procedure = DoubleMasking(part.grid, patches, options.masks or 3)

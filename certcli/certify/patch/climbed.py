@@ -21,7 +21,11 @@ class TouchedPasses(nn.Module):
     def __init__(self, certifier: PatchCertifier, patch: Patch, corner: tuple[int, int]) -> None:
         super().__init__()
         self.part, procedure = certifier.passes.part, certifier.procedure
-        views = procedure.views[: procedure.count] if isinstance(procedure, DoubleMasking) else procedure.views
+        views = (
+            procedure.views[: procedure.count]
+            if isinstance(procedure, DoubleMasking)
+            else procedure.views
+        )
         (down, across), (top, left) = self.part.grid.cell, corner
         block = (
             (top // down, (top + patch.height - 1) // down + 1),

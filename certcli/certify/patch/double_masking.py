@@ -31,7 +31,9 @@ class DoubleMasking(Procedure):
     def __init__(self, grid: Grid, patches: Sequence[Patch], masks: int) -> None:
         if not 2 <= masks <= 12:
             raise UsageError(f"--masks {masks}: between 2 and 12 a side")
-        largest = Patch(*(max(getattr(p, side) for p in patches) for side in ("height", "width", "count")))
+        largest = Patch(
+            *(max(getattr(p, side) for p in patches) for side in ("height", "width", "count"))
+        )
         self.use(square_masks(grid, largest, masks), grid, patches)
         self.settings = {"masks": masks}
         self.title = f"double masking with {self.count} masks, {len(self.views)} passes at most"
@@ -42,7 +44,10 @@ class DoubleMasking(Procedure):
         for patch in patches:
             gap = hole(masks, grid, patch)
             if gap is not None:
-                raise UsageError(f"no mask hides a patch of {patch} over the cells {gap[0]} x {gap[1]}", "more masks")
+                raise UsageError(
+                    f"no mask hides a patch of {patch} over the cells {gap[0]} x {gap[1]}",
+                    "more masks",
+                )
         self.met = {patch: met_views(masks, grid, patch) for patch in patches}
         for patch in patches:  # several at once, too
             if not self.standing(patch, [True] * self.count):
@@ -66,7 +71,9 @@ class DoubleMasking(Procedure):
 
     def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
         singles = self._round_one(passes, pixels)
-        proofs = [_Proof(self, image, int(label), singles[image]) for image, label in enumerate(labels)]
+        proofs = [
+            _Proof(self, image, int(label), singles[image]) for image, label in enumerate(labels)
+        ]
         _pursue(passes, pixels, proofs)
         unproven = [proof.image for proof in proofs if not proof.proven]
         found = [Outcome(proof.wanted, proof.proven) for proof in proofs]
@@ -77,17 +84,25 @@ class DoubleMasking(Procedure):
         return found
 
     def _round_one(self, passes: Passes, pixels: Tensor) -> list[list[Answer]]:
-        answers = passes.answers(pixels, [(image, i) for image in range(len(pixels)) for i in range(self.count)])
+        answers = passes.answers(
+            pixels, [(image, i) for image in range(len(pixels)) for i in range(self.count)]
+        )
         return [answers[start : start + self.count] for start in range(0, len(answers), self.count)]
 
-    def _classes(self, passes: Passes, pixels: Tensor, singles: Sequence[Sequence[Answer]]) -> list[int]:
+    def _classes(
+        self, passes: Passes, pixels: Tensor, singles: Sequence[Sequence[Answer]]
+    ) -> list[int]:
         """What the procedure says of each image, given its first round."""
         found, rows = [], []
         for image, answers in enumerate(singles):
             counts = Counter(answer.top for answer in answers)
             majority = min(counts, key=lambda top: (-counts[top], top))
             found.append(majority)
-            rows += [_Row(self, image, i, answers) for i in range(self.count) if answers[i].top != majority]
+            rows += [
+                _Row(self, image, i, answers)
+                for i in range(self.count)
+                if answers[i].top != majority
+            ]
         _pursue(passes, pixels, rows)
         for row in reversed(rows):  # the first that agrees counts
             if not row.settled:
@@ -109,10 +124,13 @@ class _Task:
 class _Row(_Task):
     """Round two: mask i and every other. Settled when one differs from f(i, i); those that did most firmly come first."""
 
-    def __init__(self, defence: DoubleMasking, image: int, i: int, singles: Sequence[Answer]) -> None:
+    def __init__(
+        self, defence: DoubleMasking, image: int, i: int, singles: Sequence[Answer]
+    ) -> None:
         own = singles[i].top
         others = sorted(
-            (j for j in range(defence.count) if j != i), key=lambda j: (singles[j].top == own, -singles[j].lead)
+            (j for j in range(defence.count) if j != i),
+            key=lambda j: (singles[j].top == own, -singles[j].lead),
         )
         super().__init__(image, own, [defence.view(i, j) for j in others])
 
@@ -123,10 +141,14 @@ class _Row(_Task):
 class _Proof(_Task):
     """All pairs, those whose masks were least sure first. A failed pair ends both masks; settled when no patch stands."""
 
-    def __init__(self, defence: DoubleMasking, image: int, label: int, singles: Sequence[Answer]) -> None:
+    def __init__(
+        self, defence: DoubleMasking, image: int, label: int, singles: Sequence[Answer]
+    ) -> None:
         self.defence = defence
         self.alive = [answer.top == label and answer.firm for answer in singles]
-        pairs = sorted(defence._pairs, key=lambda pair: singles[pair[0]].lead + singles[pair[1]].lead)
+        pairs = sorted(
+            defence._pairs, key=lambda pair: singles[pair[0]].lead + singles[pair[1]].lead
+        )
         self.pair = {defence.view(*pair): pair for pair in pairs}
         super().__init__(image, label, [defence.view(*pair) for pair in pairs])
         self.open: tuple[Patch, ...] = defence.patches

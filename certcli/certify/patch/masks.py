@@ -30,8 +30,12 @@ def met_blocks(grid: Grid, patch: Patch) -> list[tuple[Interval, Interval]]:
 
 def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
     """The intervals of cells that `patch` pixels meet, at all places in a side of `length`; the largest ones alone."""
-    every = {(start // cell, (start + patch - 1) // cell + 1) for start in range(length - patch + 1)}
-    inside = {(a, b) for a, b in every if any((c, d) != (a, b) and c <= a and b <= d for c, d in every)}
+    every = {
+        (start // cell, (start + patch - 1) // cell + 1) for start in range(length - patch + 1)
+    }
+    inside = {
+        (a, b) for a, b in every if any((c, d) != (a, b) and c <= a and b <= d for c, d in every)
+    }
     return sorted(every - inside)
 
 
@@ -46,7 +50,9 @@ def cover(length: int, patch: int, cell: int, count: int) -> list[Interval]:
     window = min(cells, -(-(patch - 1) // cell) + 1)
     step = -(-(cells - window + 1) // count)
     size = window + step - 1
-    return sorted({(min(i * step, cells - size), min(i * step, cells - size) + size) for i in range(count)})
+    return sorted(
+        {(min(i * step, cells - size), min(i * step, cells - size) + size) for i in range(count)}
+    )
 
 
 def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
@@ -57,7 +63,9 @@ def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
     rows = cover(grid.height, patch.height, grid.cell[0], count)
     columns = cover(grid.width, patch.width, grid.cell[1], count)
     views = torch.ones(len(rows) * len(columns), *grid.shape, dtype=torch.bool)
-    for view, ((top, bottom), (left, right)) in zip(views, itertools.product(rows, columns), strict=True):
+    for view, ((top, bottom), (left, right)) in zip(
+        views, itertools.product(rows, columns), strict=True
+    ):
         view[top:bottom, left:right] = False
     chosen = itertools.combinations_with_replacement(range(len(views)), patch.count)
     joined = {tuple(sorted(set(some))) for some in chosen}
@@ -77,9 +85,12 @@ def seen(views: Tensor, blocks: Sequence[tuple[Interval, Interval]]) -> Tensor:
     """Whether a view sees any cell of a block: (m, rows, columns), p blocks -> (m, p) bool."""
     sums = torch.nn.functional.pad(views.long(), (1, 0, 1, 0)).cumsum(1).cumsum(2)
     top, bottom, left, right = (
-        torch.tensor([block[axis][end] for block in blocks]) for axis, end in ((0, 0), (0, 1), (1, 0), (1, 1))
+        torch.tensor([block[axis][end] for block in blocks])
+        for axis, end in ((0, 0), (0, 1), (1, 0), (1, 1))
     )
-    return (sums[:, bottom, right] - sums[:, top, right] - sums[:, bottom, left] + sums[:, top, left]) > 0
+    return (
+        sums[:, bottom, right] - sums[:, top, right] - sums[:, bottom, left] + sums[:, top, left]
+    ) > 0
 
 
 def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
@@ -92,7 +103,9 @@ def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
     found = sets
     for _ in range(patch.count - 1):
         if len(found) * len(sets) > MOST_SETS:
-            raise UsageError(f"too many places of {patch} to look at ({len(found) * len(sets):,})", "one patch")
+            raise UsageError(
+                f"too many places of {patch} to look at ({len(found) * len(sets):,})", "one patch"
+            )
         found = torch.unique((found[:, None] | sets[None]).flatten(0, 1), dim=0)
     return found
 

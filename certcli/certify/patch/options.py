@@ -43,11 +43,16 @@ class Patches(Options):
     procedure: Annotated[
         str, Option("double-masking, or voting (over bands): how the defended classifier decides.")
     ] = DOUBLE_MASKING
-    masks: Annotated[int, Option("K x K masks: more cost more passes and hide less.", metavar="K")] = 3
+    masks: Annotated[
+        int, Option("K x K masks: more cost more passes and hide less.", metavar="K")
+    ] = 3
     bands: Annotated[str, Option("What a vote sees: columns, rows or blocks.")] = "columns"
     band_width: Annotated[int, Option("Cells across a band: tokens where tokens are dropped.")] = 3
     hide: Annotated[
-        str, Option("tokens (dropped: ViT, DeiT), pixels (grey: any network), auto (tokens where possible).")
+        str,
+        Option(
+            "tokens (dropped: ViT, DeiT), pixels (grey: any network), auto (tokens where possible)."
+        ),
     ] = "auto"
     cell: Sequence[int] | None = None
     rows: int | None = None
@@ -61,15 +66,27 @@ class Patches(Options):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (list, tuple)):
                 raise UsageError(f"{name} {value!r} is not of its kind")
-        if self.cell is not None and (len(self.cell) != 2 or not all(type(side) is int for side in self.cell)):
+        if self.cell is not None and (
+            len(self.cell) != 2 or not all(type(side) is int for side in self.cell)
+        ):
             raise UsageError(f"cell {list(self.cell)} is not (height, width) in pixels")
-        if not 1 <= (1 if self.rows is None else self.rows) <= MOST_ROWS or len(self.patches) > MOST_PATCHES:
-            raise UsageError(f"rows is between 1 and {MOST_ROWS}, and patches are at most {MOST_PATCHES}")
+        if (
+            not 1 <= (1 if self.rows is None else self.rows) <= MOST_ROWS
+            or len(self.patches) > MOST_PATCHES
+        ):
+            raise UsageError(
+                f"rows is between 1 and {MOST_ROWS}, and patches are at most {MOST_PATCHES}"
+            )
         if self.procedure not in PROCEDURES:
-            raise UsageError(f"unknown procedure '{self.procedure}'", one_of(self.procedure, PROCEDURES))
+            raise UsageError(
+                f"unknown procedure '{self.procedure}'", one_of(self.procedure, PROCEDURES)
+            )
 
     def sizes(self, image: tuple[int, int]) -> list[Patch]:
         """Return the patches for an image (height, width) in the order they are named; UsageError when there is none."""
         if not self.patches:
-            raise UsageError("--method patch: against which patch?", "--patch 32 (pixels), --patch 2%, --patch 16x64")
+            raise UsageError(
+                "--method patch: against which patch?",
+                "--patch 32 (pixels), --patch 2%, --patch 16x64",
+            )
         return [Patch.read(str(text), image) for text in self.patches]

@@ -75,10 +75,15 @@ class Passes:
         for places in self.batches(wanted):
             logits = self._logits(pixels, [wanted[place] for place in places])[: len(places)]
             finite = torch.isfinite(logits).all(dim=1)
-            top, best = torch.where(finite, logits.argmax(dim=1), NONE), logits.topk(2, dim=1).values
+            top, best = (
+                torch.where(finite, logits.argmax(dim=1), NONE),
+                logits.topk(2, dim=1).values,
+            )
             lead = torch.where(finite, best[:, 0] - best[:, 1], -torch.inf)
             for place, cls, ahead in zip(places, top.tolist(), lead.tolist(), strict=True):
-                firm = cls != NONE and (self.determinism.margin == 0 or ahead > self.determinism.margin)
+                firm = cls != NONE and (
+                    self.determinism.margin == 0 or ahead > self.determinism.margin
+                )
                 found[place] = Answer(cls, ahead, firm)
         return [answer for answer in found if answer is not None]
 
@@ -88,7 +93,9 @@ class Passes:
         for place, (_, view) in enumerate(wanted):
             queues[self.kinds[view]].append(place)
         return [
-            queue[start : start + self.rows] for queue in queues.values() for start in range(0, len(queue), self.rows)
+            queue[start : start + self.rows]
+            for queue in queues.values()
+            for start in range(0, len(queue), self.rows)
         ]
 
     @torch.no_grad()

@@ -32,7 +32,11 @@ class Denoiser(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
         for _ in range(depth - 2):
-            layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width, eps=EPS), nn.ReLU()]
+            layers += [
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width, eps=EPS),
+                nn.ReLU(),
+            ]
         layers.append(nn.Conv2d(width, channels, 3, padding=1, bias=False))
         self.dncnn = nn.Sequential(*layers)
 
@@ -50,12 +54,18 @@ def read_denoiser(path: Path, channels: int) -> Denoiser:
     tensors, _ = read_tensors(path)
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("dncnn.0.weight")
-    numbers = [int(found[1]) for name in tensors if (found := re.fullmatch(r"dncnn\.(\d{1,3})\.weight", name))]
+    numbers = [
+        int(found[1])
+        for name in tensors
+        if (found := re.fullmatch(r"dncnn\.(\d{1,3})\.weight", name))
+    ]
     depth = 2 + (max(numbers, default=0) - 2) // 3
     if first is None or first.dim() != 4 or not 2 <= depth <= DEEPEST:
         raise ArchitectureError(f"{path} is no denoiser that certvit knows", f"it knows {_KIND}")
     if first.shape[1] != channels:
-        raise ArchitectureError(f"the denoiser {path} is for {first.shape[1]} channels, the network for {channels}")
+        raise ArchitectureError(
+            f"the denoiser {path} is for {first.shape[1]} channels, the network for {channels}"
+        )
     with torch.device("meta"):
         net = Denoiser(channels, len(first), depth)
     net.digest = tensors_digest(_load(net, tensors, path))
@@ -69,7 +79,11 @@ def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str,
     expected = net.state_dict()
     optional = {name for name in expected if name.endswith("num_batches_tracked")}
     wrong = sorted((expected.keys() - optional) ^ (tensors.keys() - optional))
-    wrong += [name for name in expected.keys() & tensors.keys() if expected[name].shape != tensors[name].shape]
+    wrong += [
+        name
+        for name in expected.keys() & tensors.keys()
+        if expected[name].shape != tensors[name].shape
+    ]
     if wrong:
         raise ArchitectureError(
             f"{path} is no DnCNN of {len(net.dncnn)} layers: '{wrong[0]}' is missing, unknown or of another shape",

@@ -19,7 +19,9 @@ CLIMBED = 16
 class Classifier(nn.Module):
     """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network run in `precision`."""
 
-    def __init__(self, model: build.PixelModel, precision: str, denoiser: Denoiser | None = None) -> None:
+    def __init__(
+        self, model: build.PixelModel, precision: str, denoiser: Denoiser | None = None
+    ) -> None:
         super().__init__()
         self.kind, self.precision = DTYPES[precision], precision
         self.normalize, self.net = model.normalize, build.converted(model, self.kind).net
@@ -73,7 +75,9 @@ def require_alone(model: build.PixelModel) -> None:
     except RuntimeError:  # of single images, or not in this precision: the run itself says so
         return
     if bool(torch.isfinite(alone).all()) and not agree(together, alone):
-        raise UsageError("no certificate by smoothing: the network's logits of an image depend on the images beside it")
+        raise UsageError(
+            "no certificate by smoothing: the network's logits of an image depend on the images beside it"
+        )
 
 
 class Smoothed(nn.Module):

@@ -51,7 +51,12 @@ class SmoothingCertifier(Certifier):
     ) -> None:
         settings.require_reach()
         self.settings, self._classify, self._classes = settings, classify, classes
-        self._device, self._batch_size, self._purpose, self._about = device, settings.batch_size, purpose, about
+        self._device, self._batch_size, self._purpose, self._about = (
+            device,
+            settings.batch_size,
+            purpose,
+            about,
+        )
         self.promise, self.failure = f"probability {confidence(settings.alpha)}", settings.alpha
         self.arithmetic = settings.precision
         self.at_once = max(1, -(-settings.batch_size // settings.n0))
@@ -67,31 +72,46 @@ class SmoothingCertifier(Certifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        optional = ("decide",) * self.settings.decide + ("denoiser",) * (self.settings.denoiser is not None)
-        return {**{name: getattr(self.settings, name) for name in (*STATED, *optional)}, "noise": noise.VERSION}
+        optional = ("decide",) * self.settings.decide + ("denoiser",) * (
+            self.settings.denoiser is not None
+        )
+        return {
+            **{name: getattr(self.settings, name) for name in (*STATED, *optional)},
+            "noise": noise.VERSION,
+        }
 
     @property
     def about(self) -> Mapping[str, Any]:
         return {"sigma": self.settings.deviation, "reach": self.reach, **self._about}
 
-    def batch(self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]) -> list[Certificate]:
+    def batch(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
         """CERTIFY for each image: the class by n0 draws, its probability by further ones, in looks."""
         started, self._drawn = time.perf_counter(), 0
         pixels = sent(pixels, self._device).float()
         first = self.settings.n0
         everything = range(len(indices))
-        top = self._count(indices, pixels, dict.fromkeys(everything, (0, first))).argmax(dim=1).tolist()
+        top = (
+            self._count(indices, pixels, dict.fromkeys(everything, (0, first)))
+            .argmax(dim=1)
+            .tolist()
+        )
         counts = torch.zeros(len(indices), self._classes, dtype=torch.int64)
         radius, drawn = dict.fromkeys(everything, 0.0), dict.fromkeys(everything, first)
         active, seen = list(everything), 0
         for look in self.settings.looks:
             # samples from n0 on: the class was chosen by others, so it is fixed before these are drawn
-            counts += self._count(indices, pixels, dict.fromkeys(active, (first + seen, first + look)))
+            counts += self._count(
+                indices, pixels, dict.fromkeys(active, (first + seen, first + look))
+            )
             seen, standing = look, []
             for image in active:
                 hits, drawn[image] = int(counts[image, top[image]]), first + look
                 radius[image] = self.settings.radius(hits, look)
-                done = radius[image] > (self.settings.enough if self.settings.enough is not None else math.inf)
+                done = radius[image] > (
+                    self.settings.enough if self.settings.enough is not None else math.inf
+                )
                 if not done and not self.settings.hopeless(hits, look):
                     standing.append(image)
             active = standing
@@ -115,14 +135,22 @@ class SmoothingCertifier(Certifier):
     def attacked(self) -> nn.Module:
         return Smoothed(self._classify, self.settings.deviation, self.settings.seed)
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+    ) -> list[Confirmation]:
         """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at most the chance `level`."""
         stated = [row for row, claim in enumerate(claims) if self.settings.states(claim.radius)]
-        drawn = self._hits([claims[row] for row in stated], pixels[stated], doubt.seed, noise.CONFIRM) if stated else []
+        drawn = (
+            self._hits([claims[row] for row in stated], pixels[stated], doubt.seed, noise.CONFIRM)
+            if stated
+            else []
+        )
         hits, found = dict(zip(stated, drawn, strict=True)), []
         for row, claim in enumerate(claims):
             if row not in hits:  # known before a file that asks for ten million draws has them
-                message = f"no count of hits gives the radius {claim.radius!r} with these parameters"
+                message = (
+                    f"no count of hits gives the radius {claim.radius!r} with these parameters"
+                )
                 found.append(Confirmation("refuted", message))
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
@@ -136,14 +164,20 @@ class SmoothingCertifier(Certifier):
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
         """The run's own draws, made again: radius and class are those of the record, but for draws at a tie (`TIES`)."""
         found = []
-        again = self.batch([claim.index for claim in claims], pixels, [claim.label for claim in claims])
+        again = self.batch(
+            [claim.index for claim in claims], pixels, [claim.label for claim in claims]
+        )
         for claim, now in zip(claims, again, strict=True):
             stated, drawn = (chance(row.radius / self.settings.deviation) for row in (claim, now))
             if claim.prediction == now.prediction and abs(stated - drawn) <= TIES + SAME:
                 found.append(Confirmation("verified", f"radius {now.radius:.6g} is found again"))
             else:
                 said = f"class {claim.prediction} and radius {claim.radius:.6g} are stated"
-                found.append(Confirmation("refuted", f"{said}, {now.prediction} and {now.radius:.6g} found again"))
+                found.append(
+                    Confirmation(
+                        "refuted", f"{said}, {now.prediction} and {now.radius:.6g} found again"
+                    )
+                )
         return found
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
@@ -152,13 +186,17 @@ class SmoothingCertifier(Certifier):
         hits = self._hits(claims, nearby, doubt.seed, noise.NEARBY)
         return [_chance_of_so_few(count, samples, 0.5) > doubt.level for count in hits]
 
-    def _hits(self, claims: Sequence[Certificate], pixels: Tensor, seed: int, purpose: int) -> list[int]:
+    def _hits(
+        self, claims: Sequence[Certificate], pixels: Tensor, seed: int, purpose: int
+    ) -> list[int]:
         """Return the number of `samples` draws at each image that are of the claimed class."""
         ranges = dict.fromkeys(range(len(claims)), (0, self.settings.samples))
         pixels = pixels.to(self._device, torch.float32)
         counts = self._count([claim.index for claim in claims], pixels, ranges, seed, purpose)
         return [
-            int(row[claim.prediction]) if claim.prediction is not None and claim.prediction < self._classes else 0
+            int(row[claim.prediction])
+            if claim.prediction is not None and claim.prediction < self._classes
+            else 0
             for row, claim in zip(counts, claims, strict=True)
         ]
 
@@ -178,9 +216,15 @@ class SmoothingCertifier(Certifier):
         run: Callable[[Tensor], Tensor] = self._classify
         if isinstance(self._classify, Classifier):
             prepare, run = self._classify.prepare, self._classify.run
-        rows = [(image, sample) for image, (start, stop) in ranges.items() for sample in range(start, stop)]
+        rows = [
+            (image, sample)
+            for image, (start, stop) in ranges.items()
+            for sample in range(start, stop)
+        ]
         counts = torch.zeros(len(indices) * self._classes, dtype=torch.int64, device=self._device)
-        finite = torch.ones((), dtype=torch.bool, device=self._device)  # looked at in the end: a GPU works ahead
+        finite = torch.ones(
+            (), dtype=torch.bool, device=self._device
+        )  # looked at in the end: a GPU works ahead
         start = 0
         while start < len(rows):
             part = rows[start : start + self._batch_size]
@@ -188,12 +232,23 @@ class SmoothingCertifier(Certifier):
             names = [indices[image] for image in which]
             try:
                 logits = run(
-                    noise.noisy(pixels, self.settings.deviation, seed, names, samples, purpose, which, prepare)
+                    noise.noisy(
+                        pixels,
+                        self.settings.deviation,
+                        seed,
+                        names,
+                        samples,
+                        purpose,
+                        which,
+                        prepare,
+                    )
                 )
             except (MemoryError, RuntimeError) as failure:
                 if self._batch_size == 1 or not out_of_memory(failure):
                     raise
-                self._batch_size = max(1, len(part) // 2)  # the same noise in smaller batches: nothing is counted twice
+                self._batch_size = max(
+                    1, len(part) // 2
+                )  # the same noise in smaller batches: nothing is counted twice
                 self.remark = f"memory lasts for {self._batch_size} noisy images at a time: --batch-size was reduced"
                 continue
             start += len(part)
@@ -201,12 +256,18 @@ class SmoothingCertifier(Certifier):
             if self.within is not None:
                 self.within(self._drawn / (self.settings.n0 + self.settings.samples))
             if logits.shape != (len(part), self._classes):
-                raise ArchitectureError(f"the network returns {tuple(logits.shape)} for {len(part)} images")
+                raise ArchitectureError(
+                    f"the network returns {tuple(logits.shape)} for {len(part)} images"
+                )
             finite &= torch.isfinite(logits).all()
             cells = torch.tensor(which, device=self._device) * self._classes + logits.argmax(dim=1)
             counts.index_add_(0, cells, torch.ones_like(cells))
         if not finite:
-            hint = "a smaller --sigma" if self.settings.precision == "float32" else "try --precision float32"
+            hint = (
+                "a smaller --sigma"
+                if self.settings.precision == "float32"
+                else "try --precision float32"
+            )
             raise DataError("the network gives NaN or infinite logits on noisy images", hint)
         return counts.view(len(indices), self._classes).cpu()
 

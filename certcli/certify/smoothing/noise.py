@@ -29,15 +29,20 @@ _FEW = 256
 
 
 def words(
-    seed: int, images: Sequence[int], samples: Sequence[int], count: int, device: torch.device, purpose: int = CERTIFY
+    seed: int,
+    images: Sequence[int],
+    samples: Sequence[int],
+    count: int,
+    device: torch.device,
+    purpose: int = CERTIFY,
 ) -> Tensor:
     """Row r: the first `count` 32-bit words of image images[r], sample samples[r], low halves first: (r, count) int32."""
     if device.type == "cpu" and count > _FEW:
         blocks = -(-count // 8)
         rows = [
-            np.random.Philox(key=seed, counter=(image << 64) + (sample << 128) + (purpose << 192)).random_raw(
-                4 * blocks
-            )
+            np.random.Philox(
+                key=seed, counter=(image << 64) + (sample << 128) + (purpose << 192)
+            ).random_raw(4 * blocks)
             for image, sample in zip(images, samples, strict=True)
         ]
         found = np.stack(rows) if rows else np.empty((0, 4 * blocks), np.uint64)
@@ -46,13 +51,20 @@ def words(
 
 
 def philox(
-    seed: int, images: Sequence[int], samples: Sequence[int], count: int, device: torch.device, purpose: int = CERTIFY
+    seed: int,
+    images: Sequence[int],
+    samples: Sequence[int],
+    count: int,
+    device: torch.device,
+    purpose: int = CERTIFY,
 ) -> Tensor:
     """`words` in torch's integer arithmetic, which wraps modulo 2^64 as Philox does, on any device."""
     blocks = -(-count // 8)
 
     def column(values: Sequence[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=device)[:, None].expand(-1, blocks)
+        return torch.tensor(list(values), dtype=torch.int64, device=device)[:, None].expand(
+            -1, blocks
+        )
 
     c0 = torch.arange(1, blocks + 1, device=device).expand(len(images), -1)
     c1, c2, c3 = column(images), column(samples), column([purpose] * len(images))
@@ -62,7 +74,9 @@ def philox(
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ _signed(k0), low1, high0 ^ c3 ^ _signed(k1), low0
         k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
-    return torch.stack((c0, c1, c2, c3), dim=2).reshape(len(images), -1).view(torch.int32)[:, :count]
+    return (
+        torch.stack((c0, c1, c2, c3), dim=2).reshape(len(images), -1).view(torch.int32)[:, :count]
+    )
 
 
 def _signed(value: int) -> int:
@@ -118,7 +132,16 @@ def noisy(
         rows = slice(start, min(start + step, len(images)))
         drawn = words(seed, images[rows], samples[rows], 2 * half, device, purpose)
         # 31 bits, so that small u keep all their digits: |z| reaches 6.66; the sign bit would cost the tail its resolution
-        radius = (drawn[:, :half] & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).log_().mul_(-2).sqrt_().mul_(sigma)
+        radius = (
+            (drawn[:, :half] & 0x7FFFFFFF)
+            .float()
+            .add_(0.5)
+            .mul_(2.0**-31)
+            .log_()
+            .mul_(-2)
+            .sqrt_()
+            .mul_(sigma)
+        )
         angle = drawn[:, half:].float().mul_(math.pi * 2.0**-31)
         # into tensors of their own: torch computes strided ones by another routine, which may differ in the last digit
         first, second = torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)

@@ -64,21 +64,31 @@ class Smoothing(Options):
         ),
     ] = 0.25
     n0: Annotated[int, Option("Draws that choose an image's class.")] = 100
-    samples: Annotated[int, Option("Draws that bound its probability: more, larger radii.", ("--samples", "-n"))] = 1000
+    samples: Annotated[
+        int, Option("Draws that bound its probability: more, larger radii.", ("--samples", "-n"))
+    ] = 1000
     alpha: Annotated[float, Option("Chance that a certificate is wrong, each.")] = 0.001
     enough: Annotated[
         float | None,
         Option("Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius),
     ] = None
     decide: Annotated[
-        bool, Option("With --enough: nor once it is unlikely (1 %) to be; for a share at R alone.", ("--decide",))
+        bool,
+        Option(
+            "With --enough: nor once it is unlikely (1 %) to be; for a share at R alone.",
+            ("--decide",),
+        ),
     ] = False
-    precision: Annotated[str, Option("float32 or bf16: of the network as it runs, which the statement is about.")] = (
-        "float32"
-    )
+    precision: Annotated[
+        str, Option("float32 or bf16: of the network as it runs, which the statement is about.")
+    ] = "float32"
     denoiser_file: Annotated[
         Path | None,
-        Option("A DnCNN in safetensors that noisy images pass first, for plain networks.", ("--denoiser",), "FILE"),
+        Option(
+            "A DnCNN in safetensors that noisy images pass first, for plain networks.",
+            ("--denoiser",),
+            "FILE",
+        ),
     ] = None
     seed: int = 0
     batch_size: int = 128
@@ -92,13 +102,23 @@ class Smoothing(Options):
             "decide": bool,
             "precision": str,
         }
-        for name, kind in kinds.items():  # values also come from records and evidence, which anyone may have written
+        for (
+            name,
+            kind,
+        ) in (
+            kinds.items()
+        ):  # values also come from records and evidence, which anyone may have written
             value = getattr(self, name)
             optional = (name == "enough" and value is None) or (name == "sigma" and value == AUTO)
-            if not optional and (not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)):
+            if not optional and (
+                not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)
+            ):
                 raise UsageError(f"--{name} {value!r} is not of its kind")
         if self.sigma != AUTO and not 0 < self.sigma < math.inf:
-            raise UsageError(f"--sigma {self.sigma:g} is not a finite number above 0", "--sigma 0.25, or --sigma auto")
+            raise UsageError(
+                f"--sigma {self.sigma:g} is not a finite number above 0",
+                "--sigma 0.25, or --sigma auto",
+            )
         if not 0 < self.alpha < 1:
             raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
         if min(self.n0, self.samples) < 1 or max(self.n0, self.samples) > MOST_DRAWS:
@@ -110,7 +130,9 @@ class Smoothing(Options):
         if not 0 <= self.seed < 1 << 64:
             raise UsageError(f"--seed {self.seed} is not between 0 and 2^64")
         if self.precision not in PRECISIONS:
-            raise UsageError(f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}")
+            raise UsageError(
+                f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}"
+            )
 
     def require_reach(self) -> None:
         """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""
@@ -167,9 +189,17 @@ class Smoothing(Options):
             low, high = 0, look
             while low < high:  # the fewest hits that give this radius
                 middle = (low + high) // 2
-                low, high = (low, middle) if self.radius(middle, look) >= radius * (1 - SAME) else (middle + 1, high)
+                low, high = (
+                    (low, middle)
+                    if self.radius(middle, look) >= radius * (1 - SAME)
+                    else (middle + 1, high)
+                )
             found = self.radius(low, look)
-            ends = look == self.samples or (self.enough is not None and found > self.enough) or self.hopeless(low, look)
+            ends = (
+                look == self.samples
+                or (self.enough is not None and found > self.enough)
+                or self.hopeless(low, look)
+            )
             if ends and abs(found - radius) <= radius * SAME:
                 return True
         return False
@@ -184,7 +214,9 @@ class Smoothing(Options):
             return True
         if upper_confidence(hits, drawn, HOPELESS) <= 0.5:
             return True
-        return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= chance(least / self.deviation)
+        return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= chance(
+            least / self.deviation
+        )
 
 
 def chance(z: float) -> float:

@@ -42,10 +42,16 @@ def choose_sigma(
     for sigma in SIGMAS:
         exact = replace(settings, sigma=sigma, enough=None, decide=False)
         tried = replace(exact, n0=TUNE_N0, samples=TUNE_SAMPLES, alpha=TUNE_ALPHA)
-        certifier, reach = SmoothingCertifier(classify, classes, tried, device, noise.TUNE), exact.reach
+        certifier, reach = (
+            SmoothingCertifier(classify, classes, tried, device, noise.TUNE),
+            exact.reach,
+        )
         rows = [row for batch in certify(certifier, images, settings.batch_size) for row in batch]
         found = certified_accuracy(rows, [Threat("l2", radius) for radius in radii])
-        held = [share if radius < reach else 0.0 for radius, share in zip(radii, found.certified.values(), strict=True)]
+        held = [
+            share if radius < reach else 0.0
+            for radius, share in zip(radii, found.certified.values(), strict=True)
+        ]
         shares[sigma] = (sum(held) / len(held), min(found.average_radius or 0.0, reach))
     best = max(shares, key=lambda sigma: shares[sigma])
     return best, {sigma: share for sigma, (share, _) in shares.items()}
@@ -77,7 +83,9 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) ->
     classify = classifier(checkpoint, device, options.precision, denoiser)
     if options.sigma == AUTO and options.tuning is not None:
         images = options.tuning.images()
-        sigma, shares = choose_sigma(classify, checkpoint.record.classes, options, device, images, options.tuning.radii)
+        sigma, shares = choose_sigma(
+            classify, checkpoint.record.classes, options, device, images, options.tuning.radii
+        )
         options = replace(options, sigma=sigma)
         tried = {f"{tried:g}": share for tried, share in shares.items()}
         about = {"sigma_chosen": {"split": images.split, "images": len(images), "shares": tried}}

@@ -26,12 +26,21 @@ class Mode:
 
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue an interrupted run of the same command.", rich_help_panel="Fitting"),
+        typer.Option(
+            "--resume",
+            help="Continue an interrupted run of the same command.",
+            rich_help_panel="Fitting",
+        ),
     ] = False
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan with parameters, multiply-adds and bounds, and stop.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the plan with parameters, multiply-adds and bounds, and stop."
+        ),
     ] = False
-    bounds: Annotated[bool, typer.Option("--bounds/--no-bounds", help="Prove bounds for the plan.")] = True
+    bounds: Annotated[
+        bool, typer.Option("--bounds/--no-bounds", help="Prove bounds for the plan.")
+    ] = True
 
 
 @command(
@@ -67,14 +76,24 @@ def adapt(
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
-    teach = ["certvit", "finetune", str(path), "--teacher", source.ckpt, "--dataset", data.dataset or "DATASET"]
+    teach = [
+        "certvit",
+        "finetune",
+        str(path),
+        "--teacher",
+        source.ckpt,
+        "--dataset",
+        data.dataset or "DATASET",
+    ]
     run.say_training_follows(settings, checkpoint.record.classes, teach, sink)
     plan(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
     seen, unseen = hold_out(images)
     if settings.keep is None and not settings.refit:
         settings = replace(settings, keep=run.default_keep(images, unseen))
-    learnt, choosing = hold_out(seen, 3) if settings.keep is not None and settings.keep < 1 else (seen, None)
+    learnt, choosing = (
+        hold_out(seen, 3) if settings.keep is not None and settings.keep < 1 else (seen, None)
+    )
     pixels = compact(batch for _, batch, _ in learnt.batches(256))
     adapter = run.make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     held = contextlib.ExitStack()
@@ -83,20 +102,30 @@ def adapt(
         proves = team().rank == team().size - 1
         team().everyone(_proven("upper_before", adapter.teacher, checkpoint) if proves else None)
         return
-    reference = fidelity.measure_reference(adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink)
+    reference = fidelity.measure_reference(
+        adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink
+    )
     require_own_state(state_path, KEY, adapter.identity, output.force or mode.resume)
     hold_state(state_path, held)
     run.fit(adapter, state_path, mode.resume, held, sink)
     result = remember(adapter.result(), seen)  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(
-        reference, adapter.student, checkpoint.record, took_part=not len(unseen), refitted=settings.refit
+        reference,
+        adapter.student,
+        checkpoint.record,
+        took_part=not len(unseen),
+        refitted=settings.refit,
     )
     written = build.load(result, machine.pick())
     after = _proven("upper_after", written, checkpoint)
-    before = team().everyone(None if team().several else _proven("upper_before", adapter.teacher, checkpoint))[-1]
+    before = team().everyone(
+        None if team().several else _proven("upper_before", adapter.teacher, checkpoint)
+    )[-1]
     trade = run.trade_document(adapter.trade)
     say_wider(checkpoint, result, sink)
-    output.write(result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}), path)
+    output.write(
+        result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}), path
+    )
     discard_state(state_path, KEY, adapter.identity)
     memory = _peak_memory()
     sink.document(
@@ -106,8 +135,13 @@ def adapt(
             **before,
             **after,
             **trade,
-            "options": [candidate.to_json(adapter.trade.placed) for candidate in adapter.trade.candidates],
-            "replaced": [{"path": r.path, "from": r.before, "to": r.after, "error": r.error} for r in adapter.records],
+            "options": [
+                candidate.to_json(adapter.trade.placed) for candidate in adapter.trade.candidates
+            ],
+            "replaced": [
+                {"path": r.path, "from": r.before, "to": r.after, "error": r.error}
+                for r in adapter.records
+            ],
             "peak_memory_bytes": memory,
         }
     )

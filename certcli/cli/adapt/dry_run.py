@@ -28,7 +28,9 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
     return initialise(source.ckpt, given.arch_args, seed=seed, mean=given.mean, std=given.std)
 
 
-def show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool, sink: Sink) -> None:
+def show_plan(
+    checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool, sink: Sink
+) -> None:
     from dataclasses import asdict
 
     from certcli.adapt.preview import grouped, preview
@@ -36,7 +38,10 @@ def show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool,
     found = preview(checkpoint, settings, bounds)
     sink.document(
         {
-            "plan": [{"path": change.path, "from": change.before, "to": change.after} for change in found.changes],
+            "plan": [
+                {"path": change.path, "from": change.before, "to": change.after}
+                for change in found.changes
+            ],
             "before": asdict(found.before),
             "after": asdict(found.after),
         }
@@ -44,20 +49,30 @@ def show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool,
     sink.table(
         "Plan: nothing was changed",
         ["modules", "count", "are", "become"],
-        [(pattern, str(count), before, after) for pattern, count, before, after in grouped(found.changes)],
+        [
+            (pattern, str(count), before, after)
+            for pattern, count, before, after in grouped(found.changes)
+        ],
     )
     rows = [
         ("parameters", f"{found.before.parameters:,}", f"{found.after.parameters:,}"),
-        ("multiply-adds an image", *(f"{cost.multiply_adds / 1e6:,.1f} M" for cost in (found.before, found.after))),
+        (
+            "multiply-adds an image",
+            *(f"{cost.multiply_adds / 1e6:,.1f} M" for cost in (found.before, found.after)),
+        ),
     ]
     if bounds:
-        rows.append(("Lipschitz bound", *(_power(cost.log10_upper) for cost in (found.before, found.after))))
+        rows.append(
+            ("Lipschitz bound", *(_power(cost.log10_upper) for cost in (found.before, found.after)))
+        )
     sink.table("Before and after surgery, before any fitting", ["", "before", "after"], rows)
     for name, cost in (("before", found.before), ("after", found.after)):
         if bounds and cost.log10_upper is None:
             sink.text(f"no bound {name}: {cost.why}")
     if settings.norm == "floor" and settings.norm_floor is None:
-        sink.note("floors are found on the calibration images; the bound after surgery counts them as 1")
+        sink.note(
+            "floors are found on the calibration images; the bound after surgery counts them as 1"
+        )
 
 
 def _power(log10: float | None) -> str:

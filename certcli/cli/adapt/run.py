@@ -35,7 +35,9 @@ BRINGS_BACK = ("--loss", "ce", "--lr", "1e-5", "--clip-grad", "1")
 chance."""
 
 
-def say_training_follows(settings: "AdaptSettings", classes: int, teach: Sequence[str], sink: Sink) -> None:
+def say_training_follows(
+    settings: "AdaptSettings", classes: int, teach: Sequence[str], sink: Sink
+) -> None:
     """Say, before minutes are spent, that the adapted network is only a start for training, or that the goal does not fit.
 
     Args:
@@ -49,7 +51,9 @@ def say_training_follows(settings: "AdaptSettings", classes: int, teach: Sequenc
             f"training could give them back ({shlex.join([*teach, *BRINGS_BACK])}); --goal keep keeps them"
         )
     else:
-        sink.note("--goal certify makes a start for training: certvit finetune OUTPUT --loss margin must follow")
+        sink.note(
+            "--goal certify makes a start for training: certvit finetune OUTPUT --loss margin must follow"
+        )
 
 
 def default_keep(images: "Images", unseen: "Images") -> float:
@@ -80,7 +84,9 @@ def make_adapter(
     return keeper
 
 
-def fit(adapter: "Adapter | Keeper", state_path: Path, resume: bool, held: ExitStack, sink: Sink) -> None:
+def fit(
+    adapter: "Adapter | Keeper", state_path: Path, resume: bool, held: ExitStack, sink: Sink
+) -> None:
     """Run the adapter, save its state after each step, and let `held` hold it; --goal keep is too quick to need that."""
     from certcli.adapt.keep import Keeper
     from certcli.adapt.state import load_state, save_state
@@ -118,7 +124,9 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
         return
     first = trade.rungs[0].log10_upper
     if first is None:
-        sink.note("floors alone give no proven bound, so no digits can be gained: see `certvit lipschitz`")
+        sink.note(
+            "floors alone give no proven bound, so no digits can be gained: see `certvit lipschitz`"
+        )
         return
     sink.table(
         "The trade, on the images that chose (not those above): > marks the row taken",
@@ -134,7 +142,9 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
                 "-" if rung.log10_upper is None else f"{rung.log10_upper:.1f}",
                 "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
-                f"{100 * rung.agreement_at_least:.1f} %" if isinstance(rung.agreement_at_least, float) else "-",
+                f"{100 * rung.agreement_at_least:.1f} %"
+                if isinstance(rung.agreement_at_least, float)
+                else "-",
                 f"{100 * rung.error:.1f} %",
             )
             for rung in trade.rungs

@@ -43,7 +43,9 @@ def attack(
 
     results.check(data)
     if results.keeps_images:
-        require_one("adversarial images are kept", "leave out --save-examples and --gallery, or torchrun")
+        require_one(
+            "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
+        )
     output.claim(source, attacks, data, results)
     if patch_attacked.require(attacks, data, patches, results):
         require_one("patches are looked for", "certvit attack --norm patch without torchrun")
@@ -52,7 +54,9 @@ def attack(
     sink, gate = talk.sink(), Gate()
     settings, stages = attacks.plan(data.seed, data.only_certified is not None)
     checkpoint = source.read(sink)
-    crafted_on, compared = (_second(path, checkpoint, source.ckpt) for path in (attacks.crafted_on, results.compare))
+    crafted_on, compared = (
+        _second(path, checkpoint, source.ckpt) for path in (attacks.crafted_on, results.compare)
+    )
     certificates = None
     if data.only_certified is not None:
         norm, certificates = read_certified(data.only_certified, checkpoint.digest)
@@ -60,7 +64,10 @@ def attack(
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
-    drawn = [stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision) for stage in stages]
+    drawn = [
+        stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision)
+        for stage in stages
+    ]
     tasks = tasks_of(drawn, images, certificates)
     facts = {
         "preset": attacks.preset,
@@ -69,7 +76,9 @@ def attack(
         "refine": attacks.refine,
     }
     session = run.Session(checkpoint, images, tasks, settings, certificates, machine, facts, sink)
-    outcome = session.run(crafted_on, results, output.force, attacks.checks, output.output is not None)
+    outcome = session.run(
+        crafted_on, results, output.force, attacks.checks, output.output is not None
+    )
     if outcome is None:
         return
     findings, found = outcome
@@ -77,7 +86,13 @@ def attack(
     unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
     run.gate_of(findings, results.minimum, gate)
     sink.document({**document, **unchecked, "seen": seen, "doubts": sink.doubts}, gate)
-    run.table(sink, findings, f"{images.name} ({images.split})", crafted_on is not None, certificates is not None)
+    run.table(
+        sink,
+        findings,
+        f"{images.name} ({images.split})",
+        crafted_on is not None,
+        certificates is not None,
+    )
     if certificates is None:
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
     session.show(found, results, compared, Path(source.ckpt).stem, output.force)
@@ -85,7 +100,9 @@ def attack(
         from certcli.evaluation.evidence import AttackResult
 
         parameters = parameters_of(tasks, settings, **facts)
-        result = {name: document[name] for name in AttackResult.__struct_fields__ if name in document}
+        result = {
+            name: document[name] for name in AttackResult.__struct_fields__ if name in document
+        }
         output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
@@ -101,5 +118,7 @@ def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint
     other = open_checkpoint(path, Hints())
     record = checkpoint.record
     if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
-        raise UsageError(f"{path} has other images or classes than {tested}", "both must see the same images")
+        raise UsageError(
+            f"{path} has other images or classes than {tested}", "both must see the same images"
+        )
     return other

@@ -30,7 +30,9 @@ def list_attacks(context: typer.Context, given: bool) -> None:
         return
     sink = Sink(as_json=False, quiet=False)
     sink.table(
-        "Attacks", ["--attack", "norm", "what it does"], [(a.name, " ".join(a.norms), a.summary) for a in ATTACKS]
+        "Attacks",
+        ["--attack", "norm", "what it does"],
+        [(a.name, " ".join(a.norms), a.summary) for a in ATTACKS],
     )
     try:
         theirs = [(PREFIX + name, signature(name)) for name in names()]
@@ -40,7 +42,10 @@ def list_attacks(context: typer.Context, given: bool) -> None:
         sink.table(
             f"Attacks of torchattacks, as {PREFIX}NAME,argument=value",
             ["--attack", "norm", "measured in", "arguments and their defaults"],
-            [(name, " ".join(s.norms), " ".join(s.measures) or "-", s.words()) for name, s in theirs],
+            [
+                (name, " ".join(s.norms), " ".join(s.measures) or "-", s.words())
+                for name, s in theirs
+            ],
         )
     raise typer.Exit
 
@@ -59,9 +64,13 @@ class Attacks:
     ] = field(default_factory=list)
     listed: Annotated[
         bool,
-        typer.Option("--list", is_eager=True, callback=list_attacks, help="Show all attacks and exit."),
+        typer.Option(
+            "--list", is_eager=True, callback=list_attacks, help="Show all attacks and exit."
+        ),
     ] = False
-    preset: Annotated[str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")] = None
+    preset: Annotated[
+        str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")
+    ] = None
     epsilon: Annotated[
         list[float],
         typer.Option(
@@ -72,34 +81,58 @@ class Attacks:
             help="Radius in pixel units, 0.5 or 8/255; repeated: a curve. Default: 0.5.",
         ),
     ] = field(default_factory=list)
-    norm: Annotated[str | None, typer.Option(help="l2 (default), linf, or patch (with --patch).")] = None
+    norm: Annotated[
+        str | None, typer.Option(help="l2 (default), linf, or patch (with --patch).")
+    ] = None
     defence: Annotated[
-        str, typer.Option(help="With --norm patch: none, or patch, the classifier of certify --method patch.")
+        str,
+        typer.Option(
+            help="With --norm patch: none, or patch, the classifier of certify --method patch."
+        ),
     ] = "none"
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of iterated attacks. Default: each attack's own.")] = (
-        None
-    )
-    restarts: Annotated[int, typer.Option(min=1, help="Runs of random attacks on images that still stand.")] = 1
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of iterated attacks. Default: each attack's own."),
+    ] = None
+    restarts: Annotated[
+        int, typer.Option(min=1, help="Runs of random attacks on images that still stand.")
+    ] = 1
     step_size: Annotated[
         float | None,
-        typer.Option(parser=options.fraction, metavar="A", help="Step in pixel units. Default: 2.5 radius / steps."),
+        typer.Option(
+            parser=options.fraction,
+            metavar="A",
+            help="Step in pixel units. Default: 2.5 radius / steps.",
+        ),
     ] = None
     samples: Annotated[
-        int, typer.Option(min=1, help="Draws that verdict and eot-pgd average, for random networks.")
+        int,
+        typer.Option(min=1, help="Draws that verdict and eot-pgd average, for random networks."),
     ] = 1
     precision: Annotated[
-        str, typer.Option(help="float32 or bf16, of the attack's own passes; verdicts keep the network's own.")
+        str,
+        typer.Option(
+            help="float32 or bf16, of the attack's own passes; verdicts keep the network's own."
+        ),
     ] = "float32"
     independent: Annotated[
-        bool, typer.Option("--independent", help="Show every image to every attack, not only those that still stand.")
+        bool,
+        typer.Option(
+            "--independent",
+            help="Show every image to every attack, not only those that still stand.",
+        ),
     ] = False
-    refine: Annotated[int, typer.Option(min=0, help="Halvings of each success towards its image: minimal norms.")] = 0
+    refine: Annotated[
+        int, typer.Option(min=0, help="Halvings of each success towards its image: minimal norms.")
+    ] = 0
     crafted_on: Annotated[
         str | None,
         typer.Option("--source", help="Craft on this checkpoint, test on CKPT (transfer)."),
         options.Reads(),
     ] = None
-    checks: Annotated[bool, typer.Option(help="Check the evaluation itself on a few images.")] = True
+    checks: Annotated[bool, typer.Option(help="Check the evaluation itself on a few images.")] = (
+        True
+    )
 
     def plan(self, seed: int, certified: bool) -> tuple[AttackSettings, tuple[Stage, ...]]:
         """Settings and stages; UsageError on wishes that contradict."""
@@ -131,10 +164,15 @@ class Attacks:
 class AttackedImages(Evaluation):
     """The images that are attacked."""
 
-    per_class: Annotated[int | None, typer.Option(min=1, help="Use K seeded images of every class.")] = None
+    per_class: Annotated[
+        int | None, typer.Option(min=1, help="Use K seeded images of every class.")
+    ] = None
     only_certified: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Records of `certify`: attack each certified image at its own radius."),
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Records of `certify`: attack each certified image at its own radius.",
+        ),
         options.Reads(),
     ] = None
 
@@ -150,20 +188,30 @@ class AttackOutput:
     minimum: Annotated[
         float | None,
         typer.Option(
-            "--min-robust", parser=options.share, metavar="A", help="Exit 7 below this share at the smallest radius."
+            "--min-robust",
+            parser=options.share,
+            metavar="A",
+            help="Exit 7 below this share at the smallest radius.",
         ),
     ] = None
     records: options.Records = None
     resume: options.Resume = False
     save_examples: Annotated[
-        Path | None, typer.Option("--save-examples", help="Adversarial examples as safetensors."), options.Writes()
+        Path | None,
+        typer.Option("--save-examples", help="Adversarial examples as safetensors."),
+        options.Writes(),
     ] = None
     gallery: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw images, perturbations and predictions: FILE.png, .svg or .pdf."),
+        typer.Option(
+            metavar="FILE",
+            help="Draw images, perturbations and predictions: FILE.png, .svg or .pdf.",
+        ),
         options.Writes(figure=True),
     ] = None
-    compare: Annotated[str | None, typer.Option(help="Second checkpoint in the gallery."), options.Reads()] = None
+    compare: Annotated[
+        str | None, typer.Option(help="Second checkpoint in the gallery."), options.Reads()
+    ] = None
 
     @property
     def keeps_images(self) -> bool:
@@ -173,9 +221,12 @@ class AttackOutput:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise UsageError(
-                "--resume knows no images of what was attacked before", "leave out --save-examples, --gallery"
+                "--resume knows no images of what was attacked before",
+                "leave out --save-examples, --gallery",
             )
         if self.compare is not None and self.gallery is None:
             raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
         if data.limit is not None and data.per_class is not None:
-            raise UsageError("--limit and --per-class are two ways to choose images", "use one of them")
+            raise UsageError(
+                "--limit and --per-class are two ways to choose images", "use one of them"
+            )

@@ -33,11 +33,16 @@ Row = dict[str, Any]
 MOST_AT_ONCE = 16
 
 
-def require(attacks: Attacks, data: AttackedImages, patches: Patches, results: AttackOutput) -> bool:
+def require(
+    attacks: Attacks, data: AttackedImages, patches: Patches, results: AttackOutput
+) -> bool:
     """Whether patches are looked for; UsageError for options of balls beside them, and for options of patches without."""
     if attacks.norm != "patch":
         if patches.patches or attacks.defence != "none":
-            raise UsageError("--patch and --defence are for --norm patch", "certvit attack ... --norm patch --patch 32")
+            raise UsageError(
+                "--patch and --defence are for --norm patch",
+                "certvit attack ... --norm patch --patch 32",
+            )
         return False
     if attacks.defence not in ("none", "patch"):
         raise UsageError(f"--defence {attacks.defence}: one of none, patch")
@@ -53,7 +58,10 @@ def require(attacks: Attacks, data: AttackedImages, patches: Patches, results: A
     }
     for name, value in beside.items():
         if value:
-            raise UsageError(f"--{name} does not go with --norm patch", f"its attack is {ATTACK}: --steps, --restarts")
+            raise UsageError(
+                f"--{name} does not go with --norm patch",
+                f"its attack is {ATTACK}: --steps, --restarts",
+            )
     return True
 
 
@@ -80,12 +88,21 @@ def attack(
         patches, defence = replace(patches, patches=patches.patches or list(certified)), "patch"
     sizes = sorted(set(patches.sizes(checkpoint.record.input.size[1:])))
     targets, procedure = _targets(defence, checkpoint, device, defended, sizes)
-    budget: dict[str, Any] = {"steps": attacks.steps, "restarts": attacks.restarts, "seed": data.seed}
+    budget: dict[str, Any] = {
+        "steps": attacks.steps,
+        "restarts": attacks.restarts,
+        "seed": data.seed,
+    }
     settings = AttackSettings(**budget)
     about = {"defence": defence, **procedure, **budget, "certified_only": certified is not None}
     spelled = [str(patch) for patch in sizes]
     run = Run.of(
-        "attack", checkpoint.digest, images, [[ATTACK]], norm="patch", parameters={**about, "against": spelled}
+        "attack",
+        checkpoint.digest,
+        images,
+        [[ATTACK]],
+        norm="patch",
+        parameters={**about, "against": spelled},
     )
     found: dict[str, list[Row]] = {}
     read: list[_Batch] = []
@@ -96,14 +113,20 @@ def attack(
             part = images
             if certified is not None:
                 those = set(certified.get(str(patch), []))
-                part = images.select([place for place, index in enumerate(images.indices.tolist()) if index in those])
+                part = images.select(
+                    [place for place, index in enumerate(images.indices.tolist()) if index in those]
+                )
             with sink.progress(f"attack ({patch})", total=len(part)) as bar:
-                for batch in _attacked(targets[patch], part, patch, settings, file, device, machine.batch_size):
+                for batch in _attacked(
+                    targets[patch], part, patch, settings, file, device, machine.batch_size
+                ):
                     found.setdefault(str(patch), []).extend(batch.rows)
                     read += [batch] if batch.read else []
                     bar.advance(len(batch.rows))
             if str(patch) not in found:
-                raise DataError(f"no image is certified against {patch}", "leave out --only-certified")
+                raise DataError(
+                    f"no image is certified against {patch}", "leave out --only-certified"
+                )
     every = output.output is not None
     resumed = _compute_again(read, found[spelled[0]], results, every) if read else None
     parts = [_part(patch, rows) for patch, rows in found.items()]
@@ -111,14 +134,23 @@ def attack(
     fallen = [row["index"] for rows in found.values() for row in rows if not row["robust"][ATTACK]]
     if certified is not None and fallen:
         hint = "a certificate and a counterexample cannot both be right, unless other bits are executed here: report it"
-        gate.demand(False, CertvitError(f"certified and broken: images {', '.join(map(str, fallen[:5]))}", hint))
+        gate.demand(
+            False,
+            CertvitError(f"certified and broken: images {', '.join(map(str, fallen[:5]))}", hint),
+        )
     if results.minimum is not None:
         share = f"{share_text(first['robust'], first['images'])} withstand patches of {spelled[0]}"
         failure = GateError(f"{share}, below --min-robust {results.minimum:g}")
         gate.demand(first["robust"] >= results.minimum, failure)
     curve = {part["patch"]: part["robust"] for part in parts}
     intervals = {part["patch"]: part["intervals"]["robust"] for part in parts}
-    document = {"clean": first["clean"], "robust": curve, "intervals": intervals, "norm": "patch", "parameters": about}
+    document = {
+        "clean": first["clean"],
+        "robust": curve,
+        "intervals": intervals,
+        "norm": "patch",
+        "parameters": about,
+    }
     document |= {"checkpoint": checkpoint.digest, "dataset": describe(images)}
     sink.document(document | ({} if resumed is None else {"resumed": resumed.to_json()}), gate)
     whom = "the network" if defence == "none" else "the defended classifier"
@@ -139,7 +171,12 @@ def attack(
             **images_named, "attacks": [[ATTACK]], "norm": ["patch"], "patches": spelled, "settings": budget,
             "certified_only": certified is not None, **({"defence": procedure} if procedure else {}),
         }  # fmt: skip
-        result = {**first, "dataset": describe(images), "curve": curve, "parts": parts if len(parts) > 1 else []}
+        result = {
+            **first,
+            "dataset": describe(images),
+            "curve": curve,
+            "parts": parts if len(parts) > 1 else [],
+        }
         output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()
@@ -148,13 +185,27 @@ def attack(
 def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
     from certcli.evaluation.intervals import share_interval
 
-    right, left = sum(row["prediction"] == row["label"] for row in rows), sum(row["robust"][ATTACK] for row in rows)
+    right, left = (
+        sum(row["prediction"] == row["label"] for row in rows),
+        sum(row["robust"][ATTACK] for row in rows),
+    )
     intervals = {
         name: list(share_interval(count, len(rows)))
         for name, count in (("clean", right), ("robust", left), (ATTACK, left))
     }
-    shares = {"clean": right / len(rows), "robust": left / len(rows), "attacks": {ATTACK: left / len(rows)}}
-    return {"norm": "patch", "patch": patch, "images": len(rows), **shares, "intervals": intervals, "median_norm": None}
+    shares = {
+        "clean": right / len(rows),
+        "robust": left / len(rows),
+        "attacks": {ATTACK: left / len(rows)},
+    }
+    return {
+        "norm": "patch",
+        "patch": patch,
+        "images": len(rows),
+        **shares,
+        "intervals": intervals,
+        "median_norm": None,
+    }
 
 
 @dataclass(frozen=True)
@@ -166,7 +217,9 @@ class _Batch:
     find: Callable[[], list[Row]]
 
 
-def _compute_again(read: Sequence[_Batch], first: Sequence[Row], results: AttackOutput, every: bool) -> Resumed:
+def _compute_again(
+    read: Sequence[_Batch], first: Sequence[Row], results: AttackOutput, every: bool
+) -> Resumed:
     """Attack some of the batches that were read again, or all; DataError when one does not agree.
 
     first: records at the size of which the gate speaks.
@@ -174,7 +227,9 @@ def _compute_again(read: Sequence[_Batch], first: Sequence[Row], results: Attack
     from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again, usual
 
     patch = first[0]["patch"]
-    held = [sum(row["robust"][ATTACK] for row in batch.rows if row["patch"] == patch) for batch in read]
+    held = [
+        sum(row["robust"][ATTACK] for row in batch.rows if row["patch"] == patch) for batch in read
+    ]
     elsewhere = sum(row["robust"][ATTACK] for row in first) - sum(held)
     demanded = Demanded(results.minimum or 0.0, len(first), elsewhere, every)
     again = [read[place] for place in to_compute_again(held, demanded, usual(len(read)))]
@@ -201,7 +256,10 @@ def _attacked(
     from certcli.attack.patch import attack_patches
 
     def find(indices: list[int], pixels: torch.Tensor, labels: list[int]) -> list[Row]:
-        return [row.to_json() for row in attack_patches(target, indices, pixels.to(device), labels, patch, settings)]
+        return [
+            row.to_json()
+            for row in attack_patches(target, indices, pixels.to(device), labels, patch, settings)
+        ]
 
     for indices, pixels, labels in images.batches(min(batch_size, MOST_AT_ONCE)):
         these = partial(find, indices.tolist(), pixels, labels.tolist())
@@ -213,7 +271,11 @@ def _attacked(
 
 
 def _targets(
-    defence: str, checkpoint: Checkpoint, device: torch.device, defended: Patches, sizes: list[Patch]
+    defence: str,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    defended: Patches,
+    sizes: list[Patch],
 ) -> tuple[dict[Patch, Target], dict[str, Any]]:
     """Whom each size of patch attacks, and what decides that."""
     from certcli.attack.judge import predict
@@ -228,13 +290,17 @@ def _targets(
         return dict.fromkeys(sizes, plain), {}
     certifier = prepare(checkpoint, device, defended)
     found = {
-        patch: Target(lambda corner, patch=patch: TouchedPasses(certifier, patch, corner), certifier.predict)  # type: ignore[misc]
+        patch: Target(
+            lambda corner, patch=patch: TouchedPasses(certifier, patch, corner), certifier.predict
+        )  # type: ignore[misc]
         for patch in sizes
     }
     return found, dict(certifier.parameters)
 
 
-def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[Patches, dict[str, list[int]]]:
+def _certified(
+    path: Path, checkpoint: Checkpoint, images: Images
+) -> tuple[Patches, dict[str, list[int]]]:
     """The options of records of `certify --method patch`, and which images are certified against which patch."""
     from certcli.certify.patch.certifier import PatchCertificate
     from certcli.certify.patch.options import Patches
@@ -244,7 +310,10 @@ def _certified(path: Path, checkpoint: Checkpoint, images: Images) -> tuple[Patc
     require_same_network(run, checkpoint.digest, path)
     require_same_images(rows, images, path)
     if run.norm != "patch":
-        raise DataError(f"{path} holds certificates in {run.norm}, not against patches", "leave out --norm patch")
+        raise DataError(
+            f"{path} holds certificates in {run.norm}, not against patches",
+            "leave out --norm patch",
+        )
     found: dict[str, list[int]] = {}
     for row in rows:
         claim = PatchCertificate.from_json(row)

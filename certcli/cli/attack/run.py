@@ -55,7 +55,12 @@ class Session:
         return load(checkpoint, self.machine.pick())
 
     def run(
-        self, crafted_on: Checkpoint | None, results: AttackOutput, force: bool, checks: bool, every: bool
+        self,
+        crafted_on: Checkpoint | None,
+        results: AttackOutput,
+        force: bool,
+        checks: bool,
+        every: bool,
     ) -> tuple[Findings, dict[int, list[AttackRecord]]] | None:
         """The findings, and the records by number of the task; written to `--records` as they are found. None for a process
         that leads no others: what it found is theirs.
@@ -73,7 +78,9 @@ class Session:
         crafter = None if crafted_on is None else self.load(crafted_on)
         found: dict[int, list[AttackRecord]] = {}
         work = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(model, *work, crafter, self.facts["refine"], team().leads and results.keeps_images)
+        campaign = Campaign(
+            model, *work, crafter, self.facts["refine"], team().leads and results.keeps_images
+        )
         if not team().leads:
             list(campaign.run(team=team()))
             return None
@@ -108,10 +115,14 @@ class Session:
                     found.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
             if spent > max(WORTH_A_LINE, 0.5 * (self.sink.clock() - started)):
-                self.sink.note(f"{spent:.0f} s of this went into checks of the attacks; --no-checks leaves them out")
+                self.sink.note(
+                    f"{spent:.0f} s of this went into checks of the attacks; --no-checks leaves them out"
+                )
         findings = findings_of(self.tasks, found, flags, self.certificates)
         if file.taken:
-            resumed = attack_again(campaign, found, file.taken, results.minimum, every, str(results.records))
+            resumed = attack_again(
+                campaign, found, file.taken, results.minimum, every, str(results.records)
+            )
             findings = replace(findings, resumed=resumed)
         return findings, found
 
@@ -151,7 +162,13 @@ class Session:
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
         names = class_names(self.images, record.classes, record.class_names)
-        _draw(gathered, names, results.gallery, f"{name} on {self.images.name} ({self.images.split})", self.images)
+        _draw(
+            gathered,
+            names,
+            results.gallery,
+            f"{name} on {self.images.name} ({self.images.split})",
+            self.images,
+        )
         self.sink.note(f"wrote {results.gallery}")
 
 
@@ -173,14 +190,28 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
     for part in findings.parts:
         way = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
-            between = {name: f"{100 * low:.1f} to {100 * high:.1f}" for name, (low, high) in summary.intervals.items()}
+            between = {
+                name: f"{100 * low:.1f} to {100 * high:.1f}"
+                for name, (low, high) in summary.intervals.items()
+            }
             radius = attacked_radius(summary.epsilon) if part.own is None else "its own"
-            rows.append((f"{part.stage.norm} {radius}", "clean", percent(summary.clean), between["clean"], ""))
+            rows.append(
+                (
+                    f"{part.stage.norm} {radius}",
+                    "clean",
+                    percent(summary.clean),
+                    between["clean"],
+                    "",
+                )
+            )
             rows += [
-                ("", f"{name} ({way})", percent(share), between[name], "") for name, share in summary.attacks.items()
+                ("", f"{name} ({way})", percent(share), between[name], "")
+                for name, share in summary.attacks.items()
             ]
             nearest = "" if summary.median_norm is None else f"{summary.median_norm:.4g}"
-            rows.append(("", "all (worst case)", percent(summary.robust), between["robust"], nearest))
+            rows.append(
+                ("", "all (worst case)", percent(summary.robust), between["robust"], nearest)
+            )
     title = f"{images}, {findings.first.images} images{', certified as their records say' if certified else ''}"
     sink.table(
         title + (", crafted on another network" if transfer else ""),
@@ -192,10 +223,14 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
     for part in findings.parts:
         if part.own is not None:
             told = "smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
-            sink.text(f"each image at the radius that its record states (certify --verify checks them): {told}")
+            sink.text(
+                f"each image at the radius that its record states (certify --verify checks them): {told}"
+            )
 
 
-def _draw(rows: list[list[Exhibit]], names: list[str], path: Path, about: str, images: Images) -> None:
+def _draw(
+    rows: list[list[Exhibit]], names: list[str], path: Path, about: str, images: Images
+) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
     def picture(shown: Exhibit) -> AttackedImage:

@@ -76,7 +76,11 @@ def audit(
     # the document names files without their folders; a terminal as they were typed here
     further, again = next_steps(findings, plan, typed), reproduce(plan, findings.precision, typed)
     view.show(document, further, again, checkpoint.reading.line(), sink)
-    names = [] if images is None else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
+    names = (
+        []
+        if images is None
+        else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
+    )
     view.write(document, findings, checkpoint, reports, output, names, plan, sink)
     gate.enforce()
 

@@ -25,7 +25,11 @@ class AuditOptions:
 
     time_budget: Annotated[
         str,
-        typer.Option("--time-budget", metavar="T", help="Wall time: 90s, 2m, 1h. The report names what did not fit."),
+        typer.Option(
+            "--time-budget",
+            metavar="T",
+            help="Wall time: 90s, 2m, 1h. The report names what did not fit.",
+        ),
     ] = "2m"
     epsilon: options.Epsilons = field(default_factory=lambda: [0.12, 0.5])
     attacks: Annotated[
@@ -35,7 +39,8 @@ class AuditOptions:
     methods: Annotated[
         list[str],
         typer.Option(
-            "--method", help="lipschitz, local, patch, smoothing; several; else those that make sense for the network."
+            "--method",
+            help="lipschitz, local, patch, smoothing; several; else those that make sense for the network.",
         ),
     ] = field(default_factory=list)
     patches: Annotated[
@@ -87,7 +92,9 @@ class AuditOptions:
             Threat.read(patch, "patch")
         radii = require_radii(self.epsilon)
         if self.precision not in (AUTO, *PRECISIONS):
-            raise UsageError(f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS)))
+            raise UsageError(
+                f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS))
+            )
         stages_of(self.attacks, None, "l2", radii, AttackSettings(seed=seed))
         return Plan(
             radii=radii,
@@ -120,6 +127,10 @@ class Reports:
     html: options.Html = None
     compare: Annotated[
         Path | None,
-        typer.Option("--compare", metavar="FILE", help="An earlier --report FILE.json: what changed since then."),
+        typer.Option(
+            "--compare",
+            metavar="FILE",
+            help="An earlier --report FILE.json: what changed since then.",
+        ),
         options.Reads(),
     ] = None

@@ -28,7 +28,10 @@ def require_formats(paths: Sequence[Path]) -> None:
     """UsageError on a suffix that no format has."""
     for path in paths:
         if path.suffix.lower() not in FORMATS:
-            raise UsageError(f"--report {path}: no format has the suffix '{path.suffix}'", one_of(path.suffix, FORMATS))
+            raise UsageError(
+                f"--report {path}: no format has the suffix '{path.suffix}'",
+                one_of(path.suffix, FORMATS),
+            )
 
 
 def earlier(path: Path) -> Audit:
@@ -42,13 +45,18 @@ def earlier(path: Path) -> Audit:
     except OSError as failure:
         raise DataError(f"--compare {path}: {failure.strerror or failure}", hint) from failure
     except Refused as refusal:
-        raise DataError(f"--compare {path} is no document of an audit: {refusal}", hint) from refusal
+        raise DataError(
+            f"--compare {path} is no document of an audit: {refusal}", hint
+        ) from refusal
 
 
 def gate_of(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
-        gate.demand(row.passed, GateError(f"--fail-on {row.fail_on}: {row.reason}", "certvit audit shows all figures"))
+        gate.demand(
+            row.passed,
+            GateError(f"--fail-on {row.fail_on}: {row.reason}", "certvit audit shows all figures"),
+        )
     return gate
 
 
@@ -73,8 +81,15 @@ def show(document: Audit, further: Sequence[str], again: str, reading: str, sink
     sink.text("")
     for line in document.verdict:
         sink.text(line)
-    rows = [(row.name, row.percent, str(row.share.images), row.between, row.holds) for row in share_rows(document)]
-    sink.table(_title(document), ["what", "result", "n", "95 % interval", "holds"], [*_constants(document), *rows])
+    rows = [
+        (row.name, row.percent, str(row.share.images), row.between, row.holds)
+        for row in share_rows(document)
+    ]
+    sink.table(
+        _title(document),
+        ["what", "result", "n", "95 % interval", "holds"],
+        [*_constants(document), *rows],
+    )
     if document.changes:
         sink.table(TITLE, COLUMNS, [cells(change) for change in document.changes])
     _details(document, again, reading, sink)
@@ -83,7 +98,11 @@ def show(document: Audit, further: Sequence[str], again: str, reading: str, sink
 def _title(document: Audit) -> str:
     network = document.network
     size = "x".join(str(side) for side in network.input)
-    images = "no images" if document.dataset is None else f"{document.dataset.name} ({document.dataset.split})"
+    images = (
+        "no images"
+        if document.dataset is None
+        else f"{document.dataset.name} ({document.dataset.split})"
+    )
     return f"{network.name}: {network.arch}, {network.parameters:,} parameters, {size}; {images}"
 
 
@@ -91,7 +110,13 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.bound is not None:
         yield "Lipschitz bound", document.bound.upper_text, "", "", "proven"
     if document.slope is not None:
-        yield "slope found", f"{document.slope.lower:.4g}", str(document.slope.images), "", "measured"
+        yield (
+            "slope found",
+            f"{document.slope.lower:.4g}",
+            str(document.slope.images),
+            "",
+            "measured",
+        )
     if document.attention_weight is not None:
         yield "attention's weight", f"{document.attention_weight:.2g}", "", "", "measured"
 
@@ -99,17 +124,25 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
 def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
     sink.text("")
     sink.text(reading)
-    sink.text("Radii are pixel l2, images in [0, 1]. Certified and attacked shares count correct images only.")
+    sink.text(
+        "Radii are pixel l2, images in [0, 1]. Certified and attacked shares count correct images only."
+    )
     for found in document.certificates:
         sink.text(f"{found.method}: {found.title}; about {found.about}. {found.seconds:.0f} s")
     if document.patched is not None:
-        sink.text(f"patch: {document.patched.title}; about the network behind masks. {document.patched.seconds:.0f} s")
+        sink.text(
+            f"patch: {document.patched.title}; about the network behind masks. {document.patched.seconds:.0f} s"
+        )
     if document.attack is not None:
-        sink.text(f"attacks in turn: {', '.join(document.attack.attacks)}; {document.attack.seconds:.0f} s")
+        sink.text(
+            f"attacks in turn: {', '.join(document.attack.attacks)}; {document.attack.seconds:.0f} s"
+        )
     bound = document.bound
     if bound is not None and bound.blocks:
         largest = sorted(bound.blocks, key=lambda block: -block.log10)[:LARGEST_SHOWN]
-        sink.text(f"largest parts of the bound: {', '.join(f'{block.path} {block.text}' for block in largest)}")
+        sink.text(
+            f"largest parts of the bound: {', '.join(f'{block.path} {block.text}' for block in largest)}"
+        )
     for item in document.skipped:
         sink.text(f"not done: {item.stage} ({item.why})")
     sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {again}")

@@ -54,12 +54,17 @@ def certify(
     gate, chooses = Gate(), run.AUTO in target.methods or smoothing.sigma == run.AUTO
     demand, threats = run.require_compatible(options)
     if chooses:
-        require_one("auto chooses by trying", "certvit certify ... --limit 50 says what it chooses; name that")
+        require_one(
+            "auto chooses by trying",
+            "certvit certify ... --limit 50 says what it chooses; name that",
+        )
     output.claim(source, target, smoothing, data)
     sink = talk.sink()
     checkpoint = source.read(sink)
     if demand is None:
-        demand, threats = run.patch_demand(target.minimum, patches, checkpoint.record.input.size[1:])
+        demand, threats = run.patch_demand(
+            target.minimum, patches, checkpoint.record.input.size[1:]
+        )
     demand = replace(demand, every=output.output is not None)
     images = digested(data.images(checkpoint.record, sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
@@ -75,23 +80,37 @@ def certify(
     document = view.document(results, choice.reason or None, checkpoint.digest, images)
     sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
     view.table(results, images, attacked, sink)
-    if choice.method not in ("smoothing", "patch"):  # whose network is another one: under noise, behind masks
+    if choice.method not in (
+        "smoothing",
+        "patch",
+    ):  # whose network is another one: under noise, behind masks
         inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
     if target.plot is not None:
-        view.plot(results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink)
+        view.plot(
+            results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink
+        )
     if target.html is not None:
         again = typed_command.again(context, frozenset(("minimum", "attack_records")))
         pages.write(
-            pages.certify_page(results, attacked, checkpoint, _name(source.ckpt), images, again, sink.doubts),
+            pages.certify_page(
+                results, attacked, checkpoint, _name(source.ckpt), images, again, sink.doubts
+            ),
             target.html,
         )
         sink.note(f"wrote {target.html}")
     if output.output is not None:
-        about = {"dataset": images.name, "split": images.split, "limit": data.limit, "seed": data.seed}
+        about = {
+            "dataset": images.name,
+            "split": images.split,
+            "limit": data.limit,
+            "seed": data.seed,
+        }
         written: Checkpoint = checkpoint
         for result in reversed(results):  # the first named comes last, where `log` looks for it
             evidence = view.evidence(result, images)
-            written = written.with_evidence("certify", {**about, "method": result.certifier.method}, evidence)
+            written = written.with_evidence(
+                "certify", {**about, "method": result.certifier.method}, evidence
+            )
         output.write(written, output.output)
         sink.note(f"wrote {output.output}")
     gate.enforce()

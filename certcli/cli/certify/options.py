@@ -54,7 +54,8 @@ class Target:
     attack_records: Annotated[
         Path | None,
         typer.Option(
-            "--attack-records", help="Records of `attack`, shown beside the certificates and above the curve of --plot."
+            "--attack-records",
+            help="Records of `attack`, shown beside the certificates and above the curve of --plot.",
         ),
         options.Reads(),
     ] = None
@@ -67,7 +68,8 @@ class Target:
         options.Reads(),
     ] = None
     sample: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh."),
     ] = None
     plot: options.Plot = None
     html: options.Html = None

@@ -49,7 +49,9 @@ class Demand:
     def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
         reached = found.against(self.threat)
         message = f"certified accuracy {share_text(reached, found.images, proven=True)} at {self.threat.proven()}"
-        gate.demand(reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}"))
+        gate.demand(
+            reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}")
+        )
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,23 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
 
     target, methods, norm = options.target, options.target.methods, options.local.norm
     if "patch" not in methods and options.patches.patches:
-        raise UsageError("--patch is for --method patch", "certvit certify ... --method patch --patch 32")
+        raise UsageError(
+            "--patch is for --method patch", "certvit certify ... --method patch --patch 32"
+        )
     if "patch" in methods and methods != ["patch"]:
-        raise UsageError("--method patch stands alone: shares against patches and within radii cannot be compared")
+        raise UsageError(
+            "--method patch stands alone: shares against patches and within radii cannot be compared"
+        )
     for name in ("epsilon", "plot", "attack_records") if "patch" in methods else ():
         if getattr(target, name):
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --method patch", "leave it out")
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not go with --method patch", "leave it out"
+            )
     demand, threats = None, list[Threat]()
     if not of_patches(options):
-        demand, threats = _demand(target.minimum, [Threat(norm, radius) for radius in target.epsilon or RADII[norm]])
+        demand, threats = _demand(
+            target.minimum, [Threat(norm, radius) for radius in target.epsilon or RADII[norm]]
+        )
     for method in methods:
         if method != AUTO:
             METHODS[method]
@@ -85,13 +95,18 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
         raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
     if norm == "linf" and methods != ["local"]:
         raise UsageError(
-            "--norm linf is of --method local alone", "certvit certify ... --method local --norm linf -e 1/255"
+            "--norm linf is of --method local alone",
+            "certvit certify ... --method local --norm linf -e 1/255",
         )
     if options.proof.arithmetic is not None and not set(methods) <= set(PROVING):
         spoken = "smoothing has --precision, patch speaks of the network as it runs"
-        raise UsageError(f"--arithmetic is of --method {', '.join(PROVING)}: {spoken}", "leave out --arithmetic")
+        raise UsageError(
+            f"--arithmetic is of --method {', '.join(PROVING)}: {spoken}", "leave out --arithmetic"
+        )
     if target.records is not None and len(methods) > 1:
-        raise UsageError("a file of records holds one method", "run them one by one, or leave out --records")
+        raise UsageError(
+            "a file of records holds one method", "run them one by one, or leave out --records"
+        )
     return demand, threats
 
 
@@ -114,11 +129,15 @@ def _demand(
     least = require_share(_number(share), "--min-certified")
     there = Threat.read(size, chosen[0].norm, image) if at else chosen[0]
     if there.norm == "patch" and there not in chosen:
-        raise UsageError(f"--min-certified {text} speaks of another patch", f"--patch {size} beside the others")
+        raise UsageError(
+            f"--min-certified {text} speaks of another patch", f"--patch {size} beside the others"
+        )
     return Demand(there, least), sorted({*chosen, there})
 
 
-def patch_demand(text: str | None, patches: Patches, image: tuple[int, int]) -> tuple[Demand, list[Threat]]:
+def patch_demand(
+    text: str | None, patches: Patches, image: tuple[int, int]
+) -> tuple[Demand, list[Threat]]:
     """Return the demand of "0.6@32", and all patches, for images of this height and width."""
     from certcli.evaluation.threat import Threat
 
@@ -129,7 +148,9 @@ def _number(text: str) -> float:
     try:
         return parse_number(text)
     except ValueError as failure:
-        raise UsageError(f"--min-certified: {failure}", "certvit certify --help shows how it is written") from failure
+        raise UsageError(
+            f"--min-certified: {failure}", "certvit certify --help shows how it is written"
+        ) from failure
 
 
 def choose(task: Task, options: Options, sink: Sink) -> Choice:
@@ -153,7 +174,9 @@ def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Re
         try:
             found = _run(method, choice, task, options, sink)
         except NoBoundError as failure:
-            if method == choice.method:  # gate and document speak of the first: no other may stand in its place
+            if (
+                method == choice.method
+            ):  # gate and document speak of the first: no other may stand in its place
                 raise
             sink.warn(f"{method} is left out: {failure.message}")
         else:
@@ -161,7 +184,9 @@ def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Re
     return results
 
 
-def _options_of(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> MethodOptions | None:
+def _options_of(
+    method: str, choice: Choice, task: Task, options: Options, sink: Sink
+) -> MethodOptions | None:
     from certcli.certify.smoothing.options import Tuning
 
     if method == "local":
@@ -169,8 +194,15 @@ def _options_of(method: str, choice: Choice, task: Task, options: Options, sink:
     if method in PROVING:
         return options.proof
     if method == "smoothing":
-        tuning = Tuning(lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats])
-        return replace(options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size, tuning=tuning)
+        tuning = Tuning(
+            lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats]
+        )
+        return replace(
+            options.smoothing,
+            seed=options.data.seed,
+            batch_size=options.machine.batch_size,
+            tuning=tuning,
+        )
     return options.patches if method == "patch" else None
 
 
@@ -207,7 +239,11 @@ class Result:
     resumed: Resumed | None = None
 
     def share(self, threat: Threat) -> str:
-        return proven_percent(self.found.against(threat)) if self.certifier.searches(threat) else NOT_DRAWN_FOR
+        return (
+            proven_percent(self.found.against(threat))
+            if self.certifier.searches(threat)
+            else NOT_DRAWN_FOR
+        )
 
     def to_json(self) -> dict[str, Any]:
         certifier = self.certifier
@@ -215,7 +251,10 @@ class Result:
         return {
             **self.found.to_json(),
             **({"not_drawn_for": left_out} if left_out else {}),
-            **{name: getattr(certifier, name) for name in ("promise", "norm", "arithmetic", "domain")},
+            **{
+                name: getattr(certifier, name)
+                for name in ("promise", "norm", "arithmetic", "domain")
+            },
             **certifier.about,
             "parameters": dict(certifier.parameters),
             **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
@@ -268,23 +307,34 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     if certifier.remark:
         sink.warn(certifier.remark)
     if found.abstained == 1:
-        sink.warn("the method abstains on every image: try a smaller --sigma, or finetune --noise first")
+        sink.warn(
+            "the method abstains on every image: try a smaller --sigma, or finetune --noise first"
+        )
     each = spent / (len(rows) - file.taken) if len(rows) > file.taken else None
     return Result(certifier, rows, found, each, resumed)
 
 
-def _require_reach(certifier: Certifier, threats: Sequence[Threat], demand: Demand, sink: Sink) -> None:
+def _require_reach(
+    certifier: Certifier, threats: Sequence[Threat], demand: Demand, sink: Sink
+) -> None:
     """Raise UsageError when none of these radii can be certified, whatever the network; warn when some cannot."""
     if demand.share > 0 and not certifier.searches(demand.threat):
-        message = f"nothing is drawn for {demand.threat.attacked()}, of which --min-certified speaks"
-        raise UsageError(f"{message}: --enough {certifier.drawn_to:g} ends the draws", "a larger --enough")
-    beyond = [t.attacked() for t in threats if isinstance(t.size, float) and t.size >= certifier.reach]
+        message = (
+            f"nothing is drawn for {demand.threat.attacked()}, of which --min-certified speaks"
+        )
+        raise UsageError(
+            f"{message}: --enough {certifier.drawn_to:g} ends the draws", "a larger --enough"
+        )
+    beyond = [
+        t.attacked() for t in threats if isinstance(t.size, float) and t.size >= certifier.reach
+    ]
     if not beyond:
         return
     message = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
     if len(beyond) == len(threats):
         raise UsageError(
-            f"{message}; asked for {', '.join(beyond)}", "a smaller --epsilon, more --samples, a larger --sigma"
+            f"{message}; asked for {', '.join(beyond)}",
+            "a smaller --epsilon, more --samples, a larger --sigma",
         )
     sink.warn(f"{message}: 0 % at {', '.join(beyond)} says nothing about the network")
 
@@ -309,7 +359,9 @@ def attacked_shares(
     for row in rows:
         if row["kind"] == norm and row["index"] in images.digests:
             at = found.setdefault(Threat(norm, row["epsilon"]), {})
-            at[row["index"]] = at.get(row["index"], True) and all(left is True for left in row["robust"].values())
+            at[row["index"]] = at.get(row["index"], True) and all(
+                left is True for left in row["robust"].values()
+            )
             clean[row["index"]] = row["prediction"] == row["label"]
     common = set.intersection(*map(set, found.values())) if found else set()
     if not common:
@@ -319,5 +371,6 @@ def attacked_shares(
         )
     found.setdefault(Threat(norm, 0.0), clean)
     return {
-        threat: {index: left for index, left in sorted(at.items()) if index in common} for threat, at in found.items()
+        threat: {index: left for index, left in sorted(at.items()) if index in common}
+        for threat, at in found.items()
     }

@@ -40,10 +40,16 @@ def _require_alone(options: Options) -> Path:
     """Return the records to verify; UsageError for options that say what to certify anew."""
     target = options.target
     if target.verify is None:
-        raise UsageError("--sample is for --verify", "--verify FILE.jsonl --sample 100, or --limit for images")
+        raise UsageError(
+            "--sample is for --verify", "--verify FILE.jsonl --sample 100, or --limit for images"
+        )
     others = {name: getattr(target, name) for name in ("records", "plot", "html", "attack_records")}
     others |= {"arithmetic": options.proof.arithmetic}
-    others |= {"min_certified": target.minimum, "output": options.output.output, "resume": target.resume or None}
+    others |= {
+        "min_certified": target.minimum,
+        "output": options.output.output,
+        "resume": target.resume or None,
+    }
     for name, value in others.items():
         if value is not None:
             raise UsageError(
@@ -66,11 +72,17 @@ def verify_records(options: Options, sink: Sink) -> None:
     method, parameters = _stated(run, path, options)
     images = _images(run, checkpoint, options.data, path, sink)
     require_same_images(rows, images, path)
-    values = {**parameters, "batch_size": machine.batch_size, "denoiser_file": options.smoothing.denoiser_file}
+    values = {
+        **parameters,
+        "batch_size": machine.batch_size,
+        "denoiser_file": options.smoothing.denoiser_file,
+    }
     try:
         certifier = prepare(method, checkpoint, machine.pick(), options_of(method, values))
     except UsageError as failure:
-        raise DataError(f"{path} states parameters that mean nothing: {failure.message}") from failure
+        raise DataError(
+            f"{path} states parameters that mean nothing: {failure.message}"
+        ) from failure
     require_same_way(run, run_of(certifier, checkpoint, images), str(path))
     claims = read_claims(rows, images, certifier, str(path))
     seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
@@ -79,7 +91,9 @@ def verify_records(options: Options, sink: Sink) -> None:
         chosen = sorted(random.Random(seed).sample(claims, sample), key=lambda claim: claim.index)
         sink.note(f"a sample of {sample} of {len(claims)} records, drawn with seed {seed}")
     if len(claims) < len(images):
-        sink.warn(f"{path} holds records of {len(claims)} of its {len(images)} images: the rest is unknown")
+        sink.warn(
+            f"{path} holds records of {len(claims)} of its {len(images)} images: the rest is unknown"
+        )
     attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS)
     found = []
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
@@ -115,7 +129,11 @@ def verify_records(options: Options, sink: Sink) -> None:
     if refuted:
         rest = f", the first {SHOWN} of {len(refuted)}" if len(refuted) > SHOWN else ""
         shown = [
-            (images.named(row.claim.index).removeprefix("image "), f"{row.claim.radius:.6g}", row.why)
+            (
+                images.named(row.claim.index).removeprefix("image "),
+                f"{row.claim.radius:.6g}",
+                row.why,
+            )
             for row in refuted[:SHOWN]
         ]
         sink.table(f"Refuted{rest}", ["image", "radius", "why"], shown)
@@ -138,14 +156,23 @@ def _stated(run: Run, path: Path, options: Options) -> tuple[str, Mapping[str, A
     from certcli.system.errors import Refused
 
     if not isinstance(run.method, str) or run.method not in OPTIONS:
-        raise DataError(f"{path} names no method of certify", "certvit certify ... --records FILE writes them")
+        raise DataError(
+            f"{path} names no method of certify", "certvit certify ... --records FILE writes them"
+        )
     allowed = max(ALLOWED_DRAWS, options.smoothing.samples)
     if options.target.methods not in (["lipschitz"], [run.method]):
-        raise UsageError(f"{path} holds records of {run.method}", "leave out --method: the file names it")
+        raise UsageError(
+            f"{path} holds records of {run.method}", "leave out --method: the file names it"
+        )
     try:
-        convert({name: value for name, value in run.parameters.items() if name not in STATED}, OPTIONS[run.method])
+        convert(
+            {name: value for name, value in run.parameters.items() if name not in STATED},
+            OPTIONS[run.method],
+        )
     except Refused as refusal:
-        raise DataError(f"{path} states parameters that no {run.method} has: {refusal}") from refusal
+        raise DataError(
+            f"{path} states parameters that no {run.method} has: {refusal}"
+        ) from refusal
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
     if draws > allowed:
         raise DataError(
@@ -181,16 +208,22 @@ def margin_attack(steps: int) -> Attack:
     from certcli.certify.patch.climbed import TouchedPasses
     from certcli.evaluation.region import Region
 
-    def in_patch(certifier: PatchCertifier, image: Tensor, classes: Tensor, patch: Patch, seed: int) -> Tensor:
+    def in_patch(
+        certifier: PatchCertifier, image: Tensor, classes: Tensor, patch: Patch, seed: int
+    ) -> Tensor:
         draw = random.Random(seed)
         sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
         top, left = (draw.randint(0, side - inner) for side, inner in sides)
         region = Region.within(patch, [(top, left)], image)
-        settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)  # a random start
+        settings = AttackSettings(
+            steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed
+        )  # a random start
         net = TouchedPasses(certifier, patch, (top, left))
         return region.project(margin_pgd(net, image, classes, region, settings), image)
 
-    def attack(certifier: Certifier, image: Tensor, classes: Tensor, threat: Threat, seed: int) -> Tensor:
+    def attack(
+        certifier: Certifier, image: Tensor, classes: Tensor, threat: Threat, seed: int
+    ) -> Tensor:
         if isinstance(threat.size, Patch):
             assert isinstance(certifier, PatchCertifier)
             return in_patch(certifier, image, classes, threat.size, seed)

@@ -22,14 +22,20 @@ EVIDENCE = (
 """Keys that a checkpoint keeps, of each method."""
 
 
-def document(results: Sequence[Result], reason: str | None, checkpoint: str, images: Images) -> dict[str, Any]:
+def document(
+    results: Sequence[Result], reason: str | None, checkpoint: str, images: Images
+) -> dict[str, Any]:
     """Return the one document: what was certified, of which network, on which images, with which promise.
 
     It speaks of the first method; `methods` holds all of them when there are several, `reason` why auto took it.
     """
     from certcli.evaluation.records import describe
 
-    found: dict[str, Any] = {"checkpoint": checkpoint, "dataset": describe(images), **results[0].to_json()}
+    found: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "dataset": describe(images),
+        **results[0].to_json(),
+    }
     if reason is not None:
         found["reason"] = reason
     if len(results) > 1:
@@ -42,12 +48,18 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
     from certcli.evaluation.records import describe
 
     found = {**result.to_json(), "dataset": describe(images)}
-    drawn = {key: share for key, share in found["certified"].items() if key not in found.get("not_drawn_for", ())}
+    drawn = {
+        key: share
+        for key, share in found["certified"].items()
+        if key not in found.get("not_drawn_for", ())
+    }
     found["certified"] = drawn or found["certified"]
     return {name: found[name] for name in EVIDENCE if name in found}
 
 
-def table(results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink) -> None:
+def table(
+    results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
+) -> None:
     """One method: certified accuracy at each radius with intervals. Several: one row a method. What attacks left is above."""
     where = f"{images.name} ({images.split}), {len(images)} images"
     left = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
@@ -58,16 +70,33 @@ def table(results: Sequence[Result], images: Images, attacked: dict[Threat, dict
     if results[0].resumed is not None:
         sink.text(f"{results[0].resumed}")
     if attacked:
-        count, message = len(next(iter(attacked.values()))), "what attacks leave of the network itself, without noise"
-        shown = ", ".join(f"{share_text(left[threat], count)} at {threat.attacked()}" for threat in sorted(attacked))
-        sink.text(f"attacked (measured, as the file says, not run again): {message}, {count} of these images: {shown}")
+        count, message = (
+            len(next(iter(attacked.values()))),
+            "what attacks leave of the network itself, without noise",
+        )
+        shown = ", ".join(
+            f"{share_text(left[threat], count)} at {threat.attacked()}"
+            for threat in sorted(attacked)
+        )
+        sink.text(
+            f"attacked (measured, as the file says, not run again): {message}, {count} of these images: {shown}"
+        )
 
 
-def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, float], sink: Sink) -> None:
+def _side_by_side(
+    results: Sequence[Result], where: str, left: Mapping[Threat, float], sink: Sink
+) -> None:
     threats = results[0].found.threats
     columns = [f"certified at {threat.proven()}" for threat in threats]
     untouched = next((share for threat, share in left.items() if threat.size == 0), None)
-    above = ("attack", "measured", percent(untouched), *(percent(left.get(threat)) for threat in threats), "-", "-")
+    above = (
+        "attack",
+        "measured",
+        percent(untouched),
+        *(percent(left.get(threat)) for threat in threats),
+        "-",
+        "-",
+    )
     sink.table(
         where,
         ["method", "promise", "clean", *columns, "average radius", "seconds an image"],
@@ -87,13 +116,17 @@ def _side_by_side(results: Sequence[Result], where: str, left: Mapping[Threat, f
         ],
     )
     for result in results:
-        sink.text(f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}")
+        sink.text(
+            f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}"
+        )
 
 
 def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink) -> None:
     found = result.found
 
-    def row(name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True) -> tuple[str, ...]:
+    def row(
+        name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True
+    ) -> tuple[str, ...]:
         low, high = found.intervals[key]
         interval = f"{100 * low:.1f} to {100 * high:.1f}" if drawn else "-"
         return name, *([percent(after_attacks)] if left else []), share, interval
@@ -101,7 +134,10 @@ def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink)
     untouched = next((share for threat, share in left.items() if threat.size == 0), None)
     rows = [
         row("clean", "clean", untouched, percent(found.clean)),
-        *(row(t.proven(), t.key, left.get(t), result.share(t), result.certifier.searches(t)) for t in found.threats),
+        *(
+            row(t.proven(), t.key, left.get(t), result.share(t), result.certifier.searches(t))
+            for t in found.threats
+        ),
     ]
     beside = ["after attacks"] if left else []
     of_patches = result.certifier.norm == "patch"
@@ -114,11 +150,17 @@ def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink)
     sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if found.abstained:
         sink.text(f"abstained: {percent(found.abstained)}")
-    taken = f"; {result.seconds:.3g} seconds an image" if result.seconds is not None and result.seconds >= 0.01 else ""
+    taken = (
+        f"; {result.seconds:.3g} seconds an image"
+        if result.seconds is not None and result.seconds >= 0.01
+        else ""
+    )
     if of_patches:
         sink.text(f"clean: of the defended classifier{taken}")
     elif found.average_radius is not None:
-        sink.text(f"average radius: {proven_radius(found.average_radius, 4)} (0 where the prediction is wrong){taken}")
+        sink.text(
+            f"average radius: {proven_radius(found.average_radius, 4)} (0 where the prediction is wrong){taken}"
+        )
     sink.text(result.certifier.statement)
 
 
@@ -136,19 +178,27 @@ def plot(
 
     common = set(next(iter(attacked.values()))) if attacked else set(images.digests)
     if len(common) < len(images):
-        sink.note(f"the figure shows the {len(common)} of {len(images)} images that were attacked too")
+        sink.note(
+            f"the figure shows the {len(common)} of {len(images)} images that were attacked too"
+        )
     curves: dict[str, list[float]] = {}
     for result in results:
         certifier = result.certifier
         shown = [certificate for certificate in result.rows if certificate.index in common]
         for certificate in shown if certifier.promise == "proof" else ():
-            broken = [t for t, left in attacked.items() if certificate.holds_at(t) and not left[certificate.index]]
+            broken = [
+                t
+                for t, left in attacked.items()
+                if certificate.holds_at(t) and not left[certificate.index]
+            ]
             if broken:
                 message = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
                 sink.warn(f"{images.named(certificate.index)} is {message}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
-        curves[label] = [certificate.radius if certificate.correct else -1.0 for certificate in shown]
+        curves[label] = [
+            certificate.radius if certificate.correct else -1.0 for certificate in shown
+        ]
     shares = {threat.radius: sum(left.values()) / len(left) for threat, left in attacked.items()}
     title = f"{network} on {images.name} ({images.split}), n = {len(common)}"
     draw_certified(curves, shares, path, farthest, title, results[0].certifier.norm)

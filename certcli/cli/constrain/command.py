@@ -28,10 +28,15 @@ class Aim:
     ] = None
     eta: Annotated[
         float | None,
-        typer.Option(help="Allowed relative output error of each layer, in place of --keep (the paper: 0.1)."),
+        typer.Option(
+            help="Allowed relative output error of each layer, in place of --keep (the paper: 0.1)."
+        ),
     ] = None
     target: Annotated[
-        float | None, typer.Option(min=0, help="Bring the network's proven bound to this, at the least output error.")
+        float | None,
+        typer.Option(
+            min=0, help="Bring the network's proven bound to this, at the least output error."
+        ),
     ] = None
     distance: Annotated[
         str,
@@ -39,9 +44,14 @@ class Aim:
             help="plain, relu (the paper's one-sided one; layers followed by ReLU), auto (relu where it may)."
         ),
     ] = "plain"
-    groups: Annotated[int, typer.Option(min=1, help="Mini-batch groups, each with a constraint of its own.")] = 1
+    groups: Annotated[
+        int, typer.Option(min=1, help="Mini-batch groups, each with a constraint of its own.")
+    ] = 1
     tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of an image in the statistics; 0: all, with products in float64.")
+        int,
+        typer.Option(
+            min=0, help="Tokens of an image in the statistics; 0: all, with products in float64."
+        ),
     ] = 50
 
 
@@ -50,13 +60,18 @@ class Layers:
     """Which layers, how many at a time, and a drawing of their curves."""
 
     layers: Annotated[
-        list[str], typer.Option(help="Only layers whose path matches this pattern (* and ?); may be repeated.")
+        list[str],
+        typer.Option(
+            help="Only layers whose path matches this pattern (* and ?); may be repeated."
+        ),
     ] = field(default_factory=list)
     exclude: Annotated[
-        list[str], typer.Option(help="Leave out layers whose path matches this pattern; may be repeated.")
+        list[str],
+        typer.Option(help="Leave out layers whose path matches this pattern; may be repeated."),
     ] = field(default_factory=list)
     memory: Annotated[
-        str | None, typer.Option(help="Memory for statistics, e.g. 2G; more layers take several passes.")
+        str | None,
+        typer.Option(help="Memory for statistics, e.g. 2G; more layers take several passes."),
     ] = None
     plot: options.Plot = None
 
@@ -79,7 +94,14 @@ def constrain(
     """Lower each layer's spectral norm as far as its outputs on calibration images allow (Douglas-Rachford)."""
     from certcli.checkpoint.record import SEEN
     from certcli.constrain import network
-    from certcli.constrain.keep import ROUNDS, START, TRIALS, check_keep, constrain_keeping, usual_share
+    from certcli.constrain.keep import (
+        ROUNDS,
+        START,
+        TRIALS,
+        check_keep,
+        constrain_keeping,
+        usual_share,
+    )
     from certcli.evaluation.fidelity import MANY_JUDGES
     from certcli.evaluation.seen import kept_of
     from certcli.images.calibration import hold_out
@@ -102,12 +124,16 @@ def constrain(
     if memory is None and machine.pick().type == "cpu":
         memory = network.room_for(model, paths, aim.groups)
         if memory is not None:
-            sink.note(f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each: --memory")
+            sink.note(
+                f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each: --memory"
+            )
     calibration = network.LayerCalibration(
         model,
         paths,
         lambda: (pixels for _, pixels, _ in seen.batches(machine.batch_size)),
-        (lambda: (pixels for _, pixels, _ in unseen.batches(machine.batch_size))) if len(unseen) else None,
+        (lambda: (pixels for _, pixels, _ in unseen.batches(machine.batch_size)))
+        if len(unseen)
+        else None,
         aim.groups,
         memory,
         network.rectified_paths(model, size, paths, aim.distance),
@@ -115,7 +141,9 @@ def constrain(
         team=team(),
     )
     with calibration.watching():
-        reference = fidelity.measure_reference(model, seen, unseen, record, machine.batch_size, sink)
+        reference = fidelity.measure_reference(
+            model, seen, unseen, record, machine.batch_size, sink
+        )
     before = network.network_upper(model, size, classes) if team().leads else None
     found: dict[str, Any] = {}
     if aim.target is not None or layers.plot is not None:
@@ -136,11 +164,17 @@ def constrain(
     else:
         with sink.progress("constrain", total=len(paths) * (TRIALS + ROUNDS)) as bar:
             kept = constrain_keeping(
-                calibration, settings, keep, reference, lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}")
+                calibration,
+                settings,
+                keep,
+                reference,
+                lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
             )
         results, judged = list(kept.results), kept.fidelity
         if not results:
-            sink.warn(f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed")
+            sink.warn(
+                f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed"
+            )
     if not team().leads:
         return
     view.remarks(results, sorted(set(paths) - calibration.called), refused, sink)
@@ -160,16 +194,29 @@ def constrain(
     }
     if aim.eta is None and aim.target is None:
         parameters["eta"] = max((result.eta for result in results), default=0.0)
-    derived = checkpoint.derive(build.tensors_of(model, copy=False), "constrain", parameters, data.seed)
+    derived = checkpoint.derive(
+        build.tensors_of(model, copy=False), "constrain", parameters, data.seed
+    )
     say_wider(checkpoint, derived, sink)
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     if layers.plot is not None:
-        network_name, where = Path(source.ckpt).stem, f"{len(seen)} images of {images.name} ({images.split})"
-        view.plot(found, results, layers.plot, f"{network_name}: norm against output error on {where}", sink)
+        network_name, where = (
+            Path(source.ckpt).stem,
+            f"{len(seen)} images of {images.name} ({images.split})",
+        )
+        view.plot(
+            found,
+            results,
+            layers.plot,
+            f"{network_name}: norm against output error on {where}",
+            sink,
+        )
     sink.document(view.document(path, before, after, end_to_end, results))
     fidelity.show(end_to_end, sink)
     sink.text(f"network's bound: {before} -> {after}")
     allowed = f"target {aim.target:g}" if aim.target is not None else f"eta {parameters['eta']:.3g}"
-    title = f"Norms (proven) before and after, prox {settings.prox}, beta {settings.beta:g}, {allowed}"
+    title = (
+        f"Norms (proven) before and after, prox {settings.prox}, beta {settings.beta:g}, {allowed}"
+    )
     view.table(title, results, sink)
     sink.text(f"wrote {path}")

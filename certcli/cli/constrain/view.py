@@ -14,7 +14,9 @@ CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""
 
 
-def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def choose(
+    model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
     """Return the full paths of the layers to constrain, and the chosen layers that cannot be with the reasons."""
     from fnmatch import fnmatch
 
@@ -35,11 +37,16 @@ def choose(model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]) -
             else:
                 refused[name] = reason
     if not paths:
-        raise UsageError("no layer is left to constrain", "see --layers and --exclude; `certvit lipschitz --layers`")
+        raise UsageError(
+            "no layer is left to constrain",
+            "see --layers and --exclude; `certvit lipschitz --layers`",
+        )
     return paths, refused
 
 
-def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
+def document(
+    path: Path, before: Any, after: Any, kept: Mapping[str, Any], results: Sequence[Any]
+) -> dict[str, Any]:
     """Return the JSON report. kept: the comparison end to end."""
     fields = (
         *("kind", "before", "after", "error", "held_out_error", "distance", "eta", "iterations"),
@@ -52,7 +59,9 @@ def document(path: Path, before: Any, after: Any, kept: Mapping[str, Any], resul
         **bound_document(after, "upper_after"),
         "clean_before": kept["accuracy_before"],
         "clean_after": kept["accuracy_after"],
-        "layers": [{"path": short(r.path), **{name: getattr(r, name) for name in fields}} for r in results],
+        "layers": [
+            {"path": short(r.path), **{name: getattr(r, name) for name in fields}} for r in results
+        ],
     }
 
 
@@ -76,7 +85,9 @@ def table(title: str, results: Sequence[Any], sink: Sink) -> None:
     )
 
 
-def remarks(results: Sequence[Any], absent: Sequence[str], refused: Mapping[str, str], sink: Sink) -> None:
+def remarks(
+    results: Sequence[Any], absent: Sequence[str], refused: Mapping[str, str], sink: Sink
+) -> None:
     """Name the layers that did not change, lack images, did not converge, or have a surrogate norm."""
     if absent:
         sink.warn(f"never called as a module, hence unchanged: {', '.join(map(short, absent))}")
@@ -84,10 +95,14 @@ def remarks(results: Sequence[Any], absent: Sequence[str], refused: Mapping[str,
         sink.warn(f"left as it is: {short(path)}: {reason}")
     thin = [short(r.path) for r in results if r.rank < r.inputs]
     if thin:
-        sink.note(f"fewer independent inputs than width in {_some(thin)}: more, or more varied, images help")
+        sink.note(
+            f"fewer independent inputs than width in {_some(thin)}: more, or more varied, images help"
+        )
     slow = [short(r.path) for r in results if r.gap is not None and r.gap > CONVERGED]
     if slow:
-        sink.note(f"stopped with the norm possibly over 1 % above the least in {_some(slow)}: --iterations for more")
+        sink.note(
+            f"stopped with the norm possibly over 1 % above the least in {_some(slow)}: --iterations for more"
+        )
     windows = [short(r.path) for r in results if r.surrogate]
     if windows:
         sink.note(
@@ -104,11 +119,16 @@ def _some(paths: Sequence[str]) -> str:
     return f"{len(paths)} layer{'s' if len(paths) > 1 else ''} ({paths[0]}{', ...' if len(paths) > 1 else ''})"
 
 
-def plot(found: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink) -> None:
+def plot(
+    found: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink
+) -> None:
     from certcli.report.pareto import draw_curves
 
     draw_curves(
-        {short(name): [(point.error, point.norm) for point in curve] for name, curve in found.items()},
+        {
+            short(name): [(point.error, point.norm) for point in curve]
+            for name, curve in found.items()
+        },
         {short(r.path): (r.error, r.after) for r in results},
         path,
         title,

@@ -39,9 +39,15 @@ def doctor(talk: Talk = Talk()) -> None:
         *_machine(),
     ]
     for finding in findings:
-        gate.demand(not finding.broken, GateError(f"{finding.part} {finding.found}: broken", finding.remark))
+        gate.demand(
+            not finding.broken, GateError(f"{finding.part} {finding.found}: broken", finding.remark)
+        )
     sink.document({"parts": [asdict(finding) for finding in findings]}, gate)
-    sink.table("This installation", ("part", "found"), [(finding.part, finding.found) for finding in findings])
+    sink.table(
+        "This installation",
+        ("part", "found"),
+        [(finding.part, finding.found) for finding in findings],
+    )
     for finding in findings:
         if finding.remark and not finding.broken:
             sink.text(f"{finding.part}: {finding.remark}")
@@ -58,7 +64,9 @@ def _version(package: str) -> str:
 def _torchvision() -> Finding:
     """Import timm as a program without certvit does: in a process of its own."""
     found = _version("torchvision")
-    done = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False
+    )
     if done.returncode == 0:
         return Finding("torchvision", found)
     reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -75,7 +83,13 @@ def _torchvision() -> Finding:
 def _torchattacks() -> list[Finding]:
     found, requests = _version("torchattacks"), _version("requests")
     if found == "missing":
-        return [Finding("torchattacks", found, "deepfool and torchattacks:NAME are refused; everything else works")]
+        return [
+            Finding(
+                "torchattacks",
+                found,
+                "deepfool and torchattacks:NAME are refused; everything else works",
+            )
+        ]
     pinned = "torchattacks asks for 2.25 and never imports it: pip install --upgrade requests breaks nothing"
     return [
         Finding("torchattacks", found),
@@ -93,6 +107,11 @@ def _machine() -> list[Finding]:
         names.append("mps")
     return [
         Finding("GPU", ", ".join(names) or "none"),
-        Finding("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
+        Finding(
+            "cores",
+            str(
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            ),
+        ),
         Finding("free memory", f"{free_bytes() / 1e9:.1f} GB"),
     ]

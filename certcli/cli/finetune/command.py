@@ -8,8 +8,31 @@ from certcli.cli.shared.groups import Talk
 from certcli.system.errors import UsageError
 
 OFTEN = (
-    *("loss", "epsilon", "epochs", "time_budget", "resume", "lr", "sam", "noise", "augment", "msvp", "teacher"),
-    *("adversarial", "dataset", "data_dir", "seed", "device", "batch_size", "output", "force", "json", "quiet"),
+    *(
+        "loss",
+        "epsilon",
+        "epochs",
+        "time_budget",
+        "resume",
+        "lr",
+        "sam",
+        "noise",
+        "augment",
+        "msvp",
+        "teacher",
+    ),
+    *(
+        "adversarial",
+        "dataset",
+        "data_dir",
+        "seed",
+        "device",
+        "batch_size",
+        "output",
+        "force",
+        "json",
+        "quiet",
+    ),
 )
 """The options of most runs."""
 

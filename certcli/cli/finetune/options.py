@@ -17,7 +17,9 @@ class TrainingMachine(Device):
     batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, max=options.MOST_IMAGES, help="Images in a batch. Default: 128, with stiefel 512 for 25,600 or more."
+            min=1,
+            max=options.MOST_IMAGES,
+            help="Images in a batch. Default: 128, with stiefel 512 for 25,600 or more.",
         ),
     ] = None
 
@@ -31,7 +33,9 @@ class Order:
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue an interrupted run of the same command.", rich_help_panel="Length of the run"
+            "--resume",
+            help="Continue an interrupted run of the same command.",
+            rich_help_panel="Length of the run",
         ),
     ] = False
     shard_weights: Annotated[

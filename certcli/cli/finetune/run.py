@@ -8,7 +8,13 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from certcli.checkpoint.outputs import discard_state, hold_state, last_command, remove, require_own_state
+from certcli.checkpoint.outputs import (
+    discard_state,
+    hold_state,
+    last_command,
+    remove,
+    require_own_state,
+)
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
@@ -80,13 +86,23 @@ class Training:
             if teacher.note:
                 sink.note(f"the teacher: {teacher.note}")
         # sharded weights stay in the file until each process takes its rows
-        model = build.load(self.checkpoint, "cpu" if order.shard_weights else device, writable=not order.shard_weights)
+        model = build.load(
+            self.checkpoint,
+            "cpu" if order.shard_weights else device,
+            writable=not order.shard_weights,
+        )
         if order.shard_weights:
             return_large_blocks()  # the memory of one block's pass is not kept for the next block
             share_out(model, device, team(), self.settings.precision)
         run = identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = Trainer(
-            model, self.settings, self.checkpoint.record.classes, run, teacher, team(), order.shard_weights
+            model,
+            self.settings,
+            self.checkpoint.record.classes,
+            run,
+            teacher,
+            team(),
+            order.shard_weights,
         )
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
@@ -96,7 +112,9 @@ class Training:
             sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to go on from: starting at the beginning")
-        end: float | None = None  # a run that goes on keeps to its last plan: what it took before is not known
+        end: float | None = (
+            None  # a run that goes on keeps to its last plan: what it took before is not known
+        )
         if self.settings.time_budget is not None and trainer.settings.steps is None:
             end = self._plan(trainer, self.settings.time_budget, train, validation)
         diverged: Diverged | None = None
@@ -118,11 +136,15 @@ class Training:
             self._write(trainer, train, validation, diverged is None)
         except OutputError as failure:
             if self.state_path.exists():
-                raise OutputError(failure.message, "make room, then repeat the command with --resume") from failure
+                raise OutputError(
+                    failure.message, "make room, then repeat the command with --resume"
+                ) from failure
             raise
         discard_state(self.state_path, KEY, run)  # a run that diverged would diverge again
         if diverged is not None:
-            sink.note(f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}")
+            sink.note(
+                f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}"
+            )
             raise diverged
 
     def _images(self) -> tuple[Images, Images]:
@@ -135,11 +157,14 @@ class Training:
         name = data.dataset or record.dataset
         if name is None:
             raise DataError(
-                "no --dataset given, and the checkpoint does not say what it was trained on", "--dataset digits"
+                "no --dataset given, and the checkpoint does not say what it was trained on",
+                "--dataset digits",
             )
         train, validation = (
             datasets.require_classes(
-                datasets.load(name, record.input, split, data.data_dir), record.classes, record.class_names
+                datasets.load(name, record.input, split, data.data_dir),
+                record.classes,
+                record.class_names,
             ).read_by(data.workers)
             for split in ("train", "val")
         )
@@ -160,7 +185,10 @@ class Training:
         end = self.started + parse_duration(budget)
         left = end - time.perf_counter()
         trainer.plan(train, validation, left, Costs(0.0, 0.0, saving, bound, certificate))
-        epochs, limit = trainer.total_steps(train) / trainer.batches(train), trainer.settings.validation_limit
+        epochs, limit = (
+            trainer.total_steps(train) / trainer.batches(train),
+            trainer.settings.validation_limit,
+        )
         self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
         if epochs < 1:
             self.sink.warn(f"only {epochs:.2f} of one epoch fits into {budget}")
@@ -169,7 +197,9 @@ class Training:
         self._save_state(trainer)  # a resumed run must keep to the plan
         return end - bound - (len(validation) if limit is None else limit) * certificate
 
-    def _learn(self, trainer: Trainer, train: Images, validation: Images, end: float | None) -> None:
+    def _learn(
+        self, trainer: Trainer, train: Images, validation: Images, end: float | None
+    ) -> None:
         """Train to the end, with a progress bar, or a remark now and then in a log file; save each epoch's state.
 
         end: when the steps of a time budget should end; each epoch's pace corrects their number.
@@ -192,9 +222,13 @@ class Training:
                 if end is not None and trainer.step < total:
                     now = time.perf_counter()
                     pace = (now - begun) / (trainer.step - first)
-                    steps = changed_total(trainer.step, total, pace, end - now, trainer.batches(train))
+                    steps = changed_total(
+                        trainer.step, total, pace, end - now, trainer.batches(train)
+                    )
                     if steps != total:
-                        self.sink.note(f"planned again: {steps} steps, {steps / trainer.batches(train):.2f} epochs")
+                        self.sink.note(
+                            f"planned again: {steps} steps, {steps / trainer.batches(train):.2f} epochs"
+                        )
                         trainer.change_plan(train, steps)
                         bar.aim(total := steps)
                 self._save_state(trainer)
@@ -204,7 +238,10 @@ class Training:
                 masked = "" if epoch.masked is None else f", in part {percent(epoch.masked)}"
                 remark = f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{masked}{certified}"
                 bar.advance(0, remark)
-                if not sys.stderr.isatty() and time.perf_counter() - self.remarked >= REMARK_SECONDS:
+                if (
+                    not sys.stderr.isatty()
+                    and time.perf_counter() - self.remarked >= REMARK_SECONDS
+                ):
                     self.remarked = time.perf_counter()
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
@@ -221,7 +258,9 @@ class Training:
                 hold_state(self.state_path, self.held)
         except OutputError as failure:
             if self.savable:
-                self.sink.warn(f"{failure.message}; training goes on, but --resume will lack these epochs")
+                self.sink.warn(
+                    f"{failure.message}; training goes on, but --resume will lack these epochs"
+                )
             self.savable = False
 
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
@@ -236,10 +275,18 @@ class Training:
             about["images"] = len(images)
         say_wider(self.checkpoint, derived, self.sink)
         output.write(derived.with_evidence("finetune", about, final), self.path)
-        report = {"done": True, "output": str(self.path), "epoch": best, "steps": trainer.step, **final}
+        report = {
+            "done": True,
+            "output": str(self.path),
+            "epoch": best,
+            "steps": trainer.step,
+            **final,
+        }
         line = ""
         if finished and last != best:
-            output.write(self._derived(trainer, trainer.whole(trainer.last_net()), train), self.last_path)
+            output.write(
+                self._derived(trainer, trainer.whole(trainer.last_net()), train), self.last_path
+            )
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"
         elif output.force and last_command(self.last_path) == "finetune":
@@ -256,7 +303,12 @@ class Training:
         from certcli.checkpoint.record import SEEN
         from certcli.cli.shared.inputs import remember_dataset
 
-        parameters = {**trainer.settings.parameters(), "dataset": train.name, "images": len(train), SEEN: self.seen}
+        parameters = {
+            **trainer.settings.parameters(),
+            "dataset": train.name,
+            "images": len(train),
+            SEEN: self.seen,
+        }
         if trainer.changes:
             parameters["plan_changes"] = trainer.changes
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
@@ -280,7 +332,9 @@ def _proof_seconds(checkpoint: Checkpoint, sample: Images) -> tuple[float, float
     return proven - started, (time.perf_counter() - proven) / len(sample)
 
 
-def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> dict[str, Any]:
+def _prove(
+    checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink
+) -> dict[str, Any]:
     """Prove the bound in float64, rounded outward, and count the validation images that it certifies."""
     import torch
 
@@ -304,4 +358,9 @@ def _prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sin
     rows = [row for batch in certify(certifier, validation, 256) for row in batch]
     threat = Threat("l2", epsilon)
     found = certified_accuracy(rows, [threat])
-    return {**about, "clean": found.clean, "certified": found.against(threat), **certifier.about["bound"]}
+    return {
+        **about,
+        "clean": found.clean,
+        "certified": found.against(threat),
+        **certifier.about["bound"],
+    }

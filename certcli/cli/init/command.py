@@ -19,19 +19,28 @@ class Architecture:
 
     arch: Annotated[
         str,
-        typer.Argument(metavar="ARCH", help="A timm name, or one of ours: certvit_vit_digits, certvit_lip_mnist, ..."),
+        typer.Argument(
+            metavar="ARCH",
+            help="A timm name, or one of ours: certvit_vit_digits, certvit_lip_mnist, ...",
+        ),
     ]
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="Take timm's published weights.")] = False
-    classes: Annotated[int | None, typer.Option("--classes", min=2, help="Number of classes.")] = None
-    arch_arg: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="Argument of the architecture.")] = field(
-        default_factory=list
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained", help="Take timm's published weights.")
+    ] = False
+    classes: Annotated[int | None, typer.Option("--classes", min=2, help="Number of classes.")] = (
+        None
     )
+    arch_arg: Annotated[
+        list[str], typer.Option(metavar="KEY=VALUE", help="Argument of the architecture.")
+    ] = field(default_factory=list)
     mean: Annotated[str | None, typer.Option(help="Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")] = None
     std: Annotated[str | None, typer.Option(help="Pixel standard deviation.")] = None
     seed: options.Seed = 0
     member: Annotated[
         list[str],
-        typer.Option(metavar="CKPT", help="Take the mean of trained networks of ARCH; once for each."),
+        typer.Option(
+            metavar="CKPT", help="Take the mean of trained networks of ARCH; once for each."
+        ),
         options.Reads(),
     ] = field(default_factory=list)
 
@@ -48,15 +57,25 @@ class Architecture:
             arguments = dict(given.arch_args)
             mirror = arguments.pop("mirror", False)
             if arguments or self.pretrained or self.classes is not None or given.mean or given.std:
-                raise UsageError("--member takes everything else from its files", "of the others it takes mirror alone")
+                raise UsageError(
+                    "--member takes everything else from its files",
+                    "of the others it takes mirror alone",
+                )
             return mean_of(self.arch, [open_checkpoint(source) for source in self.member], mirror)
         if self.pretrained:
             if self.classes is not None:
-                raise UsageError("--pretrained keeps the published classes", "drop --classes, or fine-tune afterwards")
+                raise UsageError(
+                    "--pretrained keeps the published classes",
+                    "drop --classes, or fine-tune afterwards",
+                )
             if given.mean or given.std:
-                raise UsageError("--pretrained keeps the published mean and std", "drop --mean and --std")
+                raise UsageError(
+                    "--pretrained keeps the published mean and std", "drop --mean and --std"
+                )
             return open_checkpoint(self.arch, given)
-        arguments = parse_arguments(self.arch_arg) | ({} if self.classes is None else {"num_classes": self.classes})
+        arguments = parse_arguments(self.arch_arg) | (
+            {} if self.classes is None else {"num_classes": self.classes}
+        )
         return initialise(self.arch, arguments, seed=self.seed, mean=given.mean, std=given.std)
 
 
@@ -74,7 +93,9 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     arch = architecture.arch
     path = output.target("init", arch, architecture)
     made = architecture.build()
-    models.load(made)  # refuses, as every later command would, a network that does not map an image to its classes
+    models.load(
+        made
+    )  # refuses, as every later command would, a network that does not map an image to its classes
     checkpoint = made
     if not architecture.member:  # a mean tells its own step
         parameters = {"arch": arch, "pretrained": architecture.pretrained}
@@ -82,5 +103,14 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     output.write(checkpoint, path)
     size = "x".join(str(side) for side in checkpoint.record.input.size)
     count = sum(tensor.numel() for tensor in checkpoint.tensors.values())
-    sink.document({"output": str(path), "arch": arch, "classes": checkpoint.record.classes, "parameters": count})
-    sink.text(f"{path}: {arch}, {checkpoint.record.classes} classes, input {size}, {count:,} parameters")
+    sink.document(
+        {
+            "output": str(path),
+            "arch": arch,
+            "classes": checkpoint.record.classes,
+            "parameters": count,
+        }
+    )
+    sink.text(
+        f"{path}: {arch}, {checkpoint.record.classes} classes, input {size}, {count:,} parameters"
+    )

@@ -47,7 +47,9 @@ def rows(found: NetworkBound) -> list[BlockRow]:
     ]
     place = {charge.path: number for number, charge in enumerate(found.charges)}
     chosen = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
-    chosen.sort(key=lambda row: max((place[path] for path in place if _within(path, row.name)), default=-1))
+    chosen.sort(
+        key=lambda row: max((place[path] for path in place if _within(path, row.name)), default=-1)
+    )
     return chosen + _last(found, chosen)
 
 
@@ -59,7 +61,10 @@ def show(found: NetworkBound, worst: bool, sink: Sink) -> None:
     sink.table(
         "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
         ["block", "kind", "constant", "share", "cumulative"],
-        [(row.name, row.kind, str(row.constant), _share(row, whole, shown), str(row.after)) for row in shown],
+        [
+            (row.name, row.kind, str(row.constant), _share(row, whole, shown), str(row.after))
+            for row in shown
+        ],
     )
 
 
@@ -80,7 +85,10 @@ def _last(found: NetworkBound, chosen: Sequence[BlockRow]) -> list[BlockRow]:
     if not (found.charges and found.upper.finite and chosen):
         return []
     before, last = chosen[-1].after, found.charges[-1]
-    if not (before.finite and before > 0.0 and found.upper > 0.0) or abs((found.upper / before).log10()) < SAME:
+    if (
+        not (before.finite and before > 0.0 and found.upper > 0.0)
+        or abs((found.upper / before).log10()) < SAME
+    ):
         return []
     return [BlockRow(last.path, last.kind, found.upper / before, found.upper)]
 
@@ -89,7 +97,9 @@ def _is_its_parts(row: BlockRow, blocks: Sequence[BlockRow]) -> bool:
     inner = [part for part in blocks if row.holds(part)]
     outermost = [part for part in inner if not any(other.holds(part) for other in inner)]
     constants = [part.constant for part in outermost]
-    if not constants or not all(constant.finite and constant > 0.0 for constant in (row.constant, *constants)):
+    if not constants or not all(
+        constant.finite and constant > 0.0 for constant in (row.constant, *constants)
+    ):
         return False
     return abs(row.constant.log10() - sum(constant.log10() for constant in constants)) < SAME
 

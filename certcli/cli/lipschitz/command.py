@@ -25,11 +25,16 @@ EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_o
 def lipschitz(
     source: Network = Network(ckpt=""),
     maximum: Annotated[
-        float | None, typer.Option("--max", min=0, help="Exit 7 when the bound exceeds this; 5 if there is none.")
+        float | None,
+        typer.Option(
+            "--max", min=0, help="Exit 7 when the bound exceeds this; 5 if there is none."
+        ),
     ] = None,
     verify: Annotated[
         Path | None,
-        typer.Option(help="Check a report of --json: with CKPT from its weights; without, its laws only."),
+        typer.Option(
+            help="Check a report of --json: with CKPT from its weights; without, its laws only."
+        ),
         options.Reads(),
     ] = None,
     show: Views = Views(),
@@ -46,17 +51,26 @@ def lipschitz(
 
         require_one("reports are verified", "certvit lipschitz --verify, without torchrun")
         if output.output is not None:
-            raise UsageError("--verify checks a report and writes nothing: -o does not go with it", "leave it out")
+            raise UsageError(
+                "--verify checks a report and writes nothing: -o does not go with it",
+                "leave it out",
+            )
         verify_report(verify, source, machine, sink)
         return
     if not source.ckpt:
-        raise UsageError("no checkpoint given", "certvit lipschitz CKPT, or certvit lipschitz --verify REPORT.json")
+        raise UsageError(
+            "no checkpoint given",
+            "certvit lipschitz CKPT, or certvit lipschitz --verify REPORT.json",
+        )
     from certcli.cli.shared.inputs import return_large_blocks
 
     output.claim(source, show, data)
     chosen = Options(source, show, slope, data, machine)
     if show.other is not None or show.jacobian:
-        require_one("networks are compared and blocks measured", "leave out --compare and --jacobian, or torchrun")
+        require_one(
+            "networks are compared and blocks measured",
+            "leave out --compare and --jacobian, or torchrun",
+        )
     if not team().leads:
         run.help_leader(chosen, sink)
         return

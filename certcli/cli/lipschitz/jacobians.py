@@ -40,7 +40,9 @@ class BlockSlopes:
         ]
 
 
-def measure(name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int) -> BlockSlopes:
+def measure(
+    name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int
+) -> BlockSlopes:
     """Measure the largest singular value of every block at every image, and Hoelder's bound at two images (small nets)."""
     import torch
 
@@ -52,7 +54,10 @@ def measure(name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iter
         for path, values in block_norms(model, images, iterations, seed).items():
             found.setdefault(path, []).append(values.cpu())
         if not above:  # dense Jacobians are slow: two images are enough for a comparison
-            above = {path: float(values[0].mean()) for path, values in hoelder_bounds(model, images[:2]).items()}
+            above = {
+                path: float(values[0].mean())
+                for path, values in hoelder_bounds(model, images[:2]).items()
+            }
     return BlockSlopes(name, {path: torch.cat(parts) for path, parts in found.items()}, above)
 
 
@@ -81,7 +86,9 @@ def draw(measured: list[BlockSlopes], images: str, path: Path, sink: Sink) -> No
     from certcli.report.violin import draw_violins
 
     drawn = {
-        found.name: {name: each.tolist() for name, each in found.largest.items()} for found in measured if found.largest
+        found.name: {name: each.tolist() for name, each in found.largest.items()}
+        for found in measured
+        if found.largest
     }
     if drawn:
         draw_violins(drawn, path, f"Slope of each block (measured)\n{images}")

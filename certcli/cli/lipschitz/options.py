@@ -20,7 +20,8 @@ class Network(Source):
     """A network that may end in features."""
 
     features: Annotated[
-        bool, typer.Option("--features", help="Bound the features of a network that has no classifier.")
+        bool,
+        typer.Option("--features", help="Bound the features of a network that has no classifier."),
     ] = False
 
     def hints(self) -> Hints:
@@ -31,32 +32,44 @@ class Network(Source):
 class SlopeSearch:
     """The measured slope beside the proven one."""
 
-    estimate: Annotated[bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")] = True
-    iterations: Annotated[int, typer.Option(min=1, help="Maximum of power iterations an image.")] = 20
+    estimate: Annotated[
+        bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")
+    ] = True
+    iterations: Annotated[
+        int, typer.Option(min=1, help="Maximum of power iterations an image.")
+    ] = 20
 
 
 @group("Views")
 class Views:
     """The tables and figures beside the bound."""
 
-    layers: Annotated[bool, typer.Option("--layers", help="One row a layer instead of one a block.")] = False
-    heads: Annotated[bool, typer.Option("--heads", help="Proven spectral norms of q, k, v head by head.")] = False
+    layers: Annotated[
+        bool, typer.Option("--layers", help="One row a layer instead of one a block.")
+    ] = False
+    heads: Annotated[
+        bool, typer.Option("--heads", help="Proven spectral norms of q, k, v head by head.")
+    ] = False
     worst: Annotated[bool, typer.Option("--worst", help="Largest constants first.")] = False
     other: Annotated[
         str | None,
         typer.Option(
-            "--compare", metavar="CKPT", help="A second checkpoint, side by side; --arch and the like hold for both."
+            "--compare",
+            metavar="CKPT",
+            help="A second checkpoint, side by side; --arch and the like hold for both.",
         ),
         options.Reads(),
     ] = None
     formulas: Annotated[
         list[str],
         typer.Option(
-            "--formula", help="A published formula (not a certificate): autolip, certvit, specformer, l2former, ..."
+            "--formula",
+            help="A published formula (not a certificate): autolip, certvit, specformer, l2former, ...",
         ),
     ] = field(default_factory=list)
     jacobian: Annotated[
-        bool, typer.Option("--jacobian", help="Largest singular value of each block at real images.")
+        bool,
+        typer.Option("--jacobian", help="Largest singular value of each block at real images."),
     ] = False
     plot: options.Plot = None
 

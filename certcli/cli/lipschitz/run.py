@@ -25,7 +25,9 @@ def prove(source: Network, machine: Machine, sink: Sink) -> Audited:
     if source.features:
         require_features(checkpoint, source.ckpt)
     model = build.load(checkpoint, machine.pick())
-    return Audited(Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes))
+    return Audited(
+        Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes)
+    )
 
 
 def help_leader(options: Options, sink: Sink) -> None:
@@ -84,10 +86,16 @@ def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]
     views = options.views
     if views.heads:
         found["heads"] = view.show_heads(audited.model, sink)
-    other = None if views.other is None else prove(replace(options.source, ckpt=views.other), options.machine, sink)
+    other = (
+        None
+        if views.other is None
+        else prove(replace(options.source, ckpt=views.other), options.machine, sink)
+    )
     if other is not None:
         found["compare"] = view.compare(audited, other, sink)
-    found["formulas"] = [view.show_formula(name, audited, views.worst, sink) for name in views.formulas]
+    found["formulas"] = [
+        view.show_formula(name, audited, views.worst, sink) for name in views.formulas
+    ]
     if views.jacobian:
         found["jacobian"] = _jacobians(audited, other, options, sink)
     elif views.plot is not None:
@@ -95,17 +103,24 @@ def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]
     return found
 
 
-def _jacobians(audited: Audited, other: Audited | None, options: Options, sink: Sink) -> list[dict[str, Any]]:
+def _jacobians(
+    audited: Audited, other: Audited | None, options: Options, sink: Sink
+) -> list[dict[str, Any]]:
     """Measure the blocks of both networks at the same images; return the first network's part of the report."""
     record, device = audited.checkpoint.record, options.machine.pick()
     if other is not None and other.checkpoint.record.input.size != record.input.size:
-        raise UsageError("--jacobian --compare needs networks of one input size", "leave out --compare or --jacobian")
+        raise UsageError(
+            "--jacobian --compare needs networks of one input size",
+            "leave out --compare or --jacobian",
+        )
     images = options.data.images(record, sink)
     measured = [
         jacobians.measure(
             name,
             network.model,
-            lambda: (pixels.to(device) for _, pixels, _ in images.batches(options.machine.batch_size)),
+            lambda: (
+                pixels.to(device) for _, pixels, _ in images.batches(options.machine.batch_size)
+            ),
             options.search.iterations,
             options.data.seed,
         )

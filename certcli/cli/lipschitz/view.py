@@ -72,7 +72,10 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
     if not layers:
         blocks.show(found, worst, sink)
         return
-    total = sum(max(charge.constant.log10(), 0.0) for charge in charges if float(charge.constant) > 0) or 1.0
+    total = (
+        sum(max(charge.constant.log10(), 0.0) for charge in charges if float(charge.constant) > 0)
+        or 1.0
+    )
     if worst:
         charges.sort(key=lambda charge: charge.constant, reverse=True)
     sink.table(
@@ -84,7 +87,12 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
                 charge.kind,
                 "x".join(str(n) for n in weight_shape(model, charge.path) or ()),
                 str(charge.constant),
-                percent(max(charge.constant.log10(), 0.0) / total if float(charge.constant) > 0 else 0.0, 0),
+                percent(
+                    max(charge.constant.log10(), 0.0) / total
+                    if float(charge.constant) > 0
+                    else 0.0,
+                    0,
+                ),
                 str(charge.cumulative),
                 charge.why,
             )
@@ -125,7 +133,9 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
     if lower is not None:
         sink.text(f"lower bound{of} (measured):  {lower:.4g}")
     if audited.of_features:
-        sink.text("the file has no classifier: this says how far its features move, and nothing about classes")
+        sink.text(
+            "the file has no classifier: this says how far its features move, and nothing about classes"
+        )
     elif upper.finite and float(upper) > 0:
         radius = 1 / (2**0.5 * float(upper))
         if radius >= USABLE:
@@ -138,7 +148,9 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
                 "about the network; certvit certify --method smoothing, or local, takes it as it is"
             )
     if share is not None and share < 0.01:
-        sink.text(f"attention has little weight here: at most {share:.2g} of a block's residual sum")
+        sink.text(
+            f"attention has little weight here: at most {share:.2g} of a block's residual sum"
+        )
 
 
 def labelled(one: Audited, other: Audited | None) -> dict[str, Audited]:
@@ -165,9 +177,14 @@ def draw(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
 
 def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
     """Show two networks side by side, block by block; return the report's part."""
-    blocks.side_by_side({label: network.found for label, network in labelled(one, other).items()}, sink)
+    blocks.side_by_side(
+        {label: network.found for label, network in labelled(one, other).items()}, sink
+    )
     upper = other.found.upper
-    return {"other_log10_upper": upper.log10() if upper.finite else None, "other_why": other.found.bound.why}
+    return {
+        "other_log10_upper": upper.log10() if upper.finite else None,
+        "other_why": other.found.bound.why,
+    }
 
 
 def show_formula(name: str, audited: Audited, worst: bool, sink: Sink) -> dict[str, Any]:
@@ -179,7 +196,10 @@ def show_formula(name: str, audited: Audited, worst: bool, sink: Sink) -> dict[s
     sink.table(
         f"{result.name} (NOT a certificate): {result.source}",
         ["layer", "value"],
-        [*((path, f"{value:.4g}") for path, value in layers), ("product", f"10^{result.log10_total:.2f}")],
+        [
+            *((path, f"{value:.4g}") for path, value in layers),
+            ("product", f"10^{result.log10_total:.2f}"),
+        ],
     )
     sink.text(f"not a certificate: {result.flaw}")
     return {

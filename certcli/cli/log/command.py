@@ -19,15 +19,25 @@ class Verification:
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="Prove bounds and certify again; exit 7 unless all of the evidence was verified."
+            "--verify",
+            help="Prove bounds and certify again; exit 7 unless all of the evidence was verified.",
         ),
     ] = False
     sample: Annotated[
         int | None,
-        typer.Option("--sample", min=1, metavar="N", help="Certify only N images again, and compare with an interval."),
+        typer.Option(
+            "--sample",
+            min=1,
+            metavar="N",
+            help="Certify only N images again, and compare with an interval.",
+        ),
     ] = None
     proven_only: Annotated[
-        bool, typer.Option("--proven-only", help="Leave out measured results (attack), which --verify cannot check.")
+        bool,
+        typer.Option(
+            "--proven-only",
+            help="Leave out measured results (attack), which --verify cannot check.",
+        ),
     ] = False
     dataset: options.Dataset = None
     data_dir: options.DataDir = None
@@ -59,10 +69,17 @@ class Page:
             sink.note(f"wrote {self.html}")
 
 
-@command("certvit log m.safetensors", "certvit log *.safetensors --verify --sample 500", page="threat-model.md")
+@command(
+    "certvit log m.safetensors",
+    "certvit log *.safetensors --verify --sample 500",
+    page="threat-model.md",
+)
 def log(
     checkpoints: Annotated[
-        list[Path], typer.Argument(metavar="CKPT...", help="Checkpoints that certvit wrote, or folders of them.")
+        list[Path],
+        typer.Argument(
+            metavar="CKPT...", help="Checkpoints that certvit wrote, or folders of them."
+        ),
     ],
     verification: Verification = Verification(),
     machine: Machine = Machine(),
@@ -73,7 +90,10 @@ def log(
     from certcli.checkpoint.file import Checkpoint
 
     sink, files = talk.sink(), _files(checkpoints)
-    page.claim(files, [folder for folder in (verification.dataset, verification.data_dir) if folder is not None])
+    page.claim(
+        files,
+        [folder for folder in (verification.dataset, verification.data_dir) if folder is not None],
+    )
     read = [(path, Checkpoint.read(path)) for path in files]
     documents = [_document(path, checkpoint) for path, checkpoint in read]
     if verification.verify:
@@ -83,15 +103,23 @@ def log(
         from certcli.verification.claims import statuses
 
         gate = Gate()
-        found = verify_checkpoints({str(path): ckpt for path, ckpt in read}, verification, machine, gate, sink)
+        found = verify_checkpoints(
+            {str(path): ckpt for path, ckpt in read}, verification, machine, gate, sink
+        )
         for document, claims in zip(documents, found, strict=True):
             document["verification"] = [asdict(claim) for claim in claims]
-            for entry, status in zip(document["evidence"], statuses(claims, len(document["evidence"])), strict=True):
+            for entry, status in zip(
+                document["evidence"], statuses(claims, len(document["evidence"])), strict=True
+            ):
                 entry["status"] = status
         sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
         page.write(read, found, sink)
         gate.enforce()
-        by = "" if verification.sample is None else f" (shares by samples of {verification.sample} images)"
+        by = (
+            ""
+            if verification.sample is None
+            else f" (shares by samples of {verification.sample} images)"
+        )
         sink.text(
             f"verified{by}: all that the evidence states as proven of this network; measured figures, lineage and results "
             "about other networks are the author's word"
@@ -115,9 +143,16 @@ def _document(path: Path, checkpoint: Any) -> dict[str, Any]:
     return {
         "file": path.name,
         "digest": checkpoint.digest,
-        "lineage": [{**asdict(step), "parameters": step.shown, "authors_word": True} for step in record.lineage],
+        "lineage": [
+            {**asdict(step), "parameters": step.shown, "authors_word": True}
+            for step in record.lineage
+        ],
         "evidence": [
-            {**as_json(entry, checkpoint.digest), "stale": entry.digest != checkpoint.digest, "status": "not checked"}
+            {
+                **as_json(entry, checkpoint.digest),
+                "stale": entry.digest != checkpoint.digest,
+                "status": "not checked",
+            }
             for entry in record.evidence
         ],
     }
@@ -131,7 +166,9 @@ def _files(named: list[Path]) -> list[Path]:
     for path in named:
         inside = _checkpoints_in(path) if path.is_dir() else [path]
         if not inside:
-            raise CheckpointError(f"no checkpoint in the folder {path}", "certvit log FILE.safetensors")
+            raise CheckpointError(
+                f"no checkpoint in the folder {path}", "certvit log FILE.safetensors"
+            )
         found += inside
     return found
 
@@ -142,5 +179,9 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
     indexes = list(folder.glob(f"*{ENDING}"))
     parts = {part for index in indexes for part in named(index)}
-    files = [file for file in folder.glob("*.safetensors") if not file.name.endswith(".state.safetensors")]
+    files = [
+        file
+        for file in folder.glob("*.safetensors")
+        if not file.name.endswith(".state.safetensors")
+    ]
     return sorted([*indexes, *(file for file in files if file not in parts)])

@@ -35,14 +35,21 @@ def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
     sink.table(
         "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
-        [(s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled(s.shown))) for s in record.lineage],
+        [
+            (s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled(s.shown)))
+            for s in record.lineage
+        ],
     )
     if record.evidence:
         sink.table(
             f"Evidence, {AS_STATED}",
             ["command", "about", "result"],
             [
-                (command_of(entry), "this network" if entry.digest == checkpoint.digest else "STALE", sentence(entry))
+                (
+                    command_of(entry),
+                    "this network" if entry.digest == checkpoint.digest else "STALE",
+                    sentence(entry),
+                )
                 for entry in record.evidence
             ],
         )
@@ -55,7 +62,9 @@ def spelled(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from spelled(value, f"{prefix}{name}.")
-        elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+        elif isinstance(value, (list, tuple)) and any(
+            isinstance(item, (Mapping, list, tuple)) for item in value
+        ):
             yield f"{prefix}{name}: {len(value)} entries"
         elif value is True:
             yield f"{prefix}{name}"
@@ -76,7 +85,9 @@ def sentence(entry: Evidence) -> str:
     from certcli.evaluation.evidence import understood
 
     found = understood(entry)
-    return NOT_UNDERSTOOD if found is None else _WORDS[found.command](found.result, found.parameters)
+    return (
+        NOT_UNDERSTOOD if found is None else _WORDS[found.command](found.result, found.parameters)
+    )
 
 
 def _lipschitz(result: Any, about: Any) -> str:
@@ -101,13 +112,18 @@ def _of_features(result: Any) -> bool:
 
 def _certify(result: Any, about: Any) -> str:
     n = result.images
-    shares = ", ".join(f"{share_text(share, n, proven=True)} at {threat.proven()}" for threat, share in result.shares)
+    shares = ", ".join(
+        f"{share_text(share, n, proven=True)} at {threat.proven()}"
+        for threat, share in result.shares
+    )
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
     text = f"{_images(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
     promise = _chance(result) or "proven"
     radius = result.average_radius
     mean = f", average radius {proven_radius(radius, 4)}" if isinstance(radius, float) else ""
-    method = f"{result.method}: {result.options.procedure}" if result.norm == "patch" else result.method
+    method = (
+        f"{result.method}: {result.options.procedure}" if result.norm == "patch" else result.method
+    )
     return f"{text} ({method}, {promise}){mean}"
 
 
@@ -128,7 +144,9 @@ def _attack(result: Any, about: Any) -> str:
 def _finetune(result: Any, about: Any) -> str:
     count = result.dataset.images if result.dataset else about.images
     certified = f"certified {share_text(result.certified, count, proven=True)} at {proven_radius(about.epsilon)}"
-    images = _images(result) if result.dataset else "all validation images, their number is not stated"
+    images = (
+        _images(result) if result.dataset else "all validation images, their number is not stated"
+    )
     if not result.dataset and about.images is not None:
         images = f"{about.images} validation image{'s' * (about.images != 1)}"
     return f"{images}: clean {share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
@@ -136,10 +154,14 @@ def _finetune(result: Any, about: Any) -> str:
 
 def _kept(result: Any, about: Any) -> str:
     n = result.images
-    parts = [f"{n} images of {result.dataset}: first choice kept on {share_text(result.agreement, n)}"]
+    parts = [
+        f"{n} images of {result.dataset}: first choice kept on {share_text(result.agreement, n)}"
+    ]
     parts.append(f"logits to {percent(result.logits_error)}")
     if result.accuracy_before is not None:
-        before, after = (share_text(share, n) for share in (result.accuracy_before, result.accuracy_after))
+        before, after = (
+            share_text(share, n) for share in (result.accuracy_before, result.accuracy_after)
+        )
         parts.append(f"accuracy {before} -> {after}")
     return ", ".join(parts) + " (measured)"
 
@@ -187,7 +209,11 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
             headings.append(_heading(title, column))
             for row, cell in zip(cells, column, strict=True):
                 row.append("-" if cell is None else cell.text(column))
-    for title, tell in (("Lipschitz bound", _bound), ("slope measured", _slope), ("attention weight", _weight)):
+    for title, tell in (
+        ("Lipschitz bound", _bound),
+        ("slope measured", _slope),
+        ("attention weight", _weight),
+    ):
         column_texts = [tell(each) for each in found]
         if set(column_texts) != {"-"}:
             headings.append(title)
@@ -196,13 +222,26 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
     rows_with_results = [row for row in cells if set(row[1:]) - {"-"}]
     if rows_with_results:
         sink.table(
-            "Evidence (proven unless it says measured or probability; radii pixel l2)", headings, rows_with_results
+            "Evidence (proven unless it says measured or probability; radii pixel l2)",
+            headings,
+            rows_with_results,
         )
         sink.text(f"Evidence: {AS_STATED}")
     if silent := [row[0] for row in cells if row not in rows_with_results]:
-        sink.text(f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)")
-    judged = [each[name].result.dataset for each in found for name in ("certify", "attack") if name in each]
-    seen = {images.digest: f"{images.images} of {images.name} ({images.split})" for images in judged if images}
+        sink.text(
+            f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)"
+        )
+    judged = [
+        each[name].result.dataset
+        for each in found
+        for name in ("certify", "attack")
+        if name in each
+    ]
+    seen = {
+        images.digest: f"{images.images} of {images.name} ({images.split})"
+        for images in judged
+        if images
+    }
     if len(seen) > 1:
         sink.text(f"not the same images: {'; '.join(seen.values())}")
 
@@ -210,7 +249,9 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
 class _Cell:
     """A share with what it is about: images, radius, and how far it may be believed."""
 
-    def __init__(self, share: str, images: int | None, radius: str | None, remark: str = "") -> None:
+    def __init__(
+        self, share: str, images: int | None, radius: str | None, remark: str = ""
+    ) -> None:
         self.share, self.images, self.radius, self.remark = share, images, radius, remark
 
     def text(self, column: Sequence[_Cell | None]) -> str:
@@ -267,8 +308,13 @@ def _attacked(found: Found) -> _Cell | None:
 
 def _certified(found: Sequence[Found], kind: str) -> list[_Cell | None]:
     """Of each file the share at the size that most can be shown at, else at its smallest; threats of this kind alone."""
-    results = [result if (result := _result(each, "certify")) and result.norm == kind else None for each in found]
-    shown = Counter(threat for result in results if result is not None for threat, _ in result.shares)
+    results = [
+        result if (result := _result(each, "certify")) and result.norm == kind else None
+        for each in found
+    ]
+    shown = Counter(
+        threat for result in results if result is not None for threat, _ in result.shares
+    )
     cells: list[_Cell | None] = []
     for result in results:
         if result is None:
@@ -286,7 +332,9 @@ def _validation(found: Found, name: str) -> _Cell | None:
     count = result.dataset.images if result.dataset else found["finetune"].parameters.images
     if name == "clean":
         return _Cell(percent(result.clean), count, None)
-    return _Cell(proven_percent(result.certified), count, proven_radius(found["finetune"].parameters.epsilon))
+    return _Cell(
+        proven_percent(result.certified), count, proven_radius(found["finetune"].parameters.epsilon)
+    )
 
 
 def _bound(found: Found) -> str:
@@ -303,7 +351,11 @@ def _slope(found: Found) -> str:
 
 def _weight(found: Found) -> str:
     result = _result(found, "lipschitz")
-    return "-" if result is None or result.attention_weight is None else f"{result.attention_weight:.2g} (measured)"
+    return (
+        "-"
+        if result is None or result.attention_weight is None
+        else f"{result.attention_weight:.2g} (measured)"
+    )
 
 
 def _power(log10: float) -> str:

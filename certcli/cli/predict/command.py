@@ -18,13 +18,22 @@ class Pictures:
     """What is classified, and by what."""
 
     images: Annotated[
-        list[Path], typer.Argument(metavar="IMAGES", help="Image files, or folders of them."), options.Reads()
+        list[Path],
+        typer.Argument(metavar="IMAGES", help="Image files, or folders of them."),
+        options.Reads(),
     ]
     defence: Annotated[
-        str, typer.Option(help="patch: the classifier that certify --method patch is about, with the same options.")
+        str,
+        typer.Option(
+            help="patch: the classifier that certify --method patch is about, with the same options."
+        ),
     ] = "none"
     prove: Annotated[
-        bool, typer.Option("--prove", help="With a defence: say of each image whether a patch can change its class.")
+        bool,
+        typer.Option(
+            "--prove",
+            help="With a defence: say of each image whether a patch can change its class.",
+        ),
     ] = False
 
 
@@ -48,7 +57,8 @@ def predict(
 
     if pictures.defence == NO_DEFENCE and (patches.patches or pictures.prove):
         raise UsageError(
-            "--patch and --prove are for --defence patch", "certvit predict ... --defence patch --patch 32"
+            "--patch and --prove are for --defence patch",
+            "certvit predict ... --defence patch --patch 32",
         )
     require_one("images are classified", "certvit predict without torchrun")
     files = image_files(pictures.images)
@@ -70,8 +80,14 @@ def predict(
                 rows.append({**row, "proven": list(one.proven)} if pictures.prove else row)
             bar.advance(len(part))
     about = {} if defended is None else {**defended.about, "parameters": dict(defended.parameters)}
-    sink.document({"checkpoint": checkpoint.digest, "defence": pictures.defence, **about, "predictions": rows})
-    shown = [name for name in ("image", "prediction", "name", "proven") if any(name in row for row in rows)]
+    sink.document(
+        {"checkpoint": checkpoint.digest, "defence": pictures.defence, **about, "predictions": rows}
+    )
+    shown = [
+        name
+        for name in ("image", "prediction", "name", "proven")
+        if any(name in row for row in rows)
+    ]
     title = "the network as it is" if defended is None else defended.title
     sink.table(title, shown, [[_cell(row.get(name)) for name in shown] for row in rows])
     if defended is not None:
@@ -79,4 +95,10 @@ def predict(
 
 
 def _cell(value: Any) -> str:
-    return " ".join(value) or "nothing" if isinstance(value, list) else "-" if value is None else str(value)
+    return (
+        " ".join(value) or "nothing"
+        if isinstance(value, list)
+        else "-"
+        if value is None
+        else str(value)
+    )

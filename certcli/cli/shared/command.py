@@ -19,7 +19,16 @@ from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
@@ -75,24 +84,35 @@ def command(
                 flat[option.name] = _described(function.__name__, option)
 
         if often:
-            flat = {name: option if name in often else _hidden(option) for name, option in flat.items()}
+            flat = {
+                name: option if name in often else _hidden(option) for name, option in flat.items()
+            }
             flat["help_all"] = _HELP_ALL
 
         @wraps(function)
         def expanded(**given: Any) -> None:
             given.pop("help_all", None)
             for name, value in given.items():
-                if isinstance(value, float) and not math.isfinite(value):  # float("nan") parses, and passes every gate
+                if isinstance(value, float) and not math.isfinite(
+                    value
+                ):  # float("nan") parses, and passes every gate
                     option = spelling(name, info_of(flat[name].annotation))[-1]
-                    raise UsageError(f"{option} {value} is not a finite number", f"certvit {function.__name__} --help")
+                    raise UsageError(
+                        f"{option} {value} is not a finite number",
+                        f"certvit {function.__name__} --help",
+                    )
             built = {name: _build(kind, given) for name, kind in groups.items()}
             function(**built, **given)
 
         made: Any = expanded
         shown = sorted(flat.values(), key=_place)
         made.__signature__ = inspect.Signature(shown, return_annotation=None)
-        made.__annotations__ = {option.name: option.annotation for option in shown} | {"return": None}
-        made.epilog = "\n\n".join(["Examples:", *(f"  {example}" for example in examples), f"More: {_docs() / page}"])
+        made.__annotations__ = {option.name: option.annotation for option in shown} | {
+            "return": None
+        }
+        made.epilog = "\n\n".join(
+            ["Examples:", *(f"  {example}" for example in examples), f"More: {_docs() / page}"]
+        )
         made.page = page
         return expanded
 
@@ -120,7 +140,13 @@ _HELP_ALL = inspect.Parameter(
     default=False,
     annotation=Annotated[
         bool,
-        typer.Option("--help-all", metavar="", is_eager=True, callback=_show_all, help="Show every option and exit."),
+        typer.Option(
+            "--help-all",
+            metavar="",
+            is_eager=True,
+            callback=_show_all,
+            help="Show every option and exit.",
+        ),
     ],
 )
 
@@ -146,13 +172,17 @@ def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
 
 def _noted(option: inspect.Parameter, old: Any, new: Any) -> inspect.Parameter:
     base, *notes = get_args(option.annotation)
-    return option.replace(annotation=Annotated[(base, *(new if note is old else note for note in notes))])
+    return option.replace(
+        annotation=Annotated[(base, *(new if note is old else note for note in notes))]
+    )
 
 
 def _place(option: inspect.Parameter) -> int:
     info = info_of(option.annotation)
     panel = getattr(info, "rich_help_panel", None)
-    return -1 if isinstance(info, ArgumentInfo) else SHARED.index(panel) + 1 if panel in SHARED else 0
+    return (
+        -1 if isinstance(info, ArgumentInfo) else SHARED.index(panel) + 1 if panel in SHARED else 0
+    )
 
 
 def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
@@ -162,13 +192,17 @@ def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
     for field in fields(kind):
         if field.name not in hints:
             continue
-        default = _default(field) if given is inspect.Parameter.empty else getattr(given, field.name)
+        default = (
+            _default(field) if given is inspect.Parameter.empty else getattr(given, field.name)
+        )
         if is_dataclass(hints[field.name]):
             found += _options(hints[field.name], default)
         else:
             hint = in_panel(hints[field.name], getattr(kind, PANEL))
             found.append(
-                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+                )
             )
     return found
 
@@ -176,7 +210,10 @@ def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
 def _build(kind: Any, given: dict[str, Any]) -> Any:
     hints = hints_of(kind)
     return kind(
-        **{name: _build(hint, given) if is_dataclass(hint) else given.pop(name) for name, hint in hints.items()}
+        **{
+            name: _build(hint, given) if is_dataclass(hint) else given.pop(name)
+            for name, hint in hints.items()
+        }
     )
 
 
@@ -184,7 +221,12 @@ def hints_of(kind: Any) -> dict[str, Any]:
     """Return the type of each option of a group, with its notes; an `Option` becomes Typer's."""
     hints = get_type_hints(kind, include_extras=True)
     found = {field.name: hints[field.name] for field in fields(kind)}
-    notes = {name: note for name, hint in found.items() for note in get_args(hint)[1:] if isinstance(note, Option)}
+    notes = {
+        name: note
+        for name, hint in found.items()
+        for note in get_args(hint)[1:]
+        if isinstance(note, Option)
+    }
     return {name: _typer_hint(found[name], note) for name, note in notes.items()} or found
 
 
@@ -197,8 +239,12 @@ def _typer_hint(hint: Any, note: Option) -> Any:
 
     base = get_args(hint)[0]
     parser = None if note.read is None else parse
-    option = typer.Option(*note.names, help=note.help, metavar=note.metavar, parser=parser, rich_help_panel=note.panel)
-    if parser is not None or get_origin(base) is Literal:  # Typer reads no union, and offers a Literal by its own rules
+    option = typer.Option(
+        *note.names, help=note.help, metavar=note.metavar, parser=parser, rich_help_panel=note.panel
+    )
+    if (
+        parser is not None or get_origin(base) is Literal
+    ):  # Typer reads no union, and offers a Literal by its own rules
         base = str | None if type(None) in get_args(base) else str
     return Annotated[(base, option, *[Reads()] * (Path in get_args(base)))]
 
@@ -234,7 +280,11 @@ def spelling(name: str, info: Any) -> list[str]:
     if isinstance(info, ArgumentInfo):
         return [info.metavar or name.upper()]
     # inside Annotated, Typer keeps the first declaration where the default used to be
-    declared = [item for item in (getattr(info, "default", None),) if isinstance(item, str) and item.startswith("-")]
+    declared = [
+        item
+        for item in (getattr(info, "default", None),)
+        if isinstance(item, str) and item.startswith("-")
+    ]
     declared += list(getattr(info, "param_decls", None) or [])
     return sorted(declared, key=len) or [f"--{name.replace('_', '-')}"]
 

@@ -51,7 +51,10 @@ def _registered(target: str) -> Callable[[str], list[Any]]:
     def complete(incomplete: str) -> list[Any]:
         module, _, attribute = target.partition(":")
         entries = getattr(import_module(module), attribute)
-        pairs = [(entry, "") if isinstance(entry, str) else (entry.name, entry.summary) for entry in entries]
+        pairs = [
+            (entry, "") if isinstance(entry, str) else (entry.name, entry.summary)
+            for entry in entries
+        ]
         return [pair for pair in pairs if pair[0].startswith(incomplete)]
 
     return complete

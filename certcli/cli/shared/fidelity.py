@@ -13,14 +13,21 @@ if TYPE_CHECKING:
 
 
 def measure_reference(
-    model: "PixelModel", images: "Images", held_out: "Images", record: "Record", batch_size: int, sink: Sink
+    model: "PixelModel",
+    images: "Images",
+    held_out: "Images",
+    record: "Record",
+    batch_size: int,
+    sink: Sink,
 ) -> "ReferenceLogits":
     """Return the original logits of the held-out images; of all images where none is held out."""
     from certcli.evaluation.fidelity import ReferenceLogits, known_labels
 
     judges = held_out if len(held_out) else images
     if not len(held_out):
-        sink.warn(f"{len(images)} images are too few to hold any out: the images that took part judge the result")
+        sink.warn(
+            f"{len(images)} images are too few to hold any out: the images that took part judge the result"
+        )
     labels, why = known_labels(judges, record)
     if why:
         sink.note(f"accuracy is not measured: {why}")
@@ -49,7 +56,12 @@ def fidelity_document(
     images = reference.images
     # trained_on: the record names these images
     trained = images.split == "train" and record.dataset in (images.name, f"torch/{images.name}")
-    about = {"dataset": images.name, "split": images.split, "took_part": took_part, "trained_on": trained}
+    about = {
+        "dataset": images.name,
+        "split": images.split,
+        "took_part": took_part,
+        "trained_on": trained,
+    }
     found = reference.compare(reference.logits(model)) if found is None else found
     document = {**found.to_json(), **about}
     if images.name == PHOTOGRAPHS:

@@ -40,10 +40,23 @@ class Source:
     weights: options.Weights = None
 
     def hints(self) -> Hints:
-        return inputs.hints(self.arch, self.arch_arg, self.mean, self.std, self.norm_eps, self.as_stated, self.weights)
+        return inputs.hints(
+            self.arch,
+            self.arch_arg,
+            self.mean,
+            self.std,
+            self.norm_eps,
+            self.as_stated,
+            self.weights,
+        )
 
     def words(self) -> list[str]:
-        named = {"--arch": self.arch, "--mean": self.mean, "--std": self.std, "--norm-eps": self.norm_eps}
+        named = {
+            "--arch": self.arch,
+            "--mean": self.mean,
+            "--std": self.std,
+            "--norm-eps": self.norm_eps,
+        }
         given = named | {"--weights": self.weights}
         pairs = [(name, str(value)) for name, value in given.items() if value is not None]
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
@@ -93,7 +106,8 @@ class Evaluation(Data):
         name = self.dataset or record.dataset
         if name is None:
             raise DataError(
-                "no --dataset, and the checkpoint does not name the images of its training", "--dataset digits"
+                "no --dataset, and the checkpoint does not name the images of its training",
+                "--dataset digits",
             )
 
         def load(split: str | None) -> Images:
@@ -101,7 +115,11 @@ class Evaluation(Data):
             return datasets.require_classes(found, record.classes, record.class_names)
 
         images = load(self.split)
-        if self.split is None and images.split in ("train", "all") and trained_on(seen_by(record), images):
+        if (
+            self.split is None
+            and images.split in ("train", "all")
+            and trained_on(seen_by(record), images)
+        ):
             whole, images = images, load("val")
             sink.note(
                 f"images: the {len(images)} of {len(whole)} kept for validation (val); --split {whole.split} takes all"
@@ -109,7 +127,9 @@ class Evaluation(Data):
         if images.note:
             sink.note(images.note)
         if self.dataset is None:
-            sink.note(f"images: {images.name} ({images.split}), of the dataset that the checkpoint was trained on")
+            sink.note(
+                f"images: {images.name} ({images.split}), of the dataset that the checkpoint was trained on"
+            )
         chosen = images.limit(self.limit, self.seed)
         inputs.doubt_images(chosen, record, sink)
         return chosen.read_by(self.workers)
@@ -125,7 +145,9 @@ class Calibration(Data):
         """Return `limit` images, and at most `judges` further ones of a dataset, all in the dataset's order."""
         from certcli.images.calibration import calibration_images
 
-        images = calibration_images(record, self.limit, self.seed, self.dataset, self.data_dir, judges)
+        images = calibration_images(
+            record, self.limit, self.seed, self.dataset, self.data_dir, judges
+        )
         trained_on, origin = record.dataset in (images.name, f"torch/{images.name}"), ""
         if self.dataset is None:
             other = "by default: --dataset takes images like those it was trained on"
@@ -136,7 +158,9 @@ class Calibration(Data):
         if images.note:
             sink.note(images.note)
         if self.dataset is None and record.dataset is not None and not trained_on:
-            sink.warn(f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir")
+            sink.warn(
+                f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir"
+            )
         return images.read_by(self.workers)
 
 
@@ -163,7 +187,9 @@ class Device:
             device = torch.device(name)
             torch.zeros(1, device=device)
         except (RuntimeError, AssertionError, ValueError) as failure:
-            raise UsageError(f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps") from failure
+            raise UsageError(
+                f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps"
+            ) from failure
         return device
 
 
@@ -187,7 +213,14 @@ class Output:
         self._shard_bytes()
         self._check(self._outputs(groups))
 
-    def target(self, command: str, source: str, *groups: object, last: bool = False, state: str | None = None) -> Path:
+    def target(
+        self,
+        command: str,
+        source: str,
+        *groups: object,
+        last: bool = False,
+        state: str | None = None,
+    ) -> Path:
         """Do as `claim` does, and return the checkpoint to write: -o, else <stem>.<command>.safetensors beside the source.
 
         Args:
@@ -195,10 +228,14 @@ class Output:
             state: a state file is written beside it, and its metadata has this key.
         """
         self._shard_bytes()
-        path = self.output or inputs.default_output(source, command, shards=self.shard_size is not None)
+        path = self.output or inputs.default_output(
+            source, command, shards=self.shard_size is not None
+        )
         outputs = self._outputs(groups)
         if (last or state is not None) and is_stream(path):
-            raise UsageError(f"-o {path} is no file, and {command} keeps others beside it", "-o FILE.safetensors")
+            raise UsageError(
+                f"-o {path} is no file, and {command} keeps others beside it", "-o FILE.safetensors"
+            )
         if self.output is None:
             outputs.writes("-o", path)
         if last:
@@ -219,7 +256,10 @@ class Output:
             return SHARD_BYTES
         if self.output is not None and not is_index(self.output):
             hint = f"-o {self.output.with_name(self.output.name.removesuffix('.safetensors') + ENDING)}"
-            raise UsageError(f"--shard-size makes several files and their index, and {self.output} is one file", hint)
+            raise UsageError(
+                f"--shard-size makes several files and their index, and {self.output} is one file",
+                hint,
+            )
         return inputs.size_in_bytes("--shard-size", self.shard_size)
 
     def _check(self, outputs: Outputs) -> None:
@@ -247,7 +287,9 @@ def beside(path: Path, word: str) -> Path:
     """Return <stem>.<word>.safetensors beside an output, an index where the output is one and the word is not "state"."""
     from certcli.checkpoint.shards import ENDING, is_index, stem
 
-    return path.with_name(f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}")
+    return path.with_name(
+        f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
+    )
 
 
 @group("Output")

@@ -129,9 +129,14 @@ def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: S
 
 def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
     """Note that the tensors after a command are wider than before: networks are changed in float32, or float64."""
-    old, new = ({str(t.dtype)[6:] for t in ckpt.tensors.values() if t.is_floating_point()} for ckpt in (before, after))
+    old, new = (
+        {str(t.dtype)[6:] for t in ckpt.tensors.values() if t.is_floating_point()}
+        for ckpt in (before, after)
+    )
     if old - new:
-        sink.note(f"written as {', '.join(sorted(new))}; the numbers that were read are {', '.join(sorted(old))}")
+        sink.note(
+            f"written as {', '.join(sorted(new))}; the numbers that were read are {', '.join(sorted(old))}"
+        )
 
 
 def remember_dataset(record: Record, images: Images) -> Record:

@@ -53,15 +53,20 @@ def share(text: str) -> float:
 CheckpointArgument = Annotated[
     str,
     typer.Argument(
-        metavar="CKPT", help="A .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME."
+        metavar="CKPT",
+        help="A .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME.",
     ),
     Reads(),
 ]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="Checkpoint to write."), Writes()]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Checkpoint to write."), Writes()
+]
 ShardSize = Annotated[
     str | None,
     typer.Option(
-        "--shard-size", metavar="SIZE", help="Size of a file where -o ends in .safetensors.index.json: 5GB, 200MB."
+        "--shard-size",
+        metavar="SIZE",
+        help="Size of a file where -o ends in .safetensors.index.json: 5GB, 200MB.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
@@ -75,17 +80,30 @@ Dataset = Annotated[
     Reads(folder=True),
 ]
 DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder of the torch/... datasets."), Reads(folder=True)
+    Path | None,
+    typer.Option("--data-dir", help="Folder of the torch/... datasets."),
+    Reads(folder=True),
 ]
-Split = Annotated[str | None, typer.Option("--split", help="train, val or test. Default: the evaluation split.")]
-Limit = Annotated[int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of every random choice.")]
+Split = Annotated[
+    str | None, typer.Option("--split", help="train, val or test. Default: the evaluation split.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", help="Use a seeded, class-balanced sample of N images.")
+]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of every random choice.")
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images in a batch.")]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images in a batch.")
+]
 Workers = Annotated[
     int | None,
     typer.Option(
-        "--workers", min=0, max=64, help="Threads that read image files ahead. Default: one a core, at most 8."
+        "--workers",
+        min=0,
+        max=64,
+        help="Threads that read image files ahead. Default: one a core, at most 8.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
@@ -93,13 +111,21 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no n
 Plot = Annotated[
     Path | None,
     typer.Option(
-        "--plot", metavar="FILE", help="Draw the result: FILE.png, FILE.svg or FILE.pdf.", rich_help_panel="Output"
+        "--plot",
+        metavar="FILE",
+        help="Draw the result: FILE.png, FILE.svg or FILE.pdf.",
+        rich_help_panel="Output",
     ),
     Writes(figure=True),
 ]
 Html = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE.html", help="Write a page that opens from disk.", rich_help_panel="Output"),
+    typer.Option(
+        "--html",
+        metavar="FILE.html",
+        help="Write a page that opens from disk.",
+        rich_help_panel="Output",
+    ),
     Writes(),
 ]
 Records = Annotated[
@@ -113,26 +139,48 @@ Records = Annotated[
     Writes(resumable=True),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue the --records of the same run.", rich_help_panel="Output")
+    bool,
+    typer.Option(
+        "--resume", help="Continue the --records of the same run.", rich_help_panel="Output"
+    ),
 ]
 Epsilons = Annotated[
     list[float],
     typer.Option(
-        "--epsilon", "-e", parser=fraction, metavar="R", help="Radius in pixel units: 0.5 or 36/255; may be repeated."
+        "--epsilon",
+        "-e",
+        parser=fraction,
+        metavar="R",
+        help="Radius in pixel units: 0.5 or 36/255; may be repeated.",
     ),
 ]
 Arch = Annotated[str | None, typer.Option("--arch", help="timm architecture of a foreign file.")]
-ArchArg = Annotated[list[str], typer.Option("--arch-arg", metavar="KEY=VALUE", help="Argument of --arch.")]
-Mean = Annotated[str | None, typer.Option("--mean", help="Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")]
-Std = Annotated[str | None, typer.Option("--std", help="Pixel standard deviation of a foreign file.")]
+ArchArg = Annotated[
+    list[str], typer.Option("--arch-arg", metavar="KEY=VALUE", help="Argument of --arch.")
+]
+Mean = Annotated[
+    str | None,
+    typer.Option("--mean", help="Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41."),
+]
+Std = Annotated[
+    str | None, typer.Option("--std", help="Pixel standard deviation of a foreign file.")
+]
 NormEps = Annotated[
-    float | None, typer.Option("--norm-eps", help="eps of every norm of a foreign file, if not timm's own.")
+    float | None,
+    typer.Option("--norm-eps", help="eps of every norm of a foreign file, if not timm's own."),
 ]
 Weights = Annotated[
     str | None,
-    typer.Option("--weights", metavar="raw|ema", help="Which weights of a file that holds raw and averaged ones."),
+    typer.Option(
+        "--weights",
+        metavar="raw|ema",
+        help="Which weights of a file that holds raw and averaged ones.",
+    ),
 ]
 AsStated = Annotated[
     bool,
-    typer.Option("--as-stated", help="Believe --arch-arg and config.json where the tensors fit another network too."),
+    typer.Option(
+        "--as-stated",
+        help="Believe --arch-arg and config.json where the tensors fit another network too.",
+    ),
 ]

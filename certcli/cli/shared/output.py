@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +45,10 @@ class Gate:
             self.failures.append(failure)
 
     def to_json(self) -> dict[str, Any]:
-        return {"passed": not self.failures, "reasons": [failure.message for failure in self.failures]}
+        return {
+            "passed": not self.failures,
+            "reasons": [failure.message for failure in self.failures],
+        }
 
     def enforce(self) -> None:
         """Raise the first failure; `main` prints no second document."""
@@ -78,7 +88,9 @@ class Sink:
         self.as_json = as_json
         self.quiet = quiet
         self._begun = False  # there is text on stdout, and a table stands apart from it
-        self._out = Console(file=sys.stdout, highlight=False, width=_width(), quiet=Sink.invocation.silent)
+        self._out = Console(
+            file=sys.stdout, highlight=False, width=_width(), quiet=Sink.invocation.silent
+        )
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.invocation.silent)
         Sink.invocation.concluded = False
         self._network: Mapping[str, Any] | None = None
@@ -124,7 +136,9 @@ class Sink:
         if self._begun:
             self._out.print()
         self._begun = True
-        self._print(self._out, title, "bold")  # as Table's own title it would wrap at the table's width
+        self._print(
+            self._out, title, "bold"
+        )  # as Table's own title it would wrap at the table's width
         for part in layout.parts():
             table = Table(header_style="bold", box=None, pad_edge=False)
             for place, number in enumerate(part.columns):
@@ -133,7 +147,12 @@ class Sink:
                 table.add_column(columns[number], justify=side, overflow="fold", width=width)
             for row in cells:
                 widths = part.widths or [self._out.width] * len(part.columns)
-                table.add_row(*(Text(wrapped(row[n], width)) for n, width in zip(part.columns, widths, strict=True)))
+                table.add_row(
+                    *(
+                        Text(wrapped(row[n], width))
+                        for n, width in zip(part.columns, widths, strict=True)
+                    )
+                )
             self._out.print(table)
         for sentence, names in layout.remarks.items():
             self._print(self._out, f"{', '.join(names)}: {sentence}")
@@ -193,7 +212,11 @@ class Lines:
         if now < self._last + EVERY:
             return
         self._last, new = now, done - self._known
-        left = f", about {_minutes((now - self._begun) * (self.total - done) / new)} left" if new > 0 else ""
+        left = (
+            f", about {_minutes((now - self._begun) * (self.total - done) / new)} left"
+            if new > 0
+            else ""
+        )
         shown = percent(done / self.total, 0)
         self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{left}")
 
@@ -236,7 +259,9 @@ def wrapped(line: str, room: int) -> str:
     """Return the line broken between words, not before a percent sign; a word that is too long stays whole."""
     if len(line) <= room:
         return line
-    kept = textwrap.wrap(line.replace(" %", "\0%"), room, break_long_words=False, break_on_hyphens=False)
+    kept = textwrap.wrap(
+        line.replace(" %", "\0%"), room, break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(kept).replace("\0", " ")
 
 

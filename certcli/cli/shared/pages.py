@@ -56,28 +56,57 @@ def certify_page(
         if not of_patches:  # shares at patches are no curve over radii
             drawn = [threat for threat in found.threats if certifier.searches(threat)]
             marks = [Mark(t.radius, found.against(t), *found.intervals[t.key]) for t in drawn]
-            curves.append(PlotLine(label, "proven" if proof else "probability", steps(radii), marks))
+            curves.append(
+                PlotLine(label, "proven" if proof else "probability", steps(radii), marks)
+            )
         for threat in found.threats:
-            interval = "{:.1f} to {:.1f}".format(*(100 * end for end in found.intervals[threat.key]))
+            interval = "{:.1f} to {:.1f}".format(
+                *(100 * end for end in found.intervals[threat.key])
+            )
             interval, share = interval if certifier.searches(threat) else "-", result.share(threat)
-            rows.append([f"certified, {certifier.method}", threat.proven(), share, interval, str(count), promise])
+            rows.append(
+                [
+                    f"certified, {certifier.method}",
+                    threat.proven(),
+                    share,
+                    interval,
+                    str(count),
+                    promise,
+                ]
+            )
         least = found.threats[0]
         held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
-        where = f"against every patch of {least.key} pixels" if of_patches else f"at {least.norm} {least.proven()}"
+        where = (
+            f"against every patch of {least.key} pixels"
+            if of_patches
+            else f"at {least.norm} {least.proven()}"
+        )
         kept = f"certifies {counted(round(held * count), count, digits=1)}"
         way = kept if certifier.searches(least) else "was not drawn for images"
         verdict.append(f"{certifier.method} {way} {where}, {promise}. {about}.")
     if attacked:
-        shares = sorted((threat, sum(left.values()) / len(left)) for threat, left in attacked.items())
+        shares = sorted(
+            (threat, sum(left.values()) / len(left)) for threat, left in attacked.items()
+        )
         count = len(next(iter(attacked.values())))
-        marks = [Mark(threat.radius, left, *share_interval(round(left * count), count)) for threat, left in shares]
+        marks = [
+            Mark(threat.radius, left, *share_interval(round(left * count), count))
+            for threat, left in shares
+        ]
         points = [(threat.radius, left) for threat, left in shares]
         curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", points, marks))
         largest, left = shares[-1]
         correct = f"{part_of(round(left * count), count, 'of these images')} at {largest.norm} {largest.attacked()}"
         verdict.append(f"Attacks left {correct}, as their records say.")
     statements = [[result.certifier.method, result.certifier.statement] for result in results]
-    columns = ["share of the images", "patch" if of_patches else "radius", "share", "95 % interval", "n", "holds"]
+    columns = [
+        "share of the images",
+        "patch" if of_patches else "radius",
+        "share",
+        "95 % interval",
+        "n",
+        "holds",
+    ]
     return HtmlPage(
         title=f"Certificates of {name}",
         subtitle=f"{checkpoint.record.arch}; {len(images)} images of {images.name} ({images.split})",
@@ -109,7 +138,9 @@ def _lineage(checkpoint: Checkpoint, *title: str) -> list[Table]:
     return [lineage_table(steps, *title)] if steps else []
 
 
-def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]) -> HtmlPage:
+def log_page(
+    read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]
+) -> HtmlPage:
     """Return the page of each file's lineage and fresh evidence, without refuted entries. claims: of --verify, by file."""
     from certcli.cli.log.view import AS_STATED, sentence
     from certcli.evaluation.evidence import command_of
@@ -119,7 +150,9 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
     verdict, tables, commands, curves = [], [], [], []
     for number, (path, checkpoint) in enumerate(read):
         evidence = checkpoint.record.evidence
-        checked = statuses(claims[number], len(evidence)) if claims else ["as stated"] * len(evidence)
+        checked = (
+            statuses(claims[number], len(evidence)) if claims else ["as stated"] * len(evidence)
+        )
         pairs = zip(evidence, checked, strict=True)
         fresh = [(entry, status) for entry, status in pairs if entry.digest == checkpoint.digest]
         stale = len(evidence) - len(fresh)
@@ -134,10 +167,14 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
         ]
         if rows:
             columns = ["command", "result", "checked"]
-            tables.append(Table(f"Evidence of {path.name}", columns, rows, note=f"Evidence: {AS_STATED}."))
+            tables.append(
+                Table(f"Evidence of {path.name}", columns, rows, note=f"Evidence: {AS_STATED}.")
+            )
         if claims:
             rows = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
-            tables.append(Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], rows))
+            tables.append(
+                Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], rows)
+            )
         tables += _lineage(checkpoint, f"{path.name}: lineage, as the file tells it")
         shown = [entry for entry, status in fresh if status != "refuted"]
         curves += _evidence_curves(path.name if len(read) > 1 else "", shown)
@@ -146,13 +183,18 @@ def log_page(read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[
     first = read[0][1].record
     return HtmlPage(
         title=read[0][0].name if len(read) == 1 else f"{len(read)} checkpoints",
-        subtitle=f"{first.arch}, {first.classes} classes" if len(read) == 1 else "lineage and evidence",
+        subtitle=f"{first.arch}, {first.classes} classes"
+        if len(read) == 1
+        else "lineage and evidence",
         verdict=verdict,
         tables=tables,
         curves=curves,
         curve_note="From the evidence: shares at the radii that were asked for. Whether they hold, `log --verify` says.",
         commands=commands,
-        facts=[f"{path.name} (digest of its function): {checkpoint.digest}" for path, checkpoint in read],
+        facts=[
+            f"{path.name} (digest of its function): {checkpoint.digest}"
+            for path, checkpoint in read
+        ],
     )
 
 
@@ -172,5 +214,7 @@ def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
         label = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
         points = sorted((float(key), share) for key, share in shares.items() if float(key) > 0)
         points = [(0.0, result.clean), *points]
-        found.append(PlotLine(f"{name} {label}".strip(), kind, points, [Mark(*point) for point in points]))
+        found.append(
+            PlotLine(f"{name} {label}".strip(), kind, points, [Mark(*point) for point in points])
+        )
     return found

@@ -48,7 +48,9 @@ def _tables(command: Callable[..., None]) -> Iterator[str]:
         info: Any = info_of(parameter.annotation)
         if info is None:  # Typer's context, which nobody types
             continue
-        panel = getattr(info, "rich_help_panel", None) or ("" if isinstance(info, ArgumentInfo) else "Options")
+        panel = getattr(info, "rich_help_panel", None) or (
+            "" if isinstance(info, ArgumentInfo) else "Options"
+        )
         panels.setdefault(panel, []).append(_row(parameter, info))
     first = [panels.pop(name) for name in ("", "Options") if name in panels]
     for title, rows in [("", [row for part in first for row in part]), *panels.items()]:

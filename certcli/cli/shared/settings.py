@@ -38,7 +38,12 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
     Raises:
         UsageError: a key is no option, or the option refuses the value.
     """
-    options = {option.removeprefix("--"): found for found in parameters for option in found.opts if option[:2] == "--"}
+    options = {
+        option.removeprefix("--"): found
+        for found in parameters
+        for option in found.opts
+        if option[:2] == "--"
+    }
     known = {name: found for name, found in options.items() if name not in NOT_FROM_FILES}
     chosen: dict[str, Any] = {}
     for file, place in FILES:
@@ -46,13 +51,17 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
         table = _table(path, place)
         for other in table:
             if other not in COMMANDS:
-                raise UsageError(f"{path}: there are no settings of '{one_line(other)}'", one_of(other, COMMANDS))
+                raise UsageError(
+                    f"{path}: there are no settings of '{one_line(other)}'", one_of(other, COMMANDS)
+                )
         section = table.get(command, {})
         if not isinstance(section, dict):
             raise UsageError(f"{path}: [{command}] is no table", f'[{command}]\ntime-budget = "2m"')
         for key, value in section.items():
             if key not in known:
-                raise UsageError(f"{path}: [{command}] has no setting '{one_line(key)}'", one_of(key, known))
+                raise UsageError(
+                    f"{path}: [{command}] has no setting '{one_line(key)}'", one_of(key, known)
+                )
             parameter, where = known[key], f"{path}: [{command}] {key}"
             words = _words(value, parameter.multiple, where)
             try:
@@ -60,7 +69,9 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
             except Exception as failure:  # Typer's, of whichever click it brings
                 if not hasattr(failure, "format_message"):
                     raise
-                raise UsageError(f"{where}: {one_line(failure)}", f"certvit {command} --help") from failure
+                raise UsageError(
+                    f"{where}: {one_line(failure)}", f"certvit {command} --help"
+                ) from failure
             chosen[parameter.name] = words
     return chosen
 
@@ -70,12 +81,16 @@ def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
         if not os.path.lexists(path):
             return {}
         if not path.is_file():
-            raise UsageError(f"{path} is no file, and would hold the settings", "remove it, or write TOML there")
+            raise UsageError(
+                f"{path} is no file, and would hold the settings", "remove it, or write TOML there"
+            )
         if path.stat().st_size > LARGEST:
             raise UsageError(f"{path} is larger than a settings file", "a few lines of TOML")
         found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as failure:
-        raise UsageError(f"{path} cannot be read: {one_line(failure)}", "it must be TOML, UTF-8") from failure
+        raise UsageError(
+            f"{path} cannot be read: {one_line(failure)}", "it must be TOML, UTF-8"
+        ) from failure
     for name in place:
         found = found.get(name, {}) if isinstance(found, dict) else {}
     if not isinstance(found, dict):

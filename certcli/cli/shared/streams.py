@@ -38,7 +38,9 @@ class Guarded:
             action()
         except (OSError, ValueError) as failure:
             number = getattr(failure, "errno", None)
-            self.failure = "" if number == errno.EPIPE else getattr(failure, "strerror", None) or str(failure)
+            self.failure = (
+                "" if number == errno.EPIPE else getattr(failure, "strerror", None) or str(failure)
+            )
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 # the buffer is emptied into nowhere: the interpreter would fail over it as it ends
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -54,7 +56,9 @@ def guarded() -> Iterator[Guarded]:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number: else a file opened later would become the stream
+            os.open(
+                os.devnull, os.O_RDWR
+            )  # the lowest free number: else a file opened later would become the stream
     before = sys.stdout, sys.stderr
     out: Any = Guarded(sys.stdout)
     err: Any = Guarded(sys.stderr)

@@ -87,7 +87,11 @@ class Layout:
         wide, least = [], []
         for number in numbers:
             cells = [row[number] for row in self.rows]
-            words = [word for cell in cells for word in cell.split()] if number in self.sentences else cells
+            words = (
+                [word for cell in cells for word in cell.split()]
+                if number in self.sentences
+                else cells
+            )
             wide.append(max(map(len, [self.columns[number], *cells])))
             least.append(max(map(len, [*self.columns[number].split(), *words]), default=1))
         for _ in range(sum(wide) + GAP * (len(wide) - 1) - self.room):

@@ -6,7 +6,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-WRITTEN = frozenset(("output", "shard_size", "force", "records", "resume", "plot", "html", "as_json", "quiet"))
+WRITTEN = frozenset(
+    ("output", "shard_size", "force", "records", "resume", "plot", "html", "as_json", "quiet")
+)
 """Parameters of what a command writes and shows, not of what it finds."""
 
 
@@ -17,7 +19,10 @@ def again(context: Any, leave: frozenset[str] = frozenset()) -> str:
     """
     words = ["certvit", context.command.name]
     for parameter in context.command.params:
-        if parameter.name in WRITTEN | leave or context.get_parameter_source(parameter.name).name != "COMMANDLINE":
+        if (
+            parameter.name in WRITTEN | leave
+            or context.get_parameter_source(parameter.name).name != "COMMANDLINE"
+        ):
             continue
         value = context.params[parameter.name]
         for one in value if isinstance(value, (list, tuple)) else [value]:
@@ -26,5 +31,7 @@ def again(context: Any, leave: frozenset[str] = frozenset()) -> str:
                 continue
             text = repr(one) if isinstance(one, float) else str(one)
             text = Path(text).resolve().name if Path(text).exists() else text
-            words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
+            words += (
+                [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
+            )
     return shlex.join(words)

@@ -41,7 +41,8 @@ def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> 
         report = decode(path.read_bytes(), ReportFields)
     except (OSError, Refused) as failure:
         raise CheckpointError(
-            f"{path} is not a report of `certvit lipschitz --json` ({failure})", "write one, then verify it"
+            f"{path} is not a report of `certvit lipschitz --json` ({failure})",
+            "write one, then verify it",
         ) from failure
     if source.ckpt:
         from certcli.verification.report import verify
@@ -51,8 +52,13 @@ def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> 
     else:
         found = verify_laws(report)
     gate = Gate()
-    reason = f"{len(found.problems)} of its statements fail" if found.leaves else "its laws do not hold"
-    gate.demand(found.laws_hold, GateError(f"{path} is refuted: {reason}; first: {(*found.problems, '')[0]}"))
+    reason = (
+        f"{len(found.problems)} of its statements fail" if found.leaves else "its laws do not hold"
+    )
+    gate.demand(
+        found.laws_hold,
+        GateError(f"{path} is refuted: {reason}; first: {(*found.problems, '')[0]}"),
+    )
     sink.document(
         {
             "verified": found.verified,
@@ -114,13 +120,19 @@ def certify_again(
 
     def again(request: Request) -> Again:
         data = Evaluation(dataset=options.dataset, data_dir=options.data_dir, split=request.split)
-        images = replace(data, limit=request.limit, seed=request.seed).images(checkpoint.record, sink)
+        images = replace(data, limit=request.limit, seed=request.seed).images(
+            checkpoint.record, sink
+        )
         if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = images
         if options.sample is not None and options.sample < len(images):
-            seed = int.from_bytes(os.urandom(4), "little")  # the author of the file cannot know this sample
-            sink.note(f"a sample of {options.sample} of {len(images)} images, drawn with seed {seed}")
+            seed = int.from_bytes(
+                os.urandom(4), "little"
+            )  # the author of the file cannot know this sample
+            sink.note(
+                f"a sample of {options.sample} of {len(images)} images, drawn with seed {seed}"
+            )
             chosen = images.limit(options.sample, seed)
         device, batch = machine.pick(), machine.batch_size
         rows: list[tuple[bool, Held]] = []
@@ -131,9 +143,14 @@ def certify_again(
         except NoBoundError:
             if request.method != "lipschitz":
                 raise
-            rows = [(correct, 0.0) for correct in right_of(load_double(checkpoint, device), chosen, batch)]
+            rows = [
+                (correct, 0.0)
+                for correct in right_of(load_double(checkpoint, device), chosen, batch)
+            ]
             return replace(
-                whose, rows=rows, stated={"promise": "proof", "failure": 0.0, "arithmetic": "real", "parameters": {}}
+                whose,
+                rows=rows,
+                stated={"promise": "proof", "failure": 0.0, "arithmetic": "real", "parameters": {}},
             )
         certifier.kept_back = 0.0
         with sink.progress("certify again", total=len(chosen)) as bar:

@@ -49,7 +49,9 @@ def _weights(module: Any, gain: Tensor | None) -> HeadWeights:
         curve.append(spectral_norm(k.T @ q, loss * lengths[0] * lengths[1]))
         sizes.append(lengths)
     make = lambda values: torch.tensor(values, dtype=torch.float64, device=query.device)  # noqa: E731
-    return HeadWeights(query, key, value, out, make(through), make(curve), make(sizes).T * (1 + 2**-40))
+    return HeadWeights(
+        query, key, value, out, make(through), make(curve), make(sizes).T * (1 + 2**-40)
+    )
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,25 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
     made = tokens @ module.qkv.weight.T
     if module.qkv.bias is not None:
         made = made + module.qkv.bias
-        offsets = [up(part.norm(dim=-1), width).view(1, -1, 1) for part in module.qkv.bias.unflatten(0, (3, heads, -1))]
+        offsets = [
+            up(part.norm(dim=-1), width).view(1, -1, 1)
+            for part in module.qkv.bias.unflatten(0, (3, heads, -1))
+        ]
     else:
         offsets = [0 * part for part in raw]
     q, k, v = made.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
-    q_off, k_off, v_off = (rows * (part * size[:, None] + bias) for part, bias in zip(raw, offsets, strict=True))
+    q_off, k_off, v_off = (
+        rows * (part * size[:, None] + bias) for part, bias in zip(raw, offsets, strict=True)
+    )
     q, q_off = q[:, :, pick], q_off[:, :, pick]
     q_most, k_most, v_most = fibres(q) + q_off, (fibres(k) + k_off), (fibres(v) + v_off)
-    k_off, k_most, v_most, v_off = (t.amax(-1, keepdim=True) for t in (k_off, k_most, v_most, v_off))
+    k_off, k_most, v_most, v_off = (
+        t.amax(-1, keepdim=True) for t in (k_off, k_most, v_most, v_off)
+    )
     inner = gamma(width + count + 64)
-    doubt = up(scale * (q_off * k_most + q_most * k_off + inner * q_most * k_most), 8)  # of a score: (b, h, i)
+    doubt = up(
+        scale * (q_off * k_most + q_most * k_off + inner * q_most * k_most), 8
+    )  # of a score: (b, h, i)
     share = ((q * scale) @ k.mT).softmax(-1)
     unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)  # of a probability, relative
     o, m = share @ v, share @ k
@@ -110,7 +121,15 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
     if module.proj.bias is not None:
         centre = centre + module.proj.bias
         noise = noise + gamma(0) * fibres(centre)
-    return Facts(centre, up(noise, heads + 4), up(share * (1 + unsure[..., None]), 4), reach, toward, turn, own)
+    return Facts(
+        centre,
+        up(noise, heads + 4),
+        up(share * (1 + unsure[..., None]), 4),
+        reach,
+        toward,
+        turn,
+        own,
+    )
 
 
 def _own(w: HeadWeights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tensor) -> Tensor:
@@ -125,7 +144,12 @@ def _own(w: HeadWeights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tens
     length = lambda t: t.square().sum((-2, -1)).sqrt()  # noqa: E731
     loss = gamma(6 * (w.out.shape[1] + w.out.shape[2]) + 64)
     doubt = loss * length(first) * length(second) * length(spread) ** 2
-    fourth = (z * z.mT).sum((-2, -1)).clamp_min(0) + loss * length(z) ** 2 + 2 * length(z) * doubt + doubt**2
+    fourth = (
+        (z * z.mT).sum((-2, -1)).clamp_min(0)
+        + loss * length(z) ** 2
+        + 2 * length(z) * doubt
+        + doubt**2
+    )
     return up(fourth.sqrt().sqrt(), 64)
 
 
@@ -135,9 +159,13 @@ def _gains(facts: Facts, w: HeadWeights, radius: Tensor, asking: Tensor) -> Tens
     asking (b, i): the radii of the tokens whose results are computed; what they add themselves is the last column (b, i, n).
     """
     curve = w.curve.view(1, -1, 1)
-    slope = up(facts.toward + curve * asking[:, None], 4)[..., None]  # of a score in its key's token
+    slope = up(facts.toward + curve * asking[:, None], 4)[
+        ..., None
+    ]  # of a score in its key's token
     change = up(slope * radius[:, None, None] + facts.turn * asking[:, None, :, None], 4)
-    level = up(torch.log1p((facts.share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), 400)
+    level = up(
+        torch.log1p((facts.share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), 400
+    )
     level = torch.minimum(level, change.amax(-1, keepdim=True))
     far = up(change.amax(-1, keepdim=True) + level)
     grown = up(far.exp() * (1 + 2**-40))
@@ -163,7 +191,9 @@ def nonnegative_norm(matrix: Tensor) -> Tensor:
 
 
 @attention_module(rules)
-def attention(ctx: BallContext, module: Any, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Near:
+def attention(
+    ctx: BallContext, module: Any, x: Any, attn_mask: Any = None, is_causal: bool = False
+) -> Near:
     """timm's multi-head attention, for the queries that are read later."""
     require_no_mask(attn_mask, is_causal)
     gain = x.gain if isinstance(x, Normalised) else None
@@ -179,7 +209,10 @@ def attention(ctx: BallContext, module: Any, x: Any, attn_mask: Any = None, is_c
     facts = ctx.at_centre("scores", lambda: _facts(module, w, tokens, size, pick))
     radius = near.fibre[:, 0].clamp_max(_LONG)
     gains = _gains(facts, w, radius, radius[:, pick])
-    fibre = up((gains[..., :-1] @ radius[..., None])[..., 0] + gains[..., -1] * radius[:, pick], radius.shape[1] + 4)
+    fibre = up(
+        (gains[..., :-1] @ radius[..., None])[..., 0] + gains[..., -1] * radius[:, pick],
+        radius.shape[1] + 4,
+    )
     matrix = gains[..., :-1].clone()
     rows = torch.arange(matrix.shape[1], device=matrix.device)
     matrix[:, rows, rows + (ctx.token or 0)] += gains[..., -1]

@@ -31,8 +31,14 @@ class Near:
     def of(centre: Tensor, fibre: Tensor, whole: Tensor | None = None) -> "Near":
         """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2). NaN, as of 0 times inf, is unbounded."""
         together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
-        whole = (together if whole is None else torch.minimum(whole, together)).nan_to_num(torch.inf, torch.inf)
-        return Near(centre, torch.minimum(fibre, _beside(whole, fibre)).nan_to_num(torch.inf, torch.inf), whole)
+        whole = (together if whole is None else torch.minimum(whole, together)).nan_to_num(
+            torch.inf, torch.inf
+        )
+        return Near(
+            centre,
+            torch.minimum(fibre, _beside(whole, fibre)).nan_to_num(torch.inf, torch.inf),
+            whole,
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,7 +52,9 @@ class Near:
     @property
     def consistent(self) -> bool:
         """Return whether all parts have the shape of one tensor."""
-        return self.fibre.shape == self.centre.shape[:-1] and self.whole.shape == self.centre.shape[:1]
+        return (
+            self.fibre.shape == self.centre.shape[:-1] and self.whole.shape == self.centre.shape[:1]
+        )
 
     def far(self, radius: Tensor, norm: Norm) -> list[Tensor]:
         """Return two images far from the first one, from a fixed generator; the value is a ball of images."""
@@ -58,7 +66,9 @@ class Near:
     def farthest(self, row: int, truth: Tensor) -> Tensor:
         """Return how far the truth lies outside an image's ball, for each fibre and in all: above 0 by rounding only."""
         far = truth - self.centre[row]
-        return torch.cat([(far.norm(dim=-1) - self.fibre[row]).flatten(), (far.norm() - self.whole[row])[None]])
+        return torch.cat(
+            [(far.norm(dim=-1) - self.fibre[row]).flatten(), (far.norm() - self.whole[row])[None]]
+        )
 
     def noisy(self, error: Tensor) -> "Near":
         """Return the ball for a centre that is off by at most `error` a fibre."""
@@ -67,7 +77,9 @@ class Near:
 
     def doubted(self, error: Tensor) -> "Near":
         """Return the ball with room for a further error of this length in all, (b,)."""
-        return Near.of(self.centre, up(self.fibre + _beside(error, self.fibre)), up(self.whole + error))
+        return Near.of(
+            self.centre, up(self.fibre + _beside(error, self.fibre)), up(self.whole + error)
+        )
 
     def bounds(self) -> Bounds:
         """Return the sizes of the tensor in the ball, and the least deviation of a row: centring lengthens nothing."""
@@ -77,7 +89,9 @@ class Near:
         centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
         least = (centred - gamma(2 * width + 16) * size - self.fibre).flatten(1).amin(1)
         total = torch.minimum(norm2(rows.T), up(norm2(size.flatten(1).T) + self.whole))
-        return Bounds(total, rows.amax(1), peak.amax(1), least.clamp_min(0.0) * (width**-0.5 * (1 - 2.0**-40)))
+        return Bounds(
+            total, rows.amax(1), peak.amax(1), least.clamp_min(0.0) * (width**-0.5 * (1 - 2.0**-40))
+        )
 
     def moved(self, centre: Tensor, gain: Tensor, noise: Tensor) -> "Near":
         """Through a map of fibres with these gains (broadcast to them); its value at the centre, which is off by `noise`."""
@@ -103,7 +117,9 @@ class Near:
 
     def choose(self, token: int) -> "Near":
         """Return the one token at this place of axis 1."""
-        return Near.of(self.centre[:, :, token : token + 1], self.fibre[:, :, token : token + 1], self.whole)
+        return Near.of(
+            self.centre[:, :, token : token + 1], self.fibre[:, :, token : token + 1], self.whole
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +185,9 @@ def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
     """Return all images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n) |d|_inf for n entries."""
     centre = images[:, None]
     if norm == "linf":
-        fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(centre.shape[:-1])
+        fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(
+            centre.shape[:-1]
+        )
         return Near.of(centre, fibre)
     return Near(centre, _beside(radii, centre[..., 0]).expand(centre.shape[:-1]), radii)
 

@@ -15,27 +15,40 @@ from certcli.engine.walk import Constant
 
 
 @fused_attention(rules)
-def heads(ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Near:
+def heads(
+    ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: float | None
+) -> Near:
     """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t_ij| <= T_ij, |log S| <= L_i.
 
     |out'_i - out_i| <= sum_j min(p_ij e^(T_ij + L_i), 1) |dv_j| + min(sum_j p_ij (e^(T_ij + L_i) - 1) |v_j - o_i|,
     2 max_j |v_j - o_i|).
     """
     require_no_mask(mask)
-    images = next((len(part.centre) for part in (query, key, value) if not isinstance(part, Constant)), 1)
+    images = next(
+        (len(part.centre) for part in (query, key, value) if not isinstance(part, Constant)), 1
+    )
     parts = (query, key, value)
-    q, k, v = (still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts)
+    q, k, v = (
+        still(part.tensor, images) if isinstance(part, Constant) else settled(part)
+        for part in parts
+    )
     if any(len(part.shape) != 4 for part in (q, k, v)):
         raise NoRule("attention over something other than (1, heads, tokens, width)")
     width, count = q.shape[-1], k.shape[-2]
     factor = width**-0.5 if scale is None else scale
-    share, centre, toward, turn, reach, off = ctx.at_centre("heads", lambda: _facts(q, k, v, factor))
+    share, centre, toward, turn, reach, off = ctx.at_centre(
+        "heads", lambda: _facts(q, k, v, factor)
+    )
     a, b, g = q.fibre[..., None], k.fibre[..., None, :], v.fibre[..., None, :]
     change = up(abs(factor) * ((toward[..., None] + a) * b + a * turn), 8)
-    level = up(torch.log1p((share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), count + 256)
+    level = up(
+        torch.log1p((share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), count + 256
+    )
     level = torch.minimum(level, change.amax(-1, keepdim=True))
     moved = up(change + level)
-    through = (torch.minimum(share * moved.exp() * (1 + 2**-40), torch.ones_like(share)) * g).sum(-1)
+    through = (torch.minimum(share * moved.exp() * (1 + 2**-40), torch.ones_like(share)) * g).sum(
+        -1
+    )
     turned = (share * torch.expm1(moved) * (1 + 2**-40) * reach).sum(-1)
     fibre = up(through + torch.minimum(turned, 2 * reach.amax(-1)), count + 16)
     return Near.of(centre, fibre).noisy(off)

@@ -57,7 +57,9 @@ def linear(ctx: BallContext, module: nn.Linear, x: Any) -> Near:
     length = ctx.of_weights("length", lambda: frobenius_norm(module.weight))
     offset = 0.0 if module.bias is None else frobenius_norm(module.bias)
     before = x.centre
-    centre = before @ module.weight.T if module.bias is None else before @ module.weight.T + module.bias
+    centre = (
+        before @ module.weight.T if module.bias is None else before @ module.weight.T + module.bias
+    )
     noise = gamma(module.weight.shape[1] + 4) * up(length * _lengths(x, near, before) + offset, 8)
     return near.moved(centre, torch.tensor(slope, dtype=torch.float64, device=centre.device), noise)
 
@@ -76,12 +78,20 @@ def layer_norm(ctx: BallContext, module: Any, x: Any) -> Normalised:
 
 
 @rules.function(F.rms_norm)
-def rms_norm(ctx: BallContext, x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Normalised:
+def rms_norm(
+    ctx: BallContext, x: Any, shape: Any, weight: Any = None, eps: float | None = None
+) -> Normalised:
     """LayerNorm without the mean."""
     x = settled(x)
     if eps is None or tuple(shape) != x.shape[-1:]:
         raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
-    return _scaled(x, x.centre, eps, None if weight is None else constant_operand(weight, x.centre, x.shape), None)
+    return _scaled(
+        x,
+        x.centre,
+        eps,
+        None if weight is None else constant_operand(weight, x.centre, x.shape),
+        None,
+    )
 
 
 def normalised(module: Any, x: Any) -> Normalised:
@@ -89,10 +99,14 @@ def normalised(module: Any, x: Any) -> Normalised:
     x = settled(x)
     y = x.centre - x.centre.mean(-1, keepdim=True)
     # y is off by 2 gamma |c|: as if the image's tensor were, so it counts into the radius
-    return _scaled(x.noisy(2 * gamma(x.shape[-1] + 4) * x.size), y, module.eps, module.weight, module.bias)
+    return _scaled(
+        x.noisy(2 * gamma(x.shape[-1] + 4) * x.size), y, module.eps, module.weight, module.bias
+    )
 
 
-def _scaled(x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None) -> Normalised:
+def _scaled(
+    x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Normalised:
     """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach; never above 2 sqrt(d)."""
     if not eps >= 0:
         raise NoRule(f"a norm with eps {eps}")
@@ -120,7 +134,9 @@ def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
     centre = F.gelu(x.centre, approximate=approximate)
     slope = torch.full_like(x.fibre, GELU_SLOPE if approximate == "none" else GELU_TANH_SLOPE)
     if approximate == "none":
-        steepest = ctx.at_centre("slope", lambda: GELU.first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION)
+        steepest = ctx.at_centre(
+            "slope", lambda: GELU.first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
+        )
         slope = torch.minimum(slope, up(steepest + GELU_BEND * x.fibre))
     return x.moved(centre, slope, 2 * FUNCTION * x.size)  # x Phi(x) cancels for x far below 0
 
@@ -128,7 +144,9 @@ def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
 @rules.function(F.relu, torch.relu)
 def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
     x = settled(x)
-    alive = (x.centre.amax(-1) + x.fibre > 0).double()  # a fibre of which no unit can open does not move
+    alive = (
+        x.centre.amax(-1) + x.fibre > 0
+    ).double()  # a fibre of which no unit can open does not move
     return Near.of(x.centre.relu(), x.fibre * alive, x.whole)
 
 
@@ -136,13 +154,18 @@ rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
 rules.module(nn.ReLU)(with_attributes(relu))
 
 
-@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+@rules.module(
+    nn.Conv2d,
+    when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
+)
 def convolution(ctx: BallContext, module: nn.Conv2d, x: Any) -> Near:
     x = settled(x)
     if len(x.shape) != 4 or x.shape[0] != 1:
         raise NoRule("a convolution of something other than one image")
     options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
-    slope = ctx.of_weights("slope", lambda: conv_norm(module.weight, **options, input_size=x.shape[-2:]))
+    slope = ctx.of_weights(
+        "slope", lambda: conv_norm(module.weight, **options, input_size=x.shape[-2:])
+    )
     image = x.centre[:, 0]
     centre = F.conv2d(image, module.weight, module.bias, **options)[:, None]
     bias = None if module.bias is None else module.bias.abs()
@@ -162,7 +185,11 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
     places = torch.arange(math.prod(x.shape), device=x.centre.device).view(x.shape)
     places = run(places)
-    return rearranged(x, places) if isinstance(places, Tensor) else [rearranged(x, part) for part in places]
+    return (
+        rearranged(x, places)
+        if isinstance(places, Tensor)
+        else [rearranged(x, part) for part in places]
+    )
 
 
 register_moves(rules, arranged, settled)
@@ -185,13 +212,18 @@ def mean(ctx: BallContext, x: Any, dim: Any, keepdim: bool = False) -> Near:
         fibre = whole.view(-1, *[1] * (centre.dim() - 2)).expand(centre.shape[:-1])
     else:
         fibre = up(x.fibre.mean(over, keepdim), count)
-    return Near.of(centre, fibre, whole).noisy(gamma(count + 4) * fibres(x.centre.abs().mean(over, keepdim)))
+    return Near.of(centre, fibre, whole).noisy(
+        gamma(count + 4) * fibres(x.centre.abs().mean(over, keepdim))
+    )
 
 
 @rules.function(torch.cat, torch.concat)
 def cat(ctx: BallContext, parts: Any, dim: int = 0) -> Near:
     images = next(len(part.centre) for part in parts if isinstance(part, (Near, Normalised)))
-    values = [still(part.tensor, images) if isinstance(part, Constant) else settled(part) for part in parts]
+    values = [
+        still(part.tensor, images) if isinstance(part, Constant) else settled(part)
+        for part in parts
+    ]
     axis = dim % len(values[0].shape)
     if axis == 0:
         raise NoRule("a concatenation along the batch")
@@ -235,5 +267,7 @@ def divide(ctx: BallContext, x: Any, y: Any) -> Near:
         raise NoRule("a division by something other than a number")
     centre = x.centre / y
     return x.moved(
-        centre, up(torch.tensor(1 / abs(y), dtype=torch.float64, device=centre.device)), gamma(1) * fibres(centre)
+        centre,
+        up(torch.tensor(1 / abs(y), dtype=torch.float64, device=centre.device)),
+        gamma(1) * fibres(centre),
     )

@@ -38,7 +38,9 @@ class _BallWalk(Enclosure):
         witnesses: Sequence[tuple[int, Tensor]],
         executed_as: ExecutedWalk | None,
     ) -> None:
-        super().__init__(network.ending, network.needed, start, watch, witnesses, executed_as=executed_as)
+        super().__init__(
+            network.ending, network.needed, start, watch, witnesses, executed_as=executed_as
+        )
         self._weights, self._facts = network.weights, facts
 
     def context(self, call: Call) -> Any:
@@ -49,7 +51,9 @@ class _BallWalk(Enclosure):
 class NormsNetwork:
     """A network traced once. NoRule, Untraceable name an operation without a theorem."""
 
-    def __init__(self, model: nn.Module, size: tuple[int, int, int], execution: Execution | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, size: tuple[int, int, int], execution: Execution | None = None
+    ) -> None:
         self.size = size
         self.weights: dict[Any, Any] = {}
         self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
@@ -59,13 +63,19 @@ class NormsNetwork:
         most = max(self.size)
         for node in self.ending.trace.graph.nodes:
             shape = node.meta.get("shape")
-            if node.op not in ("call_module", "call_function", "call_method") or not isinstance(shape, tuple):
+            if node.op not in ("call_module", "call_function", "call_method") or not isinstance(
+                shape, tuple
+            ):
                 continue
             most = max(most, math.prod(shape))
             if node.target is functional.scaled_dot_product_attention:
                 keys = max(part.meta.get("shape", shape)[-2] for part in node.all_input_nodes)
                 most = max(most, math.prod(shape[:-1]) * keys)
-            module: Any = self.ending.trace.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            module: Any = (
+                self.ending.trace.root.get_submodule(str(node.target))
+                if node.op == "call_module"
+                else None
+            )
             if isinstance(getattr(module, "num_heads", None), int):
                 tokens = shape[-2]
                 most = max(most, module.num_heads * tokens * max(tokens, module.head_dim**2))
@@ -88,11 +98,20 @@ class NormsNetwork:
         start = pixel_ball(images, radii, norm)
         facts = {} if facts is None else facts
         witnesses: list[tuple[int, Tensor]] = []
-        if "witnessed" not in facts:  # once for these images: all centres, and two far points of the first image
-            witnesses = [*enumerate(images[:, None]), *((0, image) for image in start.far(radii[0], norm))]
+        if (
+            "witnessed" not in facts
+        ):  # once for these images: all centres, and two far points of the first image
+            witnesses = [
+                *enumerate(images[:, None]),
+                *((0, image) for image in start.far(radii[0], norm)),
+            ]
         executed_as = None if self.execution is None else self.execution.walk(len(images))
-        x: Any = walk(self.ending.trace, _BallWalk(self, start, facts, watch, witnesses, executed_as))
-        lost = [None] * len(images) if executed_as is None else executed_as.pairs().to(images).unbind()
+        x: Any = walk(
+            self.ending.trace, _BallWalk(self, start, facts, watch, witnesses, executed_as)
+        )
+        lost = (
+            [None] * len(images) if executed_as is None else executed_as.pairs().to(images).unbind()
+        )
         facts["witnessed"] = True
         head: Any = self.ending.head
         if self.ending.token is not None and x.shape[1] > 1:
@@ -116,18 +135,24 @@ class NormsNetwork:
         """
         facts: dict[Any, Any] = {}
         proven = torch.zeros(len(images), dtype=torch.float64, device=images.device)
-        low = torch.full_like(proven, -44.0)  # 2^-44: below it the pixels' own rounding in float64 is not far
+        low = torch.full_like(
+            proven, -44.0
+        )  # 2^-44: below it the pixels' own rounding in float64 is not far
         high = torch.full_like(proven, 6.0)
         for _ in range(6 + steps):
             middle = (low + high) / 2
             tried = torch.exp2(middle)
-            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(1)  # False with NaN
+            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(
+                1
+            )  # False with NaN
             proven = torch.where(holds, torch.maximum(proven, tried), proven)
             low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
         return proven
 
 
-def _margins(centre: Tensor, fibre: Tensor, of: tuple[Tensor, Tensor, Tensor], gain: Tensor | None) -> Tensor:
+def _margins(
+    centre: Tensor, fibre: Tensor, of: tuple[Tensor, Tensor, Tensor], gain: Tensor | None
+) -> Tensor:
     """Return (w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded down."""
     rows, offset, doubt = of
     flat, radius = centre.flatten(), fibre.flatten()

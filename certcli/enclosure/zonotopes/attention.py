@@ -20,7 +20,11 @@ def scores(q: Form, k: Form) -> Form:
     The keys are centred over the tokens first: q . mean(k) shifts whole rows of scores, which softmax cannot see.
     """
     tokens, width = k.shape[-2], k.shape[-1]
-    k = k.linear(lambda t: t - t.mean(-2, keepdim=True), lambda t: t + t.mean(-2, keepdim=True), terms=tokens + 4)
+    k = k.linear(
+        lambda t: t - t.mean(-2, keepdim=True),
+        lambda t: t + t.mean(-2, keepdim=True),
+        terms=tokens + 4,
+    )
     return product(q, k, lambda a, b: a @ b.mT, width, _score_square)
 
 
@@ -54,16 +58,22 @@ def softmax(x: Form) -> Form:
     )
     if not bool((z.radius <= _FARTHEST).all()):
         raise Unbounded("scores that differ by more than exp can follow")
-    below, _ = z.interval()  # exp is convex: the sum of its chords is no larger than that of its values above
+    below, _ = (
+        z.interval()
+    )  # exp is convex: the sum of its chords is no larger than that of its values above
     least = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
     total = apply(EXP, z).linear(
         lambda t: t.sum(-1, keepdim=True), lambda t: t.sum(-1, keepdim=True), terms=x.shape[-1]
     )
     level = apply(LOG, total, least).solid()  # one symbol a row, shared by its probabilities
     share = z + level.linear(
-        lambda t: -t.expand(*t.shape[:-1], x.shape[-1]), lambda t: t.expand(*t.shape[:-1], x.shape[-1])
+        lambda t: -t.expand(*t.shape[:-1], x.shape[-1]),
+        lambda t: t.expand(*t.shape[:-1], x.shape[-1]),
     )
-    bottom, top = low.log() - 2.0**-40 * (1 + low.log().abs()), high.log() + 2.0**-40 * (1 + high.log().abs())
+    bottom, top = (
+        low.log() - 2.0**-40 * (1 + low.log().abs()),
+        high.log() + 2.0**-40 * (1 + high.log().abs()),
+    )
     return capped(apply(EXP, share, bottom, top.clamp_max(0.0)), low, high)
 
 
@@ -84,11 +94,16 @@ def _bounds(x: Form) -> tuple[Tensor, Tensor]:
 def capped(x: Form, low: Tensor, high: Tensor) -> Form:
     """x, or the middle of [low, high] with nothing but slack where that is narrower."""
     half = up((high - low) / 2, 2) + gamma(4) * high.abs()
-    narrower = half < x.rest_radius  # what the ball part says is shared with other entries and stays worth more
+    narrower = (
+        half < x.rest_radius
+    )  # what the ball part says is shared with other entries and stays worth more
     zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
     kept = (~narrower).to(x.centre)
     node = x.then(
-        x.shape, lambda rows: (rows * kept,), (low + high) / 2 * (1 - kept), half * (1 - kept) + gamma(BACK) * x.size
+        x.shape,
+        lambda rows: (rows * kept,),
+        (low + high) / 2 * (1 - kept),
+        half * (1 - kept) + gamma(BACK) * x.size,
     )
     return Form(
         x.space,

@@ -72,7 +72,9 @@ def adjoint(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Pull:
     def pull(rows: Tensor) -> Sequence[Tensor]:
         with torch.enable_grad():
             start = rows.new_zeros(len(rows), *shape, requires_grad=True)
-            (found,) = torch.autograd.grad(apply(start), start, rows, create_graph=rows.requires_grad)
+            (found,) = torch.autograd.grad(
+                apply(start), start, rows, create_graph=rows.requires_grad
+            )
         return (found,)
 
     return pull
@@ -125,7 +127,9 @@ def _chord(node: Hinge) -> tuple[Tensor, Tensor]:
     return slope, up(torch.maximum(-slope * low, (1 - slope) * high), 4)
 
 
-def _through(node: Hinge, rows: Tensor, choice: HingeChoice | None) -> tuple[Tensor, Tensor, Parabolas | None]:
+def _through(
+    node: Hinge, rows: Tensor, choice: HingeChoice | None
+) -> tuple[Tensor, Tensor, Parabolas | None]:
     """Bound rows of max(x, 0) from below: rows of x, a constant (rows), and parabolas."""
     flat = rows.flatten(1)
     back = flat * (node.low >= 0).double().flatten()
@@ -137,9 +141,15 @@ def _through(node: Hinge, rows: Tensor, choice: HingeChoice | None) -> tuple[Ten
         return back.index_copy(1, node.places, found).view_as(rows), (below * offset).sum(1), None
     share, width, split = choice.share, choice.width, choice.split
     found = above * choice.slope + below * ((1 - share) * chord + share / 2)
-    level = (1 - share) * offset + share * up(width / 4 + (1 + 1 / split) * node.rest**2 / (4 * width), 8)
+    level = (1 - share) * offset + share * up(
+        width / 4 + (1 + 1 / split) * node.rest**2 / (4 * width), 8
+    )
     weight = up(-below * share * (1 + split) / (4 * width), 8)
-    return back.index_copy(1, node.places, found).view_as(rows), (below * level).sum(1), Parabolas(node, weight)
+    return (
+        back.index_copy(1, node.places, found).view_as(rows),
+        (below * level).sum(1),
+        Parabolas(node, weight),
+    )
 
 
 def descend(out: Node, rows: Tensor, chosen: Mapping[Node, HingeChoice]) -> BackwardBound:

@@ -73,7 +73,9 @@ class Enclosure(Domain):
         several = isinstance(value, (list, tuple))
         losses = self.executed_as.lost(call.node.name)
         pairs = zip(value if several else [value], losses, strict=True)
-        parts = [part.doubted(lost.to(part.centre)) if bool(lost.any()) else part for part, lost in pairs]
+        parts = [
+            part.doubted(lost.to(part.centre)) if bool(lost.any()) else part for part, lost in pairs
+        ]
         self.executed_as.found(call.node.name, [part.bounds() for part in parts])
         return parts if several else parts[0]
 
@@ -134,8 +136,14 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
     for node in traced.graph.nodes:
         known = table.methods if node.op == "call_method" else table.functions
         if node.op in ("call_method", "call_function") and node.target not in known:
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-            raise NoRule(f"{node.meta.get('path') or 'the network'}: no relaxation for the operation '{name}'")
+            name = (
+                node.target
+                if isinstance(node.target, str)
+                else getattr(node.target, "__name__", node.target)
+            )
+            raise NoRule(
+                f"{node.meta.get('path') or 'the network'}: no relaxation for the operation '{name}'"
+            )
 
 
 def prepared(
@@ -146,7 +154,9 @@ def prepared(
     NoRule, Untraceable name a missing theorem.
     """
     tables = [table] if execution is None else [table, *execution.tables]
-    with replayed(model, size, *tables) as traced:  # the enclosure is of the network, not only of its trace
+    with replayed(
+        model, size, *tables
+    ) as traced:  # the enclosure is of the network, not only of its trace
         image = noise_like(example_of(model, size))
         logits = result_of(traced, image)
         if logits.dim() != 2 or len(logits) != 1:
@@ -167,7 +177,9 @@ class LocalNetwork:
     Of the first walk that ends every node is checked at three images of the ball, of later ones the last node at their own.
     """
 
-    def __init__(self, model: nn.Module, size: tuple[int, int, int], execution: Execution | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, size: tuple[int, int, int], execution: Execution | None = None
+    ) -> None:
         self.size, self._seen = size, False
         self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
 
@@ -176,26 +188,39 @@ class LocalNetwork:
         pixels, stream, largest, fresh = math.prod(self.size), 1, math.prod(self.size), 0
         for node in self.ending.trace.graph.nodes:
             shape = node.meta.get("shape")
-            if node.op not in ("call_module", "call_function", "call_method") or not isinstance(shape, tuple):
+            if node.op not in ("call_module", "call_function", "call_method") or not isinstance(
+                shape, tuple
+            ):
                 continue
             entries = math.prod(shape)
-            module = self.ending.trace.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            module = (
+                self.ending.trace.root.get_submodule(str(node.target))
+                if node.op == "call_module"
+                else None
+            )
             heads = getattr(module, "num_heads", None)
             if isinstance(heads, int):
                 scores = heads * shape[-2] ** 2
                 fresh = max(fresh, 2 * scores + 3 * entries)
                 largest = max(largest, scores, 3 * entries)
-            if node.target in (operator.add, operator.iadd, torch.add) and len(node.all_input_nodes) == 2:
+            if (
+                node.target in (operator.add, operator.iadd, torch.add)
+                and len(node.all_input_nodes) == 2
+            ):
                 stream = max(stream, entries)
             largest = max(largest, entries)
             fresh = max(fresh, 2 * entries)
         return pixels, stream, largest, fresh
 
-    def last_form(self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None) -> Form:
+    def last_form(
+        self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None
+    ) -> Form:
         """Return the form before the last norm and linear layer. `watch` is shown every node's value on the way."""
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
-            domain = Enclosure(self.ending, self.needed, start, watch, witnesses, not self._seen, executed_as)
+            domain = Enclosure(
+                self.ending, self.needed, start, watch, witnesses, not self._seen, executed_as
+            )
             form: Form = walk(self.ending.trace, domain)
         self._seen = True
         return form
@@ -220,4 +245,6 @@ class LocalNetwork:
                 return linear_margins(form, eye, None, label, executed)
             if self.ending.norm is None:
                 return linear_margins(form, head.weight, head.bias, label, executed)
-            return normalised_margins(form, self.ending.norm, head.weight, head.bias, label, executed)
+            return normalised_margins(
+                form, self.ending.norm, head.weight, head.bias, label, executed
+            )

@@ -30,7 +30,9 @@ class Unbounded(Exception):
 def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a constant that broadcasts to this shape. NoRule where it would repeat the tensor."""
     beside = (1,) * (len(shape) - constant.dim()) + tuple(constant.shape)
-    if len(beside) > len(shape) or any(own not in (1, side) for own, side in zip(beside, shape, strict=True)):
+    if len(beside) > len(shape) or any(
+        own not in (1, side) for own, side in zip(beside, shape, strict=True)
+    ):
         raise NoRule("an operation that repeats a tensor")
     return constant
 
@@ -76,14 +78,20 @@ class Form:
     @property
     def consistent(self) -> bool:
         """Return whether all parts have the shape of one tensor."""
-        parts = [self.gens.shape[1:], self.slack.shape, self.shape if self.node is None else self.node.shape]
+        parts = [
+            self.gens.shape[1:],
+            self.slack.shape,
+            self.shape if self.node is None else self.node.shape,
+        ]
         columns = self.fixed + sum(count for _, count in self.blocks)
         return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
 
     def somewhere(self) -> list[Tensor]:
         """Return the symbols of the image itself and of two far points of the ball, from a fixed generator."""
         generator = torch.Generator().manual_seed(24)
-        move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(self.centre)
+        move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(
+            self.centre
+        )
         far = move.sign() if self.space.boxed else move / move.norm()
         if self.space.reach is None:
             return [torch.zeros_like(move), far, -far]
@@ -123,7 +131,9 @@ class Form:
     @property
     def ball_length(self) -> Tensor:
         """Return sup |A e| entry by entry, as if the image could move in all directions."""
-        return self._once("length", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball))
+        return self._once(
+            "length", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball)
+        )
 
     @property
     def ball_rise(self) -> Tensor:
@@ -135,7 +145,11 @@ class Form:
     def ball_fall(self) -> Tensor:
         """Return sup -A e entry by entry."""
         reach = self.space.reach
-        return self.ball_length if reach is None else self._once("fall", lambda: self._moved(reach[::-1]))
+        return (
+            self.ball_length
+            if reach is None
+            else self._once("fall", lambda: self._moved(reach[::-1]))
+        )
 
     def _moved(self, reach: Reach) -> Tensor:
         return (norm1 if self.space.boxed else norm2)(self.ball, reach)
@@ -157,7 +171,9 @@ class Form:
     @property
     def rest_radius(self) -> Tensor:
         """Return sup |Q vec(e e^T) + B n + s| entry by entry."""
-        return self._once("rest", lambda: up(quadratic_radius(self.square, self.space.ball) + self.box_radius))
+        return self._once(
+            "rest", lambda: up(quadratic_radius(self.square, self.space.ball) + self.box_radius)
+        )
 
     @property
     def radius(self) -> Tensor:
@@ -167,7 +183,8 @@ class Form:
     def size(self) -> Tensor:
         """Return an upper bound of |c| + sum |columns|, to which rounding errors are relative."""
         return self._once(
-            "size", lambda: up(self.centre.abs() + self.ball_length + norm2(self.square) + self.box_radius)
+            "size",
+            lambda: up(self.centre.abs() + self.ball_length + norm2(self.square) + self.box_radius),
         )
 
     def interval(self) -> tuple[Tensor, Tensor]:
@@ -182,7 +199,9 @@ class Form:
         rows = norm2(whole.movedim(-1, 0))
         centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
         lost = gamma(2 * width + 16) * norm2(self.centre.movedim(-1, 0))
-        least = (centred - lost - norm2(away.movedim(-1, 0))).amin() * (width**-0.5 * (1 - 2.0**-40))
+        least = (centred - lost - norm2(away.movedim(-1, 0))).amin() * (
+            width**-0.5 * (1 - 2.0**-40)
+        )
         found = (norm2(rows.flatten()), rows.amax(), whole.amax(), least.clamp_min(0.0))
         return Bounds(*(part.view(1) for part in found))
 
@@ -201,10 +220,16 @@ class Form:
         if self.node is not None:  # going back sums over the results, at most all of them
             lost = up(absolute(gamma(terms + centre.numel() + BACK) * self.size[None])[0], terms)
             node = self.then(tuple(centre.shape), adjoint(apply, self.shape), error=lost)
-        return Form(self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node)
+        return Form(
+            self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node
+        )
 
     def then(
-        self, shape: tuple[int, ...], pull: Pull, constant: Tensor | None = None, error: Tensor | None = None
+        self,
+        shape: tuple[int, ...],
+        pull: Pull,
+        constant: Tensor | None = None,
+        error: Tensor | None = None,
     ) -> Node | None:
         """Return the node of L x + constant +- error, where nodes are kept."""
         return None if self.node is None else Node(shape, (self.node,), pull, constant, error)
@@ -218,7 +243,9 @@ class Form:
 
     def doubted(self, error: Tensor | float) -> "Form":
         """Return x with an extra entrywise error of at most `error`."""
-        node = self.then(self.shape, lambda rows: (rows,), None, up(error + gamma(BACK) * self.size))
+        node = self.then(
+            self.shape, lambda rows: (rows,), None, up(error + gamma(BACK) * self.size)
+        )
         return Form(self.space, self.centre, self.gens, up(self.slack + error), self.blocks, node)
 
     def known_as(self, node: Node | None) -> "Form":
@@ -235,7 +262,9 @@ class Form:
         node = None
         if self.node is not None:
             whole = constant.expand(self.shape)
-            node = self.then(self.shape, lambda rows: (rows,), whole, up(gamma(BACK) * (self.size + whole.abs())))
+            node = self.then(
+                self.shape, lambda rows: (rows,), whole, up(gamma(BACK) * (self.size + whole.abs()))
+            )
         return Form(self.space, self.centre + constant, self.gens, slack, self.blocks, node)
 
     def scale(self, factor: Tensor) -> "Form":
@@ -268,7 +297,11 @@ class Form:
 
     def worked(self) -> "Form":
         """`solid` where the slack is more than rounding errors: what a map that mixes entries should be given."""
-        return self.solid() if bool((self.slack > 1e-9 * (self.ball_radius + self.box_radius)).any()) else self
+        return (
+            self.solid()
+            if bool((self.slack > 1e-9 * (self.ball_radius + self.box_radius)).any())
+            else self
+        )
 
     @staticmethod
     def aligned(forms: list["Form"]) -> list["Form"]:
@@ -319,27 +352,47 @@ def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
 
 
 def l2_ball(
-    image: Tensor, radius: float, *, squares_up_to: int, limit: int, tape: bool = False, in_box: bool = False
+    image: Tensor,
+    radius: float,
+    *,
+    squares_up_to: int,
+    limit: int,
+    tape: bool = False,
+    in_box: bool = False,
 ) -> Form:
     """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A.
 
     tape: keep nodes; e e^T then has no columns. in_box: of the images in [0, 1] alone.
     """
-    return _around(image, radius, image.numel() <= squares_up_to and not tape, limit, False, tape, in_box)
+    return _around(
+        image, radius, image.numel() <= squares_up_to and not tape, limit, False, tape, in_box
+    )
 
 
-def linf_ball(image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False) -> Form:
+def linf_ball(
+    image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False
+) -> Form:
     """Return the form of all images with every pixel within `radius` of `image`'s. in_box: of those in [0, 1] alone."""
     return _around(image, radius, False, limit, True, tape, in_box)
 
 
-def _around(image: Tensor, radius: float, squares: bool, limit: int, boxed: bool, tape: bool, in_box: bool) -> Form:
+def _around(
+    image: Tensor, radius: float, squares: bool, limit: int, boxed: bool, tape: bool, in_box: bool
+) -> Form:
     count = image.numel()
     reach = _reach_in_box(image, radius, boxed) if in_box else None
     space = Space(count, squares, limit, boxed, reach)
     gens = image.new_zeros(count + space.square, *image.shape)
     gens[:count].view(count, count).diagonal().fill_(radius)
-    first = Ball(tuple(image.shape), (), lambda rows: (), centre=image, radius=radius, boxed=boxed, reach=reach)
+    first = Ball(
+        tuple(image.shape),
+        (),
+        lambda rows: (),
+        centre=image,
+        radius=radius,
+        boxed=boxed,
+        reach=reach,
+    )
     return Form(space, image, gens, torch.zeros_like(image), (), first if tape else None)
 
 

@@ -54,9 +54,15 @@ def _tanh_second(x: Tensor) -> Tensor:
 
 EXP = Function("exp", torch.exp, torch.exp, torch.exp, 0.0)
 LOG = Function("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), 0.0, relative=True)
-RECIPROCAL = Function("1/x", lambda x: 1 / x, lambda x: -1 / (x * x), lambda x: 2 / x**3, 0.0, relative=True)
-RSQRT = Function("1/sqrt(x)", torch.rsqrt, lambda x: -0.5 * x**-1.5, lambda x: 0.75 * x**-2.5, 0.0, relative=True)
-SQRT = Function("sqrt(x)", torch.sqrt, lambda x: 0.5 * x**-0.5, lambda x: -0.25 * x**-1.5, 0.0, relative=True)
+RECIPROCAL = Function(
+    "1/x", lambda x: 1 / x, lambda x: -1 / (x * x), lambda x: 2 / x**3, 0.0, relative=True
+)
+RSQRT = Function(
+    "1/sqrt(x)", torch.rsqrt, lambda x: -0.5 * x**-1.5, lambda x: 0.75 * x**-2.5, 0.0, relative=True
+)
+SQRT = Function(
+    "sqrt(x)", torch.sqrt, lambda x: 0.5 * x**-0.5, lambda x: -0.25 * x**-1.5, 0.0, relative=True
+)
 GELU = Function(
     "GELU",
     lambda x: x * _cumulative(x),
@@ -64,4 +70,6 @@ GELU = Function(
     lambda x: _density(x) * (2 - x * x),
     0.78,  # GELU''' = phi(x) (x^3 - 4x), at most 0.7796
 )
-GELU_TANH = Function("tanh GELU", lambda x: 0.5 * x * (1 + _tanh_parts(x)[0]), _tanh_first, _tanh_second, 0.9)
+GELU_TANH = Function(
+    "tanh GELU", lambda x: 0.5 * x * (1 + _tanh_parts(x)[0]), _tanh_first, _tanh_second, 0.9
+)

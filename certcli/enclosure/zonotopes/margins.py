@@ -30,7 +30,9 @@ def _going_back(node: Node, found: Tensor) -> Tensor:
     for entry in torch.argsort(flat).tolist():
         if flat[entry] > 0:
             break
-        flat[entry] = torch.maximum(flat[entry], flat.new_tensor(coupled(node, rows[entry : entry + 1])))
+        flat[entry] = torch.maximum(
+            flat[entry], flat.new_tensor(coupled(node, rows[entry : entry + 1]))
+        )
         if not flat[entry] > 0:
             break  # one unproven margin decides
     return flat.view(found.shape)
@@ -52,7 +54,9 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
     lost = gamma(m * m + m) * (4 * m * largest + torch.linalg.vector_norm(matrix, dim=(1, 2)))
     turned = 1 + torch.linalg.vector_norm(skew, dim=(1, 2)) + gamma(m * m) * m
     bound = (
-        (-values[:, 0]).clamp_min(0) * turned + torch.linalg.vector_norm(rest, dim=(1, 2)) * (1 + gamma(m * m)) + lost
+        (-values[:, 0]).clamp_min(0) * turned
+        + torch.linalg.vector_norm(rest, dim=(1, 2)) * (1 + gamma(m * m))
+        + lost
     )
     return up(bound, 8).reshape(x.centre.shape)
 
@@ -70,13 +74,21 @@ def differences(
     moved = zero if executed is None else executed[label, others]
     if bias is None:
         return rows, zero, moved
-    return rows, bias[label] - bias[others], gamma(0) * (bias[label].abs() + bias[others].abs()) + moved
+    return (
+        rows,
+        bias[label] - bias[others],
+        gamma(0) * (bias[label].abs() + bias[others].abs()) + moved,
+    )
 
 
-def linear_margins(x: Form, weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None = None) -> Tensor:
+def linear_margins(
+    x: Form, weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None = None
+) -> Tensor:
     """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
     rows, offset, doubt = differences(weight, bias, label, executed)
-    z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2).shift(offset)
+    z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2).shift(
+        offset
+    )
     return (lower_bounds(z) - up(doubt)).flatten()
 
 

@@ -60,7 +60,12 @@ def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int |
     while True:
         if type(_module(traced, node)) in _IDENTITY:
             node = _source(node)
-        elif choose and token is None and chosen_token(node) is not None and len(node.meta["shape"]) == 2:
+        elif (
+            choose
+            and token is None
+            and chosen_token(node) is not None
+            and len(node.meta["shape"]) == 2
+        ):
             token, node = chosen_token(node), _source(node)
         else:
             return node, token
@@ -69,7 +74,9 @@ def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int |
 def _source(node: fx.Node) -> fx.Node:
     """Return the first argument. NoRule where it was passed by name."""
     if not node.args or not isinstance(node.args[0], fx.Node):
-        raise NoRule(f"{node.meta.get('path') or 'the network'}: called with arguments its theorem does not know")
+        raise NoRule(
+            f"{node.meta.get('path') or 'the network'}: called with arguments its theorem does not know"
+        )
     return node.args[0]
 
 
@@ -97,7 +104,12 @@ def chosen_token(node: fx.Node) -> int | None:
     if node.target is not operator.getitem:
         return None
     shape, index = _source(node).meta.get("shape"), node.args[1]
-    if not isinstance(shape, tuple) or len(shape) != 3 or not isinstance(index, tuple) or len(index) < 2:
+    if (
+        not isinstance(shape, tuple)
+        or len(shape) != 3
+        or not isinstance(index, tuple)
+        or len(index) < 2
+    ):
         return None
     if any(part != slice(None) and part is not Ellipsis for part in index[2:]):
         return None  # a part of the token, or its entries in another order
@@ -105,7 +117,10 @@ def chosen_token(node: fx.Node) -> int | None:
 
 
 def tokens_read(
-    traced: Trace, token: int | None, tokenwise: Callable[[nn.Module], bool], queries: Callable[[nn.Module], bool]
+    traced: Trace,
+    token: int | None,
+    tokenwise: Callable[[nn.Module], bool],
+    queries: Callable[[nn.Module], bool],
 ) -> dict[fx.Node, int | None]:
     """Return, for every node, the only token that is computed (None: all) when the result is read at `token`.
 
@@ -125,7 +140,9 @@ def tokens_read(
     return needed
 
 
-def reads(traced: Trace, node: fx.Node, token: int | None, tokenwise: Callable[[nn.Module], bool]) -> int | None:
+def reads(
+    traced: Trace, node: fx.Node, token: int | None, tokenwise: Callable[[nn.Module], bool]
+) -> int | None:
     """Return the token of its arguments that `node` reads when only `token` of its result is needed."""
     if chosen_token(node) is not None:
         return chosen_token(node)
@@ -137,13 +154,26 @@ def reads(traced: Trace, node: fx.Node, token: int | None, tokenwise: Callable[[
     return token if _pointwise(traced, node) else None
 
 
-_POINTWISE: tuple[Any, ...] = (operator.add, operator.iadd, operator.sub, operator.mul, torch.add, torch.sub, torch.mul)
+_POINTWISE: tuple[Any, ...] = (
+    operator.add,
+    operator.iadd,
+    operator.sub,
+    operator.mul,
+    torch.add,
+    torch.sub,
+    torch.mul,
+)
 
 
 def _pointwise(traced: Trace, node: fx.Node) -> bool:
     """Return whether the node is a sum or product of tensors (1, n, d), or with a constant that broadcasts."""
     shape = node.meta.get("shape")
-    if node.target not in _POINTWISE or node.kwargs or not isinstance(shape, tuple) or len(shape) != 3:
+    if (
+        node.target not in _POINTWISE
+        or node.kwargs
+        or not isinstance(shape, tuple)
+        or len(shape) != 3
+    ):
         return False
     for argument in node.args:
         if not isinstance(argument, fx.Node):

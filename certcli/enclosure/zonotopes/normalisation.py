@@ -13,7 +13,11 @@ from certcli.enclosure.zonotopes.rounding import gamma, up
 def centred(x: Form) -> Form:
     """x - mean(x) on the last axis."""
     width = x.shape[-1]
-    return x.linear(lambda t: t - t.mean(-1, keepdim=True), lambda t: t + t.mean(-1, keepdim=True), terms=width + 4)
+    return x.linear(
+        lambda t: t - t.mean(-1, keepdim=True),
+        lambda t: t + t.mean(-1, keepdim=True),
+        terms=width + 4,
+    )
 
 
 def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
@@ -27,14 +31,18 @@ def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
     far = up(torch.linalg.vector_norm(y.radius, dim=-1, keepdim=True), width)
     down = 1 - gamma(2 * width + 16)
     low = ((length * down - far).clamp_min(0) ** 2 / width + eps) * down
-    below, high = v.interval()  # the form's upper bound is no larger than (|c| + |y - c|)^2 / d + eps
+    below, high = (
+        v.interval()
+    )  # the form's upper bound is no larger than (|c| + |y - c|)^2 / d + eps
     low = torch.maximum(low, below)
     if not bool(((low > 0) & (low <= high)).all()):
         raise Unbounded("a LayerNorm whose variance may be 0")
     return v, low, high
 
 
-def layer_norm(x: Form, eps: float, weight: Tensor | None, bias: Tensor | None, center: bool = True) -> Form:
+def layer_norm(
+    x: Form, eps: float, weight: Tensor | None, bias: Tensor | None, center: bool = True
+) -> Form:
     """weight * (x - mean) / sqrt(var + eps) + bias on the last axis (center: False for RMSNorm)."""
     y = centred(x) if center else x
     v, low, high = mean_square(y, eps)
@@ -45,7 +53,9 @@ def layer_norm(x: Form, eps: float, weight: Tensor | None, bias: Tensor | None, 
     return out if bias is None else out.shift(bias)
 
 
-def signs(x: Form, eps: float, weight: Tensor, bias: Tensor, doubt: Tensor, center: bool = True) -> Form:
+def signs(
+    x: Form, eps: float, weight: Tensor, bias: Tensor, doubt: Tensor, center: bool = True
+) -> Form:
     """weight y + bias sqrt(|y|^2 / d + eps): the sign of weight LN(x) + bias, without the division. (.., d) -> (.., j).
 
     weight may be off by 4 u of itself, bias by `doubt`.

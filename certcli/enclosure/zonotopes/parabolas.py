@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.backward import BackwardBound, Hinge, HingeChoice, Node, descend, simple
+from certcli.enclosure.zonotopes.backward import (
+    BackwardBound,
+    Hinge,
+    HingeChoice,
+    Node,
+    descend,
+    simple,
+)
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, reached, up
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.lipschitz.numerics.spectral import up as next_up
@@ -28,7 +35,9 @@ def hinges(out: Node) -> list[Hinge]:
         if node not in seen:
             seen.add(node)
             waiting += node.parents
-    return sorted((n for n in seen if isinstance(n, Hinge) and len(n.places)), key=lambda n: n.place)
+    return sorted(
+        (n for n in seen if isinstance(n, Hinge) and len(n.places)), key=lambda n: n.place
+    )
 
 
 @dataclass
@@ -44,7 +53,12 @@ class Free:
         for node in found:
             reach = node.columns.norm(dim=0) + node.rest
             zero = torch.zeros_like(reach)
-            numbers += [simple(node) * 6 - 3, zero - 2, (reach / 2).clamp_min(TINY).log(), zero.clone()]
+            numbers += [
+                simple(node) * 6 - 3,
+                zero - 2,
+                (reach / 2).clamp_min(TINY).log(),
+                zero.clone(),
+            ]
         numbers.append(torch.zeros((), dtype=torch.float64, device=found[0].columns.device))
         return Free(found, [t.requires_grad_(True) for t in numbers])
 
@@ -80,7 +94,9 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
     with torch.enable_grad():
         adam = torch.optim.Adam(free.numbers)
         for step in range(steps):
-            adam.param_groups[0]["lr"] = _RATE * 0.05 ** (step / steps)  # eigenvalues have kinks: ever smaller steps
+            adam.param_groups[0]["lr"] = _RATE * 0.05 ** (
+                step / steps
+            )  # eigenvalues have kinks: ever smaller steps
             value = _estimate(descend(out, row, free.choices()), columns, gram, free.level)
             if float(value.detach()) > best:
                 best, chosen = float(value.detach()), free.copy()
@@ -116,7 +132,11 @@ def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tens
     beside = root * (slope @ columns) / (2 * height).sqrt()
     corner = (slope @ slope / (2 * height))[None, None]
     square = torch.cat(
-        [torch.cat([root[:, None] * gram * root, beside[:, None]], 1), torch.cat([beside[None], corner], 1)], 0
+        [
+            torch.cat([root[:, None] * gram * root, beside[:, None]], 1),
+            torch.cat([beside[None], corner], 1),
+        ],
+        0,
     )
     return total - height / 2 - torch.linalg.eigvalsh(square)[-1]
 

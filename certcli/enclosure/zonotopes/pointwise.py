@@ -35,7 +35,9 @@ def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
     return t.to(device), solve.to(device)
 
 
-def residual(f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor) -> Fit:
+def residual(
+    f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor
+) -> Fit:
     """Return the best constant and the proven error for given slope and curve: the law on which every fit rests.
 
     g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' - 2 curve|, and on a
@@ -45,7 +47,11 @@ def residual(f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tens
     t = t.view(-1, *[1] * centre.dim())
     half = (high - low) / 2
     x = (low + high) / 2 + half * t
-    step = up(high - low, 2) / (_POINTS - 1) * (1 + 2**-40) + FUNCTION * torch.maximum(low.abs(), high.abs()) + TINY
+    step = (
+        up(high - low, 2) / (_POINTS - 1) * (1 + 2**-40)
+        + FUNCTION * torch.maximum(low.abs(), high.abs())
+        + TINY
+    )
     value, offset = f.value(x), x - centre
     rest = value - slope * offset - curve * offset * offset
     bend = (f.second(x) - 2 * curve).abs()
@@ -55,7 +61,10 @@ def residual(f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tens
     bottom = (torch.minimum(rest[1:], rest[:-1]) - cell).amin(0)
     far = torch.maximum((low - centre).abs(), (high - centre).abs())
     reach = torch.maximum(low.abs(), high.abs())
-    steep = torch.maximum(f.first(low).abs(), f.first(high).abs()) + (bend.amax(0) + 2 * curve.abs()) * 2 * far
+    steep = (
+        torch.maximum(f.first(low).abs(), f.first(high).abs())
+        + (bend.amax(0) + 2 * curve.abs()) * 2 * far
+    )
     own = 0.0 if f.relative else 1.0  # x Phi(x) cancels for x far below 0
     size = (
         value.abs().amax(0)
@@ -97,7 +106,10 @@ def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
     left = bent.error + bent.curve.abs() * (2 * ball + rest / 2) * rest
     # the columns of e e^T widen the form as well, though later maps can cancel them
     use = left + 0.15 * bent.curve.abs() * ball * ball < flat.error
-    pick = [torch.where(use, getattr(bent, name), getattr(flat, name)) for name in Fit.__dataclass_fields__]
+    pick = [
+        torch.where(use, getattr(bent, name), getattr(flat, name))
+        for name in Fit.__dataclass_fields__
+    ]
     return Fit(*pick)
 
 
@@ -112,7 +124,9 @@ def apply_fit(x: Form, fit: Fit) -> Form:
     if x.space.squares:
         ball, rest, bend = x.ball_radius, x.rest_radius, fit.curve.abs()
         first, second = pairs(x.space.ball)
-        weight = weights(x.space.ball, diagonal=1.0, beside=2**0.5, like=x.centre, axes=x.centre.dim())
+        weight = weights(
+            x.space.ball, diagonal=1.0, beside=2**0.5, like=x.centre, axes=x.centre.dim()
+        )
         columns = x.ball[first] * x.ball[second] * (weight * fit.curve)
         gens[x.space.ball : x.fixed] += columns
         centre = centre + fit.curve * (rest * rest) / 2
@@ -153,7 +167,9 @@ def relu(x: Form) -> Form:
         low, high = tightened(x.node, low, high)
         if not bool((low <= high).all()):
             raise Unbounded("ReLU of something without bounds")
-    slope = torch.where(low >= 0, 1.0, torch.where(high <= 0, 0.0, high / (high - low).clamp_min(TINY)).double())
+    slope = torch.where(
+        low >= 0, 1.0, torch.where(high <= 0, 0.0, high / (high - low).clamp_min(TINY)).double()
+    )
     # for 0 <= slope <= 1, max(x, 0) - slope x is convex: its maximum is at an end, its minimum 0 at x = 0
     crossing = (low < 0) & (high > 0)
     top = torch.maximum((1 - slope) * high, -slope * low)
@@ -166,7 +182,11 @@ def relu(x: Form) -> Form:
 
 def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
     places = ((low < 0) & (high > 0)).flatten().nonzero()[:, 0]
-    columns, middle, rest = x.ball.flatten(1)[:, places], x.centre.flatten()[places], x.rest_radius.flatten()[places]
+    columns, middle, rest = (
+        x.ball.flatten(1)[:, places],
+        x.centre.flatten()[places],
+        x.rest_radius.flatten()[places],
+    )
     lost = up(gamma(BACK) * x.size)  # of going back: a few products an entry
     return Hinge(
         x.shape, (node,), lambda rows: (), None, lost,

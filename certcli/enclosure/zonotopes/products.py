@@ -14,7 +14,9 @@ Contract = Callable[[Tensor, Tensor], Tensor]
 """A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading dimensions."""
 
 
-def product(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None = None) -> Form:
+def product(
+    x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None = None
+) -> Form:
     """Return the form of contract(x, y): inner products of `terms` terms.
 
     With x = c + a + r (a the ball part), xy = c c' + c (a' + r') + (a + r) c' + a a' + (a r' + r a' + r r'). The ball part
@@ -46,7 +48,9 @@ def _both(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract 
     if frobenius is None or x.space.boxed:
         return sized
     # the inner products in it are off by at most gamma_m, relative to the product of the two lengths
-    square = frobenius(x.ball, y.ball).clamp_min(0) + gamma(x.space.ball + 2 * terms + 8) * sized * sized
+    square = (
+        frobenius(x.ball, y.ball).clamp_min(0) + gamma(x.space.ball + 2 * terms + 8) * sized * sized
+    )
     return torch.minimum(up(square.sqrt(), 4), sized)
 
 
@@ -91,7 +95,10 @@ def squares(x: Form) -> Form:
     else:
         columns = x.ball.movedim(0, -1)  # (*s, d, m)
         gram = columns @ columns.mT
-        most = up(torch.linalg.matrix_norm(gram)[..., None], width * width + space.ball) + gamma(space.ball) * reach**2
+        most = (
+            up(torch.linalg.matrix_norm(gram)[..., None], width * width + space.ball)
+            + gamma(space.ball) * reach**2
+        )
         most = torch.minimum(most, reach * reach)  # 0 <= |A e|^2 <= |A A^T|_F
         centre, slack = centre + most / 2, slack + most / 2
     loss = gamma(2 * width + 12) * total(x.size * x.size)

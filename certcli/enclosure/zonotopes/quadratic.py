@@ -22,7 +22,9 @@ def weights(count: int, *, diagonal: float, beside: float, like: Tensor, axes: i
     """`diagonal` on the columns e_a^2 and `beside` on the others, broadcastable to (columns, ...) with `axes` more axes."""
     first, second = pairs(count)
     # of two Python numbers torch.where would make float32
-    found = torch.where((first == second).to(like.device), like.new_tensor(diagonal), like.new_tensor(beside))
+    found = torch.where(
+        (first == second).to(like.device), like.new_tensor(diagonal), like.new_tensor(beside)
+    )
     return found.view(-1, *[1] * axes)
 
 
@@ -62,6 +64,13 @@ def quadratic_radius(columns: Tensor, count: int) -> Tensor:
         matrix = matrices(piece, count)
         square = matrix @ matrix
         fourth = square @ square
-        two, four = (up(torch.linalg.vector_norm(t, dim=(1, 2)), count * count) for t in (square, fourth))
-        found.append(up((up((four + loss * two * two).sqrt(), 4) + loss * size * size).sqrt() + loss * size, 8))
+        two, four = (
+            up(torch.linalg.vector_norm(t, dim=(1, 2)), count * count) for t in (square, fourth)
+        )
+        found.append(
+            up(
+                (up((four + loss * two * two).sqrt(), 4) + loss * size * size).sqrt() + loss * size,
+                8,
+            )
+        )
     return torch.minimum(torch.cat(found).view(plain.shape), plain)

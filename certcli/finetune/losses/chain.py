@@ -23,12 +23,16 @@ _HALVINGS = 14
 _LEAST = 1e-12
 
 
-def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float, smoothing: float) -> Tensor:
+def worst_logits(
+    logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float, smoothing: float
+) -> Tensor:
     """Return the cross entropy of z_j + epsilon s_j, s_j = largest gain of z_j - z_y / epsilon: (b, k), (b,), (b, k) -> ().
 
     Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at learnt thresholds.
     """
-    return functional.cross_entropy(shifted(logits, epsilon * slopes.double()), labels, label_smoothing=smoothing)
+    return functional.cross_entropy(
+        shifted(logits, epsilon * slopes.double()), labels, label_smoothing=smoothing
+    )
 
 
 @dataclass
@@ -60,7 +64,9 @@ class ChainBound:
         NoBoundError: the network is no chain.
     """
 
-    def __init__(self, model: PixelModel, arithmetic: Callable[[], TrainableArithmetic], *, drop: bool) -> None:
+    def __init__(
+        self, model: PixelModel, arithmetic: Callable[[], TrainableArithmetic], *, drop: bool
+    ) -> None:
         self.body, self.last = read_chain(model, model.input_size)
         self.arithmetic, self.drop = arithmetic, drop
 
@@ -79,7 +85,10 @@ class ChainBound:
         arithmetic = self.arithmetic()
         arithmetic.begin()
         radius = torch.full_like(pixels, epsilon)
-        lo, hi = -torch.minimum(radius, pixels.clamp_min(0)), torch.minimum(radius, (1 - pixels).clamp_min(0))
+        lo, hi = (
+            -torch.minimum(radius, pixels.clamp_min(0)),
+            torch.minimum(radius, (1 - pixels).clamp_min(0)),
+        )
         found = Reach(pixels, lo, hi, pixels.new_full((len(pixels),), epsilon))
         # a map whose norm waits for the mask after it, and the mask before it
         waiting: tuple[LinearLayer, Tensor] | None = None
@@ -99,14 +108,18 @@ class ChainBound:
             found.rho = self._ball(found, waiting, None)
         return found
 
-    def _ball(self, found: Reach, waiting: tuple[LinearLayer, Tensor], after: Tensor | None) -> Tensor:
+    def _ball(
+        self, found: Reach, waiting: tuple[LinearLayer, Tensor], after: Tensor | None
+    ) -> Tensor:
         """Return rho after a map: rho times its norm, at most the distance of the box's farthest corner."""
         step, before = waiting
         arithmetic = self.arithmetic()
         norm = step.norm(arithmetic).to(found.x.dtype)
         if self.drop and step.matrix:
             after = torch.ones_like(found.x) if after is None else after
-            norm = torch.minimum(norm, _masked_norms(step.weight, before, after, arithmetic.vectors.get(step.path)))
+            norm = torch.minimum(
+                norm, _masked_norms(step.weight, before, after, arithmetic.vectors.get(step.path))
+            )
         corner = torch.maximum(-found.lo, found.hi).flatten(1)
         return torch.minimum(norm * found.rho, (corner.square().sum(1) + _LEAST).sqrt())
 
@@ -138,7 +151,12 @@ def _mapped(found: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
 def _activated(found: Reach, step: Activation) -> Reach:
     x = step.apply(found.x)
     rise, fall = step.apply(found.x + found.hi) - x, x - step.apply(found.x + found.lo)
-    return Reach(x, -torch.minimum(fall, step.joined(-found.lo)), torch.minimum(rise, step.joined(found.hi)), found.rho)
+    return Reach(
+        x,
+        -torch.minimum(fall, step.joined(-found.lo)),
+        torch.minimum(rise, step.joined(found.hi)),
+        found.rho,
+    )
 
 
 def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor | None) -> Tensor:

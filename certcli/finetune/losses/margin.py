@@ -16,7 +16,9 @@ CLEAN_SHARE = 0.2
 """Weight of plain cross entropy on the unshifted logits: without it clean accuracy collapses."""
 
 
-def margin(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
+def margin(
+    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
+) -> Tensor:
     """Return (1 - p_y^q)/q with p = softmax(z_j + epsilon K_jy), plus 0.2 cross entropy: (b, k), (b,) -> ().
 
     The shift bounds the gain of logit j on logit y within `epsilon` (pixel l2), where K bounds the slopes of their
@@ -27,4 +29,6 @@ def margin(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float,
     log_p, least = worst.log_softmax(dim=1).gather(1, labels.unsqueeze(1)), math.log(HOPELESS)
     bent = (1 - (QUOTIENT * log_p.clamp_min(least)).exp()) / QUOTIENT
     robust = (bent + HOPELESS**QUOTIENT * (least - log_p).clamp_min(0)).mean()
-    return robust + CLEAN_SHARE * functional.cross_entropy(logits.to(worst), labels, label_smoothing=smoothing)
+    return robust + CLEAN_SHARE * functional.cross_entropy(
+        logits.to(worst), labels, label_smoothing=smoothing
+    )

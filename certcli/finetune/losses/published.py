@@ -21,7 +21,9 @@ HINGE_WEIGHT = 10.0
 _LEAST_SLOPE = 1e-6  # a pair of classes whose difference does not depend on the image has no radius to divide by
 
 
-def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
+def gloro(
+    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
+) -> Tensor:
     """Return the cross entropy over k + 1 classes, z_bot = max_{j != c} (z_j + epsilon K_jc): (b, k), (b,) -> ().
 
     c is the prediction. The extra class wins exactly where the prediction is not certified, and is never the label.
@@ -37,7 +39,9 @@ def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, 
     return (torch.cat([wide, rejected], dim=1).logsumexp(dim=1) - target).mean()
 
 
-def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
+def lmt(
+    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
+) -> Tensor:
     """Return the cross entropy of z_j + epsilon K_jy (K_yy = 0): (b, k), (b,) -> ().
 
     The paper adds sqrt(2) epsilon L to every logit but the label's. Source: Tsuzuku, Sato, Sugiyama 2018, algorithm 1.
@@ -46,7 +50,9 @@ def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, sm
     return functional.cross_entropy(worst, labels, label_smoothing=smoothing)
 
 
-def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
+def emma(
+    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
+) -> Tensor:
     """Return the cross entropy of z_j + epsilon_j K_jy: (b, k), (b,) -> ().
 
     epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached, is the radius that the pair has reached: no
@@ -55,11 +61,17 @@ def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, s
     """
     full = gains(labels, pairs, epsilon)
     wide = logits.detach().double()
-    share = ((wide.gather(1, labels.unsqueeze(1)) - wide) / full.detach().clamp_min(1e-12)).clamp(EMMA_FLOOR, 1.0)
-    return functional.cross_entropy(shifted(logits, share * full), labels, label_smoothing=smoothing)
+    share = ((wide.gather(1, labels.unsqueeze(1)) - wide) / full.detach().clamp_min(1e-12)).clamp(
+        EMMA_FLOOR, 1.0
+    )
+    return functional.cross_entropy(
+        shifted(logits, share * full), labels, label_smoothing=smoothing
+    )
 
 
-def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
+def trades(
+    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
+) -> Tensor:
     """Return the cross entropy + lambda KL(softmax(z) | softmax(z_j + epsilon K_jy)): (b, k), (b,) -> ().
 
     The second term does not fall as epsilon rises (an exponential tilt) and is 0 at epsilon = 0. GloRo's own form compares
@@ -70,10 +82,14 @@ def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float,
     moved = functional.kl_div(
         worst.log_softmax(dim=1), plain.log_softmax(dim=1), reduction="batchmean", log_target=True
     )
-    return functional.cross_entropy(plain, labels, label_smoothing=smoothing) + TRADES_WEIGHT * moved
+    return (
+        functional.cross_entropy(plain, labels, label_smoothing=smoothing) + TRADES_WEIGHT * moved
+    )
 
 
-def hinge_kr(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float) -> Tensor:
+def hinge_kr(
+    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
+) -> Tensor:
     """Return the mean over j != y of alpha (epsilon - r_j)_+ - r_j, r_j = (z_y - z_j) / K_jy: (b, k), (b,) -> ().
 
     r_j is the radius of the pair. The hinge demands the radius epsilon of every pair, and the Kantorovich-Rubinstein term

@@ -12,7 +12,9 @@ LINEAR_UP_TO = 1e4
 def require_pairs(pairs: Tensor | None) -> Tensor:
     """Return pair constants (k, k) in float64. UsageError without them, NoBoundError where they are not finite."""
     if pairs is None:
-        raise UsageError("this loss needs a network whose bound can be trained", "run `certvit adapt` first")
+        raise UsageError(
+            "this loss needs a network whose bound can be trained", "run `certvit adapt` first"
+        )
     if not torch.isfinite(pairs.detach()).all():
         raise NoBoundError(
             "the network's bound is beyond float64: no certified loss has a value",

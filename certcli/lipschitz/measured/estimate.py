@@ -16,7 +16,11 @@ CONVERGED = 1e-4
 
 
 def jacobian_norms(
-    model: Callable[[Tensor], Tensor], images: Tensor, iterations: int = 20, seed: int = 0, tolerance: float = 0.0
+    model: Callable[[Tensor], Tensor],
+    images: Tensor,
+    iterations: int = 20,
+    seed: int = 0,
+    tolerance: float = 0.0,
 ) -> Tensor:
     """Return |J(x)|_2 from below, by power iteration on J^T J, without forming the Jacobian J: (b, c, h, w) -> (b,).
 
@@ -34,29 +38,47 @@ def _random(images: Tensor, seed: int) -> Tensor:
 
 
 def _iterated(
-    model: Callable[[Tensor], Tensor], images: Tensor, direction: Tensor, iterations: int, tolerance: float
+    model: Callable[[Tensor], Tensor],
+    images: Tensor,
+    direction: Tensor,
+    iterations: int,
+    tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """Return what `jacobian_norms` does, from this direction on, and the unit directions of the last iteration."""
     images = images.detach().clone().requires_grad_(True)
     shape = (-1, *[1] * (images.dim() - 1))
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+    with (
+        torch.enable_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # the fused kernels have no second derivative
         logits = model(images)
         probe = torch.zeros_like(logits, requires_grad=True)
         # sums, because autograd loads sympy for a gradient that begins with a tensor: d <logits, probe> = J^T probe
-        (pulled,) = torch.autograd.grad((logits * probe).sum(), images, create_graph=True)  # linear in probe
+        (pulled,) = torch.autograd.grad(
+            (logits * probe).sum(), images, create_graph=True
+        )  # linear in probe
         norms = torch.zeros(len(images), dtype=torch.float64, device=images.device)
         for iteration in range(iterations):
             direction = direction / direction.flatten(1).norm(dim=1).clamp_min(1e-30).view(shape)
-            (pushed,) = torch.autograd.grad((pulled * direction).sum(), probe, retain_graph=True)  # J direction
-            before, norms = norms, torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
+            (pushed,) = torch.autograd.grad(
+                (pulled * direction).sum(), probe, retain_graph=True
+            )  # J direction
+            before, norms = (
+                norms,
+                torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1)),
+            )
             converged = tolerance > 0 and bool((norms <= (1 + tolerance) * before).all())
             if converged or iteration + 1 == iterations:  # the next direction is not needed
                 break
-            (direction,) = torch.autograd.grad((logits * pushed.detach()).sum(), images, retain_graph=True)
+            (direction,) = torch.autograd.grad(
+                (logits * pushed.detach()).sum(), images, retain_graph=True
+            )
     return norms, direction
 
 
-def measure(model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, seed: int = 0) -> Iterator[Estimate]:
+def measure(
+    model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, seed: int = 0
+) -> Iterator[Estimate]:
     """Yield the largest Jacobian norm so far, after each batch: the network's constant is at least this.
 
     Of several images each gets SCOUTING iterations, and the steepest goes on with up to `iterations` more.
@@ -74,4 +96,6 @@ def measure(model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, s
         refined, _ = _iterated(model, chosen, direction, iterations, CONVERGED)
         largest = max(largest, float(refined))
         seen += len(images)
-        yield Estimate(largest, "Jacobian power iteration", {"images": seen, "iterations": iterations})
+        yield Estimate(
+            largest, "Jacobian power iteration", {"images": seen, "iterations": iterations}
+        )

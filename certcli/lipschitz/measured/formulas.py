@@ -68,14 +68,20 @@ def _phi_inverse(tokens: int) -> float:
 
 
 def autolip(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
-    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    layers = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d))
+    ]
     return [(path, _norm(module.weight)) for path, module in layers]
 
 
 def l2former(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
     found = []
     for layer in attentions:
-        heads = sum((_norm(q) * _norm(v)) ** 2 for q, v in zip(layer.query, layer.value, strict=True))
+        heads = sum(
+            (_norm(q) * _norm(v)) ** 2 for q, v in zip(layer.query, layer.value, strict=True)
+        )
         factor = math.sqrt(layer.tokens / layer.width) * (4 * _phi_inverse(layer.tokens) + 1)
         found.append((layer.path, factor * math.sqrt(heads) * _norm(layer.out)))
     return found
@@ -85,7 +91,9 @@ def certvit(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tupl
     inside = tuple(layer.path + "." for layer in attentions)
     activated = {path for path, module in model.named_modules() if path.endswith("mlp.fc1")}
     dense = [
-        (p, v * (1.12 if p in activated else 1.0)) for p, v in autolip(model, attentions) if not p.startswith(inside)
+        (p, v * (1.12 if p in activated else 1.0))
+        for p, v in autolip(model, attentions)
+        if not p.startswith(inside)
     ]
     return dense + l2former(model, attentions)
 
@@ -116,7 +124,12 @@ def lipsformer(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[t
     for layer in attentions:
         q, k, v = (_norm(torch.cat(heads)) for heads in (layer.query, layer.key, layer.value))
         n = layer.tokens
-        found.append((layer.path, nu * root * (2 * n * (n - 1) * tau * k + 2 * (n - 1) * tau * q + 2 * n * v)))
+        found.append(
+            (
+                layer.path,
+                nu * root * (2 * n * (n - 1) * tau * k + 2 * (n - 1) * tau * q + 2 * n * v),
+            )
+        )
     return found
 
 
@@ -165,7 +178,9 @@ def formula_value(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula
     layers = function(model, attention_layers(model, size))
     if not layers:
         raise UsageError(f"the network has no layer that the formula '{name}' covers")
-    return Formula(name, source, flaw, tuple((own_name(model, path), value) for path, value in layers))
+    return Formula(
+        name, source, flaw, tuple((own_name(model, path), value) for path, value in layers)
+    )
 
 
 def attention_layers(model: nn.Module, size: tuple[int, ...]) -> list[AttentionLayer]:
@@ -173,7 +188,10 @@ def attention_layers(model: nn.Module, size: tuple[int, ...]) -> list[AttentionL
     modules = {p: m for p, m in model.named_modules() if type(m) in (Attention, L2Attention)}
     parameter = next(model.parameters())
     grey = torch.full((1, *size), 0.5, dtype=parameter.dtype, device=parameter.device)
-    return [_layer_of(path, modules[path], x) for path, (x, _) in module_inputs(model, grey, modules).items()]
+    return [
+        _layer_of(path, modules[path], x)
+        for path, (x, _) in module_inputs(model, grey, modules).items()
+    ]
 
 
 def _layer_of(path: str, module: Any, x: Tensor) -> AttentionLayer:
@@ -184,4 +202,6 @@ def _layer_of(path: str, module: Any, x: Tensor) -> AttentionLayer:
         value = tuple(math.sqrt(len(w)) * torch.linalg.pinv(w.detach().double()).T for w in query)
     else:
         query, key, value = (part.chunk(heads) for part in module.qkv.weight.chunk(3))
-    return AttentionLayer(path, query, key, value, module.proj.weight, x.shape[-2], float(x.double().norm()))
+    return AttentionLayer(
+        path, query, key, value, module.proj.weight, x.shape[-2], float(x.double().norm())
+    )

@@ -47,7 +47,9 @@ def module_inputs(
     return seen
 
 
-def block_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> dict[str, Tensor]:
+def block_norms(
+    model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0
+) -> dict[str, Tensor]:
     """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
     found = _blocks_with_inputs(model, images)
     return {path: jacobian_norms(block, x, iterations, seed) for path, block, x in found}
@@ -73,7 +75,9 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return {own_name(model, path): module for path, module in model.named_modules()}
 
 
-def _blocks_with_inputs(model: nn.Module, images: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor]]:
+def _blocks_with_inputs(
+    model: nn.Module, images: Tensor
+) -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor]]:
     """Yield each block's name, the block as a function of its first input, and that input on these images."""
     modules = _modules(model)
     blocks = {path: modules[path] for path in block_paths(model)}

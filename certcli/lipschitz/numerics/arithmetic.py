@@ -16,7 +16,13 @@ from torch import Tensor
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import ONE, ZERO, Real, as_real
-from certcli.lipschitz.numerics.spectral import frobenius_norm, gamma, spectral_norm, spectral_norms, up
+from certcli.lipschitz.numerics.spectral import (
+    frobenius_norm,
+    gamma,
+    spectral_norm,
+    spectral_norms,
+    up,
+)
 
 UNDERFLOW = 2.0**-1022
 """Largest loss of a product that underflows: below this number float64 has no full precision."""
@@ -120,12 +126,16 @@ class Arithmetic(ABC):
         plain = rows.detach().double()
         # beside the largest entry no square overflows or is lost; which row is the longest is rounded: 2^-30 covers it
         lengths = (plain / plain.abs().max().clamp_min(UNDERFLOW)).norm(dim=-1)
-        return self.length(self.matrix(rows[lengths.argmax()].reshape(-1, 1))) * self.const(1 + 2.0**-30)
+        return self.length(self.matrix(rows[lengths.argmax()].reshape(-1, 1))) * self.const(
+            1 + 2.0**-30
+        )
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
         """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a and b."""
         product = a.tensor @ b.tensor.to(a.tensor.device)  # numbers of the code lie in main memory
-        return self._inexact(product, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor)))
+        return self._inexact(
+            product, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor))
+        )
 
     def _product_error(self, a: Matrix, b: Matrix, size_a: float, size_b: float) -> float:
         (rows, inner), columns = a.shape, b.shape[1]
@@ -139,7 +149,9 @@ class Arithmetic(ABC):
 
     def add(self, a: Matrix, b: Matrix) -> Matrix:
         tensor = a.tensor + b.tensor.to(a.tensor.device)
-        return self._inexact(tensor, self._error(0, (a.error,), (b.error,), (gamma(2), self._norm(tensor))))
+        return self._inexact(
+            tensor, self._error(0, (a.error,), (b.error,), (gamma(2), self._norm(tensor)))
+        )
 
     def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
         """Return a diag(gains)."""
@@ -198,7 +210,9 @@ class Arithmetic(ABC):
             for factor in factors:
                 part = up(part * factor)
             quick = up(quick + part)
-        if 1e-290 < quick < 1e290:  # every step was rounded up; only far sizes lose digits or overflow
+        if (
+            1e-290 < quick < 1e290
+        ):  # every step was rounded up; only far sizes lose digits or overflow
             return quick
         total = as_real(UNDERFLOW) * float(products)
         for factors in terms:
@@ -255,7 +269,9 @@ class RigorousArithmetic(Arithmetic):
         return frobenius_norm(tensor)
 
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Real]:
-        norms = spectral_norms([matrix.tensor for matrix in matrices], [matrix.error for matrix in matrices])
+        norms = spectral_norms(
+            [matrix.tensor for matrix in matrices], [matrix.error for matrix in matrices]
+        )
         return [as_real(norm) for norm in norms]
 
     def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Real:
@@ -268,7 +284,9 @@ class RigorousArithmetic(Arithmetic):
         Source: docs/bounds.md, section 1.5.
         """
         left, right = ([pair[place] for pair in pairs] for place in (0, 1))
-        if len(pairs) > 1 and any(len({matrix.shape for matrix in part}) > 1 for part in (left, right)):
+        if len(pairs) > 1 and any(
+            len({matrix.shape for matrix in part}) > 1 for part in (left, right)
+        ):
             return [self.sigma_product(a, b, name) for a, b in pairs]
         m, d = left[0].shape
         if m >= d:
@@ -276,7 +294,9 @@ class RigorousArithmetic(Arithmetic):
         first, second = (torch.stack([matrix.tensor for matrix in part]) for part in (left, right))
         grams = first @ first.mT
         scales = grams.diagonal(dim1=-2, dim2=-1).amax(-1)
-        jitter = torch.eye(m, dtype=torch.float64, device=grams.device) * (1e-14 * m * scales).view(-1, 1, 1)
+        jitter = torch.eye(m, dtype=torch.float64, device=grams.device) * (1e-14 * m * scales).view(
+            -1, 1, 1
+        )
         factors, info = torch.linalg.cholesky_ex((grams + grams.mT) / 2 + jitter)
         good = ((info == 0) & torch.isfinite(factors).flatten(1).all(1)).tolist()
         lacks, products = grams - factors @ factors.mT, factors.mT @ second
@@ -284,15 +304,25 @@ class RigorousArithmetic(Arithmetic):
         lacking, errors = [], []
         for h in heads:
             (a, b), factor = pairs[h], Matrix(factors[h])
-            size, across, weight = self._norm(a.tensor), self._norm(b.tensor), self._norm(factors[h])
+            size, across, weight = (
+                self._norm(a.tensor),
+                self._norm(b.tensor),
+                self._norm(factors[h]),
+            )
             lack = self._norm(lacks[h])
             formed = self._product_error(a, self.transpose(a), size, size)
             again = self._product_error(factor, self.transpose(factor), weight, weight)
             reach = as_real(across) + b.error
-            lacking.append(as_real(self._error(0, (formed,), (again,), (lack,), (gamma(2), lack))) * (reach * reach))
+            lacking.append(
+                as_real(self._error(0, (formed,), (again,), (lack,), (gamma(2), lack)))
+                * (reach * reach)
+            )
             errors.append(self._product_error(self.transpose(factor), b, weight, across))
         norms = map(as_real, spectral_norms([products[h] for h in heads], errors))
-        found = {h: (norm * norm + rest).sqrt() for h, norm, rest in zip(heads, norms, lacking, strict=True)}
+        found = {
+            h: (norm * norm + rest).sqrt()
+            for h, norm, rest in zip(heads, norms, lacking, strict=True)
+        }
         return [found[h] if h in found else self._product_of(*pairs[h]) for h in range(len(pairs))]
 
     def _product_of(self, a: Matrix, b: Matrix) -> Real:

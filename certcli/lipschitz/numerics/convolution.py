@@ -61,7 +61,10 @@ if TYPE_CHECKING:
 Sizes = int | Sequence[int]
 Padding = int | Sequence[int] | Sequence[Sequence[int]]
 
-_CHUNK_ENTRIES = {"cpu": 2**17, "cuda": 2**24}  # of G held at a time, complex; some five copies live
+_CHUNK_ENTRIES = {
+    "cpu": 2**17,
+    "cuda": 2**24,
+}  # of G held at a time, complex; some five copies live
 _DENSE_ENTRIES = 2**22
 _DENSE_SIDE = 1024
 _SHIFT_SLACK = 1e-6  # relative, on sigma^2
@@ -130,8 +133,15 @@ def conv_norm(
         scaled, exponent = scale_to_unit(weight)
         if scaled is None:
             return 0.0
-        kernels = scaled.reshape(groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel)
-        bounds = [up(_largest_norm(kernels.flatten(2)) * root_up(math.prod(axis.windows_per_pixel for axis in axes)))]
+        kernels = scaled.reshape(
+            groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel
+        )
+        bounds = [
+            up(
+                _largest_norm(kernels.flatten(2))
+                * root_up(math.prod(axis.windows_per_pixel for axis in axes))
+            )
+        ]
         disjoint = all(axis.windows_per_pixel == 1 for axis in axes)
         if disjoint and all(axis.holds_a_window for axis in axes):
             return unscale(bounds[0], exponent)
@@ -143,12 +153,19 @@ def conv_norm(
 
 
 def _geometry(
-    weight: Tensor, stride: Sizes, padding: Padding, dilation: Sizes, input_size: Sizes, transposed: bool
+    weight: Tensor,
+    stride: Sizes,
+    padding: Padding,
+    dilation: Sizes,
+    input_size: Sizes,
+    transposed: bool,
 ) -> list[_Axis]:
     if weight.ndim not in (3, 4):
         raise UsageError(f"a convolution has a weight of 3 or 4 dimensions, not {weight.ndim}")
     if isinstance(padding, str):
-        raise UsageError(f"padding '{padding}' depends on the layer: give the numbers of padded pixels")
+        raise UsageError(
+            f"padding '{padding}' depends on the layer: give the numbers of padded pixels"
+        )
     count = weight.ndim - 2
 
     def per_axis(value: Sizes, name: str, least: int) -> list[int]:
@@ -180,7 +197,9 @@ def _geometry(
             size = (size - 1) * step - first - last + spread * (kernel - 1) + max(step, spread)
         axis = _Axis(kernel, step, spread, first, last, size)
         if kernel < 1 or size < 1 or axis.size + first + last < axis.extent:
-            raise UsageError(f"a kernel of {axis.extent} pixels does not fit an image of {size} + {first} + {last}")
+            raise UsageError(
+                f"a kernel of {axis.extent} pixels does not fit an image of {size} + {first} + {last}"
+            )
         axes.append(axis)
     return axes if count == 2 else [_Axis(1, 1, 1, 0, 0, 1), *axes]
 
@@ -222,7 +241,9 @@ def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
             places.append((output[inside], pixel[inside]))
         (row, y), (column, x) = places
         # the indexed axes come first in the assignment, then (g, out, in)
-        matrix[:, :, row[:, None], column[None, :], :, y[:, None], x[None, :]] = kernels[..., tap[0], tap[1]]
+        matrix[:, :, row[:, None], column[None, :], :, y[:, None], x[None, :]] = kernels[
+            ..., tap[0], tap[1]
+        ]
     return matrix.view(groups, rows * math.prod(outputs), channels * math.prod(sizes))
 
 
@@ -256,7 +277,9 @@ def _polyphase(kernels: Tensor, axes: list[_Axis]) -> tuple[list[tuple[int, ...]
 
 def _half_lags(shifts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the differences of shifts that are greater than 0 in lexicographic order; the others are their negatives."""
-    differences = {tuple(b - a for a, b in zip(first, second)) for first in shifts for second in shifts}
+    differences = {
+        tuple(b - a for a, b in zip(first, second)) for first in shifts for second in shifts
+    }
     return sorted(lag for lag in differences if lag > (0,) * len(lag))
 
 
@@ -272,30 +295,43 @@ def _frequency_chunks(axes: list[_Axis], entries: int, device: torch.device) -> 
     yield from half.split(max(1, _CHUNK_ENTRIES.get(device.type, _CHUNK_ENTRIES["cpu"]) // entries))
 
 
-def _waves(frequencies: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]) -> tuple[Tensor, Tensor]:
+def _waves(
+    frequencies: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
+) -> tuple[Tensor, Tensor]:
     """cos and sin of 2 pi nu q / N: (f, taps) each. The angle is reduced in integers before it is rounded."""
     import torch
 
     common = math.lcm(*(axis.torus for axis in axes))
-    weights = torch.tensor([[q * (common // axis.torus) for q, axis in zip(shift, axes)] for shift in shifts])
+    weights = torch.tensor(
+        [[q * (common // axis.torus) for q, axis in zip(shift, axes)] for shift in shifts]
+    )
     turns = (frequencies[:, None, :] * weights.to(frequencies.device)).sum(dim=-1) % common
     turns = torch.where(2 * turns > common, turns - common, turns)
     angles = turns.double() * (2.0 * math.pi / common)
     return angles.cos(), angles.sin()
 
 
-def _fourier_grams(taps: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]) -> Iterator[Tensor]:
+def _fourier_grams(
+    taps: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
+) -> Iterator[Tensor]:
     """Yield all G(nu) of all groups, in chunks of shape (chunk, n, n), complex; taps (taps, g, n, c)."""
     import torch
 
     side = taps.shape[2]
     place = {shift: index for index, shift in enumerate(shifts)}
     lags = _half_lags(shifts)
-    block = max(1, _CHUNK_ENTRIES.get(taps.device.type, _CHUNK_ENTRIES["cpu"]) // (side * side * (len(lags) + 1)))
+    block = max(
+        1,
+        _CHUNK_ENTRIES.get(taps.device.type, _CHUNK_ENTRIES["cpu"])
+        // (side * side * (len(lags) + 1)),
+    )
     for chosen in taps.split(block, dim=1):
         products = chosen.new_empty(len(lags) + 1, chosen.shape[1], side, side)
         for index, lag in enumerate([(0, 0), *lags]):
-            pairs = [(i, place.get(tuple(a + b for a, b in zip(shift, lag)))) for shift, i in place.items()]
+            pairs = [
+                (i, place.get(tuple(a + b for a, b in zip(shift, lag))))
+                for shift, i in place.items()
+            ]
             left = torch.cat([chosen[i] for i, j in pairs if j is not None], dim=-1)
             right = torch.cat([chosen[j] for _, j in pairs if j is not None], dim=-1)
             products[index] = torch.matmul(left, right.mT)
@@ -313,7 +349,10 @@ def _top_eigenvalue(chunks: Iterator[Tensor]) -> float:
     The shift only grows: what was certified against a smaller one stays certified, so each matrix is factorised about
     once, and a better guess is looked for only among those that fail.
     """
-    proven, shift = 0.0, 0.25  # the mean of the diagonal of G over the grid is |row|^2, and one weight is at least 1/2
+    proven, shift = (
+        0.0,
+        0.25,
+    )  # the mean of the diagonal of G over the grid is |row|^2, and one weight is at least 1/2
     for grams in chunks:
         for attempt in range(_ATTEMPTS):
             if attempt > 0:
@@ -339,7 +378,9 @@ def _guess(grams: Tensor, attempt: int) -> float:
     return float(lanczos_guess(grams[best : best + 1])[0])
 
 
-def _vector_norm(vectors: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis], largest: float) -> float:
+def _vector_norm(
+    vectors: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis], largest: float
+) -> float:
     """The case of one channel on one side (depthwise): the largest |sum_q v_q exp(i nu q)|, vectors (taps, g, c).
 
     Both parts of each entry are wrong by at most gamma_{taps + 34} B, B = sum_q |v_q|, whose norm is at most `largest`.

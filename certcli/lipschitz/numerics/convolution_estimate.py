@@ -52,10 +52,17 @@ def convolution_estimate(
     vectors: what `name` iterates on, renewed in place. iterations: of this call.
     """
     axes = _geometry(
-        weight, geometry.stride, geometry.padding, geometry.dilation, geometry.input_size, geometry.transposed
+        weight,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        geometry.input_size,
+        geometry.transposed,
     )
     groups = geometry.groups
-    kernels = weight.reshape(groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel)
+    kernels = weight.reshape(
+        groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel
+    )
     if all(axis.windows_per_pixel == 1 and axis.holds_a_window for axis in axes):
         return block_norms(kernels.flatten(2), vectors, name, iterations).max().double()
     frequencies = math.prod(axis.torus for axis in axes) // 2 + 1
@@ -66,7 +73,12 @@ def convolution_estimate(
 
 
 def _operator(
-    kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int, small: bool
+    kernels: Tensor,
+    axes: list[_Axis],
+    vectors: dict[str, Tensor],
+    name: str,
+    iterations: int,
+    small: bool,
 ) -> Tensor:
     """Power iteration on the convolution itself: images (1, g in, H, H')."""
     weight = kernels.flatten(0, 1)
@@ -76,7 +88,9 @@ def _operator(
     height, width = (a.size for a in axes)
 
     def forward(x: Tensor, w: Tensor) -> Tensor:
-        return functional.conv2d(functional.pad(x, (left, right, top, bottom)), w, None, stride, 0, dilation, groups)
+        return functional.conv2d(
+            functional.pad(x, (left, right, top, bottom)), w, None, stride, 0, dilation, groups
+        )
 
     def adjoint(y: Tensor, w: Tensor) -> Tensor:
         x = functional.conv_transpose2d(y, w, None, stride, 0, 0, groups, dilation)
@@ -85,7 +99,9 @@ def _operator(
         return functional.pad(x, (-left, missing[1] - right, -top, missing[0] - bottom))
 
     def unit_images(x: Tensor) -> Tensor:
-        return unit(x.reshape(groups, -1, 1)).reshape(x.shape)  # each group its own: any of them may become the largest
+        return unit(x.reshape(groups, -1, 1)).reshape(
+            x.shape
+        )  # each group its own: any of them may become the largest
 
     fixed = weight.detach()
     shape = (1, groups * kernels.shape[2], height, width)
@@ -107,7 +123,9 @@ def _operator(
     return (direction * forward(x, weight).reshape(groups, -1)).sum().double()
 
 
-def _torus(kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int) -> Tensor:
+def _torus(
+    kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int
+) -> Tensor:
     """max over frequencies and groups of sigma(V(nu)). Complex numbers are pairs: real products are much faster."""
     with torch.no_grad():
         shifts, taps = _polyphase(kernels.detach(), axes)
@@ -130,7 +148,11 @@ def _torus(kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name:
         best = int(sizes.argmax())
         frequency, group = divmod(best, groups)
         # u^* V(nu) v is linear in the taps, and each tap of the kernel is an entry of one of them
-        outer = torch.view_as_complex(u[best].contiguous()).conj().outer(torch.view_as_complex(v[best].contiguous()))
+        outer = (
+            torch.view_as_complex(u[best].contiguous())
+            .conj()
+            .outer(torch.view_as_complex(v[best].contiguous()))
+        )
         wave = torch.complex(*waves[:, frequency]).view(-1, 1, 1)
         slopes = (wave * outer).real
         slopes = (slopes.mT if flip else slopes).unflatten(2, (kernels.shape[2], -1))
@@ -149,7 +171,10 @@ def _unit_pairs(pairs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _all_waves(
-    axes: tuple[_Axis, ...], shifts: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+    axes: tuple[_Axis, ...],
+    shifts: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """cos and sin of all frequencies of the grid, up to sign: (2, f, shifts)."""
     grid = torch.cat(list(_frequency_chunks(list(axes), 1, device)))
@@ -164,4 +189,8 @@ def _of_taps(slopes: Tensor, axes: list[_Axis]) -> Tensor:
     residues = sorted({tuple(r for _, r in pair) for pair in pairs})
     rows = [shifts.index(tuple(q for q, _ in pair)) for pair in pairs]
     columns = [residues.index(tuple(r for _, r in pair)) for pair in pairs]
-    return slopes[rows, :, :, columns].permute(1, 2, 0).unflatten(2, tuple(axis.kernel for axis in axes))
+    return (
+        slopes[rows, :, :, columns]
+        .permute(1, 2, 0)
+        .unflatten(2, tuple(axis.kernel for axis in axes))
+    )

@@ -32,7 +32,10 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
         basis[:, step] = vector
         image = torch.matmul(single, vector.unsqueeze(-1))
         known = basis[:, : step + 1]
-        for again in (False, True):  # once is not enough: the orthogonality decays and ghosts above the spectrum appear
+        for again in (
+            False,
+            True,
+        ):  # once is not enough: the orthogonality decays and ghosts above the spectrum appear
             coefficients = torch.matmul(known.conj(), image)
             image = image - torch.matmul(known.mT, coefficients)
             if not again:
@@ -48,12 +51,18 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
                 break
         # An invariant subspace is exhausted when the image vanishes: go on with zeros instead of noise.
         length = torch.where(length > 1e-5 * tridiagonal[:, 0, :1].abs(), length, 0.0)
-        vector = (image / length.clamp_min(1e-30).unsqueeze(-1) * (length > 0).unsqueeze(-1)).squeeze(-1)
+        vector = (
+            image / length.clamp_min(1e-30).unsqueeze(-1) * (length > 0).unsqueeze(-1)
+        ).squeeze(-1)
         tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = length[:, 0]
-    top = torch.matmul(vectors[:, None, :, -1].to(known.dtype), known).to(grams.dtype)  # (b, 1, m): a row
+    top = torch.matmul(vectors[:, None, :, -1].to(known.dtype), known).to(
+        grams.dtype
+    )  # (b, 1, m): a row
     image = torch.matmul(grams, top.mT)
     energy = torch.matmul(top.conj(), image)[:, 0, 0].real
-    return energy / torch.linalg.vector_norm(top, dim=-1)[:, 0].square().clamp_min(1e-300), converged
+    return energy / torch.linalg.vector_norm(top, dim=-1)[:, 0].square().clamp_min(
+        1e-300
+    ), converged
 
 
 def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -83,7 +92,9 @@ def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
             converged = min(residual, residual * residual / max(gap, 1e-30)) <= 1e-7 * value
             if converged or step + 1 == steps:
                 break
-        if length <= 1e-5 * abs(float(tridiagonal[0, 0])):  # an invariant subspace is exhausted: zeros instead of noise
+        if length <= 1e-5 * abs(
+            float(tridiagonal[0, 0])
+        ):  # an invariant subspace is exhausted: zeros instead of noise
             length = 0.0
         else:
             torch.mul(image, 1.0 / length, out=basis[step + 1])

@@ -14,7 +14,9 @@ _EXACT_WORK = 2**31  # of the eigenproblems of a cold start, (number) x (side)^3
 _LEAST = 1e-30
 
 
-def block_norms(blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int = 1) -> Tensor:
+def block_norms(
+    blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int = 1
+) -> Tensor:
     """sigma(W_g) of every W_g at once, with gradient u v^T: (g, m, n) -> (g,). vectors[name], (g, m), is renewed."""
     fixed = blocks.detach()
     with torch.no_grad():

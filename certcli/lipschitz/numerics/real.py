@@ -77,7 +77,9 @@ class Real:
         if self.mantissa in (0.0, math.inf):
             return self
         odd = self.exponent % 2
-        return Real(_up(math.sqrt(2 * self.mantissa if odd else self.mantissa)), (self.exponent - odd) // 2)
+        return Real(
+            _up(math.sqrt(2 * self.mantissa if odd else self.mantissa)), (self.exponent - odd) // 2
+        )
 
     def _key(self) -> tuple[bool, int, float]:
         if self.mantissa == 0:
@@ -99,7 +101,9 @@ class Real:
             value = math.ldexp(self.mantissa, self.exponent)
         except OverflowError:
             return math.inf
-        return value if self.exponent > -1021 or self.mantissa == 0 else _up(value)  # subnormals may round down
+        return (
+            value if self.exponent > -1021 or self.mantissa == 0 else _up(value)
+        )  # subnormals may round down
 
     @property
     def finite(self) -> bool:
@@ -122,7 +126,9 @@ class Real:
         digits = 4 if near else 3
         whole = math.floor(self.log10())
         first = _ceil(exact, digits - 1 - whole)
-        if first >= 10**digits:  # rounded up to a power of ten, or the logarithm was rounded down from there
+        if (
+            first >= 10**digits
+        ):  # rounded up to a power of ten, or the logarithm was rounded down from there
             first, whole = -(-first // 10), whole + 1
         if near:
             return f"{float(first * Fraction(10) ** (whole - digits + 1)):.4g}"

@@ -46,7 +46,10 @@ UNIT = 2.0**-53
 """Unit roundoff of float64."""
 
 _GUESS_SLACK = 1e-6  # relative, on sigma^2: the looseness on ordinary matrices is half of this
-_FULL_SOLVER_SIDE = {"cpu": 256, "cuda": 32}  # up to here a full eigenvalue solver is as cheap as Lanczos (measured)
+_FULL_SOLVER_SIDE = {
+    "cpu": 256,
+    "cuda": 32,
+}  # up to here a full eigenvalue solver is as cheap as Lanczos (measured)
 _PANEL = 192  # columns of a Gram matrix formed at a time, and
 _COLUMNS = 512  # columns of the long side cast to double at a time: fastest of 96..1024 on one AVX-512 core
 _BATCH_BYTES = {"cpu": 2**22, "cuda": 2**30}
@@ -107,7 +110,9 @@ def spectral_norm(matrix: Tensor, error: float = 0.0) -> float:
     return spectral_norms([matrix], [error])[0]
 
 
-def spectral_norms(matrices: Sequence[Tensor], errors: Sequence[float] | None = None) -> list[float]:
+def spectral_norms(
+    matrices: Sequence[Tensor], errors: Sequence[float] | None = None
+) -> list[float]:
     """sigma(M_i) <= value_i for every M_i with |M_i - matrices_i|_2 <= errors_i.
 
     Equal shapes on one device are handled together: in one batch for small matrices and on GPUs, one after the other
@@ -125,7 +130,10 @@ def spectral_norms(matrices: Sequence[Tensor], errors: Sequence[float] | None = 
         for indices in _batches(matrices):
             for index, norm in zip(indices, _norms_of_equal_shapes([matrices[i] for i in indices])):
                 norms[index] = norm
-    return [norm if allowance == 0.0 else up(norm + allowance) for norm, allowance in zip(norms, allowances)]
+    return [
+        norm if allowance == 0.0 else up(norm + allowance)
+        for norm, allowance in zip(norms, allowances)
+    ]
 
 
 def unit_exponent(tensor: Tensor) -> int | None:
@@ -141,7 +149,9 @@ def unit_exponent(tensor: Tensor) -> int | None:
         return None
     low, high = (float(extreme) for extreme in torch.aminmax(tensor.detach()))
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise CheckpointError("the weights hold NaN or infinite values", "train again, or read another checkpoint")
+        raise CheckpointError(
+            "the weights hold NaN or infinite values", "train again, or read another checkpoint"
+        )
     largest = max(-low, high)
     return math.frexp(largest)[1] if largest > 0.0 else None
 
@@ -185,19 +195,27 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     for first, last in _panels(side, grams.device):
         below, beside = factor[:, first:, :last], factor[:, first:last, :last]
         part = torch.baddbmm(shifted[:, first:, first:last], below, beside.mH, alpha=-1)
-        residual_square += _square_sum(part[:, : last - first]) + 2.0 * _square_sum(part[:, last - first :])
+        residual_square += _square_sum(part[:, : last - first]) + 2.0 * _square_sum(
+            part[:, last - first :]
+        )
     # Complex: both parts of an entry together cost a factor of sqrt(2).
     rounding = up(2.0 * gamma(2 * side + 1)) if grams.is_complex() else gamma(side + 1)
     slack = 1.0 + 2.0 * gamma(2 * side * side + 8)  # the computed sums of squares themselves
     values = []
     for shift, failed, c, t, f in zip(
-        shifts, info.tolist(), residual_square.tolist(), shifted_square.tolist(), factor_square.tolist()
+        shifts,
+        info.tolist(),
+        residual_square.tolist(),
+        shifted_square.tolist(),
+        factor_square.tolist(),
     ):
         if failed or not math.isfinite(c + t + f):
             values.append(math.inf)
             continue
         residual, scale = up(root_up(c) * slack), up(root_up(t) * slack)
-        values.append(up(shift + up(residual + rounding * up(scale + f * slack, 2) + UNIT * scale, 4)))
+        values.append(
+            up(shift + up(residual + rounding * up(scale + f * slack, 2) + UNIT * scale, 4))
+        )
     return values
 
 
@@ -226,7 +244,9 @@ def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
     groups: dict[tuple[int, int, torch.dtype, torch.device], list[int]] = {}
     for index, matrix in enumerate(matrices):
         if matrix.ndim != 2:
-            raise UsageError(f"a spectral norm needs a matrix, not a tensor of shape {tuple(matrix.shape)}")
+            raise UsageError(
+                f"a spectral norm needs a matrix, not a tensor of shape {tuple(matrix.shape)}"
+            )
         groups.setdefault((*matrix.shape, matrix.dtype, matrix.device), []).append(index)
     for (rows, columns, _, device), indices in groups.items():
         budget = _BATCH_BYTES.get(device.type, _BATCH_BYTES["cpu"])
@@ -254,7 +274,9 @@ def _norms_of_equal_shapes(matrices: Sequence[Tensor]) -> list[float]:
     traces = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1).tolist()
     for index, trace, top in zip(nonzero, traces, top_eigenvalues(grams)):
         square_sum = up(up(trace / (1.0 - gamma(length)), 2) / (1.0 - gamma(side)), 2)
-        norms[index] = unscale(root_up(up(top + up(gamma(length) * square_sum))), exponents[index] or 0)
+        norms[index] = unscale(
+            root_up(up(top + up(gamma(length) * square_sum))), exponents[index] or 0
+        )
     return norms
 
 
@@ -288,9 +310,14 @@ def _scaled(stacked: Tensor, exponents: list[int]) -> Tensor:
     if max(abs(exponent) for exponent in exponents) <= 1000:
         steps = [[-exponent for exponent in exponents]]
     else:
-        steps = [[-exponent // 2 for exponent in exponents], [-(exponent // 2) for exponent in exponents]]
+        steps = [
+            [-exponent // 2 for exponent in exponents],
+            [-(exponent // 2) for exponent in exponents],
+        ]
     for powers in steps:
-        factors = torch.tensor([2.0**power for power in powers], dtype=torch.float64, device=scaled.device)
+        factors = torch.tensor(
+            [2.0**power for power in powers], dtype=torch.float64, device=scaled.device
+        )
         scaled.mul_(factors.view((-1,) + (1,) * (scaled.ndim - 1)))
     return scaled
 
@@ -313,7 +340,12 @@ def top_eigenvalues(grams: Tensor) -> list[float]:
     if side > _FULL_SOLVER_SIDE.get(grams.device.type, 32):
         guess, converged = lanczos_guess(grams)
         hopeful = [i for i, good in enumerate(converged.tolist()) if good]
-        _try_shifts(grams, hopeful, [value * (1.0 + _GUESS_SLACK) for value in guess[hopeful].tolist()], bounds)
+        _try_shifts(
+            grams,
+            hopeful,
+            [value * (1.0 + _GUESS_SLACK) for value in guess[hopeful].tolist()],
+            bounds,
+        )
     for slack in (1e-9, 1e-7, 1e-4):
         open_ones = [i for i, bound in enumerate(bounds) if bound == math.inf]
         if not open_ones:
@@ -322,11 +354,20 @@ def top_eigenvalues(grams: Tensor) -> list[float]:
             values = torch.linalg.eigvalsh(_select(grams, open_ones))[:, -1].tolist()
         except torch.linalg.LinAlgError:
             break
-        _try_shifts(grams, open_ones, [value * (1.0 + slack + side * side * UNIT) for value in values], bounds)
-    return [gram_iteration(gram) if bound == math.inf else bound for gram, bound in zip(grams, bounds)]
+        _try_shifts(
+            grams,
+            open_ones,
+            [value * (1.0 + slack + side * side * UNIT) for value in values],
+            bounds,
+        )
+    return [
+        gram_iteration(gram) if bound == math.inf else bound for gram, bound in zip(grams, bounds)
+    ]
 
 
-def _try_shifts(grams: Tensor, indices: list[int], shifts: list[float], bounds: list[float]) -> None:
+def _try_shifts(
+    grams: Tensor, indices: list[int], shifts: list[float], bounds: list[float]
+) -> None:
     if indices:
         for index, bound in zip(indices, certify_below(_select(grams, indices), shifts)):
             bounds[index] = bound

@@ -24,7 +24,9 @@ class TrainableArithmetic(Arithmetic):
 
     rigorous = False
 
-    def __init__(self, device: torch.device, iterations: int = 1, orthogonal: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, device: torch.device, iterations: int = 1, orthogonal: frozenset[int] = frozenset()
+    ) -> None:
         self.device = device
         self.iterations = iterations
         self.orthogonal = orthogonal
@@ -85,12 +87,19 @@ class TrainableArithmetic(Arithmetic):
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
         left, right = ([pair[place].tensor for pair in pairs] for place in (0, 1))
-        if len({tensor.shape for tensor in left}) > 1 or len({tensor.shape for tensor in right}) > 1:
+        if (
+            len({tensor.shape for tensor in left}) > 1
+            or len({tensor.shape for tensor in right}) > 1
+        ):
             return super().sigma_products(pairs, name)
         products = torch.stack(left).mT @ torch.stack(right)
-        return list(block_norms(products, self.vectors, self._own(name), self._steps).double().unbind())
+        return list(
+            block_norms(products, self.vectors, self._own(name), self._steps).double().unbind()
+        )
 
-    def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Tensor:
+    def convolution(
+        self, weight: Tensor, error: float, geometry: Geometry, name: str = ""
+    ) -> Tensor:
         return convolution_estimate(weight, geometry, self.vectors, self._own(name), self._steps)
 
     def length(self, vector: Matrix) -> Tensor:
@@ -104,7 +113,9 @@ class TrainableArithmetic(Arithmetic):
 
     def root_sum_of_squares(self, values: list[Tensor]) -> Tensor:
         stacked = torch.stack(values)
-        largest = stacked.detach().abs().max().clamp(1e-300, 1e300)  # squares of 1e200 would overflow
+        largest = (
+            stacked.detach().abs().max().clamp(1e-300, 1e300)
+        )  # squares of 1e200 would overflow
         return (stacked / largest).norm() * largest
 
     def minimum(self, a: Tensor, b: Tensor) -> Tensor:

@@ -47,7 +47,11 @@ def applied(ctx: Context, x: Value, curve: Curve) -> Value:
     """Return the value after a curve, entry by entry."""
     x = ctx.settle(x)
     old, arith = x.size, ctx.arith
-    growth, most, through_0 = arith.const(curve.growth), curve.most, curve.offset == 0 and math.isfinite(curve.growth)
+    growth, most, through_0 = (
+        arith.const(curve.growth),
+        curve.most,
+        curve.offset == 0 and math.isfinite(curve.growth),
+    )
 
     def peak() -> Any:
         if not math.isfinite(curve.growth):
@@ -78,24 +82,35 @@ def activation(
 
     def register(curve: Callable[..., Curve]) -> Callable[..., Curve]:
         parameters = inspect.signature(curve).parameters
-        options = inspect.Signature([option for name, option in parameters.items() if name != "dtype"])
+        options = inspect.Signature(
+            [option for name, option in parameters.items() if name != "dtype"]
+        )
 
         def known(ctx: Context, given: dict[str, Any]) -> Curve:
             for value in given.values():
-                if isinstance(value, (int, float, Tensor)) and bool(torch.isnan(torch.as_tensor(value)).any()):
+                if isinstance(value, (int, float, Tensor)) and bool(
+                    torch.isnan(torch.as_tensor(value)).any()
+                ):
                     raise NoRule("an option that is not a number")
             return curve(**given, **({"dtype": ctx.dtype} if "dtype" in parameters else {}))
 
         def of_module(ctx: Context, module: nn.Module, x: Value) -> Value:
-            return applied(ctx, x, known(ctx, {name: getattr(module, name) for name in options.parameters}))
+            return applied(
+                ctx, x, known(ctx, {name: getattr(module, name) for name in options.parameters})
+            )
 
-        def of_call(ctx: Context, x: Value, *args: Any, inplace: bool = False, **named: Any) -> Value:
+        def of_call(
+            ctx: Context, x: Value, *args: Any, inplace: bool = False, **named: Any
+        ) -> Value:
             ctx.require(isinstance(x, Value), "an option that depends on the image")
             if len(args) == len(options.parameters) + 1 and isinstance(args[-1], bool):
                 args = args[:-1]  # inplace, which every functional form has last
             given = options.bind(*args, **named)
             given.apply_defaults()
-            plain = {name: v.tensor if isinstance(v, Constant) else v for name, v in given.arguments.items()}
+            plain = {
+                name: v.tensor if isinstance(v, Constant) else v
+                for name, v in given.arguments.items()
+            }
             if any(isinstance(value, Value) for value in plain.values()):
                 raise NoRule("an option that depends on the image")
             return applied(ctx, x, known(ctx, plain))
@@ -126,7 +141,9 @@ def timm_gelu_tanh() -> Curve:
     return gelu("tanh")
 
 
-@activation(nn.SiLU, timm_activations.Swish, timm_activations.QuickGELU, functions=(functional.silu,))
+@activation(
+    nn.SiLU, timm_activations.Swish, timm_activations.QuickGELU, functions=(functional.silu,)
+)
 def silu() -> Curve:
     """x sigmoid(a x) has the same slopes for every a > 0."""
     return Curve(SILU_SLOPE, "largest slope of x sigmoid(a x)")
@@ -177,7 +194,9 @@ def relu6() -> Curve:
 
 @activation(nn.Hardtanh, functions=(functional.hardtanh, functional.hardtanh_))
 def hard_tanh(min_val: float = -1.0, max_val: float = 1.0) -> Curve:
-    return clamped(*(torch.tensor(float(limit), dtype=torch.float64) for limit in (min_val, max_val)))
+    return clamped(
+        *(torch.tensor(float(limit), dtype=torch.float64) for limit in (min_val, max_val))
+    )
 
 
 def clamped(low: Tensor | None, high: Tensor | None) -> Curve:
@@ -187,7 +206,9 @@ def clamped(low: Tensor | None, high: Tensor | None) -> Curve:
     around_0 = (low is None or bool((low <= 0).all())) and (high is None or bool((high >= 0).all()))
     largest = max((float(limit.abs().max()) for limit in limits), default=0.0)
     most = largest if len(limits) == 2 else math.inf
-    return Curve(1.0, "clamping has slope at most 1", offset=0.0 if around_0 else largest, most=most)
+    return Curve(
+        1.0, "clamping has slope at most 1", offset=0.0 if around_0 else largest, most=most
+    )
 
 
 @activation(nn.LeakyReLU, functions=(functional.leaky_relu, functional.leaky_relu_))
@@ -196,7 +217,9 @@ def leaky_relu(negative_slope: float = 0.01) -> Curve:
     return Curve(slope, "leaky ReLU", slope)
 
 
-@activation(nn.PReLU, timm_activations.PReLU, functions=(functional.prelu, torch.prelu), methods=("prelu",))
+@activation(
+    nn.PReLU, timm_activations.PReLU, functions=(functional.prelu, torch.prelu), methods=("prelu",)
+)
 def parametric_relu(weight: Tensor) -> Curve:
     largest = float(weight.detach().double().abs().max())
     return Curve(max(1.0, largest), "PReLU: the largest of 1 and |weight|", max(1.0, largest))
@@ -234,7 +257,10 @@ def soft_shrink(lambd: float = 0.5) -> Curve:
 
 
 @activation(
-    nn.Sigmoid, timm_activations.Sigmoid, functions=(torch.sigmoid, functional.sigmoid), methods=("sigmoid", "sigmoid_")
+    nn.Sigmoid,
+    timm_activations.Sigmoid,
+    functions=(torch.sigmoid, functional.sigmoid),
+    methods=("sigmoid", "sigmoid_"),
 )
 def sigmoid() -> Curve:
     return Curve(0.25, "slope of sigmoid at most 1/4", growth=math.inf, most=1.0)
@@ -246,7 +272,9 @@ def hard_sigmoid() -> Curve:
 
 
 @activation(nn.Softplus, functions=(functional.softplus,))
-def softplus(beta: float = 1.0, threshold: float = 20.0, *, dtype: torch.dtype | None = None) -> Curve:
+def softplus(
+    beta: float = 1.0, threshold: float = 20.0, *, dtype: torch.dtype | None = None
+) -> Curve:
     """log(1 + exp(beta t)) / beta; for beta t > T torch returns t, a jump of log(1 + exp(-T)) / beta.
 
     A function with a jump has no constant: refused unless the jump is below the rounding of T itself.

@@ -19,7 +19,9 @@ from certcli.lipschitz.value import Probabilities, Scores, Value
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 
 
-def add_values(ctx: Context, a: Value, b: Value, why: str = "Lip(f + g) <= Lip(f) + Lip(g)") -> Value:
+def add_values(
+    ctx: Context, a: Value, b: Value, why: str = "Lip(f + g) <= Lip(f) + Lip(g)"
+) -> Value:
     """Return f + g, the smaller one repeated."""
     shape = tuple(ctx.shape)
     for x, other in ((b, a), (a, b)):
@@ -52,7 +54,11 @@ def _is_zero(matrix: Matrix | None) -> bool:
 def _known(ctx: Context, x: Value, axis: int, features: int) -> Matrix:
     """Return the vector that each fibre of a constant tensor is: the bias of a map of weight 0, else a ball about 0."""
     pending = x.pending
-    bias = None if pending is None or pending.axis != axis or not _is_zero(pending.matrix) else pending.bias
+    bias = (
+        None
+        if pending is None or pending.axis != axis or not _is_zero(pending.matrix)
+        else pending.bias
+    )
     if bias is not None and len(bias.tensor) == features:
         return bias
     radius = up(float(ctx.spread(ctx.settle(x), tuple(ctx.shape)).size.fibre_along(axis)))
@@ -67,7 +73,11 @@ def add(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
         ctx.require(isinstance(b, Value), "a constant added with alpha")
     if isinstance(a, Value) and isinstance(b, Value):
         scores = a.waiting
-        if isinstance(scores, Scores) and scores.moving is None and tuple(a.shape) == tuple(ctx.shape):
+        if (
+            isinstance(scores, Scores)
+            and scores.moving is None
+            and tuple(a.shape) == tuple(ctx.shape)
+        ):
             moving = ctx.spread(ctx.settle(b), tuple(ctx.shape))
             return replace(a, waiting=replace(scores, moving=moving, shifted=True))
         return add_values(ctx, a, b)
@@ -81,7 +91,12 @@ def _translated(ctx: Context, x: Value, shift: Any) -> Value:
     shape = tuple(ctx.shape)
     axis, tensor = feature_axis(x), as_tensor(ctx, shift)
     axes = [a - tensor.dim() for a, n in enumerate(tensor.shape) if n > 1]
-    along = bool(shape) and tuple(x.shape) == shape and len(axes) <= 1 and bool(torch.isfinite(tensor).all())
+    along = (
+        bool(shape)
+        and tuple(x.shape) == shape
+        and len(axes) <= 1
+        and bool(torch.isfinite(tensor).all())
+    )
     if not along or isinstance(x.waiting, Scores):
         return shifted(ctx, x, shift)
     if axes and axis != axes[0]:
@@ -92,7 +107,11 @@ def _translated(ctx: Context, x: Value, shift: Any) -> Value:
     known = shifted(ctx, x, shift).size if x.waiting is None else None
     column = ctx.arith.matrix(tensor.reshape(-1, 1).expand(shape[axis], 1))
     x = shift_features(ctx, x, column, axis)
-    return x if known is None or x.pending is None else replace(x, waiting=replace(x.pending, result=known))
+    return (
+        x
+        if known is None or x.pending is None
+        else replace(x, waiting=replace(x.pending, result=known))
+    )
 
 
 @rules.method("sub", "sub_")
@@ -104,7 +123,9 @@ def subtract(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
         return add(ctx, a, Constant(-as_tensor(ctx, b)))
     if isinstance(b, Value) and not isinstance(a, Value):
         return add(ctx, by_number(ctx, b, -float(alpha)), a)
-    fixed = isinstance(a, Value) and isinstance(b, Value) and (_constant(ctx, a) or _constant(ctx, b))
+    fixed = (
+        isinstance(a, Value) and isinstance(b, Value) and (_constant(ctx, a) or _constant(ctx, b))
+    )
     return add(ctx, a, b, -alpha if fixed or alpha != 1 else 1)
 
 
@@ -136,11 +157,15 @@ def shifted(ctx: Context, x: Value, shift: Any) -> Value:
         # of fibres that repeat, the distinct ones are enough
         keep = tuple(slice(None) if n > 1 or a - len(shape) == old.axis else slice(0, 1)
                      for a, n in enumerate((1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)))  # fmt: skip
-        return arith.longest(tensor.expand(shape)[keep].movedim(old.axis, -1).reshape(-1, shape[old.axis]))
+        return arith.longest(
+            tensor.expand(shape)[keep].movedim(old.axis, -1).reshape(-1, shape[old.axis])
+        )
 
     def whole() -> Any:
         times = math.prod(shape) // max(1, tensor.numel())
-        return arith.length(arith.matrix(tensor.reshape(-1, 1))) * arith.sqrt(arith.const(float(times)))
+        return arith.length(arith.matrix(tensor.reshape(-1, 1))) * arith.sqrt(
+            arith.const(float(times))
+        )
 
     size = Size(
         arith,
@@ -166,18 +191,30 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
     ctx.constant_tensor(mask)
     ctx.require(tuple(x.shape) == tuple(ctx.shape), "a mask that repeats the tensor")
     ctx.require(not isinstance(value, Value), "filling with a number that depends on the image")
-    filling = float(ctx.constant_tensor(value)) if not isinstance(value, (int, float)) else float(value)
+    filling = (
+        float(ctx.constant_tensor(value)) if not isinstance(value, (int, float)) else float(value)
+    )
     ctx.require(not math.isnan(filling) and filling != math.inf, f"filling with {filling}")
     if isinstance(x.waiting, Scores):
         hides, scores = filling == -math.inf, x.waiting
-        found = replace(scores, shifted=True, replaced=scores.replaced or not hides, hidden=scores.hidden or hides)
+        found = replace(
+            scores,
+            shifted=True,
+            replaced=scores.replaced or not hides,
+            hidden=scores.hidden or hides,
+        )
         return replace(x, waiting=found)
     ctx.require(filling > -math.inf, "filling with -inf")
     x = ctx.settle(x)
     old = x.size
     if filling != 0:
         return replace(x, size=Size(ctx.arith, x.shape))
-    return replace(x, size=Size(ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak))
+    return replace(
+        x,
+        size=Size(
+            ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak
+        ),
+    )
 
 
 def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:

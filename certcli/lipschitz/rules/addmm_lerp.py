@@ -20,9 +20,13 @@ _UP = 1 + 2.0**-50  # a rounding of the weight, away from zero
 
 @rules.method("addmm", "addmm_")
 @rules.function(torch.addmm)
-def add_matrix_product(ctx: Context, x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
+def add_matrix_product(
+    ctx: Context, x: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> Value:
     """beta x + alpha a b."""
-    ctx.require(all(_is_finite(number) for number in (beta, alpha)), "weights that are not finite numbers")
+    ctx.require(
+        all(_is_finite(number) for number in (beta, alpha)), "weights that are not finite numbers"
+    )
     moving = isinstance(mat1, Value) or isinstance(mat2, Value)
     product: Any = matmul(ctx, mat1, mat2) if moving else _no_smaller(mat1.tensor, mat2.tensor)
     product = product if alpha == 1 else _times(ctx, product, float(alpha))
@@ -35,7 +39,9 @@ def add_matrix_product(ctx: Context, x: Any, mat1: Any, mat2: Any, *, beta: Any 
 
 @rules.method("baddbmm", "baddbmm_")
 @rules.function(torch.baddbmm)
-def add_matrix_products(ctx: Context, x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
+def add_matrix_products(
+    ctx: Context, x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> Value:
     return add_matrix_product(ctx, x, batch1, batch2, beta=beta, alpha=alpha)
 
 
@@ -44,8 +50,12 @@ def add_matrix_products(ctx: Context, x: Any, batch1: Any, batch2: Any, *, beta:
 def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
     """(1 - w) x + w end, for constant weights: max |1 - w| Lip(x) + max |w| Lip(end)."""
     if _is_finite(weight):
-        return _plus(ctx, _times(ctx, x, (1.0 - float(weight)) * _UP), _times(ctx, end, float(weight)))
-    ctx.require(not isinstance(weight, Value), "interpolation with weights that depend on the image")
+        return _plus(
+            ctx, _times(ctx, x, (1.0 - float(weight)) * _UP), _times(ctx, end, float(weight))
+        )
+    ctx.require(
+        not isinstance(weight, Value), "interpolation with weights that depend on the image"
+    )
     share = ctx.constant_tensor(weight).detach().double()
     ctx.require(bool(torch.isfinite(share).all()), "weights that are not finite numbers")
     return _plus(ctx, _times(ctx, x, (1.0 - share) * _UP), _times(ctx, end, share))

@@ -29,12 +29,20 @@ def dot_product_attention(
 
 def _covered(module: nn.MultiheadAttention) -> bool:
     """Tell whether one matrix makes queries, keys and values, and the module adds no keys or values of its own."""
-    extras = (module.bias_k, module.bias_v, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    extras = (
+        module.bias_k,
+        module.bias_v,
+        module.q_proj_weight,
+        module.k_proj_weight,
+        module.v_proj_weight,
+    )
     return (
         all(part is None for part in extras)
         and not module.add_zero_attn
         and isinstance(module.in_proj_weight, Tensor)
-        and isinstance(module.out_proj, nn.Linear)  # of which torch reads the weight and the bias only
+        and isinstance(
+            module.out_proj, nn.Linear
+        )  # of which torch reads the weight and the bias only
         and module.embed_dim == module.num_heads * module.head_dim
     )
 
@@ -53,17 +61,32 @@ def multihead_attention(
     is_causal: bool = False,
 ) -> list[Any]:
     """torch's attention of one tensor with itself, the same function on its fast path and off it; masks are constants."""
-    ctx.require(isinstance(query, Value) and query is key and key is value, "attention between different tensors")
+    ctx.require(
+        isinstance(query, Value) and query is key and key is value,
+        "attention between different tensors",
+    )
     ctx.require(attn_mask is None or key_padding_mask is None, "two masks at once")
     for mask in (attn_mask, key_padding_mask):
         if mask is not None:
             hidden = ctx.constant_tensor(mask)
-            hidden = hidden if hidden.dtype == torch.bool else torch.where(hidden == -torch.inf, True, hidden * 0 != 0)
-            ctx.require(not bool(hidden.all(dim=-1).any()), "a softmax over nothing (a row masked altogether)")
+            hidden = (
+                hidden
+                if hidden.dtype == torch.bool
+                else torch.where(hidden == -torch.inf, True, hidden * 0 != 0)
+            )
+            ctx.require(
+                not bool(hidden.all(dim=-1).any()),
+                "a softmax over nothing (a row masked altogether)",
+            )
     ctx.require(len(query.shape) in (2, 3), "tokens of another shape than (b, n, d)")
     tokens = query.shape[1 if len(query.shape) == 3 and module.batch_first else 0]
-    qkv, proj = (module.in_proj_weight, module.in_proj_bias), (module.out_proj.weight, module.out_proj.bias)
-    result = self_attention(ctx.at(tuple(query.shape)), query, qkv, proj, module.num_heads, int(tokens), "out_proj")
+    qkv, proj = (
+        (module.in_proj_weight, module.in_proj_bias),
+        (module.out_proj.weight, module.out_proj.bias),
+    )
+    result = self_attention(
+        ctx.at(tuple(query.shape)), query, qkv, proj, module.num_heads, int(tokens), "out_proj"
+    )
     return [result, Unproven("attention weights are used, and nothing is proven about them")]
 
 
@@ -92,7 +115,9 @@ def self_attention(
     assert qkv is not None
     radius = x.size.fibre
     if arith.rigorous and not radius.finite:
-        raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
+        raise NoRule(
+            "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)"
+        )
     weights, bias = qkv.effective(arith), qkv.bias
     if weights is None:
         raise AssertionError("a linear layer has a matrix")
@@ -119,7 +144,11 @@ def self_attention(
         alphas.append(alpha)
     n = arith.const(float(tokens))
     averaging = arith.sqrt(n) * sigma_value
-    moving = radius * radius * arith.root_sum_of_squares([v * a for v, a in zip(value, score, strict=True)])
+    moving = (
+        radius
+        * radius
+        * arith.root_sum_of_squares([v * a for v, a in zip(value, score, strict=True)])
+    )
     pulled = arith.sqrt(n * arith.const(0.5)) * radius
     pulled = pulled * arith.root_sum_of_squares([v * a for v, a in zip(value, alphas, strict=True)])
     constant = averaging + moving + pulled

@@ -39,7 +39,9 @@ class HeadMap:
     @cached_property
     def slopes(self) -> list[Scalar]:
         """|W_h|."""
-        return self.arith.sigmas([self._part(self.matrix, h) for h in range(self.heads)], f"{self.name}.head")
+        return self.arith.sigmas(
+            [self._part(self.matrix, h) for h in range(self.heads)], f"{self.name}.head"
+        )
 
     @cached_property
     def reach(self) -> list[Scalar]:
@@ -59,7 +61,9 @@ class HeadMap:
         return self.arith.rows(matrix, h * width, (h + 1) * width)
 
 
-def head_maps(ctx: Context, x: Value, module: LipschitzAttention, *names: str) -> tuple[Value, list[HeadMap]]:
+def head_maps(
+    ctx: Context, x: Value, module: LipschitzAttention, *names: str
+) -> tuple[Value, list[HeadMap]]:
     """Return the tokens that the maps of an attention act on, and the maps, by the names of their layers."""
     found = []
     for name in names:
@@ -79,7 +83,9 @@ def head_maps(ctx: Context, x: Value, module: LipschitzAttention, *names: str) -
 def require_bounded(ctx: Context, x: Value, what: str) -> None:
     """Raise NoRule where nothing bounds the length of a token."""
     if ctx.arith.rigorous and not x.size.fibre.finite:
-        raise NoRule(f"{what} is not Lipschitz on tokens of unbounded norm (no norm layer before it)")
+        raise NoRule(
+            f"{what} is not Lipschitz on tokens of unbounded norm (no norm layer before it)"
+        )
 
 
 Term = tuple[Sequence[Scalar], HeadMap]
@@ -100,7 +106,9 @@ def combined(
     """
     heads = range(len(terms[0][0]))
     by_term = [_term(arith, weights, moving) for weights, moving in terms]
-    by_head = [arith.total([weights[h] * moving.slopes[h] for weights, moving in terms]) for h in heads]
+    by_head = [
+        arith.total([weights[h] * moving.slopes[h] for weights, moving in terms]) for h in heads
+    ]
     if pairs is not None:
         weights, maps = pairs
         by_term += [_term(arith, weights, moving) for moving in maps]
@@ -113,7 +121,11 @@ def combined(
 def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scalar:
     """Return |diag(c_1, .., c_1, c_2, ..) W|, every row of W times the factor of its head; it grows with every c_h."""
     top = arith.largest(weights)
-    numbers = [float(weight) for weight in weights] if arith.rigorous else torch.stack(list(weights)).tolist()
+    numbers = (
+        [float(weight) for weight in weights]
+        if arith.rigorous
+        else torch.stack(list(weights)).tolist()
+    )
     scale = max(numbers)
     if min(numbers) == scale or not 0 < scale < math.inf:
         return top * moving.whole
@@ -126,7 +138,12 @@ def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scal
 
 
 def mixed(
-    ctx: Context, module: LipschitzAttention, x: Value, constant: Scalar, why: str, norms: Callable[[], list[Scalar]]
+    ctx: Context,
+    module: LipschitzAttention,
+    x: Value,
+    constant: Scalar,
+    why: str,
+    norms: Callable[[], list[Scalar]],
 ) -> Value:
     """Return the value after [P_h v_h]_h, with this constant, and `proj`, which stays pending.
 
@@ -135,5 +152,7 @@ def mixed(
     """
     ctx.require(runs_known_code(module.proj, nn.Linear), "a replaced linear layer")
     shape = (*x.shape[:-1], module.num_heads * module.head_dim)
-    features = ctx.chain(x, constant, why, lambda: ctx.arith.root_sum_of_squares(norms()), shape=shape)
+    features = ctx.chain(
+        x, constant, why, lambda: ctx.arith.root_sum_of_squares(norms()), shape=shape
+    )
     return ctx.fold(features, module.proj.weight, module.proj.bias, f"{ctx.path}.proj")

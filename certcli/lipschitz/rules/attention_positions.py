@@ -34,16 +34,22 @@ def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> P
     if biases is None:
         known = (1.0, up(1 / math.sqrt(tokens), 2), up(1 / tokens))
         return Prior(*([arith.const(value)] * heads for value in known))
-    ctx.require(float(biases.detach().clamp_min(-1e4).abs().max()) <= 1e4, "position biases beyond 1e4")
+    ctx.require(
+        float(biases.detach().clamp_min(-1e4).abs().max()) <= 1e4, "position biases beyond 1e4"
+    )
     pi = biases.softmax(dim=-1)
     ctx.require(not bool(pi.isnan().any()), "a mask under which a token sees nothing")
     parts = (pi.sum(-2).amax((0, 2)), pi.square().sum(-2).sqrt().amax((0, 2)), pi.amax((0, 2, 3)))
     if not arith.rigorous:
         return Prior(*(list(part.unbind()) for part in parts))
-    return Prior(*([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts))
+    return Prior(
+        *([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts)
+    )
 
 
-def position_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tensor | None:
+def position_logits(
+    ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
+) -> Tensor | None:
     """Return B, the constant that is added to the logits: (m, h, n, n) in float64 for m masks, or None for 0."""
     bias: Tensor | None = None
     if module.window_size is not None:
@@ -52,10 +58,16 @@ def position_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens:
         ctx.require(bool(torch.isfinite(bias).all()), "infinite or NaN position biases")
     if mask is not None:
         fixed = ctx.constant_tensor(mask)
-        ctx.require(fixed.dim() == 3 and fixed.is_floating_point(), "a mask that is not added to the scores of windows")
+        ctx.require(
+            fixed.dim() == 3 and fixed.is_floating_point(),
+            "a mask that is not added to the scores of windows",
+        )
         # most windows of an image share a mask (none)
         fixed = fixed.detach().double().unique(dim=0).unsqueeze(1)
-        ctx.require(not bool(torch.isnan(fixed).any() | (fixed == math.inf).any()), "a mask with NaN or +inf")
+        ctx.require(
+            not bool(torch.isnan(fixed).any() | (fixed == math.inf).any()),
+            "a mask with NaN or +inf",
+        )
         bias = fixed.expand(-1, module.num_heads, -1, -1) if bias is None else bias + fixed
     return bias
 
@@ -103,7 +115,9 @@ def positional_gates(ctx: Context, module: Any, tokens: int) -> Gates:
     positions = scores.permute(0, 3, 1, 2).softmax(dim=-1)[0]
     for h, gate in enumerate(module.gating_param.double().sigmoid().tolist()):
         computed = arith.sigma(arith.matrix(positions[h]), f"{ctx.path}.positions.{h}")
-        norm = arith.minimum(computed * arith.const(1 + 1e-9), arith.sqrt(arith.const(float(tokens))))
+        norm = arith.minimum(
+            computed * arith.const(1 + 1e-9), arith.sqrt(arith.const(float(tokens)))
+        )
         keep.append(arith.const(1.0 - gate + slack))
         fixed.append(arith.const(gate + slack) * norm)
     return Gates(keep, fixed)

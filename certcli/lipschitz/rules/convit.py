@@ -32,10 +32,14 @@ def gated_positional_attention(ctx: Context, module: GPSA, x: Value) -> Value:
     b, n, width = x.shape
     heads = module.num_heads
     split = (b, n, 2, heads, width // heads)
-    qk = moved(ctx, reshaped(ctx, ctx.fold(x, module.qk.weight, module.qk.bias), split), (2, 0, 3, 1, 4))
+    qk = moved(
+        ctx, reshaped(ctx, ctx.fold(x, module.qk.weight, module.qk.bias), split), (2, 0, 3, 1, 4)
+    )
     by_head = (b, heads, n, width // heads)
     query, key = (select(ctx.at(by_head), qk, number) for number in (0, 1))
-    value = reshaped(ctx, ctx.fold(x, module.v.weight, module.v.bias), (b, n, heads, width // heads))
+    value = reshaped(
+        ctx, ctx.fold(x, module.v.weight, module.v.bias), (b, n, heads, width // heads)
+    )
     value = moved(ctx, value, (0, 2, 1, 3))
     scale = ctx.arith.const(up(float(module.scale), 2))
     out = attend(ctx.at(by_head), query, key, value, scale, positional_gates(ctx, module, n))

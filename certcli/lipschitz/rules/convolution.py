@@ -27,10 +27,26 @@ def _pads_with_zeros(module: nn.Conv2d) -> bool:
 @rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
     """A zero-padded convolution, pending: a gain on its input or output channels is multiplied into the weight."""
-    return convolve(ctx, x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
+    return convolve(
+        ctx,
+        x,
+        module.weight,
+        module.bias,
+        module.stride,
+        module.padding,
+        module.dilation,
+        module.groups,
+    )
 
 
-@rules.function(torch.conv2d, torch.conv1d, torch.conv3d, functional.conv2d, functional.conv1d, functional.conv3d)
+@rules.function(
+    torch.conv2d,
+    torch.conv1d,
+    torch.conv3d,
+    functional.conv2d,
+    functional.conv1d,
+    functional.conv3d,
+)
 def conv_function(
     ctx: Context,
     x: Any,
@@ -61,7 +77,9 @@ def convolve(
     axis, kernel = -axes - 1, tuple(weight.shape[2:])
     steps, spread = tuple(_numbers(stride, axes)), tuple(_numbers(dilation, axes))
     pads = _padding(padding, kernel, spread)
-    if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):  # a linear layer on every pixel
+    if (
+        groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads))
+    ):  # a linear layer on every pixel
         matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
         x = followed(ctx, x, matrix, bias, axis)
         return x if x.pending is None else replace(x, waiting=replace(x.pending, kind=ctx.kind))
@@ -79,7 +97,11 @@ def convolve(
         folded = _with_inputs(ctx, folded, pending, entry, groups)
         # with zeros around a tensor that was shifted a window holds a part of the shift only
         whole = pending.bias is None or not any(map(any, pads))
-        plain = Windows(weight, 0.0, offset, size_after(ctx, x, pending)) if pending.result or not whole else None
+        plain = (
+            Windows(weight, 0.0, offset, size_after(ctx, x, pending))
+            if pending.result or not whole
+            else None
+        )
         windows = tuple(seen for seen in (folded if whole else None, plain) if seen is not None)
     convolution = Convolution(
         weight=folded.kernel,
@@ -99,11 +121,15 @@ def convolve(
     return Value(ctx.unbounded(), x.size, convolution, None, tuple(ctx.shape))
 
 
-def _with_inputs(ctx: Context, plain: Windows, pending: Affine, entry: Size, groups: int) -> Windows:
+def _with_inputs(
+    ctx: Context, plain: Windows, pending: Affine, entry: Size, groups: int
+) -> Windows:
     """Return the windows of the tensor before a pending map: W G P, tap by tap, and W b summed over the taps."""
     arith, weight = ctx.arith, plain.kernel
     taps, out = math.prod(weight.shape[2:]), len(weight) // groups
-    by_input = weight.view(groups, out, weight.shape[1], taps).permute(1, 3, 0, 2)  # input channels last
+    by_input = weight.view(groups, out, weight.shape[1], taps).permute(
+        1, 3, 0, 2
+    )  # input channels last
     columns = arith.matrix(by_input.reshape(out * taps, -1))
     map_only = replace(pending, bias=None).after(arith, columns, None, ctx.path).effective(arith)
     assert map_only is not None
@@ -132,7 +158,9 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     arith, weight = ctx.arith, conv.weight
     spatial = len(conv.stride)
     kernel = tuple(weight.shape[2:])
-    patches = kernel == conv.stride and not any(map(any, conv.padding)) and set(conv.dilation) == {1}
+    patches = (
+        kernel == conv.stride and not any(map(any, conv.padding)) and set(conv.dilation) == {1}
+    )
     # the operator is a sum over taps, each off by at most the weight's error
     perturbation = up(conv.error * math.prod(kernel)) if conv.error else 0.0
     if patches and conv.groups == 1:
@@ -166,7 +194,12 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
 
     # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the bias, size before)
     seen = [
-        (lazy(part), part.kernel is weight, None if part.bias is None else arith.length(part.bias), part.entry)
+        (
+            lazy(part),
+            part.kernel is weight,
+            None if part.bias is None else arith.length(part.bias),
+            part.entry,
+        )
         for part in conv.windows
     ]
 
@@ -184,12 +217,19 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
             # a pixel lies in at most as many windows as the kernel has taps
             repeats = arith.const(1.0 if patches else float(taps))
             largest = (sigma if whole else flat.value * arith.sqrt(repeats)) * entry.total
-            known.append(largest if bias is None else largest + bias * arith.sqrt(arith.const(positions)))
+            known.append(
+                largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
+            )
         return reduce(arith.minimum, known)
 
     folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
     return ctx.charge(
-        conv.input, sigma, why + folded, Size(arith, x.shape, fibre, conv.axis, total), conv.path, conv.kind
+        conv.input,
+        sigma,
+        why + folded,
+        Size(arith, x.shape, fibre, conv.axis, total),
+        conv.path,
+        conv.kind,
     )
 
 
@@ -213,7 +253,9 @@ def _numbers(value: Any, count: int) -> list[int]:
     return [int(item) for item in (items * count if len(items) == 1 else items)]
 
 
-def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _padding(
+    padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
     """Return (before, after) for each axis; 'same' puts the odd pixel after."""
     if padding == "valid":
         return tuple((0, 0) for _ in kernel)
@@ -226,15 +268,25 @@ def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
 
 
 @rules.module(nn.ConvTranspose2d)
-def transposed_convolution(ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None) -> Value:
-    ctx.require(module.padding_mode == "zeros", "a transposed convolution with another padding than zeros")
+def transposed_convolution(
+    ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None
+) -> Value:
+    ctx.require(
+        module.padding_mode == "zeros", "a transposed convolution with another padding than zeros"
+    )
     x = ctx.settle(x)
     padding = _padding(module.padding, tuple(module.kernel_size), tuple(module.dilation))
     stride, dilation = tuple(module.stride), tuple(module.dilation)
-    geometry = Geometry(stride, padding, dilation, module.groups, tuple(x.shape[-2:]), transposed=True)
+    geometry = Geometry(
+        stride, padding, dilation, module.groups, tuple(x.shape[-2:]), transposed=True
+    )
     sigma, shape = ctx.arith.convolution(module.weight, 0.0, geometry, ctx.path), tuple(ctx.shape)
     pixels = math.sqrt(math.prod(shape) / shape[-3]) * (1 + 1e-12)
-    bias = None if module.bias is None else ctx.arith.length(ctx.arith.matrix(module.bias.reshape(-1, 1)))
+    bias = (
+        None
+        if module.bias is None
+        else ctx.arith.length(ctx.arith.matrix(module.bias.reshape(-1, 1)))
+    )
 
     def total() -> Scalar:
         largest = sigma * x.size.total

@@ -12,7 +12,13 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar, lambert_w_upper
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.rules.attention_heads import combined, head_maps, mixed, require_bounded
-from certcli.lipschitz.rules.attention_positions import Prior, exp_twice, gates, position_logits, prior
+from certcli.lipschitz.rules.attention_positions import (
+    Prior,
+    exp_twice,
+    gates,
+    position_logits,
+    prior,
+)
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
@@ -33,7 +39,9 @@ def l2_mixing_constant(tokens: int) -> float:
 
     c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Source: Theorem 6.1.
     """
-    s = lambert_w_upper((tokens - 1) / math.e)  # 16 steps up cover the roundings, as in `tied_logits`
+    s = lambert_w_upper(
+        (tokens - 1) / math.e
+    )  # 16 steps up cover the roundings, as in `tied_logits`
     total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
     return up(total, 16)
 
@@ -63,14 +71,18 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
     arith, heads = ctx.arith, module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
-        s = lambert_w_upper((tokens - 1) / math.e)  # two roundings of u: of 5 u in all, which 8 steps up cover
+        s = lambert_w_upper(
+            (tokens - 1) / math.e
+        )  # two roundings of u: of 5 u in all, which 8 steps up cover
         root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
         known = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
         return Tied(*([arith.const(up(value, 8))] * heads for value in known))
     parts = _with_bias(biases)
     if not arith.rigorous:
         return Tied(*(list(part.unbind()) for part in parts))
-    return Tied(*([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts))
+    return Tied(
+        *([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts)
+    )
 
 
 def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -120,7 +132,9 @@ class ShortRows:
     moving: list[Scalar]
 
 
-def short_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int) -> ShortRows:
+def short_rows(
+    ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int
+) -> ShortRows:
     """Return the terms of Theorem 6.3, without their factor R_v."""
     arith = ctx.arith
     n, half, two = arith.const(float(tokens)), arith.const(0.5), arith.const(2.0)
@@ -129,25 +143,41 @@ def short_rows(ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], 
         grown = exp_twice(arith, two * radius * radius)  # logits of a row lie within 4 R_z^2
         averaging.append(arith.minimum(tied.averaging[h], arith.sqrt(grown * positions.columns[h])))
         peak = arith.sqrt(n * arith.minimum(half, grown * positions.peak[h]))
-        steps = arith.minimum(arith.sqrt(tied.spread[h]), radius), arith.minimum(tied.reach[h], two * radius * peak)
+        steps = (
+            arith.minimum(arith.sqrt(tied.spread[h]), radius),
+            arith.minimum(tied.reach[h], two * radius * peak),
+        )
         moving.append(two * (steps[0] + steps[1]))
     return ShortRows(averaging, moving)
 
 
 @rules.module(L2Attention)
 def l2_attention(
-    ctx: Context, module: L2Attention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
+    ctx: Context,
+    module: L2Attention,
+    x: Value,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    mask: Any = None,
 ) -> Value:
     """Theorems 6.1 to 6.3: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
     tokens, arith = x.shape[-2], ctx.arith
     inputs, (query,) = head_maps(ctx, x, module, "query")
     tied, two = tied_logits(ctx, module, mask, tokens), arith.const(2.0)
-    each = [a + two * s + two * t for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)]
+    each = [
+        a + two * s + two * t
+        for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)
+    ]
     if not arith.rigorous or inputs.size.fibre.finite:
         radii = [_temperature(ctx, module) * reach for reach in query.reach]
         known = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
-        short = [a + radius * t for a, radius, t in zip(known.averaging, radii, known.moving, strict=True)]
-        each = [arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)]
+        short = [
+            a + radius * t
+            for a, radius, t in zip(known.averaging, radii, known.moving, strict=True)
+        ]
+        each = [
+            arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)
+        ]
     weights = gates(ctx, module, tokens).averaging(each)
     shown = f"c <= {float(arith.largest(weights)):.3f}" if arith.rigorous else "c"
     why = f"L2 attention of {tokens} tokens: {shown} times |W_Q|"
@@ -173,7 +203,9 @@ def l2_untied_value_attention(
     radii = [temperature * reach for reach in query.reach]
     known = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
     moving = [radius * t * temperature for radius, t in zip(value.reach, known.moving, strict=True)]
-    constant = combined(arith, [(gate.averaging(known.averaging), value), (gate.scale(moving), query)])
+    constant = combined(
+        arith, [(gate.averaging(known.averaging), value), (gate.scale(moving), query)]
+    )
     shown = f" of norm at most {float(inputs.size.fibre):.4g}" if arith.rigorous else ""
     why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"
     return mixed(ctx, module, inputs, constant, why, lambda: value.norms)

@@ -23,7 +23,9 @@ def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
     return followed(ctx, x, module.weight, module.bias)
 
 
-def followed(ctx: Context, x: Value, weight: Tensor | Matrix, bias: Tensor | None, axis: int = -1) -> Value:
+def followed(
+    ctx: Context, x: Value, weight: Tensor | Matrix, bias: Tensor | None, axis: int = -1
+) -> Value:
     """Return `x` after a linear layer on an axis, multiplied into the linear map or convolution that waits there."""
     conv = x.waiting
     if isinstance(conv, Convolution) and conv.axis == axis:
@@ -65,11 +67,17 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
 def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
     """Charge the map's spectral norm; fibres follow from |E x + b| <= |E| |x| + |b|."""
     arith = ctx.arith
-    simple = pending.matrix is None and pending.factor == 1.0 and (not pending.centered or pending.width > 1024)
+    simple = (
+        pending.matrix is None
+        and pending.factor == 1.0
+        and (not pending.centered or pending.width > 1024)
+    )
     effective = None if simple else pending.effective(arith)
     path = pending.source[-1] if pending.source else ctx.path
     before, bias = replace(x, waiting=None), pending.bias
-    if effective is None:  # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
+    if (
+        effective is None
+    ):  # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
         sigma = arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
     elif pending.index is None:
         sigma = arith.sigma(effective, f"{path}:{pending.axis}")
@@ -85,7 +93,9 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
             return replace(before, size=size)
         return ctx.charge(before, sigma, "largest |gain|", size, path, pending.kind)
     folded = f", with {', '.join(pending.source[:-1])} folded in" if len(pending.source) > 1 else ""
-    return ctx.charge(before, sigma, f"spectral norm of the matrix{folded}", size, path, pending.kind)
+    return ctx.charge(
+        before, sigma, f"spectral norm of the matrix{folded}", size, path, pending.kind
+    )
 
 
 def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
@@ -121,7 +131,11 @@ def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix |
 
     def peak() -> Scalar:
         largest = sigma * old.peak
-        return largest if bias is None else largest + ctx.largest_entry(bias.tensor) + arith.const(bias.error)
+        return (
+            largest
+            if bias is None
+            else largest + ctx.largest_entry(bias.tensor) + arith.const(bias.error)
+        )
 
     axis = pending.axis
     if pending.index is not None:

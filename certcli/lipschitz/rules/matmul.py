@@ -44,7 +44,8 @@ def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
         arith,
         shape,
         total=lambda: arith.minimum(
-            _spread_total(arith, a, shape) * b.size.peak, _spread_total(arith, b, shape) * a.size.peak
+            _spread_total(arith, a, shape) * b.size.peak,
+            _spread_total(arith, b, shape) * a.size.peak,
         ),
         peak=lambda: a.size.peak * b.size.peak,
     )
@@ -95,14 +96,23 @@ def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
 @rules.function(torch.einsum)
 def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
     """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz), of the same size."""
-    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    ctx.require(len(operands) == 2 and "." not in equation and "->" in equation, f"einsum '{equation}'")
+    operands = (
+        tuple(operands[0])
+        if len(operands) == 1 and isinstance(operands[0], (list, tuple))
+        else operands
+    )
+    ctx.require(
+        len(operands) == 2 and "." not in equation and "->" in equation, f"einsum '{equation}'"
+    )
     inputs, output = equation.replace(" ", "").split("->")
     first, second = inputs.split(",")
     for labels in (first, second, output):
         ctx.require(len(set(labels)) == len(labels), f"einsum '{equation}' with a diagonal")
     for label in {*first, *second}:
-        ctx.require(label in output or (label in first and label in second), f"einsum '{equation}' with a plain sum")
+        ctx.require(
+            label in output or (label in first and label in second),
+            f"einsum '{equation}' with a plain sum",
+        )
     shapes = [tuple(x.tensor.shape if isinstance(x, Constant) else x.shape) for x in operands]
     sizes: dict[str, int] = {}
     for labels, shape in zip((first, second), shapes, strict=True):
@@ -111,10 +121,15 @@ def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
     # an axis of size 1 is repeated where the other operand is longer
     repeated = [tuple(sizes[label] for label in labels) for labels in (first, second)]
     operands = tuple(
-        Constant(x.tensor.expand(shape)) if isinstance(x, Constant) else ctx.spread(ctx.settle(x), shape)
+        Constant(x.tensor.expand(shape))
+        if isinstance(x, Constant)
+        else ctx.spread(ctx.settle(x), shape)
         for x, shape in zip(operands, repeated, strict=True)
     )
-    arith, why = ctx.arith, "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
+    arith, why = (
+        ctx.arith,
+        "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box",
+    )
     if all(isinstance(x, Value) for x in operands):
         a, b = operands
         of_a, of_b = (ctx.finite(x.size.total, "einsum") for x in (b, a))
@@ -126,5 +141,8 @@ def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
         raise NoRule(f"einsum '{equation}'")
     factor = arith.length(arith.matrix(other.tensor.reshape(-1, 1)))
     return ctx.chain(
-        x, factor, "product with a constant tensor: its Frobenius norm", total=lambda: factor * x.size.total
+        x,
+        factor,
+        "product with a constant tensor: its Frobenius norm",
+        total=lambda: factor * x.size.total,
     )

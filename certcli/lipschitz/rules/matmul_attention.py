@@ -31,7 +31,15 @@ def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.waiting, Probabilities):
         scores = a.waiting.scores
-        return attend(ctx, scores.query, scores.key, b, scores.scale, moving=scores.moving, centred=not scores.replaced)
+        return attend(
+            ctx,
+            scores.query,
+            scores.key,
+            b,
+            scores.scale,
+            moving=scores.moving,
+            centred=not scores.replaced,
+        )
     a, b = ctx.settle(a, keep=Affine), ctx.settle(b, keep=Affine)
     if tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
         leading = tuple(ctx.shape[:-2])
@@ -61,7 +69,9 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
         )
 
     why = "product of two matrices: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
-    parts = [(q, of_q), (k, of_k)] + ([] if scores.moving is None else [(scores.moving, arith.const(1.0))])
+    parts = [(q, of_q), (k, of_k)] + (
+        [] if scores.moving is None else [(scores.moving, arith.const(1.0))]
+    )
     return ctx.combine(parts, why, Size(arith, x.shape, total=None if scores.shifted else known))
 
 
@@ -70,13 +80,17 @@ def _operator_norm(ctx: Context, x: Value) -> Scalar:
     arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
-        norm = arith.minimum(norm, x.size.fibre_along(axis) * arith.sqrt(arith.const(float(x.shape[other]))))
+        norm = arith.minimum(
+            norm, x.size.fibre_along(axis) * arith.sqrt(arith.const(float(x.shape[other])))
+        )
     return norm
 
 
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
-def softmax(ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Value:
+def softmax(
+    ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+) -> Value:
     """Slope 1/2 (section 3.1). A softmax of scores waits for its values."""
     ctx.require(isinstance(dim, int), "softmax without a dimension")
     axis = dim % len(x.shape) - len(x.shape)
@@ -91,7 +105,9 @@ rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 def _softmax(ctx: Context, x: Value, axis: int) -> Value:
     """Return the softmax of a settled value; its fibres are probability vectors, of norm at most 1."""
     one, why = ctx.arith.const(1.0), "slope of softmax at most 1/2"
-    return ctx.chain(x, ctx.arith.const(0.5), why, lambda: one, axis=axis, peak=lambda: one, shape=x.shape)
+    return ctx.chain(
+        x, ctx.arith.const(0.5), why, lambda: one, axis=axis, peak=lambda: one, shape=x.shape
+    )
 
 
 @dataclass(frozen=True)
@@ -120,13 +136,20 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
         index = pending.index
         if pending.axis == -1 and index is None:
             index = torch.arange(pending.features).view(1, -1)
-        if index is not None and index.shape[-1] == x.shape[-1] and (index.dim() < 2 or index.shape[-2] == 1):
+        if (
+            index is not None
+            and index.shape[-1] == x.shape[-1]
+            and (index.dim() < 2 or index.shape[-2] == 1)
+        ):
             effective = pending.effective(arith)
             assert effective is not None
             source, radius = replace(x, waiting=None, shape=x.size.shape), x.size.fibre
             radii, norms = [], []
             groups = index.reshape(-1, index.shape[-1])
-            parts = [replace(effective, tensor=effective.tensor[features], key=None) for features in groups]
+            parts = [
+                replace(effective, tensor=effective.tensor[features], key=None)
+                for features in groups
+            ]
             slopes = arith.sigmas(parts, f"{ctx.path}.{name}.head")
             for slope, features in zip(slopes, groups, strict=True):
                 reach = slope * radius
@@ -170,7 +193,9 @@ def attend(
     arith = ctx.arith
     queries = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
     leading = queries[:-2]
-    if tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading:  # one head of keys for all queries
+    if (
+        tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading
+    ):  # one head of keys for all queries
         key = ctx.spread(ctx.settle(key), (*leading, *key.shape[-2:]))
         value = ctx.spread(ctx.settle(value), (*leading, *value.shape[-2:]))
     ctx.require(
@@ -184,7 +209,9 @@ def attend(
             if arith.rigorous and not norm.finite:
                 raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
     split = [part for part in (q, k, v) if len(part.slopes) > 1]
-    alike = len({part.layout for part in split}) <= 1  # else the heads of q, k and v differ: the largest counts
+    alike = (
+        len({part.layout for part in split}) <= 1
+    )  # else the heads of q, k and v differ: the largest counts
     count = max(len(part.slopes) for part in (q, k, v)) if alike else 1
     count = count if gates is None else len(gates.keep)
 
@@ -201,12 +228,16 @@ def attend(
     of_k = scale * arith.sqrt(n * arith.const(0.5))
     of_k = of_k * _together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
     largest = arith.largest(v.norms)
-    size = Size(arith, tuple(ctx.shape), lambda: largest)  # rows of the result are averages of values
+    size = Size(
+        arith, tuple(ctx.shape), lambda: largest
+    )  # rows of the result are averages of values
     if gates is not None:
         rows = arith.const(float(math.prod(value.shape[:-1])))
         size = Size(arith, tuple(ctx.shape), total=lambda: averaging * largest * arith.sqrt(rows))
     why = f"attention of {queries[-2]} queries to {key.shape[-2]} keys (Theorem 5.2)"
-    charged = [(part.source, c) for part, c in ((v, of_v), (q, of_q), (k, of_k)) if part.source is not None]
+    charged = [
+        (part.source, c) for part, c in ((v, of_v), (q, of_q), (k, of_k)) if part.source is not None
+    ]
     if moving is not None:
         charged.append((moving, arith.largest(radius_v) * arith.sqrt(arith.const(0.5))))
     return ctx.combine(charged, why, size)
@@ -227,7 +258,10 @@ def scaled_dot_product_attention(
     ctx: Context, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Value:
     ctx.require(isinstance(query, (Value, Constant)), "attention with unusual queries")
-    ctx.require(isinstance(key, Value) and isinstance(value, Value), "attention with constant keys or values")
+    ctx.require(
+        isinstance(key, Value) and isinstance(value, Value),
+        "attention with constant keys or values",
+    )
     moving = None
     if isinstance(mask, Value):
         moving = ctx.spread(ctx.settle(mask), (*query.shape[:-1], key.shape[-2]))

@@ -42,7 +42,10 @@ def multiply(ctx: Context, a: Any, b: Any) -> Value:
     ctx.require(isinstance(x, Value), "a product without a tensor")
     if isinstance(factor, Constant):
         return _by_tensor(ctx, x, factor.tensor)
-    ctx.require(isinstance(factor, (int, float)), "a product with something that is neither tensor nor number")
+    ctx.require(
+        isinstance(factor, (int, float)),
+        "a product with something that is neither tensor nor number",
+    )
     return by_number(ctx, x, float(factor))
 
 
@@ -56,16 +59,23 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
     """Return factor * x, multiplied into the linear map or the scores that wait there."""
     _require_numbers(ctx, x, factor > 0)
     if isinstance(x.waiting, Scores) and x.waiting.moving is None:
-        return replace(x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor))))
+        return replace(
+            x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor)))
+        )
     pending, arith = x.pending, ctx.arith
     if isinstance(x.waiting, Convolution):
-        gain = torch.full((x.shape[x.waiting.axis],), factor, dtype=torch.float64, device=x.waiting.weight.device)
+        gain = torch.full(
+            (x.shape[x.waiting.axis],), factor, dtype=torch.float64, device=x.waiting.weight.device
+        )
         return replace(x, waiting=x.waiting.scaled(arith, gain, ctx.path))
     if pending is not None:
         bias = None if pending.bias is None else arith.scale(pending.bias, factor)
         after = replace(pending, bias=bias, result=None)
         if pending.matrix is None:  # up to the sign of the map, which no norm sees
-            return replace(x, waiting=replace(after, factor=up(pending.factor * abs(factor)) if factor else 0.0))
+            return replace(
+                x,
+                waiting=replace(after, factor=up(pending.factor * abs(factor)) if factor else 0.0),
+            )
         return replace(x, waiting=replace(after, matrix=arith.scale(pending.matrix, factor)))
     return scaled(ctx, x, ctx.arith.const(abs(factor)), f"multiplied by {factor:g}")
 
@@ -83,7 +93,12 @@ def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
     axes = [a - factor.dim() for a, n in enumerate(factor.shape) if n > 1]
     axis = feature_axis(x)
     place = axes[0] if axes else axis
-    if place is not None and len(axes) <= 1 and tuple(x.shape) == shape and place in (axis, -1, 1 - len(shape)):
+    if (
+        place is not None
+        and len(axes) <= 1
+        and tuple(x.shape) == shape
+        and place in (axis, -1, 1 - len(shape))
+    ):
         return scale_features(ctx, x, factor, place)
     if factor.numel() == 1 and tuple(x.shape) == shape and not ctx.arith.rigorous:
         return scaled(ctx, x, factor.abs().reshape(()), "multiplied by a constant")
@@ -95,7 +110,10 @@ def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
 @rules.function(operator.truediv, operator.itruediv, torch.div, torch.true_divide)
 def divide(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Value:
     ctx.require(rounding_mode is None, "division with rounding")
-    ctx.require(isinstance(a, Value) and not isinstance(b, Value), "a division by something that depends on the image")
+    ctx.require(
+        isinstance(a, Value) and not isinstance(b, Value),
+        "a division by something that depends on the image",
+    )
     if isinstance(b, Constant):
         ctx.require(bool((b.tensor != 0).all()), "a division by zero")
         inverse = 1.0 / b.tensor.detach().double()

@@ -8,7 +8,14 @@ import torch
 from timm.layers import RmsNorm2d
 from timm.layers.grn import GlobalResponseNorm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
-from timm.layers.norm import LayerNormFp32, RmsNorm2dFp32, SimpleNorm, SimpleNorm2d, SimpleNorm2dFp32, SimpleNormFp32
+from timm.layers.norm import (
+    LayerNormFp32,
+    RmsNorm2dFp32,
+    SimpleNorm,
+    SimpleNorm2d,
+    SimpleNorm2dFp32,
+    SimpleNormFp32,
+)
 from timm.layers.norm_act import RmsNormAct2d, RmsNormAct2dFp32
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,9 +32,17 @@ from certcli.nn.norms import FloorNorm
 
 @rules.function(functional.layer_norm, torch.layer_norm)
 def layer_norm_function(
-    ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+    ctx: Context,
+    x: Value,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *_: Any,
 ) -> Value:
-    return normalise(ctx, x, normalized_shape, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps)
+    return normalise(
+        ctx, x, normalized_shape, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps
+    )
 
 
 rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)(
@@ -59,7 +74,9 @@ def normalise(
     d, arith = x.shape[-1], ctx.arith
     if d == 1 and centered:
         zero = arith.const(0.0)
-        normal = ctx.chain(x, zero, "LayerNorm over one feature is constant", lambda: zero, shape=x.shape)
+        normal = ctx.chain(
+            x, zero, "LayerNorm over one feature is constant", lambda: zero, shape=x.shape
+        )
     else:
         steepest = up(1.0 / math.sqrt(eps), 4)
         why = f"normalisation: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map"
@@ -70,7 +87,9 @@ def normalise(
 def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Value:
     """Return the value after a map of rows into the ball of radius sqrt(width) with this slope."""
     longest = up(math.sqrt(width), 1)
-    return ctx.chain(x, ctx.arith.const(slope), why, lambda: ctx.arith.const(longest), shape=x.shape)
+    return ctx.chain(
+        x, ctx.arith.const(slope), why, lambda: ctx.arith.const(longest), shape=x.shape
+    )
 
 
 @rules.module(FloorNorm)
@@ -82,7 +101,9 @@ def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
     x = ctx.settle(x)
     why = f"normalisation: 1/floor, floor = {floor:.4g}; its scale is folded into the next map"
     normal = _to_sphere(ctx, x, module.width, up(1.0 / floor, 2), why)
-    return replace(normal, waiting=gain_and_shift(ctx, module.width, module.weight, module.bias, centered=True))
+    return replace(
+        normal, waiting=gain_and_shift(ctx, module.width, module.weight, module.bias, centered=True)
+    )
 
 
 @rules.function(functional.rms_norm, torch.rms_norm)
@@ -92,8 +113,13 @@ def rms_norm_function(
     """Nrm(x) = x / sqrt(|x|^2/d + eps): the same two bounds without P. torch's default eps is the dtype's."""
     if eps is None:
         eps = float(torch.finfo(torch.float32).eps)
-        ctx.require(ctx.dtype in (None, torch.float32), "RMSNorm with the default eps of another dtype than float32")
-    return normalise(ctx, x, normalized_shape, ctx.optional_tensor(weight), None, eps, centered=False)
+        ctx.require(
+            ctx.dtype in (None, torch.float32),
+            "RMSNorm with the default eps of another dtype than float32",
+        )
+    return normalise(
+        ctx, x, normalized_shape, ctx.optional_tensor(weight), None, eps, centered=False
+    )
 
 
 rules.module(nn.RMSNorm)(with_attributes(rms_norm_function, "normalized_shape", "weight", "eps"))
@@ -103,7 +129,9 @@ rules.module(nn.RMSNorm)(with_attributes(rms_norm_function, "normalized_shape", 
 def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     """RMSNorm over the channels of (b, c, h, w)."""
     x = moved(ctx, ctx.settle(x), (0, 2, 3, 1))
-    normal = normalise(ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False)
+    normal = normalise(
+        ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False
+    )
     return moved(ctx, normal, (0, 3, 1, 2))
 
 
@@ -136,11 +164,15 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7; gamma stays pending."""
     x, arith = ctx.settle(x), ctx.arith
     d, eps = x.shape[axis], float(module.eps)
-    ctx.require(tuple(module.normalized_shape) == (d,), "a norm over several axes, or of another width")
+    ctx.require(
+        tuple(module.normalized_shape) == (d,), "a norm over several axes, or of another width"
+    )
     ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
     longest = x.size.fibre_along(axis)
     if arith.rigorous and not longest.finite:
-        raise NoRule("division by the deviation without centring, of a tensor without a bound on its size")
+        raise NoRule(
+            "division by the deviation without centring, of a tensor without a bound on its size"
+        )
     steepest, old = arith.const(up(1 / math.sqrt(eps), 4)), x.size
     normal = ctx.chain(
         x,
@@ -157,7 +189,13 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
 
 @rules.function(functional.group_norm, torch.group_norm)
 def group_norm_function(
-    ctx: Context, x: Value, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+    ctx: Context,
+    x: Value,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *_: Any,
 ) -> Value:
     """Every group of m numbers is a LayerNorm of its own: 1/sqrt(eps), norm below sqrt(m); weight and bias stay pending."""
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
@@ -172,16 +210,27 @@ def group_norm_function(
     )
     axis, gain, shift = 1 - len(x.shape), ctx.optional_tensor(weight), ctx.optional_tensor(bias)
     scaled = normal if gain is None else scale_features(ctx, normal, gain, axis)
-    return scaled if shift is None else shift_features(ctx, scaled, arith.matrix(shift.reshape(-1, 1)), axis)
+    return (
+        scaled
+        if shift is None
+        else shift_features(ctx, scaled, arith.matrix(shift.reshape(-1, 1)), axis)
+    )
 
 
-rules.module(nn.GroupNorm)(with_attributes(group_norm_function, "num_groups", "weight", "bias", "eps"))
+rules.module(nn.GroupNorm)(
+    with_attributes(group_norm_function, "num_groups", "weight", "bias", "eps")
+)
 
 
 @rules.function(functional.normalize)
-def normalize(ctx: Context, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Value:
+def normalize(
+    ctx: Context, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Value:
     """x / max(|x|, eps): inside the ball of radius eps the slope is 1/eps, outside 1/|x|."""
-    ctx.require(p == 2 and isinstance(dim, int) and out is None and eps > 0, "normalisation by another norm than l2")
+    ctx.require(
+        p == 2 and isinstance(dim, int) and out is None and eps > 0,
+        "normalisation by another norm than l2",
+    )
     x = ctx.settle(x)
     one = ctx.arith.const(1.0)
     return ctx.chain(
@@ -211,9 +260,13 @@ def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> 
     x = ctx.settle(x)
     arith = ctx.arith
     channels = float(module.weight.numel())
-    ctx.require(channels == x.shape[module.channel_dim], "a norm of another width")  # its weight would be repeated
+    ctx.require(
+        channels == x.shape[module.channel_dim], "a norm of another width"
+    )  # its weight would be repeated
     largest = ctx.largest_entry(module.weight)
-    slope = arith.const(1.0) + largest * arith.const(up(2 * channels + channels * math.sqrt(channels), 4))
+    slope = arith.const(1.0) + largest * arith.const(
+        up(2 * channels + channels * math.sqrt(channels), 4)
+    )
     bias = ctx.largest_entry(module.bias) * arith.const(up(math.sqrt(math.prod(x.shape)), 2))
     return ctx.chain(
         x,

@@ -22,8 +22,14 @@ from certcli.nn.activations import MaxMin
 @rules.function(torch.clamp, torch.clip)
 def clamp(ctx: Context, x: Any, min: Any = None, max: Any = None) -> Value:
     """Clamp to constant limits: slope 1."""
-    ctx.require(not isinstance(min, Value) and not isinstance(max, Value), "clamping to what depends on the image")
-    ctx.require(isinstance(x, Value) and tuple(x.shape) == tuple(ctx.shape), "clamping that repeats the tensor")
+    ctx.require(
+        not isinstance(min, Value) and not isinstance(max, Value),
+        "clamping to what depends on the image",
+    )
+    ctx.require(
+        isinstance(x, Value) and tuple(x.shape) == tuple(ctx.shape),
+        "clamping that repeats the tensor",
+    )
     return applied(ctx, x, clamped(*(_limit(ctx, limit) for limit in (min, max))))
 
 
@@ -53,7 +59,12 @@ def square(ctx: Context, x: Value) -> Value:
     largest = x.size.peak
     why = "square, on numbers bounded over the pixel box: twice the largest"
     return ctx.chain(
-        x, largest + largest, why, total=lambda: largest * x.size.total, peak=lambda: largest * largest, shape=x.shape
+        x,
+        largest + largest,
+        why,
+        total=lambda: largest * x.size.total,
+        peak=lambda: largest * largest,
+        shape=x.shape,
     )
 
 
@@ -87,8 +98,12 @@ def identity(ctx: Context, module: nn.Module, x: Value, *rest: Any) -> Value:
     return x
 
 
-@rules.function(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
-def dropout(ctx: Context, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
+@rules.function(
+    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d
+)
+def dropout(
+    ctx: Context, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Value:
     ctx.require(not training or p == 0, "dropout in training mode")
     return x
 

@@ -35,8 +35,12 @@ def max_pool(
     steps = pair(stride if stride not in (None, [], ()) else kernel_size)
     plane = torch.zeros(1, *x.shape[-2:])
     pooled = functional.max_pool2d(plane, kernel, steps, pair(padding), pair(dilation), ceil_mode)
-    ctx.require(bool(torch.isfinite(pooled).all()), "a window of max pooling that lies in the padding")
-    count = math.prod(windows_of(k, s, d) for k, s, d in zip(kernel, steps, pair(dilation), strict=True))
+    ctx.require(
+        bool(torch.isfinite(pooled).all()), "a window of max pooling that lies in the padding"
+    )
+    count = math.prod(
+        windows_of(k, s, d) for k, s, d in zip(kernel, steps, pair(dilation), strict=True)
+    )
     return copied(ctx, x, count, f"a pixel lies in at most {count} windows: sqrt({count})")
 
 
@@ -44,7 +48,10 @@ def max_pool(
 def l2_pool(ctx: Context, module: L2Pool, x: Value) -> Value:
     """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest entry, and so for tokens."""
     side, windows = module.side, module.windows
-    ctx.require(x.shape[1:-1] == (side * side,) and windows > 0 and side % windows == 0, "tokens in no square windows")
+    ctx.require(
+        x.shape[1:-1] == (side * side,) and windows > 0 and side % windows == 0,
+        "tokens in no square windows",
+    )
     x, arith = ctx.settle(x), ctx.arith
     root = arith.const(float(side // windows))
     return ctx.chain(
@@ -79,17 +86,23 @@ def average_pool(
     axes = int(ctx.kind[-2])  # avg_pool1d, AvgPool2d
     steps = pair(stride if stride not in (None, [], ()) else kernel_size)
     matrices = []
-    for size, k, s, p in zip(x.shape[-axes:], pair(kernel_size), steps, pair(padding), strict=False):
+    for size, k, s, p in zip(
+        x.shape[-axes:], pair(kernel_size), steps, pair(padding), strict=False
+    ):
         line = torch.eye(size, dtype=torch.float64).unsqueeze(0)
         matrices.append(functional.avg_pool1d(line, k, s, p, ceil_mode, count_include_pad)[0].T)
     return separable(ctx, x, matrices, "average over windows")
 
 
-rules.module(nn.AvgPool2d)(with_attributes(average_pool, *_WINDOWS, "count_include_pad", "divisor_override"))
+rules.module(nn.AvgPool2d)(
+    with_attributes(average_pool, *_WINDOWS, "count_include_pad", "divisor_override")
+)
 rules.module(nn.AvgPool1d)(with_attributes(average_pool, *_WINDOWS, "count_include_pad"))
 
 
-def separable(ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True) -> Value:
+def separable(
+    ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True
+) -> Value:
     """Kronecker product of matrices on the last axes. averages: their rows are non-negative with sums of at most 1."""
     x, arith = ctx.settle(x), ctx.arith
     factor = arith.const(1.0)
@@ -123,26 +136,39 @@ def interpolate(
     antialias: bool = False,
 ) -> Value:
     """Interpolation is linear and separates by axis: the norms of the two resizing matrices, read off the identity."""
-    ctx.require(len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"), f"interpolation mode {mode}")
-    dtype = ctx.dtype if mode == "nearest" else torch.float64  # which pixel is the nearest is decided in its precision
+    ctx.require(
+        len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"),
+        f"interpolation mode {mode}",
+    )
+    dtype = (
+        ctx.dtype if mode == "nearest" else torch.float64
+    )  # which pixel is the nearest is decided in its precision
     scales = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * 2
     scales = [scale if scale is None else float(scale) for scale in scales]
     matrices = []
     for old, new, scale in zip(x.shape[-2:], ctx.shape[-2:], scales, strict=True):
         picture = torch.eye(old, dtype=dtype).view(1, 1, old, old)
-        options: dict[str, Any] = {"size": (new, old)} if scale is None else {"scale_factor": (scale, 1.0)}
-        options |= {} if mode == "nearest" else {"align_corners": align_corners, "antialias": antialias}
-        resized = functional.interpolate(picture, mode=mode, recompute_scale_factor=recompute_scale_factor, **options)[
-            0, 0
-        ].double()
-        ctx.require(tuple(resized.shape) == (new, old), "interpolation to another size than expected")
+        options: dict[str, Any] = (
+            {"size": (new, old)} if scale is None else {"scale_factor": (scale, 1.0)}
+        )
+        options |= (
+            {} if mode == "nearest" else {"align_corners": align_corners, "antialias": antialias}
+        )
+        resized = functional.interpolate(
+            picture, mode=mode, recompute_scale_factor=recompute_scale_factor, **options
+        )[0, 0].double()
+        ctx.require(
+            tuple(resized.shape) == (new, old), "interpolation to another size than expected"
+        )
         matrices.append(resized)
     x = ctx.settle(x)
     return separable(ctx, x, matrices, f"{mode} interpolation", averages=False)
 
 
 _RESIZE = "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor"
-rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(with_attributes(interpolate, *_RESIZE))
+rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(
+    with_attributes(interpolate, *_RESIZE)
+)
 
 
 def _adaptive_windows(size: int, count: int) -> list[range]:
@@ -160,15 +186,23 @@ def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
     functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
     torch.adaptive_max_pool1d,
 )  # fmt: skip
-def adaptive_maximum(ctx: Context, x: Value, output_size: Any, return_indices: bool = False) -> Value:
+def adaptive_maximum(
+    ctx: Context, x: Value, output_size: Any, return_indices: bool = False
+) -> Value:
     """sqrt(number of windows a pixel lies in), counted."""
-    ctx.require(not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices")
+    ctx.require(
+        not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices"
+    )
     x = ctx.settle(x)
     times = 1
     for size, count in _pooled_axes(ctx, x):
         windows = _adaptive_windows(size, count)
         times *= max(sum(pixel in window for window in windows) for pixel in range(size))
-    why = "a maximum has slope 1" if times == 1 else f"a pixel lies in at most {times} windows: sqrt({times})"
+    why = (
+        "a maximum has slope 1"
+        if times == 1
+        else f"a pixel lies in at most {times} windows: sqrt({times})"
+    )
     return copied(ctx, x, times, why)
 
 

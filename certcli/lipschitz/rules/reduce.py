@@ -22,21 +22,37 @@ def _axes(dim: Any, rank: int) -> list[int]:
 
 @rules.method("mean")
 @rules.function(torch.mean)
-def mean(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def mean(
+    ctx: Context, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     """Mean of m fibres: constant 1/sqrt(m); a mean of fibres is no longer than the longest."""
     count = math.prod(x.shape[a] for a in _axes(dim, len(x.shape)))
-    return _reduce(ctx, x, dim, keepdim, up(1 / math.sqrt(count), 4), f"mean of {count}: 1/sqrt({count})", 1.0)
+    return _reduce(
+        ctx, x, dim, keepdim, up(1 / math.sqrt(count), 4), f"mean of {count}: 1/sqrt({count})", 1.0
+    )
 
 
 @rules.method("sum")
 @rules.function(torch.sum)
-def sum_(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def sum_(
+    ctx: Context, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     """Sum of m numbers: sqrt(m)."""
     count = math.prod(x.shape[a] for a in _axes(dim, len(x.shape)))
-    return _reduce(ctx, x, dim, keepdim, up(math.sqrt(count), 4), f"sum of {count}: sqrt({count})", float(count))
+    return _reduce(
+        ctx,
+        x,
+        dim,
+        keepdim,
+        up(math.sqrt(count), 4),
+        f"sum of {count}: sqrt({count})",
+        float(count),
+    )
 
 
-def _reduce(ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, why: str, growth: float) -> Value:
+def _reduce(
+    ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, why: str, growth: float
+) -> Value:
     """Return a linear reduction over some axes; a map that is pending on another axis commutes with a mean."""
     rank = len(x.shape)
     axes = _axes(dim, rank)
@@ -47,7 +63,11 @@ def _reduce(ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, wh
     def place(axis: int) -> int | None:
         if axis % rank in axes:
             return None
-        return axis % rank - rank if keepdim else sum(a not in axes for a in range(axis % rank)) - (rank - len(axes))
+        return (
+            axis % rank - rank
+            if keepdim
+            else sum(a not in axes for a in range(axis % rank)) - (rank - len(axes))
+        )
 
     plain, old, arith = replace(x, waiting=None), x.size, ctx.arith
     factor, size = arith.const(constant), arith.const(growth)
@@ -68,7 +88,9 @@ def _reduce(ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, wh
     if pending is None:
         return reduced
     assert axis is not None
-    return replace(reduced, shape=tuple(ctx.shape), waiting=replace(pending, axis=axis, result=None))
+    return replace(
+        reduced, shape=tuple(ctx.shape), waiting=replace(pending, axis=axis, result=None)
+    )
 
 
 @rules.method("amax", "amin")
@@ -79,16 +101,23 @@ def extreme(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> V
     return ctx.chain(x, ctx.arith.const(1.0), "a maximum has slope 1", total=lambda: x.size.total)
 
 
-def _degrees(ctx: Context, x: Value, dim: Any, unbiased: Any, correction: Any) -> tuple[list[int], int, float]:
+def _degrees(
+    ctx: Context, x: Value, dim: Any, unbiased: Any, correction: Any
+) -> tuple[list[int], int, float]:
     """Return the axes, the number m of entries along them, and m - c, by which the sum of squares is divided."""
     if isinstance(dim, bool):  # std(unbiased)
         ctx.require(unbiased is None, "arguments of another kind than torch documents")
         dim, unbiased = None, dim
     axes = _axes(dim, len(x.shape))
     count = math.prod(x.shape[axis] for axis in axes)
-    ctx.require(count * math.prod(ctx.shape) == math.prod(x.shape), "a deviation over other axes than were understood")
+    ctx.require(
+        count * math.prod(ctx.shape) == math.prod(x.shape),
+        "a deviation over other axes than were understood",
+    )
     ctx.require(unbiased is None or correction is None, "a correction given twice")
-    subtracted = float(unbiased if unbiased is not None else 1 if correction is None else correction)
+    subtracted = float(
+        unbiased if unbiased is not None else 1 if correction is None else correction
+    )
     divisor = count - subtracted  # exact: small numbers, mostly whole
     ctx.require(0 < divisor < math.inf, "a deviation of too few numbers")
     return axes, count, divisor * (1 - 2.0**-52)
@@ -97,20 +126,34 @@ def _degrees(ctx: Context, x: Value, dim: Any, unbiased: Any, correction: Any) -
 @rules.method("std")
 @rules.function(torch.std)
 def deviation(
-    ctx: Context, x: Value, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+    ctx: Context,
+    x: Value,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
 ) -> Value:
     """std x = |P x| / sqrt(m - c), P the projection away from the mean: slope 1 / sqrt(m - c) everywhere."""
     axes, count, divisor = _degrees(ctx, x, dim, unbiased, correction)
     x, arith = ctx.settle(x), ctx.arith
     slope = arith.const(up(1 / math.sqrt(divisor), 2))
     why = f"deviation of {count}: 1/sqrt({divisor:g})"
-    return ctx.chain(x, slope, why, total=lambda: slope * x.size.total, peak=lambda: slope * _longest(x, axes))
+    return ctx.chain(
+        x, slope, why, total=lambda: slope * x.size.total, peak=lambda: slope * _longest(x, axes)
+    )
 
 
 @rules.method("var")
 @rules.function(torch.var)
 def variance(
-    ctx: Context, x: Value, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+    ctx: Context,
+    x: Value,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
 ) -> Value:
     """var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c): finite on the pixel box only."""
     axes, count, divisor = _degrees(ctx, x, dim, unbiased, correction)
@@ -130,10 +173,18 @@ def variance(
 
 @rules.function(torch.var_mean, torch.std_mean)
 def spread_and_mean(
-    ctx: Context, x: Value, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+    ctx: Context,
+    x: Value,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    *,
+    correction: Any = None,
 ) -> list[Value]:
     at = ctx.at(tuple(ctx.shape[0]))
-    spread = (variance if ctx.kind == "var_mean" else deviation)(at, x, dim, unbiased, keepdim, correction=correction)
+    spread = (variance if ctx.kind == "var_mean" else deviation)(
+        at, x, dim, unbiased, keepdim, correction=correction
+    )
     return [spread, mean(at, x, None if isinstance(dim, bool) else dim, keepdim)]
 
 

@@ -47,7 +47,10 @@ def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
         return x
     x = ctx.settle(x)
     ctx.require(math.prod(ctx.shape) % max(1, math.prod(x.shape)) == 0, "an uneven repetition")
-    ctx.require(not any(isinstance(a, (Constant, Value)) for a in (*_, *__.values())), "repetition by a tensor")
+    ctx.require(
+        not any(isinstance(a, (Constant, Value)) for a in (*_, *__.values())),
+        "repetition by a tensor",
+    )
     times = math.prod(ctx.shape) // max(1, math.prod(x.shape))
     return copied(ctx, x, times, f"repeated {times} times: sqrt({times})")
 
@@ -55,20 +58,36 @@ def repeat(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
 @rules.method("expand_as")
 def repeat_like(ctx: Context, x: Any, other: Any) -> Any:
     """expand_as reads the other tensor's shape only, which is the result's."""
-    return repeat(ctx, x) if isinstance(x, Value) else Constant(ctx.constant_tensor(x).expand(ctx.shape))
+    return (
+        repeat(ctx, x)
+        if isinstance(x, Value)
+        else Constant(ctx.constant_tensor(x).expand(ctx.shape))
+    )
 
 
 @rules.function(functional.pad)
-def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: float | None = None) -> Value:
+def pad(
+    ctx: Context, x: Value, padding: Any, mode: str = "constant", value: float | None = None
+) -> Value:
     """Constants around a tensor (or a crop, for negative numbers) move nothing."""
-    ctx.require(value is None or isinstance(value, (int, float)), "padding with something other than a number")
+    ctx.require(
+        value is None or isinstance(value, (int, float)),
+        "padding with something other than a number",
+    )
     ctx.require(value is None or math.isfinite(value), f"padding with {value}")
     if mode != "constant":
         return _mirrored(ctx, ctx.settle(x), padding, mode)
-    if x.pending is not None and x.pending.index is None and x.pending.axis != -1 and x.pending.bias is None:
+    if (
+        x.pending is not None
+        and x.pending.index is None
+        and x.pending.axis != -1
+        and x.pending.bias is None
+    ):
         rank, touched = len(x.shape), len(list(padding)) // 2
         if x.pending.axis % rank < rank - touched and not value and all(p >= 0 for p in padding):
-            return replace(x, shape=tuple(ctx.shape), size=x.size)  # a map without bias keeps the zeros
+            return replace(
+                x, shape=tuple(ctx.shape), size=x.size
+            )  # a map without bias keeps the zeros
     x = ctx.settle(x)
     if value:
         return replace(x, shape=tuple(ctx.shape), size=Size(ctx.arith, tuple(ctx.shape)))
@@ -77,16 +96,25 @@ def pad(ctx: Context, x: Value, padding: Any, mode: str = "constant", value: flo
 
 def _mirrored(ctx: Context, x: Value, padding: Any, mode: str) -> Value:
     """Pad with entries of the tensor: sqrt of how often an entry is taken, counted on one channel."""
-    ctx.require(mode in ("reflect", "replicate", "circular") and len(x.shape) == 4, f"padding mode {mode}")
+    ctx.require(
+        mode in ("reflect", "replicate", "circular") and len(x.shape) == 4, f"padding mode {mode}"
+    )
     numbers = torch.arange(math.prod(x.shape[-2:]), dtype=torch.float64).view(1, 1, *x.shape[-2:])
-    times = int(functional.pad(numbers, tuple(padding), mode=mode).long().flatten().bincount().max())
-    return copied(ctx, x, times, f"{mode} padding takes an entry at most {times} times: sqrt({times})")
+    times = int(
+        functional.pad(numbers, tuple(padding), mode=mode).long().flatten().bincount().max()
+    )
+    return copied(
+        ctx, x, times, f"{mode} padding takes an entry at most {times} times: sqrt({times})"
+    )
 
 
 @rules.module(nn.ReflectionPad2d, nn.ReplicationPad2d)
 def mirror_pad(ctx: Context, module: nn.Module, x: Value) -> Value:
     return _mirrored(
-        ctx, ctx.settle(x), module.padding, "reflect" if isinstance(module, nn.ReflectionPad2d) else "replicate"
+        ctx,
+        ctx.settle(x),
+        module.padding,
+        "reflect" if isinstance(module, nn.ReflectionPad2d) else "replicate",
     )
 
 
@@ -110,7 +138,13 @@ def sliding_windows(ctx: Context, x: Value, dimension: int, size: int, step: int
 
 @rules.function(functional.fold)
 def fold(
-    ctx: Context, x: Value, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+    ctx: Context,
+    x: Value,
+    output_size: Any,
+    kernel_size: Any,
+    dilation: Any = 1,
+    padding: Any = 0,
+    stride: Any = 1,
 ) -> Value:
     """The transpose of `unfold`: a pixel is a sum over the windows that it lies in."""
     taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
@@ -127,9 +161,13 @@ def fold(
 
 
 @rules.function(functional.unfold)
-def unfold(ctx: Context, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Value:
+def unfold(
+    ctx: Context, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Value:
     taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
-    return _counted(ctx, ctx.settle(x), math.prod(windows_of(k, s, d) for k, s, d in taps), "windows")
+    return _counted(
+        ctx, ctx.settle(x), math.prod(windows_of(k, s, d) for k, s, d in taps), "windows"
+    )
 
 
 def gathered(ctx: Context, x: Value, items: tuple[Any, ...]) -> Value:

@@ -37,17 +37,27 @@ def center_norm(ctx: Context, module: CenterNorm, x: Value) -> Value:
     factor = up(d / (d - 1))
     pending = x.pending
     if pending is None:
-        fresh = replace(gain_and_shift(ctx, d, module.weight, module.bias, centered=True), factor=factor)
+        fresh = replace(
+            gain_and_shift(ctx, d, module.weight, module.bias, centered=True), factor=factor
+        )
         return replace(x, size=x.size.along(-1), waiting=fresh)
 
     def after(rows: Matrix) -> Matrix:
-        return ctx.arith.scale(ctx.arith.scale_rows(ctx.arith.center_rows(rows), module.weight), factor)
+        return ctx.arith.scale(
+            ctx.arith.scale_rows(ctx.arith.center_rows(rows), module.weight), factor
+        )
 
     bias = None if pending.bias is None else after(pending.bias)
     folded = replace(
-        pending, matrix=after(pending.rows(ctx.arith)), bias=bias, source=(*pending.source, ctx.path), result=None
+        pending,
+        matrix=after(pending.rows(ctx.arith)),
+        bias=bias,
+        source=(*pending.source, ctx.path),
+        result=None,
     )
-    return replace(x, waiting=folded.shifted(ctx.arith, ctx.arith.matrix(module.bias.reshape(-1, 1))))
+    return replace(
+        x, waiting=folded.shifted(ctx.arith, ctx.arith.matrix(module.bias.reshape(-1, 1)))
+    )
 
 
 @rules.module(LayerScale)
@@ -72,7 +82,9 @@ def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
     waiting = x.waiting
     if isinstance(waiting, (Affine, Convolution)):
         return replace(x, waiting=waiting.shifted(ctx.arith, shift))
-    return replace(x, waiting=Affine(axis=axis, width=shift.shape[0], bias=shift, source=(ctx.path,)))
+    return replace(
+        x, waiting=Affine(axis=axis, width=shift.shape[0], bias=shift, source=(ctx.path,))
+    )
 
 
 def feature_axis(x: Value) -> int | None:
@@ -96,7 +108,9 @@ def batch_norm(ctx: Context, module: nn.BatchNorm2d, x: Value) -> Value:
     variance = module.running_var
     if not module.track_running_stats or variance is None:
         raise NoRule("BatchNorm with batch statistics")
-    return batch_statistics(ctx, x, module.running_mean, variance, module.weight, module.bias, module.eps)
+    return batch_statistics(
+        ctx, x, module.running_mean, variance, module.weight, module.bias, module.eps
+    )
 
 
 @rules.function(functional.batch_norm)
@@ -113,11 +127,19 @@ def batch_norm_function(
 ) -> Value:
     ctx.require(not training and running_var is not None, "BatchNorm with batch statistics")
     mean, variance = ctx.constant_tensor(running_mean), ctx.constant_tensor(running_var)
-    return batch_statistics(ctx, x, mean, variance, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps)
+    return batch_statistics(
+        ctx, x, mean, variance, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps
+    )
 
 
 def batch_statistics(
-    ctx: Context, x: Value, mean: Any, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ctx: Context,
+    x: Value,
+    mean: Any,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> Value:
     """Eval mode: gain weight / sqrt(var + eps) and a shift per channel, folded into the convolution before it."""
     ctx.require(bool((variance >= 0).all()) and eps >= 0, "a negative variance")
@@ -125,7 +147,9 @@ def batch_statistics(
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")
     # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the exact ones
     numerator = torch.ones_like(spread) if weight is None else weight.double()
-    gain = numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW  # the last for gains below 1e-308
+    gain = (
+        numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW
+    )  # the last for gains below 1e-308
     carried = mean.double() * gain
     shift = -carried if bias is None else bias.double() - carried
     # the difference may cancel: it is off by the gain's slack and three roundings, relative to its terms

@@ -15,7 +15,12 @@ from certcli.nn.scsa_attention import EPS, CosineAttention
 
 @rules.module(CosineAttention)
 def cosine_attention(
-    ctx: Context, module: CosineAttention, x: Value, attn_mask: Any = None, is_causal: bool = False, mask: Any = None
+    ctx: Context,
+    module: CosineAttention,
+    x: Value,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    mask: Any = None,
 ) -> Value:
     """Theorem 10.1: nu/sqrt(eps) (|P| |W_V| + tau |W_Q| + tau sqrt(n min(1/2, max p)) |W_K|), head by head."""
     tokens, arith, heads = x.shape[-2], ctx.arith, module.num_heads
@@ -34,8 +39,12 @@ def cosine_attention(
         of_key.append(nu[h] * slope * tau[h] * arith.sqrt(n * peak))
     # the positional map of a gated layer averages the same rows nu v, which move by nu / sqrt(eps) |dw|
     fixed = [nu[h] * slope * gate.fixed[h] for h in range(heads)]
-    of_value = [kept + constant for kept, constant in zip(gate.scale(averaging), fixed, strict=True)]
-    constant = combined(arith, [(of_value, value), (gate.scale(of_query), query), (gate.scale(of_key), key)])
+    of_value = [
+        kept + constant for kept, constant in zip(gate.scale(averaging), fixed, strict=True)
+    ]
+    constant = combined(
+        arith, [(of_value, value), (gate.scale(of_query), query), (gate.scale(of_key), key)]
+    )
     why = f"scaled cosine similarity attention of {tokens} tokens (Theorem 10.1)"
     return mixed(ctx, module, inputs, constant, why, lambda: nu)
 
@@ -58,7 +67,9 @@ def lipschitz_norm_attention(
     rest = arith.const(up(math.exp(2) - 3, 4))
     averaging, of_key = [], []
     for columns, root, peak in zip(positions.columns, positions.root, positions.peak, strict=True):
-        averaging.append(arith.sqrt(arith.minimum(n, columns + arith.const(2.0) * root + rest * peak)))
+        averaging.append(
+            arith.sqrt(arith.minimum(n, columns + arith.const(2.0) * root + rest * peak))
+        )
         of_key.append(arith.sqrt(arith.minimum(half, square * peak)))
     keep = gate.scale([one] * heads)
     terms = [(gate.averaging(averaging), value), (keep, query), (gate.scale(of_key), key)]

@@ -85,7 +85,9 @@ def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
         pending = replace(pending, result=known.arranged(shape, axis))
     if pending.index is None:
         return replace(x, shape=shape, waiting=replace(pending, axis=place(pending.axis)))
-    return replace(x, shape=shape, waiting=tidy(replace(pending, index=pending.index.permute(*order))))
+    return replace(
+        x, shape=shape, waiting=tidy(replace(pending, index=pending.index.permute(*order)))
+    )
 
 
 def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
@@ -126,7 +128,9 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
     return replace(x, shape=after, size=x.size.arranged(after, axis, float(factor)))
 
 
-def _places(axis: int, before: Shape, after: Shape, runs: list[tuple[list[int], list[int]]]) -> list[int]:
+def _places(
+    axis: int, before: Shape, after: Shape, runs: list[tuple[list[int], list[int]]]
+) -> list[int]:
     """Return the (negative) axes on which the entries of one axis lie afterwards, none if they are merged with others."""
     place = axis % len(before)
     for left, right in runs:
@@ -135,13 +139,18 @@ def _places(axis: int, before: Shape, after: Shape, runs: list[tuple[list[int], 
     return []
 
 
-def _merge_gain(x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]) -> Value | None:
+def _merge_gain(
+    x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]
+) -> Value | None:
     """Return a pending gain and shift whose axis is merged with others: every number is repeated; None for other maps."""
     if pending.matrix is not None or pending.centered or pending.index is not None:
         return None
     before, place = tuple(x.shape), pending.axis % len(x.shape)
     left, right = next(run for run in runs if place in run[0])
-    wide, times = [a for a in right if after[a] > 1], math.prod(before[a] for a in left if a != place)
+    wide, times = (
+        [a for a in right if after[a] > 1],
+        math.prod(before[a] for a in left if a != place),
+    )
     if times == 1 or len(wide) != 1:
         return None
     sizes = [before[a] if a == place else 1 for a in left]
@@ -151,10 +160,14 @@ def _merge_gain(x: Value, pending: Affine, after: Shape, runs: list[tuple[list[i
         bias = Matrix(bias.tensor[numbers], up(bias.error * math.sqrt(times), 2))
     gain = None if gain is None else gain[numbers]
     repeated = replace(pending, axis=axis, width=len(numbers), gain=gain, bias=bias)
-    return replace(x, shape=after, size=x.size.arranged(after, axis, float(times)), waiting=repeated)
+    return replace(
+        x, shape=after, size=x.size.arranged(after, axis, float(times)), waiting=repeated
+    )
 
 
-def _reshape_pending(x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]) -> Affine | None:
+def _reshape_pending(
+    x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]
+) -> Affine | None:
     before = tuple(x.shape)
     if pending.index is None:
         places = _places(pending.axis, before, after, runs)
@@ -176,7 +189,17 @@ def _reshape_pending(x: Value, pending: Affine, after: Shape, runs: list[tuple[l
     return tidy(replace(pending, index=pending.index.reshape(shape)))
 
 
-@rules.method("reshape", "view", "flatten", "squeeze", "unsqueeze", "contiguous", "unflatten", "view_as", "reshape_as")
+@rules.method(
+    "reshape",
+    "view",
+    "flatten",
+    "squeeze",
+    "unsqueeze",
+    "contiguous",
+    "unflatten",
+    "view_as",
+    "reshape_as",
+)
 @rules.function(torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze)
 def reshape(ctx: Context, x: Any, *shape: Any, **options: Any) -> Value:
     """Any view with the same number of entries, read from the shapes, not from the arguments."""
@@ -191,7 +214,11 @@ rules.module(nn.Flatten, nn.Unflatten)(with_attributes(reshape))
 
 
 def _flat(items: Sequence[Any]) -> list[int]:
-    return [int(n) for item in items for n in (item if isinstance(item, (tuple, list, torch.Size)) else (item,))]
+    return [
+        int(n)
+        for item in items
+        for n in (item if isinstance(item, (tuple, list, torch.Size)) else (item,))
+    ]
 
 
 @rules.method("permute")

@@ -26,7 +26,9 @@ def select(ctx: Context, x: Any, index: Any) -> Any:
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
         if any(isinstance(item, Value) for item in items):
             raise NoRule("indexing by a tensor that depends on the image")
-        return gathered(ctx, x, tuple(i.tensor.cpu() if isinstance(i, Constant) else i for i in items))
+        return gathered(
+            ctx, x, tuple(i.tensor.cpu() if isinstance(i, Constant) else i for i in items)
+        )
     x = ctx.settle(x, keep=Affine)
     rank = len(x.shape)
     used = sum(1 for item in items if item is not None and item is not Ellipsis)
@@ -58,7 +60,9 @@ def select(ctx: Context, x: Any, index: Any) -> Any:
             return replace(x, shape=shape, waiting=replace(pending, axis=ends[axis]))
         if pending.matrix is None:
             x = ctx.settle(x)
-            return replace(x, shape=shape, size=x.size.arranged(shape, ends.get(x.size.axis % rank)))
+            return replace(
+                x, shape=shape, size=x.size.arranged(shape, ends.get(x.size.axis % rank))
+            )
         pending = with_index(x, pending)
     assert pending.index is not None
     sizes = iter(pending.index.shape)

@@ -48,16 +48,23 @@ def token_convolution(
     # W_O on all taps at once; the error of this product is one on its entries (Frobenius), however they are arranged
     flat = arith.matmul(arith.matrix(proj.weight), arith.matrix(conv.weight.flatten(1)))
     out, width = proj.out_features, conv.in_channels
-    stacked = Matrix(flat.tensor.view(out, width, taps).transpose(1, 2).reshape(out * taps, width), flat.error)
+    stacked = Matrix(
+        flat.tensor.view(out, width, taps).transpose(1, 2).reshape(out * taps, width), flat.error
+    )
     before = None if pending is None else pending.effective(arith)
     if before is not None:
         stacked = arith.matmul(stacked, before)
     kernel = stacked.tensor.view(out, taps, -1).transpose(1, 2)
     geometry = Geometry((1,), ((taps // 2, taps // 2),), (1,), 1, (tokens,))
     # the operator is a sum over taps, each off by at most the error of all of them
-    sigma = arith.convolution(kernel.contiguous(), up(stacked.error * taps), geometry, f"{ctx.path}.convolution")
+    sigma = arith.convolution(
+        kernel.contiguous(), up(stacked.error * taps), geometry, f"{ctx.path}.convolution"
+    )
     plain = replace(x, waiting=None) if pending is not None else x
-    pieces = [None if layer.bias is None else arith.matrix(layer.bias.reshape(-1, 1)) for layer in (conv, proj)]
+    pieces = [
+        None if layer.bias is None else arith.matrix(layer.bias.reshape(-1, 1))
+        for layer in (conv, proj)
+    ]
 
     def fibre() -> Scalar:
         # a token of the result is [W_O K_t]_t times a window of tokens M u + b, plus W_O b_K + b_O
@@ -65,7 +72,9 @@ def token_convolution(
         token = radius if before is None else arith.sigma(before, f"{ctx.path}.before") * radius
         if pending is not None and pending.bias is not None:
             token = token + arith.length(pending.bias)
-        longest = arith.sigma(flat, f"{ctx.path}.window") * token * arith.sqrt(arith.const(float(taps)))
+        longest = (
+            arith.sigma(flat, f"{ctx.path}.window") * token * arith.sqrt(arith.const(float(taps)))
+        )
         if pieces[0] is not None:
             longest = longest + arith.length(arith.matmul(arith.matrix(proj.weight), pieces[0]))
         return longest if pieces[1] is None else longest + arith.length(pieces[1])
@@ -108,13 +117,24 @@ def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     """Disjoint pairs of entries of x + p, each mapped with slope 1, without growth: 1."""
     how = "pairs of tokens sorted in each channel: a permutation at every point"
     if isinstance(module.pair, SoftMaxMin):
-        ctx.require(bool(module.pair.log_temperature.detach().abs() < LARGEST), "a temperature that is 0 or infinite")
+        ctx.require(
+            bool(module.pair.log_temperature.detach().abs() < LARGEST),
+            "a temperature that is 0 or infinite",
+        )
         how = "softmax averages of pairs of tokens in each channel, their distance divided by the largest slope"
-    return _mixed(ctx, x, ctx.arith.const(1.0), module.shift, how, columns=module.across == x.shape[-1])
+    return _mixed(
+        ctx, x, ctx.arith.const(1.0), module.shift, how, columns=module.across == x.shape[-1]
+    )
 
 
 def _mixed(
-    ctx: Context, x: Value, constant: Scalar, shift: Tensor, why: str, before: bool = True, columns: bool = True
+    ctx: Context,
+    x: Value,
+    constant: Scalar,
+    shift: Tensor,
+    why: str,
+    before: bool = True,
+    columns: bool = True,
 ) -> Value:
     """Return the value after a mixing with this constant; the shift p comes before or after it.
 
@@ -123,7 +143,9 @@ def _mixed(
     """
     x, arith = ctx.settle(x), ctx.arith
     windows, rest = divmod(math.prod(x.shape), shift.numel())
-    ctx.require(not rest, f"tokens of shape {tuple(x.shape)}, which a shift of {shift.numel()} does not fit")
+    ctx.require(
+        not rest, f"tokens of shape {tuple(x.shape)}, which a shift of {shift.numel()} does not fit"
+    )
     old = x.size
 
     def moved() -> Scalar:

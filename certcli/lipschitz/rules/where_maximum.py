@@ -20,21 +20,35 @@ def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     ctx.require(not isinstance(condition, Value), "a choice that depends on the image")
     mask, shape = ctx.constant_tensor(condition).bool(), tuple(ctx.shape)
     if isinstance(input, Value) and isinstance(other, Value):
-        return _of_two(ctx, input, other, "every entry is one of the two, always of the same: slope 1 of both together")
+        return _of_two(
+            ctx,
+            input,
+            other,
+            "every entry is one of the two, always of the same: slope 1 of both together",
+        )
     x, fixed = (input, other) if isinstance(input, Value) else (other, input)
     ctx.require(isinstance(x, Value), "a choice between constants")
     replaced = ~mask if x is input else mask
     constant = as_tensor(ctx, fixed).detach().double()
     filled = torch.where(replaced, constant, torch.zeros_like(constant)).expand(shape)
     everywhere = replaced.expand(shape)
-    if isinstance(x.waiting, Scores) and tuple(x.shape) == shape and bool((filled[everywhere] == -torch.inf).all()):
+    if (
+        isinstance(x.waiting, Scores)
+        and tuple(x.shape) == shape
+        and bool((filled[everywhere] == -torch.inf).all())
+    ):
         # a softmax leaves out scores of -inf: Theorem 5.2 holds, if a score is left in every row
-        ctx.require(not bool(everywhere.all(dim=-1).any()), "a softmax over nothing (a row masked altogether)")
+        ctx.require(
+            not bool(everywhere.all(dim=-1).any()),
+            "a softmax over nothing (a row masked altogether)",
+        )
         return replace(x, waiting=replace(x.waiting, shifted=True, hidden=True))
     x = ctx.spread(ctx.settle(x), shape)
     if not bool(torch.isfinite(filled).all()):
         return replace(x, size=Size(ctx.arith, shape))  # constants of no finite size
-    return shifted(ctx, x, Constant(filled))  # the entries of x that are left, and constants beside them
+    return shifted(
+        ctx, x, Constant(filled)
+    )  # the entries of x that are left, and constants beside them
 
 
 @rules.method("where")

@@ -43,7 +43,9 @@ class Converted:
     features: str | None = None
 
 
-def require_whole_windows(side: int, patch: int, stages: int, window: int, *, shrinks: bool = False) -> None:
+def require_whole_windows(
+    side: int, patch: int, stages: int, window: int, *, shrinks: bool = False
+) -> None:
     """Raise ArchitectureError unless the windows of every Swin stage cover the tokens of a square image exactly.
 
     At the edge, transformers and torchvision pad a window in other places than timm.
@@ -71,14 +73,20 @@ def read_config(config: Path, read: Callable[[bytes], T], hint: str) -> T:
 
 
 def pixel_input(
-    size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], view: tuple[Any, float], hint: str
+    size: tuple[int, int, int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    view: tuple[Any, float],
+    hint: str,
 ) -> InputSpec:
     """Return the input; one mean or std stands for every channel. ArchitectureError where they fit no image in [0, 1].
 
     Args:
         view: the filter that resizes images, and the share of them that is left after the crop.
     """
-    means, stds = (tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std))
+    means, stds = (
+        tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std)
+    )
     try:
         require_pixels(size, means, stds)
     except Refused as refusal:
@@ -108,7 +116,9 @@ def renamed(tensors: Mapping[str, Tensor], table: Renames) -> dict[str, Tensor]:
     return by_name((new(name), value) for name, value in tensors.items())
 
 
-def parted(tensors: Mapping[str, Tensor], pattern: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def parted(
+    tensors: Mapping[str, Tensor], pattern: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors whose names do not match the pattern, and those whose names do."""
     matching = {name: value for name, value in tensors.items() if re.search(pattern, name)}
     return {name: value for name, value in tensors.items() if name not in matching}, matching

@@ -24,13 +24,23 @@ def filtered(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]
     module: Any = sys.modules[type(net).__module__]
     convert = getattr(module, "checkpoint_filter_fn", None)
     expected = net.state_dict()
-    wrong = [name for name in tensors.keys() & expected.keys() if tensors[name].shape != expected[name].shape]
+    wrong = [
+        name
+        for name in tensors.keys() & expected.keys()
+        if tensors[name].shape != expected[name].shape
+    ]
     if convert is None or not all(_RESAMPLED.search(name) for name in wrong):
         return None  # tensors of other widths: no renaming makes them fit
     layer = next((name for name in tensors if "pre_logits" in name), None)
     if layer is not None:
-        raise ArchitectureError(f"'{one_line(layer)}' belongs to a representation layer, which timm's network lacks")
-    options = {"adapt_layer_scale": True} if "adapt_layer_scale" in inspect.signature(convert).parameters else {}
+        raise ArchitectureError(
+            f"'{one_line(layer)}' belongs to a representation layer, which timm's network lacks"
+        )
+    options = (
+        {"adapt_layer_scale": True}
+        if "adapt_layer_scale" in inspect.signature(convert).parameters
+        else {}
+    )
     resampling = [name for name in vars(module) if name.startswith(("resample_", "resize_"))]
     try:
         with mock.patch.dict(vars(module), dict.fromkeys(resampling, _refuse)):

@@ -112,7 +112,9 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
     Raises:
         ArchitectureError: its sizes are of no published network, and the options do not say what its tensors cannot.
     """
-    network = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}[family](tensors, hints)
+    network = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}[family](
+        tensors, hints
+    )
     spec, origins = _input(network, hints)
     arguments = {**network.arguments, **hints.arch_args}
     if family == "convnext":
@@ -121,8 +123,12 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
     record = Record(arch=network.arch, arch_args=arguments, input=spec, classes=classes)
     origins |= dict.fromkeys(hints.arch_args, "--arch-arg")
     name = network.published or family
-    doubts = () if hints.arch is None else (f"the tensors are torchvision's {name}: --arch ignored",)
-    return Converted(network.tensors, record, f"torchvision's {name}", origins, doubts, network.computed)
+    doubts = (
+        () if hints.arch is None else (f"the tensors are torchvision's {name}: --arch ignored",)
+    )
+    return Converted(
+        network.tensors, record, f"torchvision's {name}", origins, doubts, network.computed
+    )
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
@@ -157,7 +163,9 @@ def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         "num_classes": found["head.weight"].shape[0],
     }
     side = patch * grid
-    return SizedNetwork("vit", "vit_base_patch16_224", arguments, found, (channels, side, side), published)
+    return SizedNetwork(
+        "vit", "vit_base_patch16_224", arguments, found, (channels, side, side), published
+    )
 
 
 def _stages(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
@@ -192,7 +200,11 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         "mlp_ratio": found["layers.0.blocks.0.mlp.fc1.weight"].shape[0] / width,
         "num_classes": found["head.fc.weight"].shape[0],
     }
-    family, arch = ("swin_v2", "swinv2_tiny_window8_256") if second else ("swin", "swin_tiny_patch4_window7_224")
+    family, arch = (
+        ("swin_v2", "swinv2_tiny_window8_256")
+        if second
+        else ("swin", "swin_tiny_patch4_window7_224")
+    )
     published = _PUBLISHED.get((family, patch, width, tuple(depths)))
     return SizedNetwork(family, arch, arguments, found, (channels, side, side), published, computed)
 
@@ -227,13 +239,17 @@ def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     }
     published = _PUBLISHED.get(("convnext", patch, width, tuple(depths)))
     side = _side(hints, 224)
-    return SizedNetwork("convnext", "convnext_tiny", arguments, found, (channels, side, side), published)
+    return SizedNetwork(
+        "convnext", "convnext_tiny", arguments, found, (channels, side, side), published
+    )
 
 
 def _side(hints: Hints, usual: int) -> int:
     side = hints.arch_args.get("img_size", usual)
     if not isinstance(side, int):
-        raise ArchitectureError("img_size of a torchvision network is one number", "--arch-arg img_size=...")
+        raise ArchitectureError(
+            "img_size of a torchvision network is one number", "--arch-arg img_size=..."
+        )
     return side
 
 
@@ -249,7 +265,9 @@ def _input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, st
         view = next((each for each in views if each.crop_size[0] == network.size[1]), views[0])
         mean, std = mean or tuple(view.mean), std or tuple(view.std)
         interpolation, crop = view.interpolation.value, view.crop_size[0] / view.resize_size[0]
-        origins = {name: f"--{name}" if getattr(hints, name, None) else own for name in ("mean", "std")}
+        origins = {
+            name: f"--{name}" if getattr(hints, name, None) else own for name in ("mean", "std")
+        }
         origins["view"] = own
     if mean is None or std is None:
         raise ArchitectureError(

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import Record, Replacement
-from certcli.models.converters.base import COMPUTED, Converted, Renames, joined, parted, renamed, require_whole_windows
+from certcli.models.converters.base import (
+    COMPUTED,
+    Converted,
+    Renames,
+    joined,
+    parted,
+    renamed,
+    require_whole_windows,
+)
 from certcli.models.converters.transformers_config import (
     CONFIG,
     PIXELS,
@@ -78,7 +86,10 @@ class ModelType:
 
     @property
     def classes(self) -> list[str]:
-        return [*(f"{self.name}ForImageClassification{suffix}" for suffix in self.suffixes), self.headless]
+        return [
+            *(f"{self.name}ForImageClassification{suffix}" for suffix in self.suffixes),
+            self.headless,
+        ]
 
 
 def _tokens(config: TokenConfig) -> dict[str, Any]:
@@ -103,7 +114,9 @@ def _tokens(config: TokenConfig) -> dict[str, Any]:
 
 def _activation(config: Config) -> dict[str, Any]:
     if config.hidden_act not in _ACTIVATIONS:
-        raise Refused(f"hidden_act '{one_line(config.hidden_act)[:40]}' is none of {', '.join(_ACTIVATIONS)}")
+        raise Refused(
+            f"hidden_act '{one_line(config.hidden_act)[:40]}' is none of {', '.join(_ACTIVATIONS)}"
+        )
     word = _ACTIVATIONS[config.hidden_act]
     return {} if word is None else {"act_layer": word}
 
@@ -112,12 +125,17 @@ def _side(config: Any) -> int:
     """The side of a square image: on others, transformers and timm place relative positions and windows differently."""
     sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
     if len(sides) > 1:
-        raise Refused(f"image_size {config.image_size}: this network is converted for square images only")
+        raise Refused(
+            f"image_size {config.image_size}: this network is converted for square images only"
+        )
     return sides.pop()
 
 
 def _vit(config: TokenConfig, _: str) -> TimmNetwork:
-    return TimmNetwork("vit_base_patch16_224", {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias})
+    return TimmNetwork(
+        "vit_base_patch16_224",
+        {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias},
+    )
 
 
 def _deit(config: TokenConfig, architecture: str) -> TimmNetwork:
@@ -129,20 +147,35 @@ def _deit(config: TokenConfig, architecture: str) -> TimmNetwork:
 
 def _dinov2(config: TokenConfig, architecture: str) -> TimmNetwork:
     if config.use_swiglu_ffn:
-        raise Refused("use_swiglu_ffn: such an MLP is not converted; timm's own vit_giant_patch14_dinov2 has it")
-    arguments = {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias, "init_values": 1e-5}
-    own = architecture.endswith("ForImageClassification")  # its head reads the mean of the patches too
-    return TimmNetwork("certvit_dinov2_classifier" if own else "vit_small_patch14_dinov2", arguments)
+        raise Refused(
+            "use_swiglu_ffn: such an MLP is not converted; timm's own vit_giant_patch14_dinov2 has it"
+        )
+    arguments = {
+        **_tokens(config),
+        **_activation(config),
+        "qkv_bias": config.qkv_bias,
+        "init_values": 1e-5,
+    }
+    own = architecture.endswith(
+        "ForImageClassification"
+    )  # its head reads the mean of the patches too
+    return TimmNetwork(
+        "certvit_dinov2_classifier" if own else "vit_small_patch14_dinov2", arguments
+    )
 
 
 def _dinov2_registers(config: TokenConfig, architecture: str) -> TimmNetwork:
     network = _dinov2(config, architecture)
-    return TimmNetwork(network.arch, {**network.arguments, "reg_tokens": config.num_register_tokens})
+    return TimmNetwork(
+        network.arch, {**network.arguments, "reg_tokens": config.num_register_tokens}
+    )
 
 
 def _beit(config: TokenConfig, _: str) -> TimmNetwork:
     if not config.use_mean_pooling:
-        raise Refused("use_mean_pooling is false: a BEiT that ends in its class token is not converted")
+        raise Refused(
+            "use_mean_pooling is false: a BEiT that ends in its class token is not converted"
+        )
     if config.use_relative_position_bias or config.use_shared_relative_position_bias:
         _side(config)
     if config.hidden_act != "gelu":
@@ -162,10 +195,16 @@ def _beit(config: TokenConfig, _: str) -> TimmNetwork:
 def _swin(config: SwinConfig, _: str) -> TimmNetwork:
     second = config.model_type == "swinv2"
     if config.use_absolute_embeddings or not config.qkv_bias:
-        raise Refused("use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin")
+        raise Refused(
+            "use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin"
+        )
     if config.layer_norm_eps != 1e-5:  # transformers' other norms keep 1e-5
-        raise Refused(f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted")
-    require_whole_windows(_side(config), config.patch_size, len(config.depths), config.window_size, shrinks=second)
+        raise Refused(
+            f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted"
+        )
+    require_whole_windows(
+        _side(config), config.patch_size, len(config.depths), config.window_size, shrinks=second
+    )
     activation = _activation(config)
     if activation and not second:
         raise Refused(f"timm's Swin has no activation '{config.hidden_act}'")
@@ -183,7 +222,8 @@ def _swin(config: SwinConfig, _: str) -> TimmNetwork:
     }
     if second:
         return TimmNetwork(
-            "swinv2_tiny_window8_256", {**arguments, "pretrained_window_sizes": config.pretrained_window_sizes}
+            "swinv2_tiny_window8_256",
+            {**arguments, "pretrained_window_sizes": config.pretrained_window_sizes},
         )
     return TimmNetwork("swin_tiny_patch4_window7_224", arguments)
 
@@ -197,7 +237,9 @@ def _convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
         "num_classes": config.classes,
         **_activation(config),
     }
-    last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})  # the other norms have timm's 1e-6
+    last = Replacement(
+        "head.norm", "norm-eps", {"eps": config.layer_norm_eps}
+    )  # the other norms have timm's 1e-6
     if config.model_type == "convnextv2":
         return TimmNetwork("convnextv2_tiny", arguments, (last,))
     arguments["ls_init_value"] = 1e-6 if config.layer_scale_init_value > 0 else None
@@ -214,7 +256,10 @@ def _dinov2_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str
 
 def _swin_tensors(tensors: dict[str, Tensor], config: SwinConfig) -> dict[str, Tensor]:
     """transformers merges patches at the end of a stage, timm at the start of the next."""
-    return renamed(tensors, [(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample")])
+    return renamed(
+        tensors,
+        [(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample")],
+    )
 
 
 def _deit_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str, Tensor]:
@@ -235,16 +280,27 @@ _MEAN_OF_IMAGE = "pooler_output, the norm of the mean over the image"
 FAMILIES: Mapping[str, ModelType] = {
     "vit": ModelType("ViT", TokenConfig, _vit, TOKEN_NAMES, _CLASS_TOKEN),
     "vit_msn": ModelType("ViTMSN", TokenConfig, _vit, TOKEN_NAMES, _CLASS_TOKEN),
-    "deit": ModelType("DeiT", TokenConfig, _deit, TOKEN_NAMES, _CLASS_TOKEN, _deit_tensors, ("", "WithTeacher")),
-    "beit": ModelType("Beit", TokenConfig, _beit, TOKEN_NAMES, "pooler_output, the norm of the patches' mean"),
+    "deit": ModelType(
+        "DeiT", TokenConfig, _deit, TOKEN_NAMES, _CLASS_TOKEN, _deit_tensors, ("", "WithTeacher")
+    ),
+    "beit": ModelType(
+        "Beit", TokenConfig, _beit, TOKEN_NAMES, "pooler_output, the norm of the patches' mean"
+    ),
     "dinov2": ModelType("Dinov2", TokenConfig, _dinov2, TOKEN_NAMES, _CLASS_TOKEN),
     "dinov2_with_registers": ModelType(
-        "Dinov2WithRegisters", TokenConfig, _dinov2_registers, TOKEN_NAMES, _CLASS_TOKEN, _dinov2_tensors
+        "Dinov2WithRegisters",
+        TokenConfig,
+        _dinov2_registers,
+        TOKEN_NAMES,
+        _CLASS_TOKEN,
+        _dinov2_tensors,
     ),
     "swin": ModelType("Swin", SwinConfig, _swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors),
     "swinv2": ModelType("Swinv2", SwinConfig, _swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors),
     "convnext": ModelType("ConvNext", ConvNextConfig, _convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE),
-    "convnextv2": ModelType("ConvNextV2", ConvNextConfig, _convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE, _convnext_tensors),
+    "convnextv2": ModelType(
+        "ConvNextV2", ConvNextConfig, _convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE, _convnext_tensors
+    ),
 }
 _POOLER = "pooler.dense.weight"
 _UNUSED = r"^mask_token$|^pooler\.dense\."
@@ -253,7 +309,9 @@ _UNUSED = r"^mask_token$|^pooler\.dense\."
 
 def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
     """Whether the names are those of transformers' vision models, which all begin with `embeddings`."""
-    return any(re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors)
+    return any(
+        re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors
+    )
 
 
 def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted:
@@ -300,11 +358,15 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
     if ignored := [option for option in hints.given if option.startswith("--arch")]:
         doubts.append(f"{CONFIG} describes the architecture: {', '.join(ignored)} ignored")
-    return Converted(found, record, f"transformers' {architecture}", origins, tuple(doubts), computed, features)
+    return Converted(
+        found, record, f"transformers' {architecture}", origins, tuple(doubts), computed, features
+    )
 
 
 def _class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
     """The classes by their plain names, all different; texts such as "tench, Tinca tinca" are no names of folders."""
     names = [(labels or {}).get(str(number), "") for number in range(len(labels or {}))]
-    plain = all(re.fullmatch(r"[\w.\-]{1,128}", name) and not name.startswith("LABEL_") for name in names)
+    plain = all(
+        re.fullmatch(r"[\w.\-]{1,128}", name) and not name.startswith("LABEL_") for name in names
+    )
     return tuple(names) if names and plain and len(set(names)) == len(names) else None

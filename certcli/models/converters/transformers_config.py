@@ -68,7 +68,9 @@ class SwinConfig(Config, kw_only=True):
     depths: Annotated[list[Layers], Meta(min_length=1, max_length=8)]
     num_heads: Annotated[list[Size], Meta(min_length=1, max_length=8)]
     window_size: Side
-    pretrained_window_sizes: Annotated[list[Annotated[int, Meta(ge=0, le=1024)]], Meta(max_length=8)] = []
+    pretrained_window_sizes: Annotated[
+        list[Annotated[int, Meta(ge=0, le=1024)]], Meta(max_length=8)
+    ] = []
     mlp_ratio: Ratio
     qkv_bias: bool = True
     use_absolute_embeddings: bool = False
@@ -102,10 +104,14 @@ class Pixels(Struct, kw_only=True):
 
 
 def decoded(config: Path, wanted: type[T]) -> T:
-    return read_config(config, lambda text: decode(text, wanted), "fetch it again, as transformers wrote it")
+    return read_config(
+        config, lambda text: decode(text, wanted), "fetch it again, as transformers wrote it"
+    )
 
 
-def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[str, str], list[str]]:
+def input_spec(
+    config: Any, path: Path, hints: Hints
+) -> tuple[InputSpec, dict[str, str], list[str]]:
     """Return the pixels, the origins of their facts, and doubts; options come before preprocessor_config.json.
 
     Raises:
@@ -124,7 +130,9 @@ def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[s
     height, width = (sides, sides) if isinstance(sides, int) else sides
     resample = None if pixels is None else pixels.resample
     view = _RESAMPLING[2 if resample is None else resample], _crop(pixels, min(height, width))
-    spec = pixel_input((config.num_channels, height, width), mean, std, view, f"check {PIXELS}, --mean and --std")
+    spec = pixel_input(
+        (config.num_channels, height, width), mean, std, view, f"check {PIXELS}, --mean and --std"
+    )
     origins["view"] = "by default" if pixels is None else PIXELS
     made, doubts = None if pixels is None else _made(pixels), []
     if made is not None and made != [height, width]:
@@ -136,12 +144,16 @@ def input_spec(config: Any, path: Path, hints: Hints) -> tuple[InputSpec, dict[s
     return spec, origins, doubts
 
 
-def _statistics(pixels: Pixels | None) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
+def _statistics(
+    pixels: Pixels | None,
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
     """Mean and std of pixels in [0, 1]: (255 f x - m) / s = (x - m / (255 f)) / (s / (255 f)), f the rescale factor."""
     if pixels is None:
         return None, None, ""
     if pixels.offset:
-        raise ArchitectureError(f"{PIXELS} subtracts an offset after rescaling, which is not converted")
+        raise ArchitectureError(
+            f"{PIXELS} subtracts an offset after rescaling, which is not converted"
+        )
     scale = 255 * pixels.rescale_factor if pixels.do_rescale else 255.0
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale  # 0.00392156862745098 is 1 / 255 in 16 digits
     if not pixels.do_normalize:

@@ -14,7 +14,10 @@ TOKEN_NAMES: Renames = (
     (r"\.layernorm_after\.", ".norm2."),
     (r"\.attention\.(output\.dense|o_proj)\.", ".attn.proj."),
     (r"\.attention\.attention\.", ".attn."),
-    (r"\.attention\.q_proj\.", ".attn.query."),  # transformers 5 in memory; its files keep the names of 4
+    (
+        r"\.attention\.q_proj\.",
+        ".attn.query.",
+    ),  # transformers 5 in memory; its files keep the names of 4
     (r"\.attention\.k_proj\.", ".attn.key."),
     (r"\.attention\.v_proj\.", ".attn.value."),
     (r"\.intermediate\.dense\.", ".mlp.fc1."),

@@ -15,7 +15,15 @@ from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 _RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
-_EMA = ("model_ema", "state_dict_ema", "ema", "ema_state_dict", "ema_model", "params_ema", "teacher")
+_EMA = (
+    "model_ema",
+    "state_dict_ema",
+    "ema",
+    "ema_state_dict",
+    "ema_model",
+    "params_ema",
+    "teacher",
+)
 _PREFIXES = (
     "module.",
     "_orig_mod.",
@@ -52,7 +60,11 @@ class Bare:
 
     def facts(self) -> list[Fact]:
         """Return what was taken off and renamed."""
-        found = [Fact("weights", " / ".join(f"'{key}'" for key in self.keys), "the file")] if self.keys else []
+        found = (
+            [Fact("weights", " / ".join(f"'{key}'" for key in self.keys), "the file")]
+            if self.keys
+            else []
+        )
         found += [Fact("names", f"without '{self.prefix}'", "the file")] if self.prefix else []
         by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
         return [*found, by_filter] if self.original else found
@@ -65,7 +77,9 @@ def read_torch(path: Path, weights: str | None) -> Bare:
         weights: "raw" or "ema", where the file holds both.
     """
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts save their options beside
+        with torch.serialization.safe_globals(
+            [argparse.Namespace]
+        ):  # training scripts save their options beside
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as failure:  # of hostile bytes, the restricted unpickler raises anything
         raise CheckpointError(
@@ -74,7 +88,9 @@ def read_torch(path: Path, weights: str | None) -> Bare:
         ) from failure
     keys: list[str] = []
     while isinstance(loaded, Mapping) and not _is_state_dict(loaded) and len(keys) < _DEEPEST:
-        inner = _choice([key for key in (*_RAW, *_EMA) if isinstance(loaded.get(key), Mapping)], path, weights)
+        inner = _choice(
+            [key for key in (*_RAW, *_EMA) if isinstance(loaded.get(key), Mapping)], path, weights
+        )
         if inner is None:
             break
         keys.append(inner)
@@ -85,15 +101,24 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     if len(tensors) < len(loaded):
         raise CheckpointError(f"{path} has two tensors of one name")
     for name, value in tensors.items():
-        plain = value.layout == torch.strided and not value.is_quantized and not value.is_meta and not value.is_nested
+        plain = (
+            value.layout == torch.strided
+            and not value.is_quantized
+            and not value.is_meta
+            and not value.is_nested
+        )
         if not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise CheckpointError(f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own")
+            raise CheckpointError(
+                f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own"
+            )
     require_numbers(tensors, path.name)
     return Bare(tensors, tuple(keys))
 
 
 def _is_state_dict(loaded: Any) -> bool:
-    return isinstance(loaded, Mapping) and all(isinstance(value, Tensor) for value in loaded.values())
+    return isinstance(loaded, Mapping) and all(
+        isinstance(value, Tensor) for value in loaded.values()
+    )
 
 
 def _choice(keys: list[str], path: Path, weights: str | None) -> str | None:
@@ -124,7 +149,10 @@ def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
         if len(firsts) == 2 and firsts & set(_RAW) and firsts & set(_EMA):
             chosen = _choice(sorted(firsts), path, weights)
             found = {name: value for name, value in found.items() if name.startswith(f"{chosen}.")}
-        prefix = next((each for each in _PREFIXES if found and all(name.startswith(each) for name in found)), None)
+        prefix = next(
+            (each for each in _PREFIXES if found and all(name.startswith(each) for name in found)),
+            None,
+        )
         if prefix is None:
             break
         found = {name.removeprefix(prefix): value for name, value in found.items()}
@@ -133,6 +161,7 @@ def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
     if weights is not None and bare.averaged != (weights == "ema"):
         kinds = ("raw", "averaged") if bare.averaged else ("averaged", "raw")
         raise ArchitectureError(
-            f"{path.name} holds no {kinds[0]} weights, only {kinds[1]} ones", f"leave out --weights {weights}"
+            f"{path.name} holds no {kinds[0]} weights, only {kinds[1]} ones",
+            f"leave out --weights {weights}",
         )
     return bare

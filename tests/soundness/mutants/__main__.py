@@ -167,18 +167,28 @@ class Campaign:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             except TypeError as error:  # pytest's words for a line that has no number, where TooLong happened to fall
                 self.failed = {"by": str(error)}
-            if self.failed is None:  # a test that fails or takes too long without a mutant kills none
+            if (
+                self.failed is None
+            ):  # a test that fails or takes too long without a mutant kills none
                 own = [self.fixtures[name] for name in getattr(item, "fixturenames", ())]
                 for line in self.lines.union(*own):
-                    ran[line.removeprefix(f"{ROOT}/")].append([item.nodeid, time.process_time() - start])
+                    ran[line.removeprefix(f"{ROOT}/")].append(
+                        [item.nodeid, time.process_time() - start]
+                    )
         return ran
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         room, options = ROOMS[self.room], self.options
-        for file in room.files():  # before a fork: a later import would bring the code without its mutant
-            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+        for (
+            file
+        ) in room.files():  # before a fork: a later import would bring the code without its mutant
+            importlib.import_module(
+                ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            )
         made = session.config._tmp_path_factory.getbasetemp() / "workshop"  # type: ignore[attr-defined]
-        made.symlink_to(self.state.with_name("workshop").resolve())  # networks that no mutant has a part in
+        made.symlink_to(
+            self.state.with_name("workshop").resolve()
+        )  # networks that no mutant has a part in
         functions = functions_by_file()
         self.state.parent.mkdir(parents=True, exist_ok=True)
         alike = [name for name in ROOMS if ROOMS[name].tests == room.tests]  # traced together
@@ -191,9 +201,13 @@ class Campaign:
         deadline = time.monotonic() + self.seconds
         drawn = chosen(self.room, options)
         again = [
-            mutant for mutant in every(self.room) if done.get(mutant.key) == "survived" and options.only in mutant.key
+            mutant
+            for mutant in every(self.room)
+            if done.get(mutant.key) == "survived" and options.only in mutant.key
         ]
-        for mutant in again if options.survivors else [mutant for mutant in drawn if mutant.key not in done]:
+        for mutant in (
+            again if options.survivors else [mutant for mutant in drawn if mutant.key not in done]
+        ):
             if time.monotonic() > deadline:
                 break
             first, second = (f"{mutant.path.relative_to(ROOT)}:{line}" for line in mutant.lines)
@@ -207,16 +221,25 @@ class Campaign:
 
             def trial(mutant: Mutant = mutant, picked: list[pytest.Item] = picked) -> Json:
                 whole = compile(mutated(mutant), str(mutant.path), "exec")
-                return self.run(picked) if place(whole, functions[str(mutant.path)]) else {"status": "misfit"}
+                return (
+                    self.run(picked)
+                    if place(whole, functions[str(mutant.path)])
+                    else {"status": "misfit"}
+                )
 
             start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-            answer = forked(trial, 4 * cost + 5) if picked else {"status": "survived", "by": "no test"}
+            answer = (
+                forked(trial, 4 * cost + 5) if picked else {"status": "survived", "by": "no test"}
+            )
             spent = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start, 2)
             if answer["status"] == "crash" and mutant.operator in CHECKS:
                 answer["status"] = "killed"
             with self.state.open("a") as out:
                 out.write(
-                    json.dumps({"key": mutant.key, "operator": mutant.operator, **answer, "seconds": spent}) + "\n"
+                    json.dumps(
+                        {"key": mutant.key, "operator": mutant.operator, **answer, "seconds": spent}
+                    )
+                    + "\n"
                 )
         return True
 
@@ -255,8 +278,14 @@ def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
         if options.only in mutant.key:
             of[mutant.operator].append(mutant)
     for found in of.values():
-        found.sort(key=lambda mutant: hashlib.sha256(f"{options.seed} {mutant.key}".encode()).digest())
-    turns = [(turn, operator, mutant) for operator in sorted(of) for turn, mutant in enumerate(of[operator])]
+        found.sort(
+            key=lambda mutant: hashlib.sha256(f"{options.seed} {mutant.key}".encode()).digest()
+        )
+    turns = [
+        (turn, operator, mutant)
+        for operator in sorted(of)
+        for turn, mutant in enumerate(of[operator])
+    ]
     return [mutant for _, _, mutant in sorted(turns, key=lambda turn: turn[:2])][: options.count]
 
 
@@ -279,12 +308,16 @@ def score(state: Path) -> None:
         f"{'room':<14}{'counted':>8}{'killed':>8}{'survived':>9}{'score':>7}   equivalent, crashed at once, seconds each"
     )
     for room in (*ROOMS, "all"):
-        killed, survived, equivalent = (counts[room][name] for name in ("killed", "survived", "equivalent"))
+        killed, survived, equivalent = (
+            counts[room][name] for name in ("killed", "survived", "equivalent")
+        )
         counted = killed + survived
         share = f"{killed / counted:.0%}" if counted else "-"
         crashed = counts[room].total() - counted - equivalent
         each = spent[room] / max(1, counts[room].total())
-        print(f"{room:<14}{counted:>8}{killed:>8}{survived:>9}{share:>7}   {equivalent}, {crashed}, {each:.1f}")
+        print(
+            f"{room:<14}{counted:>8}{killed:>8}{survived:>9}{share:>7}   {equivalent}, {crashed}, {each:.1f}"
+        )
     for row in left:
         print(f"{row['operator']:<26} {row['key']}")
 
@@ -292,14 +325,24 @@ def score(state: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--room", choices=ROOMS, action="append", help="these rooms only")
-    parser.add_argument("--seconds", type=float, default=600, help="of mutants, divided among the rooms")
-    parser.add_argument("--count", type=int, default=66, help="mutants of a room, drawn with --seed")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="of mutants, divided among the rooms"
+    )
+    parser.add_argument(
+        "--count", type=int, default=66, help="mutants of a room, drawn with --seed"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=3.0, help="CPU seconds of a test; a longer one is left out")
+    parser.add_argument(
+        "--longest", type=float, default=3.0, help="CPU seconds of a test; a longer one is left out"
+    )
     parser.add_argument("--only", default="", help="only mutants whose name contains this")
     parser.add_argument("--survivors", action="store_true", help="try again those that survived")
-    parser.add_argument("--tests", type=float, default=10, help="CPU seconds of tests a mutant, the quickest first")
-    parser.add_argument("--trace", action="store_true", help="find out again which tests run which line")
+    parser.add_argument(
+        "--tests", type=float, default=10, help="CPU seconds of tests a mutant, the quickest first"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="find out again which tests run which line"
+    )
     parser.add_argument("--state", default="build/mutants", help="the folder of the answers")
     options = parser.parse_args()
     rooms = options.room or list(ROOMS)
@@ -311,8 +354,14 @@ def main() -> None:
         if process == 0:
             tests = [str(ROOT / "tests" / test) for test in ROOMS[room].tests]
             quiet = ["-o", "addopts=", "--import-mode=importlib"]
-            quiet += [word for name in ("terminal", "xdist", "cacheprovider") for word in ("-p", f"no:{name}")]
-            pytest.main([*tests, *quiet], plugins=[Campaign(room, options, options.seconds / len(rooms))])
+            quiet += [
+                word
+                for name in ("terminal", "xdist", "cacheprovider")
+                for word in ("-p", f"no:{name}")
+            ]
+            pytest.main(
+                [*tests, *quiet], plugins=[Campaign(room, options, options.seconds / len(rooms))]
+            )
             os._exit(0)
         os.waitpid(process, 0)
     score(Path(options.state))

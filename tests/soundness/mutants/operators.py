@@ -9,7 +9,11 @@ from pathlib import Path
 
 BINARY = {
     ast.Mult: (("factor dropped", "(A, B)[0]"), ("factor dropped", "(B, A)[0]")),
-    ast.Add: (("term dropped", "(A, B)[0]"), ("term dropped", "(B, A)[0]"), ("sign turned", "A - B")),
+    ast.Add: (
+        ("term dropped", "(A, B)[0]"),
+        ("term dropped", "(B, A)[0]"),
+        ("sign turned", "A - B"),
+    ),
     ast.Sub: (("sign turned", "A + B"), ("term dropped", "(A, B)[0]")),
     ast.Pow: (("power or divisor dropped", "(A, B)[0]"),),
     ast.Div: (("power or divisor dropped", "(A, B)[0]"),),
@@ -23,11 +27,29 @@ EXTREMES = {
 NORMS = ("norm", "sigma", "length", "norm1", "norm2", "fibres", "root_up", "bound", "radius")
 LAYOUT = ("dim", "keepdim", "device", "strict", "hint", "path", "name", "why")
 """Keywords without which a call means the same, raises, or words a message otherwise."""
-COUNTS = ("len", "count", "tokens", "heads", "size", "shape", "taps", "width", "numel", "classes", "images")
+COUNTS = (
+    "len",
+    "count",
+    "tokens",
+    "heads",
+    "size",
+    "shape",
+    "taps",
+    "width",
+    "numel",
+    "classes",
+    "images",
+)
 MEMORY = ("at_once", "_batches", "itemsize", "element_size", "nbytes")
 """Functions and attributes that say how much fits into memory: on their numbers no certificate rests."""
 REFUSED = ("None", "False", "INF", "math.inf", "inf", "ZERO")
-CHECKS = ("check skipped", "condition dropped", "call skipped", "negation dropped", "end of a range")
+CHECKS = (
+    "check skipped",
+    "condition dropped",
+    "call skipped",
+    "negation dropped",
+    "end of a range",
+)
 """Mutations that a crash rightly kills: a check is there so that nothing crashes later."""
 
 
@@ -92,12 +114,21 @@ def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
         yield "underestimated by 2^-20", _made(f"A * {1 - 2**-20!r}", A=node)
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in LAYOUT:
-            yield "option ignored", ast.Call(node.func, node.args, [k for k in node.keywords if k is not keyword])
+            yield (
+                "option ignored",
+                ast.Call(node.func, node.args, [k for k in node.keywords if k is not keyword]),
+            )
 
 
 def _is_limit(node: ast.expr) -> bool:
     """Tell whether a number is a limit that somebody chose: whether the limit itself is beyond it, makes no difference."""
-    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    name = (
+        node.id
+        if isinstance(node, ast.Name)
+        else node.attr
+        if isinstance(node, ast.Attribute)
+        else ""
+    )
     return name.isupper() or (
         isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and node.value >= 16
     )
@@ -114,7 +145,10 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in TURNED:
         if any(_is_limit(part) for part in (node.left, *node.comparators)):
             return
-        yield "end of a range", ast.Compare(node.left, [TURNED[type(node.ops[0])]()], node.comparators)
+        yield (
+            "end of a range",
+            ast.Compare(node.left, [TURNED[type(node.ops[0])]()], node.comparators),
+        )
     elif isinstance(node, ast.BoolOp):
         for gone in node.values:
             kept = [value for value in node.values if value is not gone]
@@ -123,17 +157,30 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield "negation dropped", _made("bool(A)", A=node.operand)
     elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
         index = ast.unparse(node.slice)
-        if index != "0" and (index.lstrip("-").isdigit() or len(index) == 1 or index in ("index", "row", "head")):
+        if index != "0" and (
+            index.lstrip("-").isdigit() or len(index) == 1 or index in ("index", "row", "head")
+        ):
             yield "index lost", _made("A[0]", A=node.value)
     elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
         if (node.id if isinstance(node, ast.Name) else node.attr) == "alpha":
             yield "alpha doubled", _made("A * 2.0", A=node)
     elif isinstance(node, ast.If):
         last = node.body[-1]
-        returned = ast.unparse(last.value) if isinstance(last, ast.Return) and last.value is not None else ""
+        returned = (
+            ast.unparse(last.value)
+            if isinstance(last, ast.Return) and last.value is not None
+            else ""
+        )
         if isinstance(last, ast.Raise) or returned in REFUSED:
-            yield "check skipped", ast.If(_made("(False, A)[0]", A=node.test), node.body, node.orelse)
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and "super()" not in ast.unparse(node):
+            yield (
+                "check skipped",
+                ast.If(_made("(False, A)[0]", A=node.test), node.body, node.orelse),
+            )
+    elif (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and "super()" not in ast.unparse(node)
+    ):
         yield "call skipped", ast.Expr(_made("lambda: A", A=node.value))
 
 
@@ -148,7 +195,9 @@ class _Visitor(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.names.append(node.name)
         self.inside += 1
-        node.body = [self.visit(part) for part in node.body]  # not its decorators and defaults, which run at import
+        node.body = [
+            self.visit(part) for part in node.body
+        ]  # not its decorators and defaults, which run at import
         self.inside -= 1
         self.names.pop()
         return node
@@ -180,9 +229,14 @@ class _Visitor(ast.NodeTransformer):
         rests = self.inside and not any(name in MEMORY for name in self.names)
         for operator, variant in _variants(node) if rests else ():
             if self.chosen is None:
-                change = [" ".join(ast.unparse(copy.deepcopy(part)).split())[:90] for part in (node, variant)]
+                change = [
+                    " ".join(ast.unparse(copy.deepcopy(part)).split())[:90]
+                    for part in (node, variant)
+                ]
                 place = ".".join(self.names)
-                self.found.append((operator, place, " => ".join(change), (node.lineno, self.statement)))  # type: ignore[attr-defined]
+                self.found.append(
+                    (operator, place, " => ".join(change), (node.lineno, self.statement))
+                )  # type: ignore[attr-defined]
             elif self.count == self.chosen:
                 placed = copy.deepcopy(variant)
             self.count += 1
@@ -199,10 +253,14 @@ def mutants(path: Path, root: Path) -> list[Mutant]:
     for number, (operator, function, change, lines) in enumerate(visitor.found):
         key = f"{path.relative_to(root)} {function}: {change}"
         seen[key] += 1
-        found.append(Mutant(key + (f" #{seen[key]}" if seen[key] > 1 else ""), operator, path, lines, number))
+        found.append(
+            Mutant(key + (f" #{seen[key]}" if seen[key] > 1 else ""), operator, path, lines, number)
+        )
     return found
 
 
 def mutated(mutant: Mutant) -> ast.Module:
     """Return the tree of the file with this mutation in it."""
-    return ast.fix_missing_locations(_Visitor(mutant.number).visit(ast.parse(mutant.path.read_text())))
+    return ast.fix_missing_locations(
+        _Visitor(mutant.number).visit(ast.parse(mutant.path.read_text()))
+    )

@@ -33,7 +33,9 @@ class _Lambdas(ast.NodeTransformer):
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self.generic_visit(node)
-        marked = ast.BoolOp(ast.Or(), [_mark(self.path, node.body).value, node.body])  # add returns None
+        marked = ast.BoolOp(
+            ast.Or(), [_mark(self.path, node.body).value, node.body]
+        )  # add returns None
         node.body = ast.copy_location(marked, node.body)
         return node
 

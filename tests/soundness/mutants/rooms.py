@@ -15,13 +15,28 @@ class Room:
 
     def files(self) -> list[Path]:
         places = [ROOT / "certcli" / source for source in self.sources]
-        return sorted({file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))})
+        return sorted(
+            {
+                file
+                for place in places
+                for file in ([place] if place.is_file() else place.rglob("*.py"))
+            }
+        )
 
 
 _LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value", "heads")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "real", "spectral")
-_EVALUATION = ("evidence", "intervals", "radii", "record_lines", "records", "region", "resumed", "threat")
+_EVALUATION = (
+    "evidence",
+    "intervals",
+    "radii",
+    "record_lines",
+    "records",
+    "region",
+    "resumed",
+    "threat",
+)
 ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),
     "rules": Room(("lipschitz/rules", *(f"lipschitz/{name}.py" for name in _LIPSCHITZ)), _LAWS),
@@ -39,6 +54,7 @@ ROOMS = {
     "verification": Room(("verification",), ("verification",)),
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
     "engine": Room(
-        ("engine",), ("engine", *(f"lipschitz/test_{name}.py" for name in ("options", "refusals", "attention")))
+        ("engine",),
+        ("engine", *(f"lipschitz/test_{name}.py" for name in ("options", "refusals", "attention"))),
     ),
 }

@@ -75,7 +75,11 @@ def negative(x: Form) -> Form:
 
 # where two streams meet is the place to keep the number of symbols within its limit
 register_arithmetic(
-    rules, Form, lambda x, y: (x + y).reduced(), negative, lambda x, y: product(x.worked(), y.worked(), times, 1)
+    rules,
+    Form,
+    lambda x, y: (x + y).reduced(),
+    negative,
+    lambda x, y: product(x.worked(), y.worked(), times, 1),
 )
 
 

@@ -38,7 +38,9 @@ def linear(ctx: ZonotopeContext, module: nn.Linear, x: Form) -> Form:
 
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """W x + b on the last axis; what single entries may be off by becomes symbols first, so that W can cancel it."""
-    out = x.worked().linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1])
+    out = x.worked().linear(
+        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1]
+    )
     return out if bias is None else out.shift(bias)
 
 
@@ -48,7 +50,9 @@ def normalise(ctx: ZonotopeContext, module: Any, x: Form) -> Form:
 
 
 @rules.function(F.rms_norm)
-def rms_norm(ctx: ZonotopeContext, x: Form, shape: Any, weight: Any = None, eps: float | None = None) -> Form:
+def rms_norm(
+    ctx: ZonotopeContext, x: Form, shape: Any, weight: Any = None, eps: float | None = None
+) -> Form:
     if eps is None or tuple(shape) != x.shape[-1:]:
         raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
     gain = weight.tensor if isinstance(weight, Constant) else weight
@@ -81,22 +85,37 @@ def pixels(ctx: ZonotopeContext, module: PixelNormalize, x: Form) -> Form:
     return x.shift(-mean).linear(lambda t: t / std, lambda t: t / std.abs(), terms=1)
 
 
-@rules.module(nn.Conv2d, when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str))
+@rules.module(
+    nn.Conv2d,
+    when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
+)
 def convolution(ctx: ZonotopeContext, module: nn.Conv2d, x: Form) -> Form:
     if len(x.shape) != 4:
         raise NoRule("a convolution of something other than (b, c, h, w)")
 
     def run(t: Tensor, weight: Tensor) -> Tensor:
-        out = F.conv2d(t.flatten(0, 1), weight, None, module.stride, module.padding, module.dilation, module.groups)
+        out = F.conv2d(
+            t.flatten(0, 1),
+            weight,
+            None,
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.groups,
+        )
         return out.view(*t.shape[:2], *out.shape[1:])
 
     terms = module.weight[0].numel()
-    out = x.worked().linear(lambda t: run(t, module.weight), lambda t: run(t, module.weight.abs()), terms=terms)
+    out = x.worked().linear(
+        lambda t: run(t, module.weight), lambda t: run(t, module.weight.abs()), terms=terms
+    )
     return out if module.bias is None else out.shift(module.bias.view(-1, 1, 1))
 
 
 @attention_module(rules)
-def attention(ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False) -> Form:
+def attention(
+    ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False
+) -> Form:
     """timm's multi-head attention, for the queries that are read later."""
     require_no_mask(attn_mask, is_causal)
     x, heads = x.worked(), module.num_heads
@@ -112,7 +131,9 @@ def attention(ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None,
 
     asking = x if token is None else x.linear(lambda t: t[:, :, token : token + 1])
     out = attend(part(0, asking), part(1, x), part(2, x), module.scale)
-    return affine(out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias)
+    return affine(
+        out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias
+    )
 
 
 @fused_attention(rules)

@@ -17,11 +17,23 @@ from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
 
 _METHODS = (
-    *("reshape", "view", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze"),
+    *(
+        "reshape",
+        "view",
+        "flatten",
+        "unflatten",
+        "permute",
+        "transpose",
+        "contiguous",
+        "squeeze",
+        "unsqueeze",
+    ),
     *("unbind", "chunk", "split", "select", "narrow", "clone"),
 )
 # columns are not laid out as the traced tensor was: a view of it may need a copy here
-ARRANGING_METHODS = {name: Tensor.reshape if name == "view" else getattr(Tensor, name) for name in _METHODS}
+ARRANGING_METHODS = {
+    name: Tensor.reshape if name == "view" else getattr(Tensor, name) for name in _METHODS
+}
 ARRANGING_FUNCTIONS = (
     torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.unbind,
     torch.chunk, torch.split, torch.select, torch.narrow, torch.clone,
@@ -50,15 +62,21 @@ def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor
     return lambda t: run(t)[index]
 
 
-def register_moves(table: RuleTable, move: Callable[..., Any], settle: Callable[[Any], Any] = lambda x: x) -> None:
+def register_moves(
+    table: RuleTable, move: Callable[..., Any], settle: Callable[[Any], Any] = lambda x: x
+) -> None:
     """Register in a domain's table the operations that move, repeat or drop entries of one tensor.
 
     move: (function, value, *args, **kwargs) -> value(s). settle: makes a value speak of the tensor itself.
     """
     for name, function in ARRANGING_METHODS.items():
-        table.method(name)(lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs))
+        table.method(name)(
+            lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs)
+        )
     for function in ARRANGING_FUNCTIONS:
-        table.function(function)(lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs))
+        table.function(function)(
+            lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs)
+        )
 
     @table.function(operator.getitem)
     def item(ctx: Any, x: Any, index: Any) -> Any:
@@ -133,7 +151,8 @@ def _joined(parts: list[Form], axis: int) -> Node | None:
         return None
     lengths = [part.shape[axis] for part in parts]
     constant = torch.cat(
-        [torch.zeros_like(part.centre) if part.node is not None else part.centre for part in parts], axis
+        [torch.zeros_like(part.centre) if part.node is not None else part.centre for part in parts],
+        axis,
     )
 
     def pull(rows: Tensor) -> list[Tensor]:
