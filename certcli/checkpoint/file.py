@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.checkpoint import shards
+from certcli.checkpoint.git_lfs import require_no_pointer
+from certcli.checkpoint.header import require_header
 from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
@@ -144,6 +146,8 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    require_no_pointer(path)
+    require_header(path)
     try:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata() or {}

@@ -21,9 +21,10 @@ import timm
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
 from certcli.checkpoint.record import KEY, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, is_name
+from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
 from certcli.checkpoint.shards import INDEX, named, weights_in
 from certcli.models import build
+from certcli.models.advice import advice
 from certcli.models.appearance import appearance
 from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
 from certcli.models.build import OpenCheckpoint
@@ -34,15 +35,22 @@ from certcli.models.converters.original import filtered
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import is_transformers
 from certcli.models.converters.transformers_config import PIXELS
-from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch, unwrapped
+from certcli.models.converters.wrapping import (
+    TORCH_SUFFIXES,
+    Bare,
+    Normaliser,
+    read_torch,
+    unwrapped,
+)
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable
-from certcli.models.reading import Fact
+from certcli.models.reading import Fact, Reading
 from certcli.models.weights import require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
     CheckpointError,
+    Refused,
     UsageError,
     one_line,
 )
@@ -139,11 +147,49 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if KEY in metadata:
         return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
     bare = unwrapped(bare, path, hints.weights)
-    converted = _converted(bare.tensors, path, hints)
-    found = _of_timm(path, bare, hints) if converted is None else _as_timm(converted, bare.facts())
+    stated = bare.normaliser
+    given = hints if stated is None else _with_statistics(hints, stated, path)
+    converted = _converted(bare.tensors, path, given)
+    found = _of_timm(path, bare, given) if converted is None else _as_timm(converted, bare.facts())
+    if stated is not None:
+        found = replace(found, reading=_reading_of_normaliser(found.reading, hints, stated))
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
     record = _valid(found.reading.noted(replace(found.record, foreign=texts)), path.name)
     return build.with_network(Checkpoint(found.tensors, record), found.net, found.reading)
+
+
+def _with_statistics(hints: Hints, stated: Normaliser, path: Path) -> Hints:
+    """Return the options, completed by the statistics that the file holds before its network."""
+    try:
+        require_statistics(stated.mean, stated.std)
+    except Refused as refusal:
+        raise ArchitectureError(
+            f"{path} holds a normaliser around its network, {stated.names[0]} {_listed(stated.mean)} and "
+            f"{stated.names[1]} {_listed(stated.std)}: {refusal}",
+            "save the network inside alone, and pass --mean and --std",
+        ) from refusal
+    return replace(hints, mean=hints.mean or stated.mean, std=hints.std or stated.std)
+
+
+def _reading_of_normaliser(reading: Reading, hints: Hints, stated: Normaliser) -> Reading:
+    """Return the reading with the file's own statistics named, and a doubt where an option overrules them."""
+    doubts = list(reading.doubts)
+    facts = list(reading.facts)
+    for name, given, own in (("mean", hints.mean, stated.mean), ("std", hints.std, stated.std)):
+        if given is None:
+            facts = [
+                replace(fact, origin=stated.origin) if fact.name == name else fact for fact in facts
+            ]
+        elif set(given) != set(own):
+            doubts.append(
+                f"--{name} says {_listed(given)}, {stated.origin} {_listed(own)}: the option is taken, and the file's is "
+                "left out"
+            )
+    return replace(reading, facts=tuple(facts), doubts=tuple(doubts))
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
 
 
 def _valid(record: Record, name: str) -> Record:
@@ -216,10 +262,17 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
     net = description.net or build.build(record, like=bare.tensors)
     try:
         bare = _fitting(path, bare, net, hints)
-    except ArchitectureError:
+    except ArchitectureError as failure:
         if not hints.features and _ends_in_features(path, bare, record, hints):
             raise _headless(str(path)) from None
-        raise
+        shown = advice(net, bare.tensors)
+        if not shown:
+            raise
+        raise ArchitectureError(
+            f"{path} is another network than {record.arch} as named: it has '{one_line(shown[0].tensor)}' "
+            f"{tuple(bare.tensors[shown[0].tensor].shape)} ({_misfit(net, bare.tensors)})",
+            " ".join(each.options for each in shown),
+        ) from failure
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
@@ -251,11 +304,16 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
 
 
 def _fits(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+    return not _misfit(net, tensors)
+
+
+def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """Return where network and tensors disagree, "" where they fit."""
     try:
         require_fitting(net, tensors)
-        return True
-    except ArchitectureError:
-        return False
+        return ""
+    except ArchitectureError as failure:
+        return failure.message
 
 
 def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
