@@ -2,9 +2,10 @@
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,8 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     decode = Decoder(spec)
 
     ahead = Ahead(lambda position: decode(paths[position]))
-    positions, note = torch.arange(len(paths)), _sizes(paths, spec)
+    positions = torch.arange(len(paths))
+    note = "; ".join(filter(None, (_sizes(paths, spec), _order(classes))))
 
     def file(position: int) -> str:
         return _printable(paths[position].relative_to(dataset))
@@ -113,8 +115,15 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
     return ""
 
 
+def _order(classes: Sequence[str]) -> str:
+    """Return a note where torchvision would number the classes otherwise."""
+    if list(classes) == sorted(classes):
+        return ""
+    return "class folders named by numbers come in the order of the numbers (2 before 10), as timm has them"
+
+
 def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
-    classes = sorted(
+    classes = in_order(
         child.name
         for child in folder.iterdir()
         if child.is_dir() and not child.name.startswith(".")
@@ -133,6 +142,15 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
         paths += found
         labels += [label] * len(found)
     return paths, labels, classes
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the classes in the order of their names; where all are numbers, in the order of the numbers."""
+    found = list(names)
+    if not all(name.isascii() and name.isdigit() for name in found):
+        return sorted(found)
+    # by length first: Python refuses to read a hostile number of many thousand digits
+    return sorted(found, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
 
 
 def _images_below(folder: Path) -> Iterator[Path]:
@@ -177,13 +195,8 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
         raise DataError(
             f"{listing} has a row without file or class", f"line {rows.index(empty) + 2}"
         )
-    found = {row[class_column] for row in rows}
-    numbered = all(name.isascii() and name.isdigit() for name in found)
-    # by length first: Python refuses to read a hostile number of many thousand digits
-    classes = sorted(
-        found,
-        key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name) if numbered else (0, name),
-    )
+    classes = in_order({row[class_column] for row in rows})
+    number_of = {name: number for number, name in enumerate(classes)}
     paths = [folder / row[name_column] for row in rows]
     for row, path in zip(rows, paths, strict=True):
         if ".." in path.parts or Path(row[name_column]).is_absolute():
@@ -192,25 +205,39 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
             )
         if not path.is_file():
             raise DataError(f"{listing} names {one_line(path.name)}, which does not exist")
-    return paths, [classes.index(row[class_column]) for row in rows], classes
+    return paths, [number_of[row[class_column]] for row in rows], classes
 
 
 def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
-    """Return timm's evaluation transform (resize, centre crop) without the normalisation, which the network holds."""
+    """Return timm's evaluation transform (resize, crop) without the normalisation, which the network holds.
+
+    Its border, where the images have one, has the colour of the mean.
+    """
     import certcli.system.compat  # noqa: F401
 
     # isort: split
     from timm.data import create_transform
 
-    channels = spec.size[0]
-    transform: Callable[[Image.Image], Tensor] = create_transform(
+    whole = create_transform(
         input_size=spec.size,
         is_training=False,
         interpolation=spec.interpolation,
         crop_pct=spec.crop_pct,
-        mean=(0.0,) * channels,
-        std=(1.0,) * channels,
+        crop_mode=spec.crop_mode,
+        mean=spec.mean,
+        std=spec.std,
     )
+    *steps, last = whole.transforms
+    if type(last).__name__ != "Normalize":
+        raise AssertionError("timm's transform ends in another step than the normalisation")
+
+    def transform(image: Image.Image) -> Tensor:
+        current: Any = image
+        for step in steps:
+            current = step(current)
+        pixels: Tensor = current
+        return pixels
+
     return transform
 
 
@@ -226,7 +253,8 @@ class Decoder:
         self.channels = spec.size[0]
         self.short_side = max(spec.size[1:]) / min(1.0, spec.crop_pct)
         self.transform = _pixel_transform(spec)
-        self.grey = _pixel_transform(replace(spec, size=(1, *spec.size[1:])))
+        grey = replace(spec, size=(1, *spec.size[1:]), mean=spec.mean[:1], std=spec.std[:1])
+        self.grey = _pixel_transform(grey)
 
     def __call__(self, path: Path) -> Tensor:
         try:

@@ -5,7 +5,6 @@ one, or that fits two networks, is refused.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,36 +20,40 @@ import timm
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
 from certcli.checkpoint.record import KEY, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
-from certcli.checkpoint.shards import INDEX, named, weights_in
+from certcli.checkpoint.schema import LONGEST_TEXT, is_name
+from certcli.checkpoint.shards import INDEX, weights_in
 from certcli.models import build
 from certcli.models.advice import advice
 from certcli.models.appearance import appearance
 from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
 from certcli.models.build import OpenCheckpoint
-from certcli.models.config_json import config_beside, config_path, describe, require_consistent
+from certcli.models.config_json import (
+    config_beside,
+    config_path,
+    describe,
+    image_doubts,
+    require_consistent,
+)
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import Converted
 from certcli.models.converters.original import filtered
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import is_transformers
-from certcli.models.converters.transformers_config import PIXELS
 from certcli.models.converters.wrapping import (
     TORCH_SUFFIXES,
     Bare,
-    Normaliser,
     read_torch,
     unwrapped,
 )
 from certcli.models.hints import Hints
-from certcli.models.hub import cache_if_unreachable
-from certcli.models.reading import Fact, Reading
+from certcli.models.hub import cache_if_unreachable, fetched, reason_of
+from certcli.models.normaliser import read_with, with_statistics
+from certcli.models.reading import Fact
 from certcli.models.weights import require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
     CheckpointError,
-    Refused,
     UsageError,
     one_line,
 )
@@ -113,7 +116,7 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     if found:
         return _from_file(path, hints)
     if source.startswith(("hf-hub:", "hf_hub:")):
-        return _from_hub(source.partition(":")[2], hints)
+        return _from_file(fetched(source.partition(":")[2]), hints)
     if is_name(source) and timm.is_model(source):
         return _from_timm(source, hints)
     hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
@@ -148,48 +151,14 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
         return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
     bare = unwrapped(bare, path, hints.weights)
     stated = bare.normaliser
-    given = hints if stated is None else _with_statistics(hints, stated, path)
+    given = hints if stated is None else with_statistics(hints, stated, path)
     converted = _converted(bare.tensors, path, given)
     found = _of_timm(path, bare, given) if converted is None else _as_timm(converted, bare.facts())
     if stated is not None:
-        found = replace(found, reading=_reading_of_normaliser(found.reading, hints, stated))
+        found = replace(found, reading=read_with(found.reading, hints, stated))
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
     record = _valid(found.reading.noted(replace(found.record, foreign=texts)), path.name)
     return build.with_network(Checkpoint(found.tensors, record), found.net, found.reading)
-
-
-def _with_statistics(hints: Hints, stated: Normaliser, path: Path) -> Hints:
-    """Return the options, completed by the statistics that the file holds before its network."""
-    try:
-        require_statistics(stated.mean, stated.std)
-    except Refused as refusal:
-        raise ArchitectureError(
-            f"{path} holds a normaliser around its network, {stated.names[0]} {_listed(stated.mean)} and "
-            f"{stated.names[1]} {_listed(stated.std)}: {refusal}",
-            "save the network inside alone, and pass --mean and --std",
-        ) from refusal
-    return replace(hints, mean=hints.mean or stated.mean, std=hints.std or stated.std)
-
-
-def _reading_of_normaliser(reading: Reading, hints: Hints, stated: Normaliser) -> Reading:
-    """Return the reading with the file's own statistics named, and a doubt where an option overrules them."""
-    doubts = list(reading.doubts)
-    facts = list(reading.facts)
-    for name, given, own in (("mean", hints.mean, stated.mean), ("std", hints.std, stated.std)):
-        if given is None:
-            facts = [
-                replace(fact, origin=stated.origin) if fact.name == name else fact for fact in facts
-            ]
-        elif set(given) != set(own):
-            doubts.append(
-                f"--{name} says {_listed(given)}, {stated.origin} {_listed(own)}: the option is taken, and the file's is "
-                "left out"
-            )
-    return replace(reading, facts=tuple(facts), doubts=tuple(doubts))
-
-
-def _listed(values: Sequence[float]) -> str:
-    return " ".join(f"{value:g}" for value in values)
 
 
 def _valid(record: Record, name: str) -> Record:
@@ -288,6 +257,7 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         ):
             doubts.append(f"config.json is believed: {why}")
     doubts = doubts or statistics_doubts(net, record)
+    doubts += [] if config is None else image_doubts(config, record, hints)
     if config is not None and config.num_classes not in (
         None,
         record.classes,
@@ -382,45 +352,6 @@ _MISSING_HINT = (
 )
 
 
-def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
-    """Fetch a hub's repository and read it like a downloaded folder; timm would also unpickle files.
-
-    Args:
-        name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    repository, _, revision = name.partition("@")
-
-    def fetch(file: str) -> Path:
-        return Path(hf_hub_download(repository, file, revision=revision or None))
-
-    with cache_if_unreachable() as offline:
-        try:
-            fetch("config.json")
-            with suppress(EntryNotFoundError):  # only transformers' repositories have it
-                fetch(PIXELS)
-            try:
-                path = fetch("model.safetensors")
-            except EntryNotFoundError:
-                path = fetch(INDEX)
-                for part in named(path):
-                    fetch(part.name)
-        except CheckpointError:
-            raise
-        except Exception as failure:  # every network and hub library has its own exceptions
-            raise CheckpointError(
-                f"cannot fetch '{one_line(name)}' from the hub ({offline or _reason(failure)})",
-                "check the name and the network; the repository needs config.json and model.safetensors",
-            ) from failure
-    return _from_file(path, hints)
-
-
-def _reason(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {one_line(failure)[:120]}"
-
-
 def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     """Fetch pretrained weights through timm's loader."""
     if name.startswith("certvit_"):
@@ -432,7 +363,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"timm cannot fetch '{name}' ({offline or _reason(failure)})",
+                f"timm cannot fetch '{name}' ({offline or reason_of(failure)})",
                 "check the name and the network, or download it and give the folder",
             ) from failure
     about: Any = net.pretrained_cfg or {}
