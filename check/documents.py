@@ -18,7 +18,7 @@ TYPES = {
     "I64": "int64",
     "BOOL": "bool",
 }
-FUNCTION = (
+FUNCTION = [
     "arch",
     "arch_args",
     "classes",
@@ -28,7 +28,7 @@ FUNCTION = (
     "std",
     "interpolation",
     "crop_pct",
-)
+]
 
 
 class Unreadable(Exception):

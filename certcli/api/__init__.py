@@ -46,7 +46,7 @@ from certcli.models.build import OpenCheckpoint, PixelModel
 from certcli.models.hints import Hints
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
 from certcli.models.open import open_checkpoint, require_classifier, require_features
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import DataError, UsageError, plain
 
 FUNCTIONS = (
     "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "predict", "attack", "audit",
@@ -112,7 +112,7 @@ def load(
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(in_python(doubt), stacklevel=3)
+        warnings.warn(plain(in_python(doubt)), stacklevel=3)
     return opened
 
 

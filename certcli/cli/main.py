@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import shutil
@@ -28,7 +27,7 @@ from certcli.cli.lipschitz import command as lipschitz
 from certcli.cli.log import command as log
 from certcli.cli.predict import command as predict
 from certcli.cli.shared import settings
-from certcli.cli.shared.output import Invocation, Sink
+from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.memory import out_of_memory
@@ -250,8 +249,9 @@ def _report(message: str, hint: str, code: int) -> int:
     if ended is not None:
         return ended
     if "--json" in sys.argv and not Sink.invocation.concluded:
-        sys.stdout.write(json.dumps({"error": message, "hint": hint, "code": code}) + "\n")
-    sys.stderr.write(plain(f"certvit: {message}" + (f"\n  hint: {hint}" if hint else "")) + "\n")
+        sys.stdout.write(as_line({"error": message, "hint": hint, "code": code}))
+    lines = [f"certvit: {plain(message)}", *([f"  hint: {plain(hint)}"] if hint else [])]
+    sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
     _others().said()
     return code

@@ -95,7 +95,7 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
 
 def _printable(path: Path) -> str:
     """Return a path for one line of a record or a report: slashes between folders, unprintable characters escaped."""
-    text = plain(path.as_posix()).replace("\n", "\\n")
+    text = plain(path.as_posix())
     return text if len(text) <= LONGEST_NAME else f"…{text[1 - LONGEST_NAME :]}"
 
 

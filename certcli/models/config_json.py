@@ -13,9 +13,9 @@ import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
+from certcli.checkpoint.config_fields import DEFAULT_CROP, ConfigFields, decode_config
 from certcli.checkpoint.record import Record
 from certcli.checkpoint.shards import INDEX
-from certcli.checkpoint.timm_config import DEFAULT_CROP, ConfigFields, decode_config
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
 from certcli.models.hints import Hints

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.checkpoint.config_fields import names_of, plain_names
 from certcli.checkpoint.record import Record, Replacement
-from certcli.checkpoint.timm_config import names_of, plain_names
 from certcli.models.converters.base import (
     COMPUTED,
     Converted,
