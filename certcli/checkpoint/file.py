@@ -21,6 +21,7 @@ from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
+from certcli.system.watched import watch
 
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
@@ -146,6 +147,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    watch(path)
     require_no_pointer(path)
     require_header(path)
     try:

@@ -147,6 +147,7 @@ class TrainingFields(StrictStruct):
     optimisers: list[OptimiserFields]
     parts: list[Name]
     changes: list[tuple[Count, Count]] = []
+    digest: Digest | None = None
 
 
 class AdaptFields(StrictStruct):

@@ -18,6 +18,7 @@ import torch
 from certcli.checkpoint.git_lfs import require_no_pointer
 from certcli.checkpoint.zip_records import MAGIC, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.watched import watch
 
 _OLD_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of a file that torch before 1.6 wrote."""
@@ -82,6 +83,7 @@ def load_plain(path: Path) -> Any:
     Raises:
         CheckpointError: it is no such file, its records are not stored, or it holds something else.
     """
+    watch(path)
     try:
         with path.open("rb") as file:
             is_archive = _require_plain(file, path)

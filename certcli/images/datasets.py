@@ -220,6 +220,7 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
             f"no readable {_TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
             f"--data-dir names the folder that holds {_TORCHVISION[name]}'s own folder",
         ) from failure
+    _require_consistent(name, data_dir, len(stored.data), stored.targets, len(stored.classes))
     pixels = torch.as_tensor(stored.data)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     images = _in_memory(
@@ -229,3 +230,22 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
         return images
     chosen = images.select(split_training(images.labels, split).tolist())
     return replace(chosen, indices=torch.arange(len(chosen)))
+
+
+def _require_consistent(
+    name: str, data_dir: Path, count: int, labels: Sequence[int] | Tensor, classes: int
+) -> None:
+    """Raise DataError where the files of a dataset contradict each other: torchvision reads each alone."""
+    numbers = torch.as_tensor(labels)
+    reason = ""
+    if count != len(numbers):
+        reason = f"{count:,} images and {len(numbers):,} labels"
+    elif not count:
+        reason = "no images"
+    elif int(numbers.min()) < 0 or int(numbers.max()) >= classes:
+        reason = f"labels up to {int(numbers.max())} of {classes} classes"
+    if reason:
+        raise DataError(
+            f"the files of '{name}' in {data_dir} contradict each other: {reason}",
+            "fetch them again, all of one version",
+        )

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -14,11 +14,16 @@ from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec
 from certcli.images.labelled import Images, require_split, split_training
+from certcli.images.opening import opened
 from certcli.images.prefetch import Ahead
 from certcli.system.errors import DataError, one_line, plain
 
 LARGEST_RESIZED = 2**24
 """Pixels of an image after resizing its short side, before the crop."""
+LARGEST_TABLE = 2**28
+"""Bytes of a labels.csv: five million rows."""
+LONGEST_LINE = 2**18
+"""Characters of one of its lines."""
 LONGEST_NAME = 512
 """Characters of a file's name in records and reports; of a longer one the end is kept."""
 IMAGE_SUFFIXES = frozenset(
@@ -26,22 +31,34 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 
-def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the image files, and those in folders, sorted; DataError for a missing file or a folder without images."""
+def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Return the image files, and those in folders, sorted; and the folders that cannot be read, each with the reason.
+
+    Raises:
+        DataError: a file is missing, or a folder holds no images.
+    """
     found: list[Path] = []
+    unreadable: list[str] = []
+
+    def note(failure: OSError) -> None:
+        unreadable.append(f"{failure.filename} ({failure.strerror})")
+
     for path in paths:
         if not path.exists():
             raise DataError(f"no file {one_line(path)}", "name image files, or folders of them")
         inside = sorted(
-            child for child in path.rglob("*") if child.suffix.lower() in IMAGE_SUFFIXES
+            Path(parent, name)
+            for parent, _, names in os.walk(path, onerror=note)
+            for name in names
+            if Path(name).suffix.lower() in IMAGE_SUFFIXES
         )
         if path.is_dir() and not inside:
             raise DataError(
-                f"{one_line(path)} holds no images",
+                f"{one_line(path)} holds no images{' that can be read' if unreadable else ''}",
                 f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
             )
         found += inside if path.is_dir() else [path]
-    return found
+    return found, unreadable
 
 
 def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
@@ -104,9 +121,9 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
     channels, height, width = spec.size
     for path in paths[:: max(1, len(paths) // 8)]:
         try:
-            with Image.open(path, formats=Decoder.FORMATS) as image:
+            with opened(path) as image:
                 (across, down), bands = image.size, image.getbands()
-        except (OSError, ValueError, Image.DecompressionBombError):
+        except (OSError, ValueError, DataError, Image.DecompressionBombError):
             continue  # reading it will raise the error
         if across < width or down < height:
             return f"images such as {path.name}, {down}x{across}, are enlarged to {height}x{width}"
@@ -168,14 +185,26 @@ def _images_below(folder: Path) -> Iterator[Path]:
                 yield path
 
 
+def _lines(handle: IO[str], listing: Path) -> Iterator[str]:
+    """Yield the lines of a table; DataError for one that is too long, or for too many bytes in all."""
+    if listing.stat().st_size > LARGEST_TABLE:
+        raise DataError(f"{listing} has more than {LARGEST_TABLE:,} bytes", "is it a table?")
+    while line := handle.readline(LONGEST_LINE):
+        if len(line) == LONGEST_LINE:
+            raise DataError(
+                f"{listing} has a line of {LONGEST_LINE:,} characters or more", "is it a table?"
+            )
+        yield line
+
+
 def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
     """Return the images beside a labels.csv, which has a header and columns for file and class.
 
     Classes come in the order of their names, as those of folders do; where all are numbers, in the order of the numbers.
     """
     try:
-        with listing.open(newline="", encoding="utf-8") as handle:
-            rows = list(csv.DictReader(handle, restkey="", restval=""))
+        with listing.open(newline="", encoding="utf-8-sig") as handle:  # Excel begins with a mark
+            rows = list(csv.DictReader(_lines(handle, listing), restkey="", restval=""))
     except (UnicodeError, csv.Error) as failure:
         raise DataError(
             f"{listing} is not a table of text ({one_line(failure)})", "columns 'file' and 'class'"
@@ -242,12 +271,7 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
 
 
 class Decoder:
-    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without a known scale.
-
-    Only FORMATS are tried, for any file name: Pillow would pass PostScript to an interpreter.
-    """
-
-    FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "TIFF")
+    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without a known scale."""
 
     def __init__(self, spec: InputSpec) -> None:
         self.channels = spec.size[0]
@@ -258,9 +282,7 @@ class Decoder:
 
     def __call__(self, path: Path) -> Tensor:
         try:
-            if not path.is_file():
-                raise DataError(f"{path} is not a regular file", "remove it")
-            with Image.open(path, formats=self.FORMATS) as image:
+            with opened(path) as image:
                 self._require_size(image, path)
                 return self._pixels(image, path).clamp(0, 1)
         except DataError:
