@@ -145,7 +145,7 @@ def test_no_escape_and_no_markup_of_a_file_reaches_the_terminal(hostile: Path) -
 
 
 def test_what_is_printable_stays_as_it_is() -> None:
-    assert plain("Lipschitz ≥ 1, 中文, é\n[0, 1]") == "Lipschitz ≥ 1, 中文, é\n[0, 1]"
+    assert plain_lines("Lipschitz ≥ 1, 中文, é\n[0, 1]") == "Lipschitz ≥ 1, 中文, é\n[0, 1]"
     assert plain("a\x1bb\x9bc\udcff") == "a\\x1bb\\x9bc\\udcff"
 
 
