@@ -16,9 +16,9 @@ from rich.console import Console
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import run
-from certcli.cli.shared.output import Gate, Sink, plain
+from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.shared.streams import Guarded
-from certcli.system.errors import GateError, NoBoundError
+from certcli.system.errors import GateError, NoBoundError, plain, plain_lines
 from tests.helpers.commands import console
 
 EVIL = "[red]m[/red] :smile: \x1b[31mred\x1b]0;title\x07 \u202edesrever"
