@@ -98,7 +98,7 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
         )
     alone = torch.cat([traced.result, logits])
     replay, steps = _run(lambda x: result_of(traced, x), saturated)
-    same = _SameRun(replay, steps, _movement(alone))
+    same = _SameRun(replay, steps, movement(alone))
     same.require(logits, operations)
     same.require(*_run(model, saturated, shadowed))
     if not _is_run_in_a_batch(model, images, alone, steps):
@@ -118,7 +118,7 @@ class _SameRun:
         if operations != self.steps:
             difference = first_difference(operations, self.steps)
             raise Untraceable(f"the network runs another graph than its trace: {difference}")
-        if not _close(
+        if not close(
             logits, self.logits, SAME_SHAPE * torch.finfo(logits.dtype).eps * self.movement
         ):
             raise Untraceable(
@@ -212,7 +212,7 @@ def _is_run_in_a_batch(
         return False
     if not isinstance(together, Tensor) or together.shape != alone.shape or len(alone) != 2:
         return False
-    if not agree(together, alone):
+    if not agree(together, alone, logits[0] - logits[1]):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
     return steps_of(operations) == steps_of(steps)
 
@@ -236,13 +236,13 @@ def _elsewhere() -> Iterator[None]:
 def agree(together: Tensor, alone: Tensor) -> bool:
     """Tell whether logits (n, k) of images in one batch are those of each image alone, up to the rounding of kernels.
 
-    sqrt(eps) of how far logits move from image to image (`_movement`): above the rounding of other kernels, below what a
+    sqrt(eps) of how far logits move from image to image (`movement`): above the rounding of other kernels, below what a
     network does that mixes images. Relative to the size of logits, one large constant logit would hide a vote.
     """
-    return _close(together, alone, torch.finfo(alone.dtype).eps ** 0.5 * _movement(alone))
+    return close(together, alone, torch.finfo(alone.dtype).eps ** 0.5 * movement(alone))
 
 
-def _movement(logits: Tensor) -> float:
+def movement(logits: Tensor) -> float:
     """Return how far the logits that decide move between images: the two largest of each image, (n, ...) -> ()."""
     flat = logits.flatten(1)
     if flat.shape[1] == 0:
@@ -256,7 +256,8 @@ _LAST_PLACES = 8.0
 """Units of the last place that a logit's own size may add: a constant logit is computed to these."""
 
 
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def close(a: Tensor, b: Tensor, tolerance: Tensor | float) -> bool:
+    """Tell whether |a - b| <= tolerance, beside a few units of the last place of each entry."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     own = _LAST_PLACES * torch.finfo(a.dtype).eps * torch.maximum(a.abs(), b.abs())
