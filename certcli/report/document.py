@@ -185,17 +185,25 @@ class Skipped(_Part):
     for_time: bool = False
 
 
+Verdict = Literal["passed", "failed", "not decided"]
+"""By the interval of the share: its lower end meets the demand, its upper end misses it, or neither."""
+
+
 class GateResult(_Part):
-    """One gate of --fail-on. measured: null where its quantity was not, and then it failed."""
+    """One gate of --fail-on. measured: at the look that decided (`docs/audit.md`); null where the quantity was not."""
 
     fail_on: str
     passed: bool
+    verdict: Verdict
     measured: float | Literal["inf"] | None
     reason: str
 
 
 class GateReport(_Part):
+    """verdict: failed where one gate failed, else not decided where one is not."""
+
     passed: bool
+    verdict: Verdict
     reasons: list[str]
     judged: list[GateResult]
 

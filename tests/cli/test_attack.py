@@ -358,7 +358,7 @@ def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
     assert entry.digest == written.digest == Checkpoint.read(net).digest
     assert {**entry.result}.items() <= found.items()
     assert entry.result["robust"] == found["robust"]
-    assert found["gate"] == {"passed": True, "reasons": []}
+    assert found["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
     assert entry.parameters["attacks"] == [["fgsm"]]
     certvit("attack", *words, "--min-robust", 0.99, code=7)
 

@@ -191,7 +191,7 @@ class AttackOutput:
             "--min-robust",
             parser=options.share,
             metavar="A",
-            help="Exit 7 below this share at the smallest radius.",
+            help="Exit 7 below this share at the smallest radius, 9 if its interval holds it.",
         ),
     ] = None
     records: options.Records = None

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import attacked_radius
-from certcli.system.errors import CertvitError, GateError
+from certcli.system.errors import CertvitError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -179,9 +178,9 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
     if minimum is not None:
         first = findings.first
-        reached = f"robust accuracy {share_text(first.robust, first.images)} at {attacked_radius(first.epsilon)}"
-        failure = f"{reached} is below --min-robust {minimum:g}"
-        gate.demand(first.robust >= minimum, GateError(failure))
+        what = f"robust accuracy at {attacked_radius(first.epsilon)}"
+        hits = round(first.robust * first.images)
+        gate.demand_share(hits, first.images, minimum, what, "--min-robust")
 
 
 def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified: bool) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @command(
     "certvit audit m.safetensors --dataset digits --html audit.html",
-    'certvit audit m.safetensors --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
+    'certvit audit m.safetensors --limit 100 --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
     page="audit.md",
 )
 def audit(
