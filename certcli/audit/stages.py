@@ -1,6 +1,5 @@
 """Stages of an audit that need labelled images: which certificates suit this network, attacks, and time left over."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from certcli.audit.plan import Plan
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
+from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
@@ -34,8 +34,6 @@ from certcli.lipschitz.numerics.real import INF
 from certcli.models import build
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
 
-HOPELESS = 6.0
-"""log10 of radius times bound from which on no certificate is tried: it needs logits a million apart."""
 LOCAL_PIXELS, LOCAL_PARAMETERS = 1024, 500_000
 """Networks that local certificates are tried on: beyond, one image takes minutes."""
 DRAWS_FIRST, DRAWS = 16, 256
@@ -118,10 +116,8 @@ class Stages:
             return "there is no bound yet"
         if proven[1].pairs is None:
             return f"no finite bound: {proven[1].bound.why}"
-        need = -1.0 if bound.log10_upper is None else bound.log10_upper + math.log10(least)
-        if need > HOPELESS and "lipschitz" not in self.plan.methods:
-            return f"a certificate at {least:g} would need logits 10^{need:.0f} apart"
-        return None
+        named = "lipschitz" in self.plan.methods
+        return None if named else hopeless(bound.log10_upper, least)
 
     def _for_all(self, proven: Proven | None) -> Proven:
         """Return the leader's proof in every process."""

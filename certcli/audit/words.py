@@ -5,7 +5,7 @@ import shlex
 
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
-from certcli.audit.stages import HOPELESS
+from certcli.certify.hopeless import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.report.document import CertifiedShares

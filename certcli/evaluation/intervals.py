@@ -84,6 +84,15 @@ def interval_text(hits: int, images: int, chance: float = 0.05) -> str:
     return f"{100 * (1 - chance):.3g} % interval {100 * low:.0f} to {100 * high:.0f}"
 
 
+def chance_level(right: int, images: int, classes: int) -> bool:
+    """Return whether an accuracy is about that of guessing.
+
+    Few images have to exclude one halfway between guessing and always right.
+    """
+    low, high = share_interval(right, images)
+    return classes >= 2 and low <= 1 / classes and high < 0.5 + 0.5 / classes
+
+
 def _require_counts(successes: int, trials: int, alpha: float) -> None:
     if not 0 <= successes <= trials or trials < 1:
         raise DataError(f"no share: {successes} of {trials}")

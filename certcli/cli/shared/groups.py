@@ -210,7 +210,7 @@ class Output:
 
     def claim(self, *groups: object) -> None:
         """Refuse, before any work, files that these groups and -o must not write, or read as well."""
-        self._shard_bytes()
+        self.shard_bytes()
         self._check(self._outputs(groups))
 
     def target(
@@ -227,7 +227,7 @@ class Output:
             last: the last epoch's file is written beside it.
             state: a state file is written beside it, and its metadata has this key.
         """
-        self._shard_bytes()
+        self.shard_bytes()
         path = self.output or inputs.default_output(
             source, command, shards=self.shard_size is not None
         )
@@ -247,9 +247,10 @@ class Output:
 
     def write(self, checkpoint: Checkpoint, path: Path) -> None:
         """Write one file, or several where `path` is an index."""
-        checkpoint.write(path, self.force, self._shard_bytes())
+        checkpoint.write(path, self.force, self.shard_bytes())
 
-    def _shard_bytes(self) -> int:
+    def shard_bytes(self) -> int:
+        """Return the most bytes of one file. UsageError where -o is no index and --shard-size asks for several files."""
         from certcli.checkpoint.shards import ENDING, SHARD_BYTES, is_index
 
         if self.shard_size is None:
