@@ -139,12 +139,21 @@ class Attacking:
             self.records += [replace(row, image=None, adversarial=None) for row in rows]
             for number, row in enumerate(rows):
                 known = any(other.index == row.index for _, other in self._shown)
-                if row.fell and len(self._shown) < EXHIBITS and not known:
-                    self._shown.append((rank, mine[number] if rank == self.team.rank else row))
+                if row.fell and not known:
+                    self._show(rank, mine[number] if rank == self.team.rank else row)
         took = time.perf_counter() - began
         if found:
             self.longest, self.seconds = max(self.longest, took), self.seconds + took
         return broken
+
+    def _show(self, rank: int, row: AttackRecord) -> None:
+        """Keep a fooled image; where there are enough, it takes the place of one that is none as an 8-bit file."""
+        if len(self._shown) < EXHIBITS:
+            self._shown.append((rank, row))
+        elif row.as_8bit:
+            places = [n for n, (_, other) in enumerate(self._shown) if not other.as_8bit]
+            if places:
+                self._shown[places[0]] = (rank, row)
 
     def exhibits(self) -> list[AttackRecord]:
         """A few fooled images with their pixels, which come from the process that attacked them. All processes call it."""
@@ -179,6 +188,7 @@ class Attacking:
             clean=Share.of(clean, self.count),
             robust={name: Share.of(hits, self.count) for name, hits in left.items()},
             fooled={name: clean - hits for name, hits in left.items()},
+            fooled_8bit={radius_key(s.epsilon): s.fooled_8bit for s in summaries},
             median_norm=summaries[-1].median_norm,
             settings={**asdict(self.settings), "batch_size": self.size},
             seconds=round(self.seconds, 2),

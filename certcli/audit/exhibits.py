@@ -66,7 +66,8 @@ def _fooled(row: Any, names: Sequence[str], images: Images | None) -> Figure:
         "what changes, magnified",
         f"changed image, classified {after}",
     )
-    caption = f"{image}: {before}, then {after}; l2 {row.norm:.3g}, change shown {factor:.3g} times"
+    files = "also as an 8-bit file" if row.as_8bit else f"as an 8-bit file {before} again"
+    caption = f"{image}: {before}, then {after} ({files}); l2 {row.norm:.3g}, change shown {factor:.3g} times"
     return Figure(caption, list(zip(uris, words, strict=True)), _large(row.image))
 
 

@@ -74,7 +74,17 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
         if unseen
         else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
     )
-    return f"this network can be fooled by {seen}: {part_of(fooled, correct, CORRECT)} {where}"
+    filed = attack.fooled_8bit.get(at)
+    files = "" if filed is None else f" ({_how_many(filed, fooled)} also as 8-bit files)"
+    return (
+        f"this network can be fooled by {seen}: {part_of(fooled, correct, CORRECT)} {where}{files}"
+    )
+
+
+def _how_many(some: int, of: int) -> str:
+    if some == of:
+        return "all"
+    return str(some) if some else "none"
 
 
 def _others(findings: Findings) -> list[str]:

@@ -138,7 +138,10 @@ class PatchShares(_Part):
 
 
 class AttackShares(_Part):
-    """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius."""
+    """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius.
+
+    fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
+    """
 
     attacks: list[str]
     norm: str
@@ -149,6 +152,7 @@ class AttackShares(_Part):
     median_norm: float | None
     settings: dict[str, Any]
     seconds: Seconds
+    fooled_8bit: dict[str, Natural] = {}
 
 
 class PatchAttack(_Part):

@@ -115,6 +115,12 @@ class Attacks:
             help="float32 or bf16, of the attack's own passes; verdicts keep the network's own."
         ),
     ] = "float32"
+    pixels: Annotated[
+        str,
+        typer.Option(
+            help="float, or 8bit: rounds the images, and counts only adversarial images that a file can hold."
+        ),
+    ] = "float"
     independent: Annotated[
         bool,
         typer.Option(
@@ -146,7 +152,10 @@ class Attacks:
             samples=self.samples,
             seed=seed,
             precision=self.precision,
+            pixels=self.pixels,
         )
+        if self.refine and self.pixels == "8bit":
+            raise UsageError("--refine halves changes, which 8 bits do not hold", "leave out one")
         if certified and self.precision != "float32":
             raise UsageError("certificates are attacked in float64", "leave out --precision")
         return settings, stages_of(

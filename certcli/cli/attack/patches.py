@@ -51,6 +51,7 @@ def require(
         "source": attacks.crafted_on,
         "refine": attacks.refine,
         "step-size": attacks.step_size,
+        "pixels": attacks.pixels != "float",
         "save-examples": results.save_examples,
         "gallery": results.gallery,
         "attack": [name for name in attacks.attacks if name != ATTACK],

@@ -220,6 +220,12 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
     if findings.resumed is not None:
         sink.text(f"{findings.resumed}")
     for part in findings.parts:
+        last = part.summaries[-1]
+        if last.fooled:
+            sink.text(
+                f"As 8-bit files, {last.fooled_8bit} of {last.fooled} adversarial images fool it too."
+            )
+    for part in findings.parts:
         if part.own is not None:
             told = "smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
             sink.text(
@@ -244,6 +250,7 @@ def _draw(
             clean_right=shown.prediction == shown.label,
             found_class=names[shown.adversarial_prediction],
             found_right=shown.adversarial_prediction == shown.label,
+            as_file=shown.as_8bit,
             norm=caption,
             file=images.file_of.get(shown.index, ""),
         )
