@@ -43,6 +43,8 @@ def compose(
         "skipped",
     )
     found: dict[str, Any] = {name: getattr(findings, name) for name in (*same, "attention_weight")}
+    if findings.own:
+        found["clean"] = None
     return Audit(
         schema=1,
         command="audit",

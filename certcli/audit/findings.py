@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from certcli.evaluation.verdicts import Sample
-from certcli.images.labelled import Images
+from certcli.images.labelled import OWN, Images
 from certcli.report.document import (
     AttackShares,
     CertifiedShares,
@@ -56,6 +56,11 @@ class Findings:
     statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+
+    @property
+    def own(self) -> bool:
+        """Whether the labels are the network's own answers: nothing is known of its accuracy."""
+        return self.dataset is not None and self.dataset.split == OWN
 
     @property
     def stopped(self) -> bool:

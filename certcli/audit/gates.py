@@ -235,6 +235,8 @@ def _looks(gate: FailOn, findings: Findings, image: tuple[int, int]) -> list[tup
     """Return what the images say of the shares that a gate speaks of, and how each share was found."""
     shares: list[tuple[Key, Share | None, str]] = []
     at = radius_key(gate.radius or 0.0)
+    if gate.quantity == CLEAN and findings.own:
+        return []  # an answer is always the network's own
     if gate.quantity == CLEAN:
         shares = [((CLEAN, ""), findings.clean, "")]
     elif gate.quantity == ROBUST and (attack := findings.attack) is not None:

@@ -8,6 +8,7 @@ from certcli.audit.plan import Plan
 from certcli.audit.words import CORRECT, best_proof, every_change
 from certcli.evaluation.intervals import interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.images.datasets import PHOTOGRAPHS
 from certcli.report.published import nearest
 
 INVISIBLE = 1.0
@@ -48,12 +49,25 @@ def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
         nothing = "nothing useful was proven about it as it is"
         parts.insert(1, nothing if known else "the time was too short to prove anything about it")
     text = "; ".join(filter(None, parts))
-    return f"{text[:1].upper()}{text[1:]}"
+    text = f"{text[:1].upper()}{text[1:]}"
+    return f"{_first(findings)}{text}"
+
+
+def _first(findings: Findings) -> str:
+    """Return what the answer rests on, where the images have no labels or come with certvit."""
+    if not findings.own or findings.dataset is None or findings.clean is None:
+        return ""
+    shipped = findings.dataset.name == PHOTOGRAPHS
+    count = findings.dataset.images
+    which = f"{count} photographs that come with certvit" if shipped else f"{count} images"
+    first = "A first answer, about" if shipped else "About"
+    return f"{first} the network's own answers on {which}: "
 
 
 def _attacked(findings: Findings, size: Sequence[int]) -> str:
     """Return what attacks found at the largest radius that nobody sees, else at the largest one."""
     attack = findings.attack
+    noun = "images" if findings.own else CORRECT
     if attack is None or not attack.clean.hits:
         return "it was not attacked"
     unseen = [
@@ -67,7 +81,7 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
     )
     where = f"at l2 {attacked_radius(at)}"
     if not fooled:
-        none = f"none of {correct} {CORRECT}{interval_of_few(0, correct)}"
+        none = f"none of {correct} {noun}{interval_of_few(0, correct)}"
         return f"{names} fooled {none} {where}, which proves nothing"
     seen = (
         "changes nobody sees"
@@ -76,9 +90,7 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
     )
     filed = attack.fooled_8bit.get(at)
     files = "" if filed is None else f" ({_how_many(filed, fooled)} also as 8-bit files)"
-    return (
-        f"this network can be fooled by {seen}: {part_of(fooled, correct, CORRECT)} {where}{files}"
-    )
+    return f"this network can be fooled by {seen}: {part_of(fooled, correct, noun)} {where}{files}"
 
 
 def _how_many(some: int, of: int) -> str:

@@ -12,10 +12,19 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from certcli.checkpoint.record import InputSpec
-from certcli.images.folders import load_folder
+from certcli.images.folders import load_folder, unlabelled
 from certcli.images.labelled import Images, require_split, split_training
 from certcli.system.errors import DataError, one_line
 from certcli.system.registry import one_of
+
+PHOTOGRAPHS = "photographs"
+SEEN_FROM = 32
+"""Pixels a side from which on a photograph shows anything."""
+
+
+def photographs_suit(spec: InputSpec) -> bool:
+    """Return whether a network of this input can be asked about photographs."""
+    return spec.size[0] == 3 and min(spec.size[1:]) >= SEEN_FROM
 
 
 def load(
@@ -24,11 +33,14 @@ def load(
     """Load a dataset by name or path, its images in the size of `spec`. DataError says what is missing.
 
     Args:
-        name: "digits" (embedded), "torch/mnist", "torch/cifar10", ... (with `data_dir`), or a folder.
+        name: "digits" and "photographs" (embedded, the latter without labels), "torch/mnist", "torch/cifar10", ... (with
+            `data_dir`), or a folder.
         split: train, val, test, or None for the one to evaluate on.
     """
     if name == "digits":
         return _digits(spec, split or "test")
+    if name == PHOTOGRAPHS:
+        return _photographs(spec)
     if name.startswith("torch/"):
         return _torchvision(name, spec, split or "test", data_dir)
     try:
@@ -42,7 +54,7 @@ def load(
         ) from failure
     raise DataError(
         f"unknown dataset '{name}'",
-        f"{one_of(name, ('digits', *_TORCHVISION))}, or a folder of class folders",
+        f"{one_of(name, ('digits', PHOTOGRAPHS, *_TORCHVISION))}, or a folder of class folders",
     )
 
 
@@ -53,6 +65,11 @@ def require_classes(
 
     Folders of ImageNet synset names are mapped to the indices of a 1,000-class model.
     """
+    if images.unlabelled:
+        raise DataError(
+            f"the images of '{images.name}' have no labels",
+            "one folder a class, or a labels.csv; audit, attack and certify judge the network's own answers without",
+        )
     mapping = imagenet_indices(images.classes) if classes == 1000 else None
     if mapping is not None:
         return replace(
@@ -153,6 +170,12 @@ def _digits(spec: InputSpec, split: str) -> Images:
     return _in_memory(
         "digits", split, [str(digit) for digit in range(10)], pixels, labels, 16.0, spec
     )
+
+
+def _photographs(spec: InputSpec) -> Images:
+    """Load the embedded photographs; origin and licences: certcli/embedded/README.md."""
+    folder = Path(str(files("certcli").joinpath("embedded/photographs")))
+    return unlabelled(PHOTOGRAPHS, "all", sorted(folder.glob("*.jpg")), spec)
 
 
 _TORCHVISION = {

@@ -185,8 +185,8 @@ class AttackedImages(Evaluation):
         options.Reads(),
     ] = None
 
-    def images(self, record: Any, sink: Sink) -> Images:
-        images = super().images(record, sink)
+    def images(self, record: Any, sink: Sink, unlabelled: bool = False) -> Images:
+        images = super().images(record, sink, unlabelled)
         return images if self.per_class is None else images.per_class(self.per_class, self.seed)
 
 

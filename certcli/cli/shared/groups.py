@@ -95,10 +95,13 @@ class Evaluation(Data):
 
     split: options.Split = None
 
-    def images(self, record: Record, sink: Sink) -> Images:
+    def images(self, record: Record, sink: Sink, unlabelled: bool = False) -> Images:
         """Return the images that judge a network: of --dataset, else of the dataset of its training, with its classes.
 
         Without --split these are the images kept for validation, where training took a part of the dataset.
+
+        Args:
+            unlabelled: the command takes images without labels, for the network's own answers (`inputs.answered`).
         """
         from certcli.evaluation.seen import seen_by, trained_on
         from certcli.images import datasets
@@ -112,6 +115,8 @@ class Evaluation(Data):
 
         def load(split: str | None) -> Images:
             found = datasets.load(name, record.input, split, self.data_dir)
+            if found.unlabelled and unlabelled:
+                return found
             return datasets.require_classes(found, record.classes, record.class_names)
 
         images = load(self.split)

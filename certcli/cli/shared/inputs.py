@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
     from certcli.models.hints import Hints
 
+ANSWERED_AT_ONCE = 32
+"""Images without labels that are classified together."""
+
 
 def return_large_blocks() -> None:
     """Make glibc return freed blocks of 4 MiB and more at once: an audit of ViT-B then peaks at 1.4 times its file, not 2."""
@@ -99,6 +102,29 @@ def size_in_bytes(option: str, text: str) -> int:
     if found < 1:
         raise UsageError(f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G")
     return found
+
+
+def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) -> Images:
+    """Return images that have no labels with the network's own answers, and say so; others as they are."""
+    import torch
+
+    from certcli.images.labelled import sent
+    from certcli.models import build
+
+    if not images.unlabelled:
+        return images
+    model = build.load(checkpoint, device)
+    classes: list[int] = []
+    with torch.inference_mode():
+        for _, pixels, _ in images.batches(ANSWERED_AT_ONCE):
+            classes += model(sent(pixels, device)).argmax(1).tolist()
+    sink.note(
+        f"{images.name}: {len(images)} images without labels, so attacks and certificates are of the network's own "
+        "answers, and nothing is said of its accuracy"
+    )
+    names = checkpoint.record.class_names
+    known = names or tuple(str(number) for number in range(checkpoint.record.classes))
+    return images.answered(classes, tuple(known))
 
 
 def doubt_images(images: Images, record: Record, sink: Sink) -> None:
