@@ -59,6 +59,7 @@ def compose(
             path=path_in_repository(Path(typed.source)),
         ),
         headline=headline.headline(findings, plan, size),
+        points=headline.points(findings, plan, size),
         scale=headline.scale(findings, plan, size),
         reference=headline.reference(findings, size),
         verdict=words.verdict(findings, plan),

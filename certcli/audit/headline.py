@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan
-from certcli.audit.words import CORRECT, best_proof, every_change
-from certcli.evaluation.intervals import interval_of_few, part_of
+from certcli.audit.words import CORRECT, best_proof, every_change, magnitude
+from certcli.evaluation.intervals import counted, interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.images.datasets import PHOTOGRAPHS
 from certcli.report.published import nearest
@@ -62,6 +62,37 @@ def _first(findings: Findings) -> str:
     which = f"{count} photographs that come with certvit" if shipped else f"{count} images"
     first = "A first answer, about" if shipped else "About"
     return f"{first} the network's own answers on {which}: "
+
+
+def points(findings: Findings, plan: Plan, size: Sequence[int]) -> list[str]:
+    """Return the answer as three lines: what attacks did, what is proven, and what else holds. None where it was stopped."""
+    if findings.failing is not None or findings.dataset is None or findings.clean is None:
+        return []
+    lines = [f"Attacked: {_told(findings, size)}.", f"Proven: {_proven(findings, plan)}."]
+    others = _others(findings)
+    if others:
+        lines.append(f"{others[0][:1].upper()}{others[0][1:]}.")
+    elif not findings.own:
+        right = counted(findings.clean.hits, findings.clean.images, proven=False)
+        lines.append(f"Without any change: {right} are classified correctly.")
+    return lines
+
+
+def _told(findings: Findings, size: Sequence[int]) -> str:
+    """Return what attacks found, without the words around it."""
+    text = _attacked(findings, size)
+    return text.replace("this network can be fooled by", "fooled by", 1)
+
+
+def _proven(findings: Findings, plan: Plan) -> str:
+    proof, least = best_proof(findings, plan), radius_key(plan.least)
+    if proof is None:
+        bound = findings.bound
+        if bound is None or bound.log10_upper is None:
+            return "nothing useful"
+        return f"nothing useful, the bound is {magnitude(bound.log10_upper, bound.upper_text)}"
+    kept = proof.certified[least]
+    return f"{part_of(kept.hits, kept.images)} keep their class whatever the change, up to l2 {proven_radius(least)}"
 
 
 def _attacked(findings: Findings, size: Sequence[int]) -> str:

@@ -85,7 +85,7 @@ def best_proof(findings: Findings, plan: Plan) -> CertifiedShares | None:
 def _proof(findings: Findings, plan: Plan) -> str:
     bound, best, least = findings.bound, best_proof(findings, plan), radius_key(plan.least)
     driven = f" ({bound.drivers})" if bound is not None and bound.drivers else ""
-    large = "" if bound is None else f"{_magnitude(bound.log10_upper, bound.upper_text)}{driven}"
+    large = "" if bound is None else f"{magnitude(bound.log10_upper, bound.upper_text)}{driven}"
     if best is not None:
         by_bound = best.method == "lipschitz" and bound is not None
         way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
@@ -129,7 +129,7 @@ def _none_of(images: int, noun: str) -> str:
     return f"none of {images} {noun}{interval_of_few(0, images)}"
 
 
-def _magnitude(log10: float | None, text: str) -> str:
+def magnitude(log10: float | None, text: str) -> str:
     return text if log10 is None or log10 < 5 else f"10^{log10:.0f}"
 
 

@@ -242,7 +242,8 @@ class Change(_Part):
 class Audit(_Part):
     """The document of `certvit audit --json` and `--report FILE.json`.
 
-    headline: the answer in one sentence. scale: how large the radius is. reference: the same figures of a published network.
+    headline: the answer in one sentence. points: the same in three lines: attacked, proven, and what else holds.
+    scale: how large the radius is. reference: the same figures of a published network.
     date: UTC, ISO 8601. changes: against the audit of --compare.
     """
 
@@ -270,6 +271,7 @@ class Audit(_Part):
     patched: PatchShares | None = None
     patch_attack: PatchAttack | None = None
     headline: str = ""
+    points: list[str] = []
     scale: str = ""
     reference: str = ""
     attention_weight: float | None = None

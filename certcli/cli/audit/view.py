@@ -168,7 +168,7 @@ def write(
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
-        pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.least)
+        pictures = {} if suffix != ".html" else pictures_of(findings, names)
         formats.save(path, formats.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if output.output is not None:
