@@ -14,10 +14,9 @@ from torch.nn.functional import interpolate
 from certcli.checkpoint.record import InputSpec
 from certcli.images.folders import load_folder, unlabelled
 from certcli.images.labelled import Images, require_split, split_training
+from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, require_named
 from certcli.system.errors import DataError, one_line
-from certcli.system.registry import one_of
 
-PHOTOGRAPHS = "photographs"
 SEEN_FROM = 32
 """Pixels a side from which on a photograph shows anything."""
 
@@ -37,25 +36,21 @@ def load(
             `data_dir`), or a folder.
         split: train, val, test, or None for the one to evaluate on.
     """
-    if name == "digits":
+    require_named(name)
+    if name == DIGITS:
         return _digits(spec, split or "test")
     if name == PHOTOGRAPHS:
         return _photographs(spec)
-    if name.startswith("torch/"):
+    if name in TORCHVISION:
         return _torchvision(name, spec, split or "test", data_dir)
+    folder = Path(name).resolve()  # a record keeps the folder's name, and "." has none
     try:
-        folder = Path(name).resolve()  # a record keeps the folder's name, and "." has none
-        if folder.is_dir():
-            return load_folder(folder, spec, split)
+        return load_folder(folder, spec, split)
     except (OSError, ValueError) as failure:
         raise DataError(
             f"cannot read folder {one_line(name)} ({one_line(failure)})",
             "check name and permissions",
         ) from failure
-    raise DataError(
-        f"unknown dataset '{name}'",
-        f"{one_of(name, ('digits', PHOTOGRAPHS, *_TORCHVISION))}, or a folder of class folders",
-    )
 
 
 def require_classes(
@@ -178,19 +173,8 @@ def _photographs(spec: InputSpec) -> Images:
     return unlabelled(PHOTOGRAPHS, "all", sorted(folder.glob("*.jpg")), spec)
 
 
-_TORCHVISION = {
-    "torch/mnist": "MNIST",
-    "torch/fashion_mnist": "FashionMNIST",
-    "torch/kmnist": "KMNIST",
-    "torch/cifar10": "CIFAR10",
-    "torch/cifar100": "CIFAR100",
-}
-
-
 def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) -> Images:
     """Load a torchvision dataset from `data_dir`; nothing is downloaded."""
-    if name not in _TORCHVISION:
-        raise DataError(f"unknown dataset '{name}'", one_of(name, _TORCHVISION))
     require_split(name, split, ("train", "val", "test"))
     if data_dir is None:
         raise DataError(
@@ -202,13 +186,13 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
     import torchvision
 
     try:
-        stored: Any = getattr(torchvision.datasets, _TORCHVISION[name])(
+        stored: Any = getattr(torchvision.datasets, TORCHVISION[name])(
             root=str(data_dir), train=split != "test", download=False
         )
     except Exception as failure:  # torchvision's readers of broken files raise errors of any type
         raise DataError(
-            f"no readable {_TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
-            f"--data-dir names the folder that holds {_TORCHVISION[name]}'s own folder",
+            f"no readable {TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
+            f"--data-dir names the folder that holds {TORCHVISION[name]}'s own folder",
         ) from failure
     pixels = torch.as_tensor(stored.data)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)

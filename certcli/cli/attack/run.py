@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import Machine
-from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.cli.shared.output import Bar, Gate, Sink, percent
 from certcli.evaluation.radii import attacked_radius
 from certcli.system.errors import CertvitError
 from certcli.system.processes import team
@@ -76,14 +76,14 @@ class Session:
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
         found: dict[int, list[AttackRecord]] = {}
-        work = (self.tasks, self.settings, batch_size)
+        plan = (self.tasks, self.settings, batch_size)
         campaign = Campaign(
-            model, *work, crafter, self.facts["refine"], team().leads and results.keeps_images
+            model, *plan, crafter, self.facts["refine"], team().leads and results.keeps_images
         )
         if not team().leads:
             list(campaign.run(team=team()))
             return None
-        run = run_of(*work, self.checkpoint.digest, self.images, **self.facts)
+        run = run_of(*plan, self.checkpoint.digest, self.images, **self.facts)
         with RecordFile(
             results.records,
             run,
@@ -104,12 +104,15 @@ class Session:
                 if not checks:
                     return
                 begun = self.sink.clock()
+                work.stage = "checks of the attacks"
                 flags = inspect(model, crafter, self.tasks[0], self.settings)
+                work.stage = "attacks"
                 spent = self.sink.clock() - begun
                 for flag in raised(flags):
                     self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
 
-            with self.sink.progress("attack", total=sum(map(len, self.tasks))) as bar:
+            total = sum(map(len, self.tasks))
+            with self.sink.progress("attack", total=total) as bar, Passes(model, bar) as work:
                 for number, rows in campaign.run(file, team(), check):
                     found.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
@@ -169,6 +172,26 @@ class Session:
             self.images,
         )
         self.sink.note(f"wrote {results.gallery}")
+
+
+class Passes:
+    """Names on a bar what is done, with the number of the network's passes so far: one batch may take minutes."""
+
+    def __init__(self, model: Any, bar: Bar) -> None:
+        self.stage = "attacks"
+        self.count = 0
+        self._bar = bar
+        self._hook = model.register_forward_hook(self._note)
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._hook.remove()
+
+    def _note(self, *call: object) -> None:
+        self.count += 1
+        self._bar.advance(0, f"{self.stage}, {self.count} passes")
 
 
 def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from certcli.system.errors import UsageError, one_line
+from certcli.images.names import require_named
+from certcli.system.errors import CheckpointError, UsageError, one_line
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
     from certcli.models.hints import Hints
 
+FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+"""Endings of files, which no network's name has."""
 ANSWERED_AT_ONCE = 32
 """Images without labels that are classified together."""
 
@@ -29,6 +35,35 @@ def return_large_blocks() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
+
+
+def require_early(given: Mapping[str, Any]) -> None:
+    """Refuse a mistyped file or dataset before torch is imported.
+
+    Args:
+        given: the options of a command, by field.
+    """
+    source, dataset = given.get("ckpt"), given.get("dataset")
+    if isinstance(source, str) and source != "-":
+        _require_file(source)
+    if isinstance(dataset, str):
+        require_named(dataset)
+
+
+def _require_file(source: str) -> None:
+    """Raise CheckpointError for a path that does not exist; names of networks are looked at later."""
+    path = Path(source)
+    looks = path.suffix in FILES or (
+        os.sep in source and not source.startswith(("hf-hub:", "hf_hub:"))
+    )
+    if not looks or os.path.lexists(source):
+        return
+    near = get_close_matches(
+        path.name, [file.name for file in path.parent.glob("*.safetensors")], 1
+    )
+    meant = f"did you mean '{path.parent / near[0]}'? " if near else ""
+    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
+    raise CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
 def hints(
