@@ -18,7 +18,7 @@ TYPES = {
     "I64": "int64",
     "BOOL": "bool",
 }
-FUNCTION = (
+FUNCTION = [
     "arch",
     "arch_args",
     "classes",
@@ -28,7 +28,7 @@ FUNCTION = (
     "std",
     "interpolation",
     "crop_pct",
-)
+]
 
 
 class Unreadable(Exception):
@@ -67,7 +67,10 @@ def read_checkpoint(
             if text is None
             else read_json(text, "the checkpoint's record")
         )
-        function = {name: {**record, **record["input"]}[name] for name in FUNCTION}
+        flat = {**record, **record["input"]}
+        function = {name: flat[name] for name in FUNCTION}
+        if flat.get("crop_mode", "center") != "center":
+            function["crop_mode"] = flat["crop_mode"]
         for name in sorted(found):
             kind, shape = TYPES[found[name]["dtype"]], tuple(found[name]["shape"])
             values = np.frombuffer(found[name]["data"], "<u2" if kind == "bfloat16" else kind)

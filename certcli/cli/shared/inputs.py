@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from certcli.images.names import require_named
 from certcli.system.errors import CheckpointError, UsageError, one_line
@@ -79,13 +79,7 @@ def hints(
 
     arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
     statistics = _numbers("--mean", mean), _numbers("--std", std)
-    return Hints(arch, arguments, *statistics, as_stated, _weights(weights))
-
-
-def _weights(given: str | None) -> Literal["raw", "ema"] | None:
-    if given not in (None, "raw", "ema"):
-        raise UsageError(f"--weights {given}: raw or ema")
-    return given  # type: ignore[return-value]
+    return Hints(arch, arguments, *statistics, as_stated, weights)
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
