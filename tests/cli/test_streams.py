@@ -247,7 +247,7 @@ def test_an_early_interruption_is_one_line() -> None:
         "    return real(name, *rest)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "builtins.__import__ = interrupted\n"
-        "sys.argv = ['certvit', 'lipschitz', 'm.safetensors']\n"
+        "sys.argv = ['certvit', 'lipschitz', 'm']\n"
         "from certcli.__main__ import run\nrun()\n"
     )
     done = subprocess.run(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
     from certcli.models.hints import Hints
 
+LONGEST_NAME = 255
+"""Characters of a file's name; a longer one is refused with all paths."""
 FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings of files, which no network's name has."""
 ANSWERED_AT_ONCE = 32
@@ -46,7 +48,7 @@ def require_early(given: Mapping[str, Any]) -> None:
     source, dataset = given.get("ckpt"), given.get("dataset")
     if isinstance(source, str) and source != "-":
         _require_file(source)
-    if isinstance(dataset, str):
+    if isinstance(dataset, str) and len(dataset) <= LONGEST_NAME:
         require_named(dataset)
 
 
