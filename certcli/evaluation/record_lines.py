@@ -104,6 +104,7 @@ class AttackedFields(_Record):
     kind: Norm
     broken_by: Text | None
     task: Index
+    as_8bit: bool | None = None
 
     def __post_init__(self) -> None:
         left, broken = set(self.robust.values()), self.broken_by is not None
@@ -116,6 +117,7 @@ class AttackedFields(_Record):
         else:
             fits = self.broken_by is not None and self.robust.get(self.broken_by) is False
             fits = fits and self.adversarial_prediction != self.label
+        fits = fits and (self.as_8bit is None or self.broken_by is not None)
         if not fits:
             raise ValueError("prediction, robust, norm and broken_by contradict each other")
 

@@ -53,6 +53,8 @@ a quarter of the share's standard error. (The rule of one standard error of Brei
 RETRACTIONS = 6
 """Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
 
+SAID_STEPS, SAID_IMAGES = 2, 32
+"""Steps and validation images that are measured before a run says how long it takes."""
 CONTENT = 1024
 """Number of images of each set whose pixels are part of a run's identity."""
 
@@ -349,6 +351,30 @@ class Trainer:
         )
         limit = self.settings.validation_limit or made.validation_limit
         self.settings = replace(self.settings, steps=made.steps, validation_limit=limit)
+
+    def takes(self, train: Images, validation: Images) -> str:
+        """Measure a few steps and a little validation, restore the state, and return how long the run takes."""
+        before = copy.deepcopy(self.state())
+        size = self.settings.batch_size * self.settings.accumulate
+        parts = torch.randperm(len(train), generator=self.generator).split(size)
+        self.model.train()
+        started = time.perf_counter()
+        for positions in parts[:SAID_STEPS]:
+            warm = time.perf_counter()  # the first step is slower: the clock of the last one counts
+            self._learn(train, positions, 0.0)
+        step = time.perf_counter() - warm
+        self.model.eval()
+        sample = validation.limit(SAID_IMAGES)
+        started = time.perf_counter()
+        self.evaluate(sample)
+        image = (time.perf_counter() - started) / len(sample)
+        self.restore(before)
+        steps = self.total_steps(train)
+        epochs = -(-steps // self.batches(train))
+        judged = len(validation.limit(self.settings.validation_limit, self.settings.seed))
+        seconds = steps * step + epochs * judged * image
+        about = f"{seconds / 60:.0f} min" if seconds >= 100 else f"{max(1, round(seconds))} s"
+        return f"this takes about {about}: {steps} steps of {step:.2g} s, {epochs} epochs"
 
     def change_plan(self, train: Images, steps: int) -> None:
         """Make `steps` those of the whole run; the schedule goes on from where it is."""

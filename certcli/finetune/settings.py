@@ -64,6 +64,8 @@ COUNTS = (
     "validation_limit",
 )
 
+EPOCHS = 40
+"""Of a fresh network."""
 SWITCHES: dict[str, tuple[str, ...]] = {
     "steps": (),
     "accumulate": (),
@@ -116,7 +118,7 @@ class FinetuneSettings:
 
     Args:
         epsilon: rises from 20 % of its value (from 0 for losses through a chain) over the first `ramp` of the steps.
-        optimiser, lr, attack_epsilon: None becomes the default that the option's help states.
+        optimiser, lr, epochs, attack_epsilon: None becomes the default that the option's help states.
         batch_size: images of one gradient; one step takes `accumulate` gradients.
         teacher: digest of the teacher's tensors.
         time_budget: as typed; a planned run holds the result in `steps` and `validation_limit`.
@@ -135,15 +137,22 @@ class FinetuneSettings:
     epsilon: Annotated[
         float,
         Option(
-            "Radius to certify, pixel l2: 0.5 or 36/255.", ("--epsilon", "-e"), "R", parse_radius
+            "Radius to certify, pixel l2: 0.5 or 36/255 (of attacks: --attack-epsilon).",
+            ("--epsilon", "-e"),
+            "R",
+            parse_radius,
         ),
     ] = 0.5
     ramp: Annotated[float, Option("Share of the steps in which epsilon rises to its value.")] = 0.3
     label_smoothing: Annotated[float, Option("Label smoothing of the cross entropy.")] = 0.0
 
     epochs: Annotated[
-        int, _length("Passes over the training images; the schedule ends with them.")
-    ] = 40
+        int,
+        _length(
+            "Passes over the training images; the schedule ends with them. Default: 40; of a network that is trained "
+            "already 3, of a small one 10."
+        ),
+    ] = None  # type: ignore[assignment]
     steps: Annotated[int | None, _length("Optimiser steps in all, in place of --epochs.")] = None
     time_budget: Annotated[
         str | None,
@@ -163,7 +172,8 @@ class FinetuneSettings:
     lr: Annotated[
         float,
         _optimiser(
-            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001."
+            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001; for a network that "
+            "is trained already 5e-5, for a small one 5e-4."
         ),
     ] = None  # type: ignore[assignment]
     stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
@@ -290,6 +300,10 @@ class FinetuneSettings:
         if self.optimiser is None:
             orthogonal = self.loss in NEEDS_PAIRS and self.project is None
             object.__setattr__(self, "optimiser", "stiefel" if orthogonal else "adamw")
+        chosen = {"lr": self.lr, "epochs": self.epochs}
+        self.__dict__["_unsaid"] = frozenset(name for name in chosen if chosen[name] is None)
+        if self.epochs is None:
+            object.__setattr__(self, "epochs", EPOCHS)
         if self.lr is None:
             object.__setattr__(self, "lr", 0.01 if self.optimiser == "stiefel" else 0.001)
         if self.attack_epsilon is None:
@@ -323,6 +337,12 @@ class FinetuneSettings:
         if self.time_budget is not None:
             parse_duration(self.time_budget)
         self._require_agreement()
+
+    @property
+    def unsaid(self) -> frozenset[str]:
+        """Return which of lr and epochs nobody named; `replace` names all."""
+        found: frozenset[str] = self.__dict__["_unsaid"]
+        return found
 
     @property
     def hiding(self) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import Norm, parse_number, proven_percent
-from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
+from certcli.system.errors import DataError, NoBoundError, UsageError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -47,11 +46,9 @@ class Demand:
     every: bool = False
 
     def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        reached = found.against(self.threat)
-        message = f"certified accuracy {share_text(reached, found.images, proven=True)} at {self.threat.proven()}"
-        gate.demand(
-            reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}")
-        )
+        hits = round(found.against(self.threat) * found.images)
+        what = f"certified accuracy at {self.threat.proven()}"
+        gate.demand_share(hits, found.images, self.share, what, "--min-certified")
 
 
 @dataclass(frozen=True)
