@@ -4,6 +4,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +44,19 @@ def open_module(
         CheckpointError: a weight is not finite.
     """
     kind = type(module).__name__
-    if isinstance(module, build.PixelModel):
+    if _is_plain(module):
         input_size = input_size or module.input_size
         own = module.normalize
         shift = own.mean.flatten()
         scale = own.std.flatten()
-        if _are(mean, shift) and _are(std, scale):
+        stated_none = _all_are(mean, 0.0) and _all_are(
+            std, 1.0
+        )  # it takes pixels: the same function
+        if stated_none or (_are(mean, shift) and _are(std, scale)):
             mean = shift.tolist()
             std = scale.tolist()
             module = module.net
-        elif mean is None or std is None or not (_all_are(mean, 0.0) and _all_are(std, 1.0)):
+        else:
             raise UsageError(
                 f"the {kind} normalises its pixels itself",
                 "give neither mean nor std, or the network without its first layer",
@@ -112,7 +116,16 @@ def open_module(
     return found
 
 
-def _all_are(values: Statistics, number: float) -> bool:
+def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
+    """Whether a module is normalisation and network and nothing else: no forward or hook of its own."""
+    if type(module) is not build.PixelModel or type(module.normalize) is not build.PixelNormalize:
+        return False
+    parts = (module, module.normalize)
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return not hooked and not any("forward" in vars(part) for part in parts)
+
+
+def _all_are(values: Statistics | None, number: float) -> bool:
     return all(value == number for value in per_channel(values) or ())
 
 
