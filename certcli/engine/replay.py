@@ -12,7 +12,7 @@ run has its own task:
   batch's size, nor on the place in it, nor on the other image. Its steps are those of one image; where it takes others, the
   noise is run alone as well.
 
-- the model once more on that image, of a kind without memory (`shadowed`), with gradients switched on.
+- the model once more on that image, of a kind without memory (`shadowed`): nothing but operations reads it.
 
 Before and after, the state of the model (tensors by their content, attributes, training mode, hooks, the globals of code that
 is no library's) and the generators of random numbers are the same.
@@ -102,13 +102,11 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
     replay, steps = _run(lambda x: result_of(traced, x), saturated)
     same = _SameRun(replay, steps, movement(alone))
     same.require(logits, operations)
-    with (
-        torch.enable_grad()
-    ):  # a network may look at it; autograd itself adds operations that change nothing
-        result, run = _run(model, saturated, shadowed)
-    own_steps = [step for step in run if step.name != "detach"]
-    graph_steps = [step for step in steps if step.name != "detach"]
-    replace(same, steps=graph_steps).require(result.detach(), own_steps)
+    result, run = _run(model, saturated, shadowed)
+    if run != steps:  # torch takes other operations on tensors of other kinds: x + b for x.add_(b)
+        same = replace(same, steps=_run(lambda x: result_of(traced, x), saturated, shadowed)[1])
+    same.require(result, run)
+    same = replace(same, steps=steps)
     if not _is_run_in_a_batch(model, images, alone, steps):
         replace(same, logits=traced.result).require(*_run(model, noise))
 
