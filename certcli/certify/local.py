@@ -38,7 +38,7 @@ METHOD = "local"
 SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000}
 """Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
 SQUARES = 128
-"""Pixels up to which e e^T has columns of its own: 8,256 of them."""
+"""Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map makes of them."""
 _FEWEST = 64
 _BEYOND = 1e-6
 _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
@@ -66,17 +66,14 @@ class LocalCertifier(ProvingCertifier):
         self.steps = steps
         self.effort, self.at = options.effort, options.at
         self.norm: Norm = options.norm
-        self.walked = self.effort
-        if self.effort == AUTO:
-            self.walked = ZONOTOPE if math.prod(size) <= SQUARES and self.norm == "l2" else BACKWARD
-        self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
-        self.most_symbols = symbols or SYMBOLS.get(self.walked, 0)
+        self.walked, self.squares = self.effort, 0
         self._size = size
         self.domain = "all" if self._neighbours is None else "box"  # rounding is bounded on the box
         where = "" if self._neighbours is None else ", [0, 1] images"
         self.statement = f"certificates: proven image by image; {self.spoken_of}{where}"
         self._norms: NormsNetwork | None = None
         self._guess, self._known = 1e-2, False
+        self.most_symbols = symbols or 0
         self._zonotope = self._enclosed() if self.effort != NORMS else None
         if self._zonotope is None:
             self._balls()
@@ -88,6 +85,8 @@ class LocalCertifier(ProvingCertifier):
         self.title = f"an enclosure of each image's neighbourhood, {self.symbols:,} box symbols from block to block"
         if self.walked == BACKWARD:
             self.title += ", and back"
+        if self.norm == "l2" and self.network.numbers < math.prod(size):
+            self.title += f", {self.network.numbers} numbers for {math.prod(size)} pixels"
         if self.symbols < self.most_symbols:
             self.title += f" (not {self.most_symbols:,}: memory)"
 
@@ -101,6 +100,10 @@ class LocalCertifier(ProvingCertifier):
                 return None
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         keep_pages()
+        if self.effort == AUTO:
+            self.walked = ZONOTOPE if self._has_squares(network) else BACKWARD
+        self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
+        self.most_symbols = self.most_symbols or SYMBOLS[self.walked]
         symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
         if symbols is None or (
             symbols == 0 and self.effort == AUTO
@@ -113,6 +116,11 @@ class LocalCertifier(ProvingCertifier):
             )
         self.symbols = symbols
         return network
+
+    def _has_squares(self, network: LocalNetwork) -> bool:
+        """Tell whether e e^T has columns, and these are worth more than the way back, which is better at ReLU."""
+        few = math.prod(self._size) <= SQUARES
+        return self.norm == "l2" and (few or (network.numbers <= SQUARES and not network.opens))
 
     def _balls(self) -> NormsNetwork:
         if self._norms is None:

@@ -69,7 +69,8 @@ def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
 
 
 def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
-    """How far the truth (points, *shape) is from the form at the symbols e (points, m), over what the form leaves free."""
+    """How far the truth (points, *shape) is from the form at the pixels' e (points, m), over what the form leaves free."""
+    e = form.space.symbols(e)
     columns = torch.cat([e, square_symbols(e)], 1) if form.space.squares else e
     middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
     free = form.box.abs().sum(0) + form.slack
