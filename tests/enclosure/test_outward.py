@@ -19,7 +19,14 @@ from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, normalised, pixels
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import rounding
-from certcli.enclosure.zonotopes.backward import Hinge, HingeChoice, Node, descend, lower
+from certcli.enclosure.zonotopes.backward import (
+    Hinge,
+    HingeChoice,
+    Node,
+    ParabolaChoice,
+    descend,
+    lower,
+)
 from certcli.enclosure.zonotopes.coordinates import Coordinates
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.executed import Bounds
@@ -109,7 +116,7 @@ def chosen() -> Numbers:
     made: dict[Node, HingeChoice] = {}
     for hinge in hinges(form.node):
         half = torch.full((len(hinge.places),), 0.5).double()
-        made[hinge] = HingeChoice(half, half, half / 4, half)
+        made[hinge] = HingeChoice(half, ParabolaChoice(half, half / 4, half))
     rows = torch.eye(3).double().view(3, *form.shape)
     return [-proven(descend(form.node, rows[j : j + 1], made), 1.0) for j in range(3)]
 

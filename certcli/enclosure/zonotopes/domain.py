@@ -13,7 +13,12 @@ from certcli.enclosure.zonotopes.coordinates import Coordinates, coordinates_of
 from certcli.enclosure.zonotopes.executed import ExecutedNodes, ExecutedWalk, Execution
 from certcli.enclosure.zonotopes.first_map import changed, may_change, narrow_place
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.margins import linear_margins, normalised_margins
+from certcli.enclosure.zonotopes.margins import (
+    Further,
+    linear_margins,
+    normalised_margins,
+    parabolas,
+)
 from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
 from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
@@ -273,10 +278,13 @@ class LocalNetwork:
         self._seen = True
         return form
 
-    def margins(self, start: Form, label: int, watch: Watch | None = None) -> Tensor:
+    def margins(
+        self, start: Form, label: int, watch: Watch | None = None, further: Further = parabolas
+    ) -> Tensor:
         """k - 1 numbers, all positive only if z_label - z_j > 0 for every j != label on all of `start`: a proof.
 
-        Unbounded when the neighbourhood is too large for a finite enclosure.
+        Unbounded when the neighbourhood is too large for a finite enclosure. further: bounds margins that walk and way
+        back do not prove.
         """
         executed_as = None if self.execution is None else self.execution.walk(1)
         form = self.last_form(start, watch, executed_as)
@@ -290,9 +298,9 @@ class LocalNetwork:
             form = form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))
             if head is None:
                 eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
-                return linear_margins(form, eye, None, label, executed)
+                return linear_margins(form, eye, None, label, executed, further)
             if self.ending.norm is None:
-                return linear_margins(form, head.weight, head.bias, label, executed)
+                return linear_margins(form, head.weight, head.bias, label, executed, further)
             return normalised_margins(
-                form, self.ending.norm, head.weight, head.bias, label, executed
+                form, self.ending.norm, head.weight, head.bias, label, executed, further
             )

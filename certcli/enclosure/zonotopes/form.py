@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.backward import BACK, Ball, Node, Pull, adjoint
+from certcli.enclosure.zonotopes.backward import (
+    BACK,
+    Ball,
+    Node,
+    Pull,
+    adjoint,
+    rearranging,
+    transposing,
+)
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
 from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
@@ -194,10 +202,17 @@ class Form:
         found = (norm2(rows.flatten()), rows.amax(), whole.amax(), least.clamp_min(0.0))
         return Bounds(*(part.view(1) for part in found))
 
-    def linear(self, apply: Linear, absolute: Linear | None = None, terms: int = 0) -> "Form":
+    def linear(
+        self,
+        apply: Linear,
+        absolute: Linear | None = None,
+        terms: int = 0,
+        transposed: Linear | None = None,
+    ) -> "Form":
         """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches (k, *s) -> (k, *t).
 
         terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| = L, no rounding).
+        transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is not given.
         """
         centre = apply(self.centre[None])[0]
         gens = apply(self.gens)
@@ -208,7 +223,8 @@ class Form:
         node = None
         if self.node is not None:  # going back sums over the results, at most all of them
             lost = up(absolute(gamma(terms + centre.numel() + BACK) * self.size[None])[0], terms)
-            node = self.then(tuple(centre.shape), adjoint(apply, self.shape), error=lost)
+            pull = adjoint(apply, self.shape) if transposed is None else transposing(transposed)
+            node = self.then(tuple(centre.shape), pull, error=lost)
         return Form(
             self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node
         )
@@ -228,7 +244,7 @@ class Form:
         if self.node is None:
             return None
         lost = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
-        return self.then(tuple(centre.shape), adjoint(apply, self.shape), None, lost)
+        return self.then(tuple(centre.shape), rearranging(apply, self.centre), None, lost)
 
     def doubted(self, error: Tensor | float) -> "Form":
         """Return x with an extra entrywise error of at most `error`."""
