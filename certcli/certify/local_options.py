@@ -52,7 +52,7 @@ class Local(Options):
     seconds: Annotated[
         float | None,
         Option(
-            "With --effort branch: seconds an image; the best radius so far is kept. [default: 30]",
+            "With --effort branch: seconds an image; the best radius so far is kept. Default: 30.",
             metavar="N",
         ),
     ] = None

@@ -29,6 +29,9 @@ FIRST_STEPS, STEPS, LAST_STEPS = 30, 6, 100
 CANDIDATES = 16
 """Units of a domain whose halves are bounded before it is split at one of them."""
 
+_MOST_BYTES = 2**30
+"""Of domains that wait to be split: beyond, the margin counts as not proven."""
+
 
 @dataclass
 class Limit:
@@ -98,7 +101,8 @@ class Search:
                     heapq.heappush(waiting, (domain.bound, next(turn), domain))
 
         keep(self.climbed(first, FIRST_STEPS))
-        while waiting and not self.limit.over(self.domains):
+        most = _MOST_BYTES // (8 * (len(numbers) + 2 * len(sign)))
+        while waiting and len(waiting) <= most and not self.limit.over(self.domains):
             count = min(BATCH, self.ascent.at_once // 2, len(waiting))
             taken = [heapq.heappop(waiting)[2] for _ in range(count)]
             units = self._units(taken)
