@@ -33,7 +33,7 @@ from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Unbounded, l2_ball, linf_ball
-from certcli.enclosure.zonotopes.margins import Further, parabolas
+from certcli.enclosure.zonotopes.margins import Further, optimised
 from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
@@ -288,7 +288,7 @@ class LocalCertifier(ProvingCertifier):
         radius = claim.radius * (1 - AGAIN)
         if self._zonotope is not None:
             branches = self.effort == BRANCH
-            further = replay(int(label), claim.splits) if branches else parabolas
+            further = replay(int(label), claim.splits) if branches else optimised
             if self.proven(image, int(label), radius, further):
                 return True
         return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
@@ -311,7 +311,7 @@ class LocalCertifier(ProvingCertifier):
         return found
 
     def proven(
-        self, image: Tensor, label: int, radius: float, further: Further = parabolas
+        self, image: Tensor, label: int, radius: float, further: Further = optimised
     ) -> bool:
         """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`.
 

@@ -17,7 +17,7 @@ from certcli.enclosure.zonotopes.margins import (
     Further,
     linear_margins,
     normalised_margins,
-    parabolas,
+    optimised,
 )
 from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
 from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
@@ -279,7 +279,7 @@ class LocalNetwork:
         return form
 
     def margins(
-        self, start: Form, label: int, watch: Watch | None = None, further: Further = parabolas
+        self, start: Form, label: int, watch: Watch | None = None, further: Further = optimised
     ) -> Tensor:
         """k - 1 numbers, all positive only if z_label - z_j > 0 for every j != label on all of `start`: a proof.
 

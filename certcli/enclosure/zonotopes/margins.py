@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import Node, lower
+from certcli.enclosure.zonotopes.branching import Limit, Search
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import signs
 from certcli.enclosure.zonotopes.parabolas import coupled
@@ -17,8 +18,11 @@ Further = Callable[[Node, Tensor], Tensor]
 """The last node and rows of it, least bound first -> bounds of these rows; once one is not positive, any of the others."""
 
 
-def parabolas(node: Node, rows: Tensor) -> Tensor:
-    """Return bounds by parabolas, up to the first that is not positive: one unproven margin decides."""
+def optimised(node: Node, rows: Tensor) -> Tensor:
+    """Return bounds by slopes that ascent chose, in an l2 ball by parabolas too, up to the first that is not positive."""
+    search = Search(node, rows, Limit(domains=0))
+    if not search.ascent.curved:
+        return search.prove()
     bounds = rows.new_full((len(rows),), -torch.inf)
     for i in range(len(rows)):
         bounds[i] = coupled(node, rows[i : i + 1])
@@ -27,7 +31,7 @@ def parabolas(node: Node, rows: Tensor) -> Tensor:
     return bounds
 
 
-def lower_bounds(x: Form, further: Further = parabolas) -> Tensor:
+def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
     """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down: below the form's minimum.
 
     further: tried on entries that are not positive then, where there is a way back.
@@ -100,7 +104,7 @@ def linear_margins(
     bias: Tensor | None,
     label: int,
     executed: Tensor | None = None,
-    further: Further = parabolas,
+    further: Further = optimised,
 ) -> Tensor:
     """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
     rows, offset, doubt = differences(weight, bias, label, executed)
@@ -115,7 +119,7 @@ def normalised_margins(
     bias: Tensor | None,
     label: int,
     executed: Tensor | None = None,
-    further: Further = parabolas,
+    further: Further = optimised,
 ) -> Tensor:
     """Return numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
     gain, beta = norm.weight, norm.bias
