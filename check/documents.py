@@ -18,7 +18,7 @@ TYPES = {
     "I64": "int64",
     "BOOL": "bool",
 }
-FUNCTION = (
+FUNCTION = [
     "arch",
     "arch_args",
     "classes",
@@ -28,7 +28,7 @@ FUNCTION = (
     "std",
     "interpolation",
     "crop_pct",
-)
+]
 
 
 class Unreadable(Exception):
@@ -67,7 +67,10 @@ def read_checkpoint(
             if text is None
             else read_json(text, "the checkpoint's record")
         )
-        function = {name: {**record, **record["input"]}[name] for name in FUNCTION}
+        flat = {**record, **record["input"]}
+        function = {name: flat[name] for name in FUNCTION}
+        if flat.get("crop_mode", "center") != "center":
+            function["crop_mode"] = flat["crop_mode"]
         for name in sorted(found):
             kind, shape = TYPES[found[name]["dtype"]], tuple(found[name]["shape"])
             values = np.frombuffer(found[name]["data"], "<u2" if kind == "bfloat16" else kind)
@@ -101,6 +104,13 @@ def read_value(pair: Any) -> Fraction | None:
     ):
         raise ValueError(f"{pair} is no value")
     return Fraction(mantissa) * Fraction(2) ** exponent
+
+
+def read_text(text: Any) -> Fraction | None:
+    """Return the number that a text spells, all of it, None for "inf". ValueError for one too long to be a bound's."""
+    if type(text) is not str or len(text) > 24 or len(text.lower().partition("e")[2]) > 7:
+        raise ValueError("a bound's text has at most 24 characters, 7 of its exponent")
+    return None if text.lower() == "inf" else Fraction(text)
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from certcli.models.build import OpenCheckpoint, PixelModel
 from certcli.models.hints import Hints
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
 from certcli.models.open import open_checkpoint, require_classifier, require_features
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import DataError, UsageError, plain
 
 FUNCTIONS = (
     "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "predict", "attack", "audit",
@@ -69,7 +69,7 @@ def load(
     arch: str | None = None,
     arch_args: Mapping[str, Any] | None = None,
     as_stated: bool = False,
-    weights: Literal["raw", "ema"] | None = None,
+    weights: str | None = None,
     features: bool = False,
 ) -> OpenCheckpoint:
     """Open a network; its modules are built or copied once. What casts doubt on reading a file is a warning.
@@ -80,7 +80,7 @@ def load(
         input_size: (c, h, w), for a module without a timm configuration.
         arch, arch_args: Name and arguments of the architecture, for a file without a record.
         as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
-        weights: The weights to read of a file that holds raw and averaged ones.
+        weights: "raw", "ema" or a key: the weights to read of a file that holds several.
         features: The network has no classifier; `bound` and `slope` are then those of its features.
     """
     about_files = {
@@ -112,7 +112,7 @@ def load(
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(in_python(doubt), stacklevel=3)
+        warnings.warn(plain(in_python(doubt)), stacklevel=3)
     return opened
 
 

@@ -14,11 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.checkpoint import shards
+from certcli.checkpoint.git_lfs import require_no_pointer
+from certcli.checkpoint.header import require_header
 from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
+from certcli.system.watched import watch
 
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
@@ -144,6 +147,9 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    watch(path)
+    require_no_pointer(path)
+    require_header(path)
     try:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata() or {}

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from certcli.checkpoint.header import LONGEST_HEADER
 from certcli.checkpoint.shards import (
     ENDING,
     INDEX,
@@ -25,8 +26,6 @@ from certcli.checkpoint.shards import (
 from certcli.system.errors import CheckpointError, UsageError
 from certcli.system.files import is_stream, open_alone, require_absent, sweep
 
-LONGEST_HEADER = 100_000_000
-"""Bytes of a safetensors header, as the format's own reader limits them."""
 WRITTEN = frozenset((".safetensors", ".jsonl", ".json", ".html"))
 """Endings of files that certvit writes and no dataset holds: such a file may be replaced in a folder of images."""
 

@@ -15,6 +15,7 @@ from certcli.checkpoint.schema import (
     MOST_CLASSES,
     Channels,
     Classes,
+    CropMode,
     CropPct,
     Dataset,
     Digest,
@@ -52,6 +53,7 @@ class InputSpec:
     std: PerChannel
     interpolation: Interpolation = "bicubic"
     crop_pct: CropPct = 1.0
+    crop_mode: CropMode = "center"
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,11 @@ class Record:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, nothing that differs between two equal runs."""
+        about = asdict(self)
+        if self.input.crop_mode == "center":  # records from before this field keep their bytes
+            del about["input"]["crop_mode"]
         return json.dumps(
-            {"schema": SCHEMA, **asdict(self)},
+            {"schema": SCHEMA, **about},
             sort_keys=True,
             separators=(",", ":"),
             allow_nan=False,
@@ -132,6 +137,7 @@ class Record:
             "std": [float(value) for value in spec.std],
             "interpolation": spec.interpolation,
             "crop_pct": float(spec.crop_pct),
+            **({} if spec.crop_mode == "center" else {"crop_mode": spec.crop_mode}),
         }
 
     @staticmethod
@@ -169,7 +175,7 @@ def _decode(text: str) -> Record:
     raw = json.loads(text)
     del raw["schema"]
     _require_fields(raw, record)
-    _require_fields(raw["input"], record.input)
+    _require_fields({"crop_mode": "center", **raw["input"]}, record.input)
     for name in ("surgery", "lineage", "evidence"):
         for entry, item in zip(raw[name], getattr(record, name), strict=True):
             _require_fields(entry, item)

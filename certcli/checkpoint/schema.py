@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE, arch_arguments
+from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE
 from certcli.system.errors import Refused, one_line
 
 MOST_CHANNELS = 256
@@ -63,6 +63,8 @@ Classes = Annotated[int, Meta(ge=0, le=MOST_CLASSES)]
 CropPct = Annotated[float, Meta(ge=0.25, le=4)]
 PerChannel = Annotated[tuple[float, ...], Meta(min_length=1, max_length=MOST_CHANNELS)]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+CropMode = Literal["center", "squash", "border"]
+"""How an image becomes the input: its shorter side resized, both sides resized, or all of it within a border."""
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -111,28 +113,6 @@ SURGERY: dict[str, type[Struct]] = {
 """Arguments of every replacement of `certcli.nn.surgery`."""
 
 
-class PretrainedFields(Struct):
-    """The fields of timm's `pretrained_cfg` about the input; files and URLs are not read."""
-
-    input_size: tuple[Channels, Side, Side] | None = None
-    mean: PerChannel | None = None
-    std: PerChannel | None = None
-    interpolation: Interpolation | None = None
-    crop_pct: CropPct | None = None
-    num_classes: Classes | None = None
-
-
-class ConfigFields(Struct):
-    """The fields of timm's config.json that are read."""
-
-    architecture: Name
-    num_classes: Classes | None = None
-    num_features: Any = None
-    global_pool: Any = None
-    model_args: Json = {}
-    pretrained_cfg: PretrainedFields = msgspec.field(default_factory=PretrainedFields)
-
-
 LARGEST_INDEX = 64 * 2**20
 """Bytes of the index of a checkpoint in several files."""
 ShardName = Annotated[str, _like("shard", 255)]
@@ -167,6 +147,7 @@ class TrainingFields(StrictStruct):
     optimisers: list[OptimiserFields]
     parts: list[Name]
     changes: list[tuple[Count, Count]] = []
+    digest: Digest | None = None
 
 
 class AdaptFields(StrictStruct):
@@ -232,13 +213,6 @@ class ReportFields(Struct):
     why: str | UnsetType = UNSET
     bound_of: Literal["logits", "features"] = "logits"
     function: Json | UnsetType = UNSET
-
-
-def decode_config(text: str | bytes) -> ConfigFields:
-    """Decode timm's config.json, or raise Refused."""
-    config = decode(text, ConfigFields)
-    arch_arguments(config.model_args)
-    return config
 
 
 def decode(text: str | bytes, wanted: type[T]) -> T:

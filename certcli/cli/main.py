@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-import json
+import faulthandler
 import logging
 import os
 import shutil
@@ -28,11 +28,12 @@ from certcli.cli.lipschitz import command as lipschitz
 from certcli.cli.log import command as log
 from certcli.cli.predict import command as predict
 from certcli.cli.shared import settings
-from certcli.cli.shared.output import Invocation, Sink
+from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
+from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
@@ -92,8 +93,13 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
             require_one(
                 f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it"
             )
+        forget()
         try:
             command(*args, **kwargs)
+            for path in require_unchanged():
+                Sink(False, False).warn(
+                    f"{path} was replaced while it was read: the results are of the file as it was"
+                )
             team().finish()
         except KeyboardInterrupt as stop:
             hint = "nothing half-written was left; adapt, finetune, certify and attack go on with --resume"
@@ -152,6 +158,10 @@ def run(started: float | None = None) -> None:
     started: the begin of the process, on the clock of `time.perf_counter`.
     """
     Sink.invocation = Invocation(started=started, silent=not _others().leads)
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream without a file
+            # a mapped file that is cut ends the process: not without a word
+            faulthandler.enable(sys.__stderr__)
     with (
         _usable_surroundings(),
         guarded() as out,
@@ -250,8 +260,9 @@ def _report(message: str, hint: str, code: int) -> int:
     if ended is not None:
         return ended
     if "--json" in sys.argv and not Sink.invocation.concluded:
-        sys.stdout.write(json.dumps({"error": message, "hint": hint, "code": code}) + "\n")
-    sys.stderr.write(plain(f"certvit: {message}" + (f"\n  hint: {hint}" if hint else "")) + "\n")
+        sys.stdout.write(as_line({"error": message, "hint": hint, "code": code}))
+    lines = [f"certvit: {plain(message)}", *([f"  hint: {plain(hint)}"] if hint else [])]
+    sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
     _others().said()
     return code

@@ -18,6 +18,11 @@ _READERS = frozenset(
         Tensor.data_ptr,
         Tensor.__dlpack__,
         Tensor.untyped_storage,
+        Tensor.storage,
+        Tensor.__deepcopy__,
+        Tensor.__repr__,
+        Tensor.__format__,
+        Tensor.__reduce_ex__,
     )
 )
 """What takes a tensor's numbers out of torch without an operation of torch's."""

@@ -33,8 +33,11 @@ from certcli.engine.tracer import Untraceable, reason_of
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0
-"""Units of the last place, of the largest logit: the same kernels on the same numbers, of which reductions may be split
+"""Units of the last place of each logit: the same kernels on the same numbers, of which reductions may be split
 over threads in another way. In all runs seen the difference was 0."""
+
+OTHER_SHAPE = 2.0**10
+"""Units of the last place of each logit: kernels of other shapes add in another order, over some hundred layers."""
 
 
 @contextmanager
@@ -181,7 +184,7 @@ def _is_run_in_a_batch(
     """Tell whether the network runs these steps in a batch too; Untraceable where an image's logits depend on its batch.
 
     False for a network of single images: no wrong logits come of that. Other batches are computed by other kernels:
-    sqrt(eps) of the largest logit is far above their rounding, and far below what a network does that mixes images.
+    `agree` holds each logit to how far that logit moves between the two images.
     """
     try:
         together, operations = followed(model, torch.cat(images))
@@ -192,21 +195,32 @@ def _is_run_in_a_batch(
     alone = torch.cat(logits)
     if not isinstance(together, Tensor) or together.shape != alone.shape or logits[0].shape[0] != 1:
         return False
-    if not agree(together, alone):
+    if not agree(together, alone, logits[0] - logits[1]):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
     return steps_of(operations) == steps_of(steps)
 
 
-def agree(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two results are the same up to the rounding of different kernels."""
-    return _close(a, b, torch.finfo(a.dtype).eps ** -0.5)
+def agree(a: Tensor, b: Tensor, moved: Tensor) -> bool:
+    """Tell whether logits (b, k) are the same up to the rounding of different kernels: each for itself.
+
+    |a_k - b_k| <= sqrt(eps) moved_k + OTHER_SHAPE eps max |b_k|. No other logit counts, and none that a network adds.
+
+    Args:
+        moved: How far each logit moves between two images, (1, k).
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    eps = torch.finfo(a.dtype).eps
+    size = b.abs().amax(0, keepdim=True)
+    return bool(((a - b).abs() <= eps**0.5 * moved.abs() + OTHER_SHAPE * eps * size).all())
 
 
 def _close(a: Tensor, b: Tensor, units: float) -> bool:
+    """Tell whether each number of a lies within some units of its last place of that of b."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    scale = float(torch.maximum(a.abs().max(), b.abs().max())) if a.numel() else 0.0
-    return bool(((a - b).abs() <= units * torch.finfo(a.dtype).eps * scale).all())
+    size = torch.maximum(a.abs(), b.abs())
+    return bool(((a - b).abs() <= units * torch.finfo(a.dtype).eps * size).all())
 
 
 def _apart(a: Tensor, b: Tensor) -> str:

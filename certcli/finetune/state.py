@@ -3,6 +3,7 @@
 Sharded weights are stored as whole tensors, so that any number of processes can resume.
 """
 
+import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.file import read_tensors, write_safetensors
+from certcli.checkpoint.file import read_tensors, tensors_digest, write_safetensors
 from certcli.checkpoint.outputs import require_state_of
 from certcli.checkpoint.schema import TrainingFields, decode
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
@@ -73,13 +74,13 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
                     entries[str(index)][name] = value
         structure.append({"state": entries, "param_groups": optimiser["param_groups"]})
     about = {name: getattr(state, name) for name in PLAIN}
-    text = json.dumps(
-        {**about, "optimisers": structure, "parts": sorted(state.parts)},
-        sort_keys=True,
-        separators=(",", ":"),
-    )
+    about |= {"optimisers": structure, "parts": sorted(state.parts)}
     whole = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    if len(whole) == len(tensors):
+    is_whole = len(whole) == len(tensors)
+    if is_whole and team.leads:
+        about["digest"] = _digest(whole, about)
+    text = _canonical(about)
+    if is_whole:
         if team.leads:
             write_safetensors(path, whole, {KEY: text}, True)
         return
@@ -103,6 +104,16 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
         raise
 
 
+def _canonical(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    """Return the sha256 of the tensors and everything that stands beside them, but for the digest itself."""
+    rest = {name: value for name, value in about.items() if name != "digest"}
+    return hashlib.sha256((_canonical(rest) + tensors_digest(tensors)).encode()).hexdigest()
+
+
 def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
     """Return the state at `path`. CheckpointError when it is unreadable or belongs to another run.
 
@@ -115,6 +126,11 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
     except Refused as refusal:
         raise CheckpointError(f"{path} is not the state of a training run ({refusal})") from refusal
     require_state_of(path, identity, about.identity)
+    if about.digest is not None and about.digest != _digest(tensors, json.loads(metadata[KEY])):
+        raise CheckpointError(
+            f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
+            "drop --resume",
+        )
     later = [*(step for step, _ in about.changes[1:]), about.step]
     if any(
         not 0 < step < total or step > after

@@ -1,5 +1,6 @@
 """Datasets by name or folder: images in [0, 1] of a network's input size, with labels of its classes."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -65,11 +66,43 @@ def require_classes(
             f"dataset '{images.name}' has {len(images.classes)} classes, the checkpoint's network has {classes}",
             "use the dataset it was trained for, or one with the same classes",
         )
-    if class_names and not images.classes[0].isdigit() and tuple(class_names) != images.classes:
+    if not class_names or all(name.isdigit() for name in images.classes):
+        return images
+    return _by_name(images, class_names)
+
+
+def _by_name(images: Images, class_names: Sequence[str]) -> Images:
+    """Return the images with the network's number for each class, by its name.
+
+    Case, blanks, '-' and '_' do not count. DataError where a name is not the network's.
+    """
+    number_of = {_plain_name(name): number for number, name in enumerate(class_names)}
+    strange = [name for name in images.classes if _plain_name(name) not in number_of]
+    if strange or len(number_of) < len(class_names):
+        shown = one_line(", ".join(class_names[:6]))[:120]
         raise DataError(
-            f"dataset '{images.name}' has other class names than the checkpoint was trained on"
+            f"dataset '{images.name}' has other class names than the network: "
+            f"'{one_line(strange[0] if strange else images.classes[0])[:80]}' is not among {shown}"
+            f"{', ...' if len(class_names) > 6 else ''}",
+            f"name the folders by the network's classes, or by their numbers, 0 to {len(class_names) - 1}",
         )
-    return images
+    order = [number_of[_plain_name(name)] for name in images.classes]
+    if len(set(order)) < len(order):
+        raise DataError(f"dataset '{images.name}' has two classes of one name of the network")
+    if order == list(range(len(order))):
+        return images
+    names = sorted(images.classes, key=lambda name: number_of[_plain_name(name)])
+    note = "labels are the network's numbers for the folders' names"
+    return replace(
+        images,
+        classes=tuple(names),
+        labels=torch.tensor(order)[images.labels],
+        note="; ".join(filter(None, (images.note, note))),
+    )
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[\s_-]+", " ", name.strip().casefold())
 
 
 def _is_synset(name: str) -> bool:
@@ -187,6 +220,7 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
             f"no readable {_TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
             f"--data-dir names the folder that holds {_TORCHVISION[name]}'s own folder",
         ) from failure
+    _require_consistent(name, data_dir, len(stored.data), stored.targets, len(stored.classes))
     pixels = torch.as_tensor(stored.data)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     images = _in_memory(
@@ -196,3 +230,22 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
         return images
     chosen = images.select(split_training(images.labels, split).tolist())
     return replace(chosen, indices=torch.arange(len(chosen)))
+
+
+def _require_consistent(
+    name: str, data_dir: Path, count: int, labels: Sequence[int] | Tensor, classes: int
+) -> None:
+    """Raise DataError where the files of a dataset contradict each other: torchvision reads each alone."""
+    numbers = torch.as_tensor(labels)
+    reason = ""
+    if count != len(numbers):
+        reason = f"{count:,} images and {len(numbers):,} labels"
+    elif not count:
+        reason = "no images"
+    elif int(numbers.min()) < 0 or int(numbers.max()) >= classes:
+        reason = f"labels up to {int(numbers.max())} of {classes} classes"
+    if reason:
+        raise DataError(
+            f"the files of '{name}' in {data_dir} contradict each other: {reason}",
+            "fetch them again, all of one version",
+        )

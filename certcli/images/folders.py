@@ -2,9 +2,10 @@
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -13,11 +14,16 @@ from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec
 from certcli.images.labelled import Images, require_split, split_training
+from certcli.images.opening import opened
 from certcli.images.prefetch import Ahead
 from certcli.system.errors import DataError, one_line, plain
 
 LARGEST_RESIZED = 2**24
 """Pixels of an image after resizing its short side, before the crop."""
+LARGEST_TABLE = 2**28
+"""Bytes of a labels.csv: five million rows."""
+LONGEST_LINE = 2**18
+"""Characters of one of its lines."""
 LONGEST_NAME = 512
 """Characters of a file's name in records and reports; of a longer one the end is kept."""
 IMAGE_SUFFIXES = frozenset(
@@ -25,22 +31,34 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 
-def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the image files, and those in folders, sorted; DataError for a missing file or a folder without images."""
+def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Return the image files, and those in folders, sorted; and the folders that cannot be read, each with the reason.
+
+    Raises:
+        DataError: a file is missing, or a folder holds no images.
+    """
     found: list[Path] = []
+    unreadable: list[str] = []
+
+    def note(failure: OSError) -> None:
+        unreadable.append(f"{failure.filename} ({failure.strerror})")
+
     for path in paths:
         if not path.exists():
             raise DataError(f"no file {one_line(path)}", "name image files, or folders of them")
         inside = sorted(
-            child for child in path.rglob("*") if child.suffix.lower() in IMAGE_SUFFIXES
+            Path(parent, name)
+            for parent, _, names in os.walk(path, onerror=note)
+            for name in names
+            if Path(name).suffix.lower() in IMAGE_SUFFIXES
         )
         if path.is_dir() and not inside:
             raise DataError(
-                f"{one_line(path)} holds no images",
+                f"{one_line(path)} holds no images{' that can be read' if unreadable else ''}",
                 f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
             )
         found += inside if path.is_dir() else [path]
-    return found
+    return found, unreadable
 
 
 def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
@@ -82,7 +100,8 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     decode = Decoder(spec)
 
     ahead = Ahead(lambda position: decode(paths[position]))
-    positions, note = torch.arange(len(paths)), _sizes(paths, spec)
+    positions = torch.arange(len(paths))
+    note = "; ".join(filter(None, (_sizes(paths, spec), _order(classes))))
 
     def file(position: int) -> str:
         return _printable(paths[position].relative_to(dataset))
@@ -93,7 +112,7 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
 
 def _printable(path: Path) -> str:
     """Return a path for one line of a record or a report: slashes between folders, unprintable characters escaped."""
-    text = plain(path.as_posix()).replace("\n", "\\n")
+    text = plain(path.as_posix())
     return text if len(text) <= LONGEST_NAME else f"…{text[1 - LONGEST_NAME :]}"
 
 
@@ -102,9 +121,9 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
     channels, height, width = spec.size
     for path in paths[:: max(1, len(paths) // 8)]:
         try:
-            with Image.open(path, formats=Decoder.FORMATS) as image:
+            with opened(path) as image:
                 (across, down), bands = image.size, image.getbands()
-        except (OSError, ValueError, Image.DecompressionBombError):
+        except (OSError, ValueError, DataError, Image.DecompressionBombError):
             continue  # reading it will raise the error
         if across < width or down < height:
             return f"images such as {path.name}, {down}x{across}, are enlarged to {height}x{width}"
@@ -113,8 +132,15 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
     return ""
 
 
+def _order(classes: Sequence[str]) -> str:
+    """Return a note where torchvision would number the classes otherwise."""
+    if list(classes) == sorted(classes):
+        return ""
+    return "class folders named by numbers come in the order of the numbers (2 before 10), as timm has them"
+
+
 def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
-    classes = sorted(
+    classes = in_order(
         child.name
         for child in folder.iterdir()
         if child.is_dir() and not child.name.startswith(".")
@@ -135,6 +161,15 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
     return paths, labels, classes
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the classes in the order of their names; where all are numbers, in the order of the numbers."""
+    found = list(names)
+    if not all(name.isascii() and name.isdigit() for name in found):
+        return sorted(found)
+    # by length first: Python refuses to read a hostile number of many thousand digits
+    return sorted(found, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
+
+
 def _images_below(folder: Path) -> Iterator[Path]:
     """Image files at any depth; OSError where a folder cannot be read: its images would be missing in silence."""
 
@@ -150,14 +185,26 @@ def _images_below(folder: Path) -> Iterator[Path]:
                 yield path
 
 
+def _lines(handle: IO[str], listing: Path) -> Iterator[str]:
+    """Yield the lines of a table; DataError for one that is too long, or for too many bytes in all."""
+    if listing.stat().st_size > LARGEST_TABLE:
+        raise DataError(f"{listing} has more than {LARGEST_TABLE:,} bytes", "is it a table?")
+    while line := handle.readline(LONGEST_LINE):
+        if len(line) == LONGEST_LINE:
+            raise DataError(
+                f"{listing} has a line of {LONGEST_LINE:,} characters or more", "is it a table?"
+            )
+        yield line
+
+
 def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
     """Return the images beside a labels.csv, which has a header and columns for file and class.
 
     Classes come in the order of their names, as those of folders do; where all are numbers, in the order of the numbers.
     """
     try:
-        with listing.open(newline="", encoding="utf-8") as handle:
-            rows = list(csv.DictReader(handle, restkey="", restval=""))
+        with listing.open(newline="", encoding="utf-8-sig") as handle:  # Excel begins with a mark
+            rows = list(csv.DictReader(_lines(handle, listing), restkey="", restval=""))
     except (UnicodeError, csv.Error) as failure:
         raise DataError(
             f"{listing} is not a table of text ({one_line(failure)})", "columns 'file' and 'class'"
@@ -177,13 +224,8 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
         raise DataError(
             f"{listing} has a row without file or class", f"line {rows.index(empty) + 2}"
         )
-    found = {row[class_column] for row in rows}
-    numbered = all(name.isascii() and name.isdigit() for name in found)
-    # by length first: Python refuses to read a hostile number of many thousand digits
-    classes = sorted(
-        found,
-        key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name) if numbered else (0, name),
-    )
+    classes = in_order({row[class_column] for row in rows})
+    number_of = {name: number for number, name in enumerate(classes)}
     paths = [folder / row[name_column] for row in rows]
     for row, path in zip(rows, paths, strict=True):
         if ".." in path.parts or Path(row[name_column]).is_absolute():
@@ -192,47 +234,55 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
             )
         if not path.is_file():
             raise DataError(f"{listing} names {one_line(path.name)}, which does not exist")
-    return paths, [classes.index(row[class_column]) for row in rows], classes
+    return paths, [number_of[row[class_column]] for row in rows], classes
 
 
 def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
-    """Return timm's evaluation transform (resize, centre crop) without the normalisation, which the network holds."""
+    """Return timm's evaluation transform (resize, crop) without the normalisation, which the network holds.
+
+    Its border, where the images have one, has the colour of the mean.
+    """
     import certcli.system.compat  # noqa: F401
 
     # isort: split
     from timm.data import create_transform
 
-    channels = spec.size[0]
-    transform: Callable[[Image.Image], Tensor] = create_transform(
+    whole = create_transform(
         input_size=spec.size,
         is_training=False,
         interpolation=spec.interpolation,
         crop_pct=spec.crop_pct,
-        mean=(0.0,) * channels,
-        std=(1.0,) * channels,
+        crop_mode=spec.crop_mode,
+        mean=spec.mean,
+        std=spec.std,
     )
+    *steps, last = whole.transforms
+    if type(last).__name__ != "Normalize":
+        raise AssertionError("timm's transform ends in another step than the normalisation")
+
+    def transform(image: Image.Image) -> Tensor:
+        current: Any = image
+        for step in steps:
+            current = step(current)
+        pixels: Tensor = current
+        return pixels
+
     return transform
 
 
 class Decoder:
-    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without a known scale.
-
-    Only FORMATS are tried, for any file name: Pillow would pass PostScript to an interpreter.
-    """
-
-    FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "TIFF")
+    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without a known scale."""
 
     def __init__(self, spec: InputSpec) -> None:
         self.channels = spec.size[0]
         self.short_side = max(spec.size[1:]) / min(1.0, spec.crop_pct)
         self.transform = _pixel_transform(spec)
-        self.grey = _pixel_transform(replace(spec, size=(1, *spec.size[1:])))
+        grey = replace(spec, size=(1, *spec.size[1:]), mean=spec.mean[:1], std=spec.std[:1])
+        self.grey = _pixel_transform(grey)
 
     def __call__(self, path: Path) -> Tensor:
         try:
-            if not path.is_file():
-                raise DataError(f"{path} is not a regular file", "remove it")
-            with Image.open(path, formats=self.FORMATS) as image:
+            with opened(path) as image:
                 self._require_size(image, path)
                 return self._pixels(image, path).clamp(0, 1)
         except DataError:

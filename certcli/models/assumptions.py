@@ -59,6 +59,7 @@ def reading_of(
         for name, keys in _ARGUMENTS.items()
     }
     view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
+    view += "" if spec.crop_mode == "center" else f" {spec.crop_mode}"
     facts = [Fact("architecture", record.arch, origins.get("architecture", default))]
     facts += [Fact(name, value, given[name]) for name, value in invisible(net).items()]
     facts += [

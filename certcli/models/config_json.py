@@ -10,10 +10,11 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 
 # isort: split
 import timm
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
+from certcli.checkpoint.config_fields import DEFAULT_CROP, ConfigFields, decode_config
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.schema import ConfigFields, PretrainedFields, decode_config
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
@@ -73,7 +74,7 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
         )
     if why is not None:
         return None, [f"{CONFIG} is not used: {why}"]
-    return stated, _differences(stated, hints)
+    return stated, [*stated.doubts, *_differences(stated, hints)]
 
 
 def _stem(name: str) -> str:
@@ -140,14 +141,13 @@ def describe(
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
         said["view"] = CONFIG if config.pretrained_cfg.crop_pct is not None else "by default"
         origins = {**dict.fromkeys(config.model_args, CONFIG), **said, **origins}
-        if (
-            config.pretrained_cfg == PretrainedFields()
-        ):  # it names an architecture, and nothing of its images
+        if not config.pretrained_cfg.states_images:
             origins |= dict.fromkeys(
                 {"mean", "std", "view"} - {key for key in ("mean", "std") if getattr(hints, key)},
                 TIMM,
             )
             record, net = _from_hints(_as_hints(config, hints), tensors, path)
+            record = replace(record, class_names=_names_of(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)
     else:
@@ -175,6 +175,7 @@ def _from_config(
     arguments = {**stated.model_args, **hints.arch_args}
     if (found := _classes(tensors, hints, stated.num_classes)) is not None:
         arguments.setdefault("num_classes", found)
+    arguments = {**_of_input_size(stated), **arguments}
     mean, std = hints.mean or about.mean, hints.std or about.std
     classes = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
@@ -186,9 +187,67 @@ def _from_config(
     if not isinstance(classes, int):
         raise CheckpointError(f"{config} cannot be used: num_classes is no number")
     assert about.input_size is not None
-    view = about.interpolation or "bicubic", about.crop_pct or 1.0
-    spec = pixel_input(about.input_size, mean or (), std or (), view, _PIXELS)
-    return Record(stated.architecture, arguments, spec, classes)
+    view = (
+        about.interpolation or "bicubic",
+        about.crop_pct or DEFAULT_CROP,
+        about.crop_mode or "center",
+    )
+    spec = pixel_input(_size_of(about.input_size, arguments), mean or (), std or (), view, _PIXELS)
+    return Record(stated.architecture, arguments, spec, classes, _names_of(stated, classes))
+
+
+def _names_of(stated: ConfigFields, classes: int) -> tuple[str, ...] | None:
+    """Return the names of the classes, where there is one for each."""
+    names = stated.class_names
+    return names if names is not None and len(names) == classes else None
+
+
+def _of_input_size(stated: ConfigFields) -> dict[str, Any]:
+    """Return the arguments that timm derives from input_size: channels, and the size of a network of a fixed one."""
+    about = stated.pretrained_cfg
+    if about.input_size is None:
+        return {}
+    channels, height, width = about.input_size
+    found: dict[str, Any] = {} if channels == 3 else {"in_chans": channels}
+    is_flexible = stated.model_args.get("dynamic_img_size") or (
+        stated.model_args.get("strict_img_size") is False
+    )
+    if about.fixed_input_size and not is_flexible:
+        found["img_size"] = [height, width]
+    return found
+
+
+def _size_of(stated: tuple[int, int, int], arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the input's size: that of the network's own arguments, else the stated one."""
+    channels, height, width = stated
+    side = arguments.get("img_size")
+    if isinstance(side, int):
+        height = width = side
+    elif isinstance(side, (list, tuple)) and len(side) == 2:
+        height, width = side
+    return int(arguments.get("in_chans") or channels), height, width
+
+
+def image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str]:
+    """Return doubts about the images of a config: none are described, or they stand within a border."""
+    spec = record.input
+    if spec.crop_mode == "border":
+        return [
+            f"{CONFIG} puts images within a border (crop_mode border): its pixels count in every radius"
+        ]
+    if config.pretrained_cfg.states_images:
+        return []
+    usual = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+    other = [
+        f"{name} {_shown(values)}"
+        for name, values in usual.items()
+        if getattr(hints, name) is None and not _same(getattr(spec, name), values)
+    ]
+    if not other:
+        return []
+    return [
+        f"{CONFIG} says nothing of its images: those of {record.arch} are taken; timm would take {', '.join(other)}"
+    ]
 
 
 def _classes(tensors: Mapping[str, Tensor], hints: Hints, stated: int | None = None) -> int | None:

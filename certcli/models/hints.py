@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.schema import require_statistics
@@ -15,7 +15,7 @@ class Hints:
 
     Attributes:
         as_stated: Believe these and config.json where the tensors fit another network too.
-        weights: The weights to read of a file that holds raw and averaged ones.
+        weights: "raw", "ema" or a key: the weights to read of a file that holds several.
         features: Open a network without a classifier, which ends in features.
     """
 
@@ -24,7 +24,7 @@ class Hints:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     as_stated: bool = False
-    weights: Literal["raw", "ema"] | None = None
+    weights: str | None = None
     features: bool = False
 
     def __post_init__(self) -> None:

@@ -3,8 +3,13 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from urllib.parse import urlsplit
+
+from certcli.checkpoint.shards import INDEX, named
+from certcli.models.converters.transformers_config import PIXELS
+from certcli.system.errors import CheckpointError, one_line
 
 SECONDS = 5.0
 """Seconds to wait for a connection."""
@@ -42,3 +47,43 @@ def cache_if_unreachable() -> Iterator[str]:
         yield f"no network: {host()} cannot be reached, and it is not in the cache here"
     finally:
         constants.HF_HUB_OFFLINE = False
+
+
+def fetched(name: str) -> Path:
+    """Fetch configs and weights of a hub's repository, and return the file of weights; timm would also unpickle files.
+
+    Args:
+        name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repository, _, revision = name.partition("@")
+
+    def fetch(file: str) -> Path:
+        return Path(hf_hub_download(repository, file, revision=revision or None))
+
+    with cache_if_unreachable() as offline:
+        try:
+            fetch("config.json")
+            with suppress(EntryNotFoundError):  # only transformers' repositories have it
+                fetch(PIXELS)
+            try:
+                path = fetch("model.safetensors")
+            except EntryNotFoundError:
+                path = fetch(INDEX)
+                for part in named(path):
+                    fetch(part.name)
+        except CheckpointError:
+            raise
+        except Exception as failure:  # every network and hub library has its own exceptions
+            raise CheckpointError(
+                f"cannot fetch '{one_line(name)}' from the hub ({offline or reason_of(failure)})",
+                "check the name and the network; the repository needs config.json and model.safetensors",
+            ) from failure
+    return path
+
+
+def reason_of(failure: Exception) -> str:
+    """Return type and first line of an error of a library."""
+    return f"{type(failure).__name__}: {one_line(failure)[:120]}"

@@ -44,10 +44,19 @@ def open_module(
     """
     kind = type(module).__name__
     if isinstance(module, build.PixelModel):
+        input_size = input_size or module.input_size
         own = module.normalize
-        mean = own.mean.flatten().tolist() if mean is None else mean
-        std = own.std.flatten().tolist() if std is None else std
-        input_size, module = input_size or module.input_size, module.net
+        shift = own.mean.flatten()
+        scale = own.std.flatten()
+        if _are(mean, shift) and _are(std, scale):
+            mean = shift.tolist()
+            std = scale.tolist()
+            module = module.net
+        elif mean is None or std is None or not (_all_are(mean, 0.0) and _all_are(std, 1.0)):
+            raise UsageError(
+                f"the {kind} normalises its pixels itself",
+                "give neither mean nor std, or the network without its first layer",
+            )
     try:
         net = copy.deepcopy(module).cpu().eval()
     except Exception as failure:  # copying runs code of the module
@@ -101,6 +110,18 @@ def open_module(
     )
     (require_features if features else require_classifier)(found, f"the {kind}")
     return found
+
+
+def _all_are(values: Statistics, number: float) -> bool:
+    return all(value == number for value in per_channel(values) or ())
+
+
+def _are(values: Statistics | None, own: Tensor) -> bool:
+    """Tell whether these are the module's own statistics (c,); None says nothing else."""
+    if values is None:
+        return True
+    stated = torch.tensor(per_channel(values), dtype=own.dtype, device=own.device)
+    return len(stated) in (1, len(own)) and bool((stated == own).all())
 
 
 def per_channel(values: Statistics | None) -> tuple[float, ...] | None:

@@ -5,7 +5,6 @@ one, or that fits two networks, is refused.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,21 +21,33 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
 from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
-from certcli.checkpoint.shards import INDEX, named, weights_in
+from certcli.checkpoint.shards import INDEX, weights_in
 from certcli.models import build
+from certcli.models.advice import advice
 from certcli.models.appearance import appearance
 from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
 from certcli.models.build import OpenCheckpoint
-from certcli.models.config_json import config_beside, config_path, describe, require_consistent
+from certcli.models.config_json import (
+    config_beside,
+    config_path,
+    describe,
+    image_doubts,
+    require_consistent,
+)
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import Converted
 from certcli.models.converters.original import filtered
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import is_transformers
-from certcli.models.converters.transformers_config import PIXELS
-from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch, unwrapped
+from certcli.models.converters.wrapping import (
+    TORCH_SUFFIXES,
+    Bare,
+    read_torch,
+    unwrapped,
+)
 from certcli.models.hints import Hints
-from certcli.models.hub import cache_if_unreachable
+from certcli.models.hub import cache_if_unreachable, fetched, reason_of
+from certcli.models.normaliser import read_with, with_statistics
 from certcli.models.reading import Fact
 from certcli.models.weights import require_computed, require_fitting
 from certcli.system.errors import (
@@ -105,7 +116,7 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     if found:
         return _from_file(path, hints)
     if source.startswith(("hf-hub:", "hf_hub:")):
-        return _from_hub(source.partition(":")[2], hints)
+        return _from_file(fetched(source.partition(":")[2]), hints)
     if is_name(source) and timm.is_model(source):
         return _from_timm(source, hints)
     hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
@@ -139,8 +150,12 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if KEY in metadata:
         return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
     bare = unwrapped(bare, path, hints.weights)
-    converted = _converted(bare.tensors, path, hints)
-    found = _of_timm(path, bare, hints) if converted is None else _as_timm(converted, bare.facts())
+    stated = bare.normaliser
+    given = hints if stated is None else with_statistics(hints, stated, path)
+    converted = _converted(bare.tensors, path, given)
+    found = _of_timm(path, bare, given) if converted is None else _as_timm(converted, bare.facts())
+    if stated is not None:
+        found = replace(found, reading=read_with(found.reading, hints, stated))
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
     record = _valid(found.reading.noted(replace(found.record, foreign=texts)), path.name)
     return build.with_network(Checkpoint(found.tensors, record), found.net, found.reading)
@@ -216,10 +231,17 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
     net = description.net or build.build(record, like=bare.tensors)
     try:
         bare = _fitting(path, bare, net, hints)
-    except ArchitectureError:
+    except ArchitectureError as failure:
         if not hints.features and _ends_in_features(path, bare, record, hints):
             raise _headless(str(path)) from None
-        raise
+        shown = advice(net, bare.tensors)
+        if not shown:
+            raise
+        raise ArchitectureError(
+            f"{path} is another network than {record.arch} as named: it has '{one_line(shown[0].tensor)}' "
+            f"{tuple(bare.tensors[shown[0].tensor].shape)} ({_misfit(net, bare.tensors)})",
+            " ".join(each.options for each in shown),
+        ) from failure
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
     if not hints.as_stated:
@@ -235,6 +257,7 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         ):
             doubts.append(f"config.json is believed: {why}")
     doubts = doubts or statistics_doubts(net, record)
+    doubts += [] if config is None else image_doubts(config, record, hints)
     if config is not None and config.num_classes not in (
         None,
         record.classes,
@@ -251,11 +274,16 @@ def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
 
 
 def _fits(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+    return not _misfit(net, tensors)
+
+
+def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """Return where network and tensors disagree, "" where they fit."""
     try:
         require_fitting(net, tensors)
-        return True
-    except ArchitectureError:
-        return False
+        return ""
+    except ArchitectureError as failure:
+        return failure.message
 
 
 def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
@@ -324,45 +352,6 @@ _MISSING_HINT = (
 )
 
 
-def _from_hub(name: str, hints: Hints) -> OpenCheckpoint:
-    """Fetch a hub's repository and read it like a downloaded folder; timm would also unpickle files.
-
-    Args:
-        name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    repository, _, revision = name.partition("@")
-
-    def fetch(file: str) -> Path:
-        return Path(hf_hub_download(repository, file, revision=revision or None))
-
-    with cache_if_unreachable() as offline:
-        try:
-            fetch("config.json")
-            with suppress(EntryNotFoundError):  # only transformers' repositories have it
-                fetch(PIXELS)
-            try:
-                path = fetch("model.safetensors")
-            except EntryNotFoundError:
-                path = fetch(INDEX)
-                for part in named(path):
-                    fetch(part.name)
-        except CheckpointError:
-            raise
-        except Exception as failure:  # every network and hub library has its own exceptions
-            raise CheckpointError(
-                f"cannot fetch '{one_line(name)}' from the hub ({offline or _reason(failure)})",
-                "check the name and the network; the repository needs config.json and model.safetensors",
-            ) from failure
-    return _from_file(path, hints)
-
-
-def _reason(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {one_line(failure)[:120]}"
-
-
 def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     """Fetch pretrained weights through timm's loader."""
     if name.startswith("certvit_"):
@@ -374,7 +363,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"timm cannot fetch '{name}' ({offline or _reason(failure)})",
+                f"timm cannot fetch '{name}' ({offline or reason_of(failure)})",
                 "check the name and the network, or download it and give the folder",
             ) from failure
     about: Any = net.pretrained_cfg or {}

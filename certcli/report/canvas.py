@@ -5,19 +5,29 @@ Colours are Okabe & Ito's, which colour-blind readers tell apart; sizes are such
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import exists
 from pathlib import Path
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed or touched
-
-from matplotlib import pyplot
-from matplotlib.text import Text
+from unittest import mock
 
 from certcli.checkpoint.outputs import FIGURES
-from certcli.system.errors import plain
+from certcli.system.errors import plain_lines
 from certcli.system.files import atomic_file
+
+
+def _exists(path: Any) -> bool:
+    """Tell whether a path exists, but for the settings of the folder that certvit happens to run in."""
+    return path != "matplotlibrc" and exists(path)
+
+
+with mock.patch("os.path.exists", _exists):  # that file may hang, fail, or start latex
+    import matplotlib
+
+    matplotlib.use("Agg")  # files only: no display is needed or touched
+
+    from matplotlib import pyplot
+    from matplotlib.text import Text
+
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = (
     "#0072b2",
@@ -69,7 +79,9 @@ def grid(
     path: Path, rows: int, columns: int, size: tuple[float, float], title: str = ""
 ) -> Iterator[list[Any]]:
     """Axes to draw on, row by row; the figure appears at `path`, in the format of its ending, when the block ends well."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # no settings of the user's or of a folder: figures are alike everywhere
+        matplotlib.rcParams.update(STYLE)
         canvas, cells = pyplot.subplots(
             rows, columns, figsize=size, layout="constrained", squeeze=False
         )
@@ -81,7 +93,7 @@ def grid(
             for text in canvas.findobj(
                 Text
             ):  # names of files: no control characters in SVG, no mathematics
-                text.set_text(plain(text.get_text()).replace("$", r"\$"))
+                text.set_text(plain_lines(text.get_text()).replace("$", r"\$"))
             undated = {
                 "png": {"Software": None},
                 "svg": {"Date": None},

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from certcli.system.errors import plain
+from certcli.system.errors import plain_lines
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, HEIGHT = 480, 50, 466, 14, 250, 292
 """Of the chart, in CSS pixels: about the width of a phone, so that its text is readable there."""
@@ -123,7 +123,7 @@ def render(page: HtmlPage) -> str:
 
 def _shown(value: Any) -> Any:
     """Spell out terminal escapes and text directions: they would be obeyed, or make the file invalid."""
-    return plain(value) if type(value) is str else value
+    return plain_lines(value) if type(value) is str else value
 
 
 def ticks(end: float) -> list[float]:

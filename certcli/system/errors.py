@@ -1,5 +1,10 @@
 """Errors with a message (what went wrong, where), a hint (what to do next) and an exit code."""
 
+import re
+
+_COMMAND = re.compile(r"(^|\s|(?=##[a-z]*\[))(::|##)")
+"""The beginning of a command to a program that runs workflows."""
+
 
 class CertvitError(Exception):
     """A failure that a user can act on, shown as one line and a hint."""
@@ -7,9 +12,9 @@ class CertvitError(Exception):
     code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        super().__init__(plain(message))
+        self.message = plain(message)
+        self.hint = plain(hint)
 
 
 class UsageError(CertvitError):
@@ -65,10 +70,18 @@ class Refused(ValueError):
 
 
 def plain(text: str) -> str:
-    """Return text for a screen, with unprintable characters (escapes, directions) spelled out."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
+    """Return text of strangers (names of files, classes, keys) for one line of a screen, a log or a report.
+
+    Unprintable characters (line ends, escapes, marks of direction) are spelled out, and so are the beginnings of commands
+    to the programs that run workflows: `::error`, `##[group]`, `##vso[`. What is plain stays as it is.
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return _COMMAND.sub(lambda found: f"{found[1]}\\x{ord(found[2][0]):02x}{found[2][1:]}", shown)
+
+
+def plain_lines(text: str) -> str:
+    """Return text of several lines of our own, each plain."""
+    return "\n".join(plain(line) for line in text.split("\n"))
 
 
 def one_line(failure: object) -> str:

@@ -19,6 +19,7 @@ from typing import IO
 
 from safetensors import SafetensorError
 
+from certcli.system import watched
 from certcli.system.errors import OutputError, UsageError, one_line
 
 MOST_LINKS = 40
@@ -124,6 +125,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
                 os.fsync(handle.fileno())
             written.chmod(stat.S_IMODE(file.stat().st_mode) if file.exists() else 0o666 & ~_umask())
             written.replace(file)
+            watched.written(file)
         with contextlib.suppress(OSError):  # some file systems cannot sync a folder
             number = os.open(file.parent, os.O_RDONLY)
             os.fsync(number)

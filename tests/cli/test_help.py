@@ -4,7 +4,6 @@ import builtins
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def test_the_doctor_finds_what_breaks_a_program_without_certvit(
 ) -> None:
     """With what another process says that imports timm; `make install` asks a real one."""
     done = subprocess.CompletedProcess([], int(bool(said)), "", said)
-    monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+    monkeypatch.setattr(command, "run_isolated", lambda _: done)
     found = document("doctor", code=7 if said else 0)
     parts = {part["part"]: part for part in found["parts"]}
     assert parts["torchvision"]["broken"] is bool(said)

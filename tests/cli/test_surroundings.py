@@ -22,7 +22,7 @@ from certcli.images import datasets
 from certcli.report import canvas
 from certcli.report.page import HtmlPage, render
 from certcli.system import processes
-from certcli.system.errors import DataError, Refused, UsageError, plain
+from certcli.system.errors import DataError, Refused, UsageError, plain_lines
 from tests.helpers.commands import console
 from tests.helpers.forks import ended, fork
 
@@ -196,4 +196,4 @@ def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:
 
 
 def test_plain_text_is_plain() -> None:
-    assert plain("a\nb\tc\x85") == "a\nb\\tc\\x85"
+    assert plain_lines("a\nb\tc\x85") == "a\nb\\tc\\x85"

@@ -48,11 +48,13 @@ def test_only_a_sum_with_a_product_of_matrices_is_one_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_results_agree_up_to_the_root_of_eps_of_the_largest(dtype: torch.dtype) -> None:
-    logits, root = torch.tensor([3.0, -64.0], dtype=dtype), torch.finfo(dtype).eps ** 0.5
+def test_each_logit_agrees_up_to_the_root_of_eps_of_its_own_movement(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, -1e6]], dtype=dtype)
+    moved = torch.tensor([[64.0, 0.0]], dtype=dtype)
+    root = torch.finfo(dtype).eps ** 0.5
     for sign in (1, -1):
-        assert agree(logits, logits + torch.tensor([sign * 32 * root, 0], dtype=dtype))
-        assert not agree(logits, logits + torch.tensor([sign * 128 * root, 0], dtype=dtype))
+        assert agree(logits + torch.tensor([sign * 32 * root, 0], dtype=dtype), logits, moved)
+        assert not agree(logits + torch.tensor([sign * 128 * root, 0], dtype=dtype), logits, moved)
 
 
 def test_a_trace_gives_back_what_was_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
         Hints(),
         "no record may hold",
     ),
-    "a dictionary that contains itself": (lambda folder: saved(folder, endless()), Hints(), "not a dictionary"),
+    "a dictionary that contains itself": (lambda folder: saved(folder, endless()), Hints(), "none of them is a dictionary"),
     "blocks without numbers": (
         lambda folder: saved(folder, {**plain(), "blocks.x.y": torch.ones(1)}), Hints(), "looks like a timm"
     ),

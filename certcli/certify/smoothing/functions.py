@@ -69,12 +69,14 @@ def classifier(
 def require_alone(model: build.PixelModel) -> None:
     """UsageError where an image's logits depend on its batch: its draws, which share one, would not be independent."""
     weight = next(model.parameters(), torch.zeros(()))
-    images = noise_like(torch.empty(2, *model.input_size, dtype=weight.dtype, device=weight.device))
+    images = noise_like(torch.empty(3, *model.input_size, dtype=weight.dtype, device=weight.device))
     try:
-        together, alone = model(images), torch.cat([model(image[None]) for image in images])
+        together = model(images)
+        alone = torch.cat([model(image[None]) for image in images])
     except RuntimeError:  # of single images, or not in this precision: the run itself says so
         return
-    if bool(torch.isfinite(alone).all()) and not agree(together, alone):
+    moved = alone.amax(0, keepdim=True) - alone.amin(0, keepdim=True)
+    if bool(torch.isfinite(alone).all()) and not agree(together, alone, moved):
         raise UsageError(
             "no certificate by smoothing: the network's logits of an image depend on the images beside it"
         )

@@ -2,8 +2,6 @@
 
 import os
 import platform
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,6 +9,7 @@ from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Talk
 from certcli.cli.shared.output import Gate
 from certcli.system.errors import GateError
+from certcli.system.interpreter import run_isolated
 
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
@@ -64,9 +63,7 @@ def _version(package: str) -> str:
 def _torchvision() -> Finding:
     """Import timm as a program without certvit does: in a process of its own."""
     found = _version("torchvision")
-    done = subprocess.run(
-        [sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False
-    )
+    done = run_isolated("import timm")
     if done.returncode == 0:
         return Finding("torchvision", found)
     reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -61,8 +61,13 @@ def predict(
             "certvit predict ... --defence patch --patch 32",
         )
     require_one("images are classified", "certvit predict without torchrun")
-    files = image_files(pictures.images)
+    files, unreadable = image_files(pictures.images)
     sink = talk.sink()
+    if unreadable:
+        sink.doubt(
+            f"{len(unreadable)} folders cannot be read, and their images are left out: {', '.join(unreadable[:3])}",
+            first=True,
+        )
     checkpoint = source.open(sink)
     record, decode = checkpoint.record, Decoder(checkpoint.record.input)
     names = record.class_names if len(record.class_names or ()) == record.classes else None
@@ -80,6 +85,7 @@ def predict(
                 rows.append({**row, "proven": list(one.proven)} if pictures.prove else row)
             bar.advance(len(part))
     about = {} if defended is None else {**defended.about, "parameters": dict(defended.parameters)}
+    about |= {"unreadable": len(unreadable)} if unreadable else {}
     sink.document(
         {"checkpoint": checkpoint.digest, "defence": pictures.defence, **about, "predictions": rows}
     )

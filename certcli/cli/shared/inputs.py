@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from certcli.system.errors import UsageError, one_line
 
@@ -41,13 +41,7 @@ def hints(
 
     arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
     statistics = _numbers("--mean", mean), _numbers("--std", std)
-    return Hints(arch, arguments, *statistics, as_stated, _weights(weights))
-
-
-def _weights(given: str | None) -> Literal["raw", "ema"] | None:
-    if given not in (None, "raw", "ema"):
-        raise UsageError(f"--weights {given}: raw or ema")
-    return given  # type: ignore[return-value]
+    return Hints(arch, arguments, *statistics, as_stated, weights)
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:

@@ -173,8 +173,8 @@ Weights = Annotated[
     str | None,
     typer.Option(
         "--weights",
-        metavar="raw|ema",
-        help="Which weights of a file that holds raw and averaged ones.",
+        metavar="raw|ema|KEY",
+        help="Which weights of a file that holds several: raw or averaged ones, or those under a key.",
     ),
 ]
 AsStated = Annotated[

@@ -124,14 +124,15 @@ class Sink:
 
     def record(self, data: Mapping[str, Any]) -> None:
         if self.as_json and not Sink.invocation.silent:
-            sys.stdout.write(json.dumps(data, sort_keys=True) + "\n")
+            sys.stdout.write(as_line(data))
             sys.stdout.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows of cells, laid out for the terminal (`certcli.cli.shared.tables`)."""
         if self.as_json:
             return
-        cells = [[plain(cell) for cell in row] for row in rows]
+        # a cell may be broken anywhere: no piece of it may begin with "::"
+        cells = [[plain(cell).replace("::", ":\\x3a") for cell in row] for row in rows]
         layout = Layout(columns, cells, self._out.width)
         if self._begun:
             self._out.print()
@@ -248,6 +249,11 @@ class Bar:
         """Say how far work on the next steps has come: a line that is due need not wait for their end."""
         if self._lines is not None:
             self._lines.show(part)
+
+
+def as_line(data: Mapping[str, Any]) -> str:
+    """Return a document as one line; a text in it is no command to the program that runs a workflow."""
+    return json.dumps(data, sort_keys=True).replace("##", "#\\u0023") + "\n"
 
 
 def _minutes(seconds: float) -> str:

@@ -180,7 +180,8 @@ def prepared(
         if logits.shape[1] < 2:
             raise NoRule("the network has one class, and no margin to another")
         ending = split(traced, NORMS)
-        if not agree(ending.finish(result_of(ending.trace, image)), logits):
+        finished = ending.finish(result_of(ending.trace, image))
+        if not agree(finished, logits, torch.zeros_like(logits)):
             raise NoRule("the network without its last layers, and these, are not the network")
         require_rules(ending.trace, table)
     nodes = None if execution is None else execution.beside(names_of_results(ending.trace))

@@ -76,13 +76,13 @@ def pixel_input(
     size: tuple[int, int, int],
     mean: Sequence[float],
     std: Sequence[float],
-    view: tuple[Any, float],
+    view: tuple[Any, ...],
     hint: str,
 ) -> InputSpec:
     """Return the input; one mean or std stands for every channel. ArchitectureError where they fit no image in [0, 1].
 
     Args:
-        view: the filter that resizes images, and the share of them that is left after the crop.
+        view: the filter that resizes images, the share of them that is left after the crop, and the crop's mode.
     """
     means, stds = (
         tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std)

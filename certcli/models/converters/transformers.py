@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.checkpoint.config_fields import names_of, plain_names
 from certcli.checkpoint.record import Record, Replacement
 from certcli.models.converters.base import (
     COMPUTED,
@@ -31,6 +32,7 @@ from certcli.models.converters.transformers_config import (
     TokenConfig,
     decoded,
     input_spec,
+    unknown,
 )
 from certcli.models.converters.transformers_names import CONVNEXT_NAMES, SWIN_NAMES, TOKEN_NAMES
 from certcli.models.hints import Hints
@@ -341,6 +343,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     except Refused as refusal:
         raise ArchitectureError(f"{beside}: {refusal}") from refusal
     spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
+    doubts += unknown(beside, family.config)
     found = renamed(tensors, family.names)
     features = None
     if architecture == family.headless:
@@ -364,9 +367,6 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
 
 
 def _class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
-    """The classes by their plain names, all different; texts such as "tench, Tinca tinca" are no names of folders."""
-    names = [(labels or {}).get(str(number), "") for number in range(len(labels or {}))]
-    plain = all(
-        re.fullmatch(r"[\w.\-]{1,128}", name) and not name.startswith("LABEL_") for name in names
-    )
-    return tuple(names) if names and plain and len(set(names)) == len(names) else None
+    """Return the classes by names that folders could have, in the order of their numbers."""
+    names = names_of(dict(labels or {}))
+    return None if names is None else plain_names(names)

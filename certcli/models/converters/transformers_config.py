@@ -4,13 +4,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from msgspec.structs import fields
 
 from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
 from certcli.checkpoint.record import InputSpec
-from certcli.checkpoint.schema import MOST_CLASSES, Channels, Json, Name, PerChannel, Side, decode
+from certcli.checkpoint.schema import (
+    MOST_CLASSES,
+    PIXEL_SCALE,
+    Channels,
+    Json,
+    Name,
+    PerChannel,
+    Side,
+    decode,
+)
 from certcli.models.converters.base import T, pixel_input, read_config
 from certcli.models.hints import Hints
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, one_line
 
 CONFIG = "config.json"
 PIXELS = "preprocessor_config.json"
@@ -89,18 +99,72 @@ class ConvNextConfig(Config, kw_only=True):
 class Pixels(Struct, kw_only=True):
     """preprocessor_config.json."""
 
-    image_mean: PerChannel | None = None
-    image_std: PerChannel | None = None
+    image_mean: PerChannel | float | None = None
+    image_std: PerChannel | float | None = None
     do_normalize: bool = True
     do_rescale: bool = True
     rescale_factor: Annotated[float, Meta(gt=0, le=1)] = 1 / 255
-    offset: bool = False
+    offset: bool | None = False
+    rescale_offset: bool | None = False
+    do_flip_channel_order: bool | None = False
+    do_pad: bool | None = False
+    include_top: bool | None = None
     resample: Annotated[int, Meta(ge=0, le=5)] | None = None
-    size: Json | int | None = None
+    size: Json | int | list[int] | None = None
     crop_size: Json | int | None = None
-    do_center_crop: bool = False
-    do_resize: bool = True
+    do_center_crop: bool | None = False
+    do_resize: bool | None = True
     crop_pct: Annotated[float, Meta(ge=0.25, le=4)] | None = None
+    image_processor_type: str | None = None
+    feature_extractor_type: str | None = None
+    auto_map: Any = None
+
+    @property
+    def processor(self) -> str | None:
+        """The processor's class, without the suffixes of its versions."""
+        named = self.image_processor_type or self.feature_extractor_type
+        if named is None:
+            return None
+        for suffix in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
+            named = named.removesuffix(suffix)
+        return named
+
+
+_PROCESSORS = frozenset(("ViT", "DeiT", "Beit", "Bit", "ConvNext", "CLIP", "Siglip", "Swin"))
+"""Processors that resize, crop, rescale and normalise by the fields above, and do nothing else."""
+_HARMLESS_PIXELS = frozenset(
+    (
+        *("processor_class", "do_convert_rgb", "data_format", "input_data_format", "device"),
+        *("return_tensors", "disable_grouping", "default_to_square", "do_reduce_labels"),
+        *("reduce_labels", "_valid_processor_keys", "use_fast", "pad_size", "size_divisor"),
+        *("crop_margin", "pad_and_return_pixel_mask"),
+    )
+)
+_HARMLESS_CONFIG = frozenset(
+    (
+        # training, and the pretext tasks before it
+        *("attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate", "dropout"),
+        *("attention_dropout", "classifier_dropout", "initializer_range", "initializer_factor"),
+        *("use_mask_token", "mask_ratio", "vocab_size", "encoder_stride", "norm_pix_loss"),
+        *("semantic_loss_ignore_index", "layer_norm_init", "num_labels", "label2id"),
+        # other outputs and other heads
+        *("pooler_act", "pooler_output_size", "out_features", "out_indices", "stage_names"),
+        *("out_feature_indexes", "use_auxiliary_head", "auxiliary_loss_weight", "pool_scales"),
+        *("auxiliary_channels", "auxiliary_num_convs", "auxiliary_concat_input", "apply_layernorm"),
+        *("reshape_hidden_states", "output_attentions", "output_hidden_states", "return_dict"),
+        *("add_fpn", "segmentation_indices", "add_cross_attention", "is_encoder_decoder"),
+        # of Swin and ConvNeXt, which follow from others
+        *("hidden_size", "num_layers", "path_norm", "num_stages", "layerscale_value"),
+        # how the file was written
+        *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "torchscript"),
+        *("finetuning_task", "task_specific_params", "_attn_implementation", "tie_word_embeddings"),
+        *("use_bfloat16", "attn_implementation", "_commit_hash", "model_name", "backbone"),
+        *("chunk_size_feed_forward", "id2color", "output_stride", "_num_labels"),
+    )
+)
+"""Fields that do not change the logits of the classes that certvit converts."""
+_EMPTY: tuple[Any, ...] = (None, False, 0, {}, [], "")
+"""Values that switch a field off."""
 
 
 def decoded(config: Path, wanted: type[T]) -> T:
@@ -118,7 +182,8 @@ def input_spec(
         ArchitectureError: neither says how pixels are normalised.
     """
     pixels = decoded(path, Pixels) if path.is_file() else None
-    mean, std, origin = _statistics(pixels)
+    is_given = hints.mean is not None and hints.std is not None
+    mean, std, origin = _statistics(pixels, is_given)
     origins = {name: f"--{name}" if getattr(hints, name) else origin for name in ("mean", "std")}
     mean, std = hints.mean or mean, hints.std or std
     if mean is None or std is None:
@@ -129,12 +194,17 @@ def input_spec(
     sides = config.image_size
     height, width = (sides, sides) if isinstance(sides, int) else sides
     resample = None if pixels is None else pixels.resample
-    view = _RESAMPLING[2 if resample is None else resample], _crop(pixels, min(height, width))
+    view = (
+        _RESAMPLING[2 if resample is None else resample],
+        _crop(pixels, min(height, width)),
+        _crop_mode(pixels),
+    )
     spec = pixel_input(
         (config.num_channels, height, width), mean, std, view, f"check {PIXELS}, --mean and --std"
     )
     origins["view"] = "by default" if pixels is None else PIXELS
-    made, doubts = None if pixels is None else _made(pixels), []
+    made = None if pixels is None else _made(pixels)
+    doubts = [] if pixels is None else [*_processor_doubts(pixels), *unknown(path, Pixels)]
     if made is not None and made != [height, width]:
         sizes = ["x".join(map(str, each)) for each in (made, (height, width))]
         doubts.append(
@@ -144,27 +214,90 @@ def input_spec(
     return spec, origins, doubts
 
 
+def unknown(path: Path, wanted: type[Struct]) -> list[str]:
+    """Return a sentence where a config states a field that certvit neither uses nor knows to be harmless."""
+    harmless = _HARMLESS_PIXELS if wanted is Pixels else _HARMLESS_CONFIG
+    raw = decoded(path, Json)
+    used = {field.name for field in fields(wanted)} | harmless
+    strange = sorted(key for key, value in raw.items() if key not in used and value not in _EMPTY)
+    if raw.get("problem_type") == "single_label_classification":
+        strange.remove("problem_type")
+    if not strange:
+        return []
+    names = one_line(", ".join(strange))[:160]
+    return [f"{path.name} says {names}, which certvit does not know and leaves out"]
+
+
+def _processor_doubts(pixels: Pixels) -> list[str]:
+    """Return a sentence for a processor whose code is not known to do what its fields say."""
+    doubts = []
+    if pixels.processor is not None and pixels.processor not in _PROCESSORS:
+        named = one_line(pixels.image_processor_type or pixels.feature_extractor_type)[:80]
+        doubts.append(f"{PIXELS} is of {named}, which certvit does not know: it is read as ViT's")
+    if pixels.auto_map:
+        doubts.append(f"{PIXELS} names code of its repository (auto_map), which is not run")
+    return doubts
+
+
 def _statistics(
-    pixels: Pixels | None,
+    pixels: Pixels | None, is_given: bool
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
-    """Mean and std of pixels in [0, 1]: (255 f x - m) / s = (x - m / (255 f)) / (s / (255 f)), f the rescale factor."""
+    """Mean and std of pixels in [0, 1]: (255 f x - m) / s = (x - m / (255 f)) / (s / (255 f)), f the rescale factor.
+
+    Args:
+        is_given: Whether options give both, so that a config which leaves them open is no obstacle.
+    """
     if pixels is None:
         return None, None, ""
-    if pixels.offset:
-        raise ArchitectureError(
-            f"{PIXELS} subtracts an offset after rescaling, which is not converted"
-        )
+    _require_plain(pixels)
+    mean, std = _per_channel(pixels.image_mean), _per_channel(pixels.image_std)
+    if not pixels.do_rescale:
+        is_bytes = pixels.do_normalize and mean is not None and max(mean) > PIXEL_SCALE
+        if not is_bytes and not is_given:
+            raise ArchitectureError(
+                f"{PIXELS} does not rescale (do_rescale false): it takes pixels of 0 to 255, or images that are in [0, 1] "
+                "already, and does not say which",
+                "pass --mean and --std of pixels in [0, 1]",
+            )
     scale = 255 * pixels.rescale_factor if pixels.do_rescale else 255.0
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale  # 0.00392156862745098 is 1 / 255 in 16 digits
     if not pixels.do_normalize:
         return (0.0,), (1 / scale,), PIXELS
-    if pixels.image_mean is None or pixels.image_std is None:
+    if mean is None or std is None:
         return None, None, PIXELS
-    return (
-        tuple(value / scale for value in pixels.image_mean),
-        tuple(value / scale for value in pixels.image_std),
-        PIXELS,
-    )
+    return tuple(value / scale for value in mean), tuple(value / scale for value in std), PIXELS
+
+
+def _per_channel(values: tuple[float, ...] | float | None) -> tuple[float, ...] | None:
+    return (values,) if isinstance(values, int | float) else values
+
+
+def _require_plain(pixels: Pixels) -> None:
+    """Raise ArchitectureError for a step between image and network that is not converted."""
+    steps = {
+        "subtracts an offset after rescaling (offset)": pixels.offset,
+        "subtracts an offset after rescaling (rescale_offset)": pixels.rescale_offset,
+        "turns the channels round (do_flip_channel_order)": pixels.do_flip_channel_order,
+        "pads images (do_pad)": pixels.do_pad,
+        "normalises twice (include_top)": pixels.include_top or pixels.processor == "EfficientNet",
+    }
+    for words, is_on in steps.items():
+        if is_on:
+            raise ArchitectureError(
+                f"{PIXELS} {words}, which is not converted",
+                "convert the network to one of pixels in [0, 1] with a mean and a std",
+            )
+
+
+def _crop_mode(pixels: Pixels | None) -> str:
+    """Return how the processor resizes: to a height and a width both sides, to a shortest edge one."""
+    if pixels is None or not pixels.do_resize or pixels.crop_pct is not None:
+        return "center"
+    size = pixels.size
+    if isinstance(size, dict):
+        return "squash" if {"height", "width"} <= size.keys() else "center"
+    is_square = pixels.processor not in ("CLIP", "Bit", "ConvNext")
+    return "squash" if isinstance(size, int) and is_square else "center"
 
 
 def _made(pixels: Pixels) -> list[int] | None:
@@ -186,7 +319,9 @@ def _crop(pixels: Pixels | None, side: int) -> float:
         return 1.0
     if pixels.crop_pct is not None:
         return pixels.crop_pct
-    whole = pixels.size.get("shortest_edge") if isinstance(pixels.size, dict) else pixels.size
+    whole = pixels.size
+    if isinstance(whole, dict):
+        whole = whole.get("shortest_edge", whole.get("height"))
     if pixels.do_center_crop and isinstance(whole, int) and whole >= side:
         return side / whole
     return 1.0

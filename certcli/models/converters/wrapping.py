@@ -1,8 +1,7 @@
 """How people wrap a state dict: in dictionaries, under prefixes, with averaged weights beside the raw ones."""
 
-import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.file import require_numbers
+from certcli.checkpoint.torch_file import load_plain
 from certcli.models.reading import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
-TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
+TORCH_SUFFIXES = (".pth", ".th", ".pt", ".bin", ".ckpt", ".tar")
 _RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
 _EMA = (
     "model_ema",
@@ -24,18 +24,44 @@ _EMA = (
     "params_ema",
     "teacher",
 )
-_PREFIXES = (
-    "module.",
-    "_orig_mod.",
-    "model.",
-    "net.",
-    "network.",
-    "backbone.",
-    "encoder.",
-    *(f"{name}." for name in _EMA),
+_OWN_FIRSTS = frozenset(
+    (
+        *("vit", "deit", "beit", "dinov2", "dinov2_with_registers", "swin", "swinv2", "convnext"),
+        *("convnextv2", "embeddings", "features", "visual", "text_model", "vision_model"),
+    )
 )
+"""First parts of names by which the converters recognise a network."""
+_STATISTICS = {
+    "mean": "std",
+    "_mean": "_std",
+    "means": "stds",
+    "mu": "sigma",
+    "image_mean": "image_std",
+    "pixel_mean": "pixel_std",
+    "norm_mean": "norm_std",
+}
+"""Names of a mean, each with that of its standard deviation."""
+_MOST_CHANNELS = 4
+"""Values of such a pair at most."""
 _DEEPEST = 8
 """Dictionaries within dictionaries; a file may hold one that contains itself."""
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Statistics (x - mean) / std that a file holds before its network.
+
+    Attributes:
+        names: The tensors' names in the file.
+    """
+
+    names: tuple[str, str]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def origin(self) -> str:
+        return f"the file's {' and '.join(repr(name) for name in self.names)}"
 
 
 @dataclass(frozen=True)
@@ -46,12 +72,14 @@ class Bare:
         keys: The keys under which it lay in dictionaries.
         prefix: The prefix that all its names had.
         original: Whether timm's filter renamed the tensors.
+        normaliser: The pixel statistics that it holds beside the network.
     """
 
     tensors: dict[str, Tensor]
     keys: tuple[str, ...] = ()
     prefix: str = ""
     original: bool = False
+    normaliser: Normaliser | None = None
 
     @property
     def averaged(self) -> bool:
@@ -74,31 +102,16 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     """Return the state dict of a .pth, .pt, .bin, .ckpt or .pth.tar file; nothing but tensors and plain values is unpickled.
 
     Args:
-        weights: "raw" or "ema", where the file holds both.
+        weights: "raw", "ema" or the key of the wanted weights, where the file holds several.
     """
-    try:
-        with torch.serialization.safe_globals(
-            [argparse.Namespace]
-        ):  # training scripts save their options beside
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as failure:  # of hostile bytes, the restricted unpickler raises anything
-        raise CheckpointError(
-            f"{path} cannot be read as plain tensors ({one_line(failure)[:160]})",
-            "convert it to safetensors where it can be trusted",
-        ) from failure
-    keys: list[str] = []
-    while isinstance(loaded, Mapping) and not _is_state_dict(loaded) and len(keys) < _DEEPEST:
-        inner = _choice(
-            [key for key in (*_RAW, *_EMA) if isinstance(loaded.get(key), Mapping)], path, weights
-        )
-        if inner is None:
-            break
-        keys.append(inner)
-        loaded = loaded[inner]
-    if not _is_state_dict(loaded):
-        raise CheckpointError(f"{path} is not a dictionary of tensors")
-    tensors = {str(name): value.detach() for name, value in loaded.items()}
-    if len(tensors) < len(loaded):
+    loaded = load_plain(path)
+    candidates = _networks(loaded)
+    if not candidates:
+        raise CheckpointError(f"{path} {_content(loaded)}", "save the network's state_dict()")
+    keys = _choice(list(candidates), candidates, path, weights)
+    state_dict = candidates[keys]
+    tensors = {str(name): value.detach() for name, value in state_dict.items()}
+    if len(tensors) < len(state_dict):
         raise CheckpointError(f"{path} has two tensors of one name")
     for name, value in tensors.items():
         plain = (
@@ -112,7 +125,55 @@ def read_torch(path: Path, weights: str | None) -> Bare:
                 f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own"
             )
     require_numbers(tensors, path.name)
-    return Bare(tensors, tuple(keys))
+    return Bare(tensors, keys)
+
+
+StateDicts = dict[tuple[str, ...], Mapping[Any, Tensor]]
+"""Dictionaries of tensors, by the keys under which they lie."""
+
+
+def _networks(loaded: Any) -> StateDicts:
+    """Return the dictionaries of tensors in a file, without those much smaller than the largest.
+
+    A dictionary of tensors is found by its structure, not by its key: below keys that are texts, and in lists of one
+    dictionary. So the state of an optimiser, which has numbers as keys, is none.
+    """
+    loaded = _only(loaded)
+    if _is_state_dict(loaded) and loaded:
+        return {(): loaded}
+    found: StateDicts = {}
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), loaded)]
+    visited = set()
+    for keys, value in waiting:  # grows as it is read
+        if keys and _is_state_dict(value) and value:
+            found[keys] = value
+        elif isinstance(value, Mapping) and len(keys) < _DEEPEST and id(value) not in visited:
+            visited.add(id(value))
+            inner = ((str(key), _only(below)) for key, below in value.items() if _is_text(key))
+            waiting += [((*keys, key), below) for key, below in inner if isinstance(below, Mapping)]
+    largest = max(map(_values, found.values()), default=0)
+    return {keys: value for keys, value in found.items() if 16 * _values(value) >= largest}
+
+
+def _only(value: Any) -> Any:
+    """Return the one dictionary of a list of one."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def _is_text(key: Any) -> bool:
+    return isinstance(key, str)
+
+
+def _values(state_dict: Mapping[Any, Tensor]) -> int:
+    return sum(value.numel() for value in state_dict.values())
+
+
+def _content(loaded: Any) -> str:
+    """Return what a file without a dictionary of tensors holds instead."""
+    if isinstance(loaded, Mapping):
+        keys = ", ".join(f"'{one_line(key)[:40]}'" for key in list(loaded)[:6])
+        return f"holds {keys or 'nothing'}, and none of them is a dictionary of tensors"
+    return f"holds a {type(loaded).__name__}, not a dictionary of tensors"
 
 
 def _is_state_dict(loaded: Any) -> bool:
@@ -121,47 +182,142 @@ def _is_state_dict(loaded: Any) -> bool:
     )
 
 
-def _choice(keys: list[str], path: Path, weights: str | None) -> str | None:
-    """The key of the wanted weights; ArchitectureError where raw and averaged ones lie side by side and nobody chose."""
-    raw = next((key for key in keys if key in _RAW), None)
-    averaged = next((key for key in keys if key in _EMA), None)
-    if raw is None or averaged is None:
-        return raw or averaged
-    if weights is None:
+def _choice(
+    places: list[tuple[str, ...]],
+    state_dicts: Mapping[tuple[str, ...], Mapping[Any, Tensor]],
+    path: Path,
+    weights: str | None,
+) -> tuple[str, ...]:
+    """Return the keys of the wanted weights, of several that are equal the first.
+
+    Raises:
+        ArchitectureError: several that differ lie side by side, and nobody chose; or none is the one that was chosen.
+    """
+    if weights not in (None, "raw", "ema"):
+        named = [keys for keys in places if weights in (keys[-1] if keys else None, "/".join(keys))]
+        if not named:
+            raise ArchitectureError(
+                f"{path.name} holds no weights '{one_line(weights)[:80]}'",
+                f"it holds {_named(places)}",
+            )
+        places = named
+    averaged = [keys for keys in places if set(keys) & set(_EMA)]
+    raw = [keys for keys in places if keys not in averaged]
+    if raw and averaged:
+        if weights is None and not _all_equal([state_dicts[keys] for keys in places]):
+            raise ArchitectureError(
+                f"{path.name} holds raw weights ({_named(raw)}) and averaged ones ({_named(averaged)}): which network is "
+                "meant?",
+                "--weights raw or --weights ema",
+            )
+        places = averaged if weights == "ema" else raw
+    if not _all_equal([state_dicts[keys] for keys in places]):
         raise ArchitectureError(
-            f"{path.name} holds raw weights ('{raw}') and averaged ones ('{averaged}'): which network is meant?",
-            "--weights raw or --weights ema",
+            f"{path.name} holds the weights of several networks, {_named(places)}: which is meant?",
+            f"--weights {'/'.join(places[0])}",
         )
-    return raw if weights == "raw" else averaged
+    return places[0]
+
+
+def _named(places: list[tuple[str, ...]]) -> str:
+    return ", ".join(f"'{one_line('/'.join(keys))[:60]}'" for keys in places[:6])
+
+
+def _all_equal(state_dicts: list[Mapping[Any, Tensor]]) -> bool:
+    first = state_dicts[0]
+    return all(_are_equal(first, other) for other in state_dicts[1:])
+
+
+def _are_equal(first: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
+    return first.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name])
+        for name, value in first.items()
+    )
 
 
 def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
-    """Return the state dict without the prefix that all its names share.
+    """Return the state dict without the prefix that all its names share, and without a normaliser beside the network.
 
     Where some are under a prefix of raw and the others under one of averaged weights, `weights` says which are read.
 
     Raises:
         ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between two.
     """
-    found, taken = bare.tensors, ""
+    tensors = bare.tensors
+    taken = ""
+    normaliser = None
     while True:
-        firsts = {name.partition(".")[0] for name in found}
+        firsts = {name.partition(".")[0] for name in tensors}
         if len(firsts) == 2 and firsts & set(_RAW) and firsts & set(_EMA):
-            chosen = _choice(sorted(firsts), path, weights)
-            found = {name: value for name, value in found.items() if name.startswith(f"{chosen}.")}
-        prefix = next(
-            (each for each in _PREFIXES if found and all(name.startswith(each) for name in found)),
-            None,
-        )
+            parts: StateDicts = {}
+            for first in sorted(firsts):
+                parts[(first,)] = _below(tensors, f"{first}.")
+            (chosen,) = _choice(list(parts), parts, path, weights)
+            tensors = {
+                name: value for name, value in tensors.items() if name.startswith(f"{chosen}.")
+            }
+        if normaliser is None:
+            tensors, normaliser = _without_normaliser(tensors)
+        prefix = _shared_prefix(tensors)
         if prefix is None:
             break
-        found = {name.removeprefix(prefix): value for name, value in found.items()}
+        tensors = _below(tensors, prefix)
         taken += prefix
-    bare = Bare(found, bare.keys, taken)
-    if weights is not None and bare.averaged != (weights == "ema"):
+    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
+    if weights in ("raw", "ema") and bare.averaged != (weights == "ema"):
         kinds = ("raw", "averaged") if bare.averaged else ("averaged", "raw")
         raise ArchitectureError(
             f"{path.name} holds no {kinds[0]} weights, only {kinds[1]} ones",
             f"leave out --weights {weights}",
         )
     return bare
+
+
+def _below(tensors: Mapping[Any, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors under the prefix, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _shared_prefix(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the prefix that all names share and no network's own names begin with, or None.
+
+    A name of our list is a prefix however few tensors there are; any other one where different names follow it.
+    """
+    firsts = {name.partition(".")[0] for name in tensors}
+    if len(firsts) != 1 or not all("." in name for name in tensors):
+        return None
+    (first,) = firsts
+    seconds = {name.split(".")[1] for name in tensors}
+    is_wrapping = first in (*_RAW, *_EMA) or (len(seconds) > 1 and first not in _OWN_FIRSTS)
+    return f"{first}." if is_wrapping else None
+
+
+def _without_normaliser(
+    tensors: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], "Normaliser | None"]:
+    """Return the tensors without one mean and one standard deviation that stand before the network, and these two.
+
+    They are a pair of names from `_STATISTICS` in one module, at most one level deep, with at most four values each.
+    """
+    for name, value in tensors.items():
+        module, dot, last = name.rpartition(".")
+        std_name = f"{module}{dot}{_STATISTICS.get(last, '')}"
+        std = tensors.get(std_name)
+        if last not in _STATISTICS or std is None or "." in module:
+            continue
+        if not (value.is_floating_point() and std.is_floating_point()):
+            continue
+        if value.numel() == std.numel() and 1 <= value.numel() <= _MOST_CHANNELS:
+            normaliser = Normaliser((name, std_name), _numbers(value), _numbers(std))
+            rest = {key: each for key, each in tensors.items() if key not in (name, std_name)}
+            return rest, normaliser
+    return tensors, None
+
+
+def _numbers(value: Tensor) -> tuple[float, ...]:
+    """Return the values as decimal numbers: a float32 of 0.485 is written 0.485."""
+    return tuple(float(f"{number:.8g}") for number in value.double().flatten().tolist())

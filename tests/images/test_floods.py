@@ -1,0 +1,124 @@
+"""Small or endless files take little: sizes are known before a library allocates."""
+
+import os
+import struct
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from certcli.checkpoint.record import InputSpec
+from certcli.images import datasets, opening
+from certcli.images.folders import LARGEST_TABLE, Decoder, image_files
+from certcli.system.errors import DataError
+from tests.helpers.commands import console
+
+SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
+
+
+def webp(kind: bytes, width: int, height: int) -> bytes:
+    """Return the first bytes of a WebP file of this size, and little more."""
+    if kind == b"VP8X":
+        body = b"\0" * 4 + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    elif kind == b"VP8L":
+        body = b"\x2f" + ((width - 1) | (height - 1) << 14).to_bytes(4, "little") + b"\0" * 8
+    else:
+        body = b"\0\0\0\x9d\x01\x2a" + struct.pack("<HH", width, height) + b"\0" * 8
+    chunk = kind + struct.pack("<I", len(body)) + body
+    return b"RIFF" + struct.pack("<I", len(chunk) + 4) + b"WEBP" + chunk
+
+
+@pytest.mark.parametrize("kind", [b"VP8X", b"VP8L", b"VP8 "])
+def test_a_webp_of_a_few_bytes_is_refused_before_pillow_opens_it(
+    kind: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.webp"
+    path.write_bytes(webp(kind, 16_383, 16_383))
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("Pillow opened it"))
+    with pytest.raises(DataError, match=r"16383x16383.*more than"):
+        Decoder(SPEC)(path)
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_the_size_of_a_webp_is_pillows(lossless: bool, tmp_path: Path) -> None:
+    for size in ((1, 1), (8, 300), (16_383, 2)):
+        path = tmp_path / "x.webp"
+        Image.new("RGB", size, (9, 200, 3)).save(path, lossless=lossless)
+        assert opening._webp_size(path.read_bytes()[:30]) == size
+    Image.new("RGBA", (7, 9), (9, 200, 3, 90)).save(path)
+    assert opening._webp_size(path.read_bytes()[:30]) == (7, 9)
+
+
+@pytest.mark.parametrize("suffix", ["png", "bmp", "ppm", "tif"])
+def test_every_format_has_the_limit(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("L", (30, 30)).save(tmp_path / f"x.{suffix}")
+    monkeypatch.setattr(opening, "MOST_PIXELS", 800)
+    with pytest.raises(DataError, match="more than 800 pixels"):
+        Decoder(SPEC)(tmp_path / f"x.{suffix}")
+
+
+def test_a_table_of_a_terabyte_is_refused_unread(tmp_path: Path) -> None:
+    Image.new("L", (8, 8)).save(tmp_path / "y.png")
+    table = tmp_path / "labels.csv"
+    for size, reason in ((2**40, "bytes"), (LARGEST_TABLE, "a line of")):
+        with table.open("wb") as file:
+            file.truncate(size)
+        tracemalloc.start()
+        with pytest.raises(DataError, match=reason):
+            datasets.load(str(tmp_path), SPEC, "all")
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+        tracemalloc.stop()
+
+
+def test_a_table_of_excel_is_read(tmp_path: Path) -> None:
+    Image.new("L", (8, 8)).save(tmp_path / "y.png")
+    (tmp_path / "labels.csv").write_bytes(b"\xef\xbb\xbffile,class\r\ny.png,a\r\ny.png,b\r\n")
+    assert datasets.load(str(tmp_path), SPEC, "all").labels.tolist() == [0, 1]
+
+
+def test_predict_counts_the_folders_that_it_cannot_read(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d" / "closed").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "d" / "y.png")
+    scandir = os.scandir
+
+    def denied(path: str = ".") -> object:
+        if isinstance(path, str | Path) and Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    files, unreadable = image_files([tmp_path / "d"])
+    assert (len(files), len(unreadable)) == (1, 1)
+    done = console("predict", workshop / "plain.safetensors", tmp_path / "d")
+    assert done.code == 0
+    assert "1 folders cannot be read" in done.out
+    assert "Permission denied" in done.out
+
+
+@pytest.mark.parametrize(
+    ("count", "labels", "reason"),
+    [(3, [0, 1], "3 images and 2 labels"), (2, [0, 11], "labels up to 11"), (0, [], "no images")],
+)
+def test_files_of_mnist_that_contradict_each_other_get_a_sentence(
+    count: int, labels: list[int], reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        images = struct.pack(">4i", 2051, count, 28, 28) + b"\0" * (784 * count)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(images)
+        text = struct.pack(">2i", 2049, len(labels)) + bytes(labels)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(text)
+    with pytest.raises(DataError, match=f"contradict each other: {reason}|no readable"):
+        datasets.load("torch/mnist", SPEC, "test", tmp_path)
+
+
+def test_images_are_as_before_however_they_are_opened(tmp_path: Path) -> None:
+    Image.new("L", (8, 8), 51).save(tmp_path / "x.webp", lossless=True)
+    assert torch.allclose(Decoder(SPEC)(tmp_path / "x.webp"), torch.full((1, 8, 8), 0.2))
