@@ -53,6 +53,7 @@ def test_margins_are_those_of_the_pixels(act: type[nn.Module], tape: bool, in_bo
     fewer, whole = (LocalNetwork(model, SIZE) for _ in range(2))
     whole.narrow = None
     assert (fewer.numbers, whole.numbers) == (24, 64)
+    fewer.margins(l2_ball(pixels, 0.0, squares_up_to=0, limit=400), 1)  # which shows no map
     start = l2_ball(pixels, 0.05, squares_up_to=0, limit=400, tape=tape, in_box=in_box)
     bounds = fewer.margins(start, 1)
     assert fewer.coordinates is not None

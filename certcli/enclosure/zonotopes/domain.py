@@ -226,6 +226,8 @@ class LocalNetwork:
         if node is not self.narrow or not isinstance(value, Form) or not may_change(value):
             return value
         if self.coordinates is None:
+            if not bool(value.ball.any()):  # radius 0 says nothing of the map
+                return value
             self.coordinates = coordinates_of(value.ball)
             self.narrow = None if self.coordinates is None else node
         return value if self.coordinates is None else changed(value, self.coordinates)
