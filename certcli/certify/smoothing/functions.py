@@ -6,12 +6,15 @@ from torch import Tensor, nn
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import Denoiser
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.replay import agree, noise_like
+from certcli.engine.replay import agree, close, movement, noise_like
 from certcli.models import build
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+BESIDE = (
+    "no certificate by smoothing: the network's logits of an image depend on the images beside it"
+)
 CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
 
@@ -28,6 +31,7 @@ class Classifier(nn.Module):
         self.denoiser = None if denoiser is None else denoiser.to(self.kind)
         if self.denoiser is not None:  # two thirds of the time on a CPU
             self.denoiser.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._compared: set[int] = set()
         self.eval()
 
     def forward(self, noisy: Tensor) -> Tensor:
@@ -42,7 +46,32 @@ class Classifier(nn.Module):
         return found
 
     def run(self, prepared: Tensor) -> Tensor:
-        """Return the rest: prepared pixels -> logits."""
+        """Return the rest: prepared pixels -> logits. The first batch of each size is compared with rows run alone."""
+        logits = self._run(prepared)
+        if (
+            len(prepared) > 1
+            and len(prepared) not in self._compared
+            and not torch.is_grad_enabled()
+        ):
+            self._require_alone(prepared, logits)
+            self._compared.add(len(prepared))
+        return logits
+
+    def _require_alone(self, prepared: Tensor, logits: Tensor) -> None:
+        """UsageError where a row's logits depend on its batch, or on torch's inference mode.
+
+        Draws of a batch would not be independent, and the count of votes would say nothing.
+        """
+        if logits.shape[0] != len(prepared) or not bool(torch.isfinite(logits).all()):
+            return  # the caller says so
+        rows = sorted({0, len(prepared) // 2, len(prepared) - 1})
+        with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
+            alone = torch.cat([self._run(prepared[row : row + 1].clone()) for row in rows])
+        tolerance = torch.finfo(self.kind).eps ** 0.5 * movement(logits)
+        if not close(logits[rows], alone, tolerance):
+            raise UsageError(BESIDE)
+
+    def _run(self, prepared: Tensor) -> Tensor:
         try:
             if self.denoiser is not None:
                 prepared = self._normalised(self.denoiser(prepared).float()).to(self.kind)
@@ -75,11 +104,8 @@ def require_alone(model: build.PixelModel) -> None:
         alone = torch.cat([model(image[None]) for image in images])
     except RuntimeError:  # of single images, or not in this precision: the run itself says so
         return
-    moved = alone.amax(0, keepdim=True) - alone.amin(0, keepdim=True)
-    if bool(torch.isfinite(alone).all()) and not agree(together, alone, moved):
-        raise UsageError(
-            "no certificate by smoothing: the network's logits of an image depend on the images beside it"
-        )
+    if bool(torch.isfinite(alone).all()) and not agree(together, alone):
+        raise UsageError(BESIDE)
 
 
 class Smoothed(nn.Module):
