@@ -239,8 +239,8 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     certifier = prepare("local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4]))
     tried: list[float] = []
     proven = certifier.proven
-    certifier.proven = lambda image, label, radius: (
-        tried.append(radius) or proven(image, label, radius)
+    certifier.proven = lambda image, label, radius, *further: (
+        tried.append(radius) or proven(image, label, radius, *further)
     )
     (found,) = certifier.batch(*given)
     assert [found.holds_at(Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [

@@ -187,7 +187,7 @@ def _options_of(
     from certcli.certify.smoothing.options import Tuning
 
     if method == "local":
-        return replace(options.local, effort=choice.effort, arithmetic=options.proof.arithmetic)
+        return _local_options(choice.effort, options)
     if method in PROVING:
         return options.proof
     if method == "smoothing":
@@ -201,6 +201,22 @@ def _options_of(
             tuning=tuning,
         )
     return options.patches if method == "patch" else None
+
+
+def _local_options(effort: str, options: Options) -> MethodOptions:
+    """Return the options of `local`; branching tries the radii that were asked for, where some were."""
+    from certcli.certify.local_options import BRANCH
+
+    branches, asked = effort == BRANCH, sorted(options.target.epsilon)
+    return replace(
+        options.local,
+        effort=effort,
+        at=[radius for radius in dict.fromkeys(asked) if radius > 0]
+        if branches
+        else options.local.at,
+        seconds=options.local.seconds if branches else None,
+        arithmetic=options.proof.arithmetic,
+    )
 
 
 def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
