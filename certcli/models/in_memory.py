@@ -64,7 +64,9 @@ def open_module(
     try:
         net = copy.deepcopy(module).cpu().eval()
     except Exception as failure:  # copying runs code of the module
-        raise ArchitectureError(f"the {kind} cannot be copied: {one_line(failure)}") from failure
+        raise ArchitectureError(
+            f"the {kind} cannot be copied: {one_line(failure)}", _removal_of_old_hooks(module)
+        ) from failure
     state = net.state_dict()
     hidden = {name for name, _ in net.named_parameters(remove_duplicate=False)} - state.keys()
     hidden |= {name for name, value in state.items() if not isinstance(value, Tensor)}
@@ -114,6 +116,19 @@ def open_module(
     )
     (require_features if features else require_classifier)(found, f"the {kind}")
     return found
+
+
+def _removal_of_old_hooks(module: nn.Module) -> str:
+    """Return the hint for torch's old spectral_norm and weight_norm, which compute a weight in a hook."""
+    for path, part in module.named_modules():
+        for hook in part._forward_pre_hooks.values():
+            kind = type(hook).__name__
+            if kind in ("SpectralNorm", "WeightNorm"):
+                name = "spectral_norm" if kind == "SpectralNorm" else "weight_norm"
+                return (
+                    f"torch.nn.utils.remove_{name}(module.{path}) first: its weight is bounded then"
+                )
+    return ""
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
