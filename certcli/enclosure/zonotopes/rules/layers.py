@@ -19,6 +19,7 @@ from certcli.engine.attention import attention_module, fused_attention, require_
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.build import PixelNormalize
+from certcli.nn.activations import ClippedReLU
 
 NORMS = (nn.LayerNorm, TimmLayerNorm)
 _NOTHING = (nn.Identity, nn.Dropout, DropPath)
@@ -71,6 +72,14 @@ def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
 rules.module(nn.ReLU)(with_attributes(relu_function))
+
+
+@rules.module(ClippedReLU)
+def clipped_relu(ctx: ZonotopeContext, module: ClippedReLU, x: Form) -> Form:
+    """max(min(x, theta), 0) = relu(theta - relu(theta - x))."""
+    threshold = module.threshold.to(x.centre)
+    over = relu(x.scale(-torch.ones_like(threshold)).shift(threshold))
+    return relu(over.scale(-torch.ones_like(threshold)).shift(threshold))
 
 
 @rules.module(LayerScale)
