@@ -109,9 +109,9 @@ class PatchCertifier(Certifier):
             },
         }
 
-    def batch(
+    def batch(  # type: ignore[override]
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
-    ) -> list[PatchCertificate]:  # type: ignore[override]
+    ) -> list[PatchCertificate]:
         started = time.perf_counter()
         found = self.procedure.certify(self.passes, pixels.float(), labels)
         seconds = round((time.perf_counter() - started) / max(1, len(found)), 3)

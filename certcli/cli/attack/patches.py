@@ -289,13 +289,11 @@ def _targets(
         plain = Target(lambda corner: model, lambda pixels: list(predict(model, pixels).tolist()))
         return dict.fromkeys(sizes, plain), {}
     certifier = prepare(checkpoint, device, defended)
-    found = {
-        patch: Target(
-            lambda corner, patch=patch: TouchedPasses(certifier, patch, corner), certifier.predict
-        )  # type: ignore[misc]
+    targets = {
+        patch: Target(partial(TouchedPasses, certifier, patch), certifier.predict)
         for patch in sizes
     }
-    return found, dict(certifier.parameters)
+    return targets, dict(certifier.parameters)
 
 
 def _certified(
