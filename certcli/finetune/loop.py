@@ -22,6 +22,7 @@ from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune import shards
 from certcli.finetune.budget import Costs, affordable_steps, measure_steps, share_done
 from certcli.finetune.ema import Average
+from certcli.finetune.enclosure_penalty import RAMP
 from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
@@ -226,6 +227,8 @@ class Trainer:
             self._require_finite_weights()
             elapsed = time.perf_counter() - started
             quality, net = self.evaluate(validation)
+            if self._is_rising(total):
+                self.best = 0.0  # until the penalty has its weight, a later epoch is a better one
             top = max(self.best, quality.score)
             improved = quality.score >= top - SLACK * math.sqrt(top * (1 - top) / len(validation))
             if improved:
@@ -242,6 +245,11 @@ class Trainer:
                 best=improved,
                 masked=quality.masked,
             )
+
+    def _is_rising(self, total: int) -> bool:
+        """Whether the weight of the enclosure penalty is still on its way up."""
+        share = share_done(self.step, total, self.changes)
+        return self.settings.enclosure_penalty > 0 and share <= RAMP
 
     def _require_finite_weights(self) -> None:
         """Raise Diverged, in all processes, with the name of the first weight that is not finite."""

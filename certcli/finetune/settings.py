@@ -43,12 +43,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "cutmix": (0.0, 1e3),
     "mix_probability": (0.0, 1.0),
     "project_radius": (1e-6, 1e6),
+    "enclosure_penalty": (0.0, 1e6),
     "sam": (0.0, 100.0),
     "ema": (0.0, 0.999999),
     "distill_weight": (0.0, 1.0),
     "distill_temperature": (1e-3, 1e3),
     "attack_epsilon": (0.0, 1e6),
     "attack_step_size": (0.0, 1e6),
+    "attack_ramp": (0.0, 1.0),
     "trades_beta": (0.0, 1e6),
     "ard": (0.0, 1.0),
     "prm": (0.0, 1.0),
@@ -75,6 +77,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "mixup": ("mix_probability",),
     "cutmix": ("mix_probability",),
     "msvp": (),
+    "enclosure_penalty": ("penalty_places",),
     "project": ("project_radius",),
     "sam": ("adaptive_sam",),
     "ema": (),
@@ -83,7 +86,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "checkpointing": (),
     "adversarial": (
         *("attack_norm", "attack_epsilon", "attack_steps", "attack_step_size", "trades_beta"),
-        *("ard", "prm", "mask_decay"),
+        *("ard", "prm", "mask_decay", "attack_ramp"),
     ),
     "validation_limit": (),
     "train_on_rest": (),
@@ -95,6 +98,7 @@ _length = partial(Option, panel="Length of the run")
 _optimiser = partial(Option, panel="Optimiser")
 _augmentation = partial(Option, panel="Augmentation")
 _norms = partial(Option, panel="Norms of the weights")
+_enclosure = partial(Option, panel="Local certificates")
 _teacher = partial(Option, panel="Teacher")
 _attack = partial(Option, panel="Attacks on training images")
 
@@ -110,6 +114,17 @@ def _three_weights(text: str) -> tuple[float, float, float]:
             "--msvp 1e-4 or --msvp 1e-4,1e-4,2e-4",
         ) from failure
     return query, key, value
+
+
+def _factors_of_places(text: str) -> tuple[float, float, float]:
+    """Return the factors of norms, softmax and activations."""
+    try:
+        norm, softmax, activation = (float(part) for part in text.split(","))
+    except ValueError as failure:
+        raise UsageError(
+            f"--penalty-places '{text}' is not three numbers", "--penalty-places 1,0.03,3"
+        ) from failure
+    return norm, softmax, activation
 
 
 @dataclass(frozen=True)
@@ -227,6 +242,21 @@ class FinetuneSettings:
             read=_three_weights,
         ),
     ] = None
+    enclosure_penalty: Annotated[
+        float,
+        _enclosure(
+            "Penalty on what an enclosure of the network loses, for certify --method local: 0.3.",
+            metavar="W",
+        ),
+    ] = 0.0
+    penalty_places: Annotated[
+        tuple[float, float, float] | None,
+        _enclosure(
+            "Its factors for norms, softmax, activations (all 1); 1,0.03,3 keeps attention at work.",
+            metavar="N,S,A",
+            read=_factors_of_places,
+        ),
+    ] = None
     project: Annotated[
         str | None,
         _norms(
@@ -259,6 +289,10 @@ class FinetuneSettings:
             read=parse_radius,
         ),
     ] = None
+    attack_ramp: Annotated[
+        float,
+        _attack("Share of the steps in which the attack's radius rises to its value; 0: at once."),
+    ] = 0.0
     trades_beta: Annotated[float, _attack("Weight of the divergence in --adversarial trades.")] = (
         6.0
     )
@@ -334,6 +368,10 @@ class FinetuneSettings:
                 raise UsageError(f"unknown augmentation '{name}'", hint)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
             raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
+        if not all(0 <= factor < math.inf for factor in self.penalty_places or ()):
+            raise UsageError(
+                f"--penalty-places {self.penalty_places} holds a number that is not finite and >= 0"
+            )
         if self.time_budget is not None:
             parse_duration(self.time_budget)
         self._require_agreement()
