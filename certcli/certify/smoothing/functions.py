@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import Denoiser
+from certcli.certify.smoothing.diffusion import OneShot
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import agree, close, movement, noise_like
 from certcli.models import build
@@ -23,7 +24,7 @@ class Classifier(nn.Module):
     """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network run in `precision`."""
 
     def __init__(
-        self, model: build.PixelModel, precision: str, denoiser: Denoiser | None = None
+        self, model: build.PixelModel, precision: str, denoiser: Denoiser | OneShot | None = None
     ) -> None:
         super().__init__()
         self.kind, self.precision = DTYPES[precision], precision
@@ -39,6 +40,8 @@ class Classifier(nn.Module):
 
     def prepare(self, noisy: Tensor) -> Tensor:
         """What is done to each pixel on its own: up to the denoiser, or the network."""
+        if isinstance(self.denoiser, OneShot):  # it scales in float32 itself
+            return noisy
         return (noisy if self.denoiser is not None else self._normalised(noisy)).to(self.kind)
 
     def _normalised(self, pixels: Tensor) -> Tensor:
@@ -86,10 +89,15 @@ class Classifier(nn.Module):
 
 
 def classifier(
-    checkpoint: Checkpoint, device: torch.device, precision: str, denoiser: Denoiser | None = None
+    checkpoint: Checkpoint,
+    device: torch.device,
+    precision: str,
+    denoiser: Denoiser | OneShot | None = None,
 ) -> Classifier:
     """Return the checkpoint's network as smoothing runs it."""
     model = build.load(checkpoint, device)
+    if isinstance(denoiser, OneShot):
+        denoiser.require_size(*model.input_size[1:])
     require_alone(model)
     return Classifier(model, precision, None if denoiser is None else denoiser.to(device))
 
