@@ -101,6 +101,8 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet $(TORCH)
 	$(VENV)/transformers/bin/pip install --quiet -e . "transformers>=4.44" pytest
 	$(VENV)/transformers/bin/python -m tests.models.transformers_logits
+	$(VENV)/transformers/bin/pip install --quiet diffusers
+	$(VENV)/transformers/bin/python -m tests.models.diffusers_outputs
 
 # tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit comes after them. The site
 # carries the script of mermaid, where npm has it, so that it needs no internet

@@ -106,6 +106,13 @@ def read_value(pair: Any) -> Fraction | None:
     return Fraction(mantissa) * Fraction(2) ** exponent
 
 
+def read_text(text: Any) -> Fraction | None:
+    """Return the number that a text spells, all of it, None for "inf". ValueError for one too long to be a bound's."""
+    if type(text) is not str or len(text) > 24 or len(text.lower().partition("e")[2]) > 7:
+        raise ValueError("a bound's text has at most 24 characters, 7 of its exponent")
+    return None if text.lower() == "inf" else Fraction(text)
+
+
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the header and the records of `certvit certify --records`."""
     lines = [read_json(line, path) for line in path.read_bytes().splitlines()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from check.documents import Unreadable, read_value
+from check.documents import Unreadable, read_text, read_value
 from check.norms import Array, Interval, Unknown
 from check.tensors import Node, Tensor
 
@@ -38,15 +38,9 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
             (str(r["path"]), str(r["law"]), read_value(r["value"]), list(r["parts"]))
             for r in document["proof"]
         ]
-        upper, text = (
-            read_value([document["upper"], 0]),
-            str(document.get("upper_text", "inf"))[:24].lower(),
-        )
         heads = [
-            upper,
-            None
-            if text == "inf"
-            else Fraction(text if len(text.partition("e")[2]) < 8 else "too long"),
+            read_value([document["upper"], 0]),
+            read_text(document.get("upper_text", "inf")),
         ]
         log10 = float("inf" if (stated := document.get("log10_upper")) is None else stated) + 1e-9
     except (KeyError, TypeError, ValueError, ArithmeticError) as failure:

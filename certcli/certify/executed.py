@@ -7,7 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, Doubt, PinnedWeights
+from certcli.certify.certificate import (
+    Certificate,
+    Certifier,
+    Doubt,
+    PinnedWeights,
+    require_logits,
+    whole_batch,
+)
 from certcli.certify.proof_options import REAL
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace
@@ -83,6 +90,46 @@ class ProvingCertifier(Certifier):
             return self.model
         return copy.deepcopy(self.model).to(self._neighbours.precision.dtype).eval()
 
+    @torch.no_grad()
+    def require_as_run(self, images: Tensor, logits: Tensor, errors: Tensor) -> None:
+        """NoBoundError unless the network, run on this batch in its arithmetic, gives these margins up to proven errors.
+
+        |(y_i - y_j) - (z_i - z_j)| <= e_i + e_j + E_ij for the logits y as executed, i the top class and all j. E is the
+        rounding at the image itself; in real arithmetic that of nothing, and y are logits of float64 with the error e too.
+
+        Args:
+            images: That the arithmetic can represent, float64, (b, c, h, w).
+            logits: z in real arithmetic up to `errors`, (b, k), (b, k or 1).
+        """
+        weight = next(self._run.parameters())
+        try:
+            with whole_batch(images):
+                run = self._run(images.to(weight.dtype)).double()
+        except RuntimeError as failure:  # an operation that this machine has not in half precision
+            if out_of_memory(failure) or weight.dtype in (torch.float64, torch.float32):
+                raise
+            return
+        require_logits(run, images)
+        tops = logits.argmax(1)
+        spread = errors.expand_as(logits)
+        lost = (spread.gather(1, tops[:, None]) + spread) * (1 + _NOTHING)
+        allowed = lost * 2 if self._neighbours is None else lost + self._neighbours.on_box[tops]
+        moved = (_margins(run, tops) - _margins(logits, tops)).abs()
+        slack = logits.abs().amax(1, keepdim=True) * 2.0**-50
+        if not bool((moved <= allowed + slack).all()):
+            raise NoBoundError(
+                "no certificate: the network, run on a batch of these images in "
+                f"{self.arithmetic if self._neighbours else 'float64'}, gives other logits than its proven graph",
+                "its forward may depend on the batch, the precision or the memory format",
+            )
+
+    @cached_property
+    def _run(self) -> nn.Module:
+        """The network as `require_as_run` runs it: for TF32 in float32, which is nearer to real arithmetic."""
+        if self.arithmetic == "tf32":
+            return copy.deepcopy(self.model).float().eval()
+        return self._executed
+
     def representable(self, images: Tensor) -> Tensor:
         weight = next(self._executed.parameters())
         return images.to(weight.dtype).to(images.dtype)
@@ -99,6 +146,11 @@ class ProvingCertifier(Certifier):
         finite, tops = torch.isfinite(logits).all(1).tolist(), logits.argmax(1).tolist()
         found = zip(finite, tops, claims, strict=True)
         return [holds and top == claim.prediction for holds, top, claim in found]
+
+
+def _margins(logits: Tensor, classes: Tensor) -> Tensor:
+    """Return z_i - z_j for the class i of each image: (b, k), (b,) -> (b, k)."""
+    return logits.gather(1, classes[:, None]) - logits
 
 
 def as_executed(

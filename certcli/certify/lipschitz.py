@@ -10,6 +10,7 @@ from certcli.certify.certificate import Certificate, require_logits, whole_batch
 from certcli.certify.executed import ProvingCertifier, as_executed
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
+from certcli.engine.replay import result_of
 from certcli.engine.table import NoRule
 from certcli.engine.trace import example_of
 from certcli.images.labelled import sent
@@ -17,6 +18,7 @@ from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.models.build import PixelModel, load_double
 from certcli.rounding import ErrorAnalysis
+from certcli.rounding.running import written_out
 from certcli.system.errors import NoBoundError
 
 METHOD = "lipschitz"
@@ -102,9 +104,29 @@ class LipschitzCertifier(ProvingCertifier):
         self._weights.require_unchanged()
         try:
             with whole_batch(pixels):
-                return self._evaluated(pixels)
+                logits, errors = self._evaluated(pixels)
         except NoRule as reason:
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
+        self._require_graph(pixels, logits, errors)
+        return logits, errors
+
+    @torch.no_grad()
+    def _require_graph(self, pixels: Tensor, logits: Tensor, errors: Tensor) -> None:
+        """NoBoundError unless the proven graph gives each image alone these logits, both within their rounding errors.
+
+        The graph is of one image: what a network does to a batch of another size is not in it.
+        """
+        require_logits(logits, pixels)
+        traced = self.bound.traced
+        assert traced is not None  # a bound has pairs
+        with written_out():
+            alone = torch.cat([result_of(traced, image[None]) for image in pixels])
+        slack = errors * (2 * (1 + 2.0**-20)) + logits.abs() * 2.0**-50
+        if alone.shape != logits.shape or not bool(((alone - logits).abs() <= slack).all()):
+            raise NoBoundError(
+                f"no certificate: the logits of an image in a batch of {len(pixels)} are not those of the proven graph",
+                "--batch-size 1, if they depend on the batch",
+            )
 
     @torch.no_grad()
     def batch(
@@ -114,6 +136,9 @@ class LipschitzCertifier(ProvingCertifier):
         logits, errors = self.evaluated(images)
         require_logits(logits, images)
         tops = logits.argmax(1)
+        stored = self.representable(images)
+        exact = torch.equal(stored, images)
+        self.require_as_run(stored, *((logits, errors) if exact else self.evaluated(stored)))
 
         def again(rows: Tensor, nearby: Tensor) -> Tensor:
             return certified_radii(logits[rows], errors[rows], self._pairs, nearby)

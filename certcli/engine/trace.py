@@ -121,6 +121,10 @@ def refuse_hooks(root: nn.Module) -> None:
         raise Untraceable("a hook is set for all modules")
     for path, module in root.named_modules():
         where = own_name(root, path) or "the network"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Untraceable(
+                f"{where} is a scripted module, whose operations torch.fx cannot follow"
+            )
         if module.training:
             raise Untraceable(f"{where} is in training mode")
         if module._forward_hooks or module._forward_pre_hooks:

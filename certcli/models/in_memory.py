@@ -4,6 +4,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +44,29 @@ def open_module(
         CheckpointError: a weight is not finite.
     """
     kind = type(module).__name__
-    if isinstance(module, build.PixelModel):
+    if _is_plain(module):
+        input_size = input_size or module.input_size
         own = module.normalize
-        mean = own.mean.flatten().tolist() if mean is None else mean
-        std = own.std.flatten().tolist() if std is None else std
-        input_size, module = input_size or module.input_size, module.net
+        shift = own.mean.flatten()
+        scale = own.std.flatten()
+        stated_none = _all_are(mean, 0.0) and _all_are(
+            std, 1.0
+        )  # it takes pixels: the same function
+        if stated_none or (_are(mean, shift) and _are(std, scale)):
+            mean = shift.tolist()
+            std = scale.tolist()
+            module = module.net
+        else:
+            raise UsageError(
+                f"the {kind} normalises its pixels itself",
+                "give neither mean nor std, or the network without its first layer",
+            )
     try:
         net = copy.deepcopy(module).cpu().eval()
     except Exception as failure:  # copying runs code of the module
-        raise ArchitectureError(f"the {kind} cannot be copied: {one_line(failure)}") from failure
+        raise ArchitectureError(
+            f"the {kind} cannot be copied: {one_line(failure)}", _removal_of_old_hooks(module)
+        ) from failure
     state = net.state_dict()
     hidden = {name for name, _ in net.named_parameters(remove_duplicate=False)} - state.keys()
     hidden |= {name for name, value in state.items() if not isinstance(value, Tensor)}
@@ -101,6 +116,40 @@ def open_module(
     )
     (require_features if features else require_classifier)(found, f"the {kind}")
     return found
+
+
+def _removal_of_old_hooks(module: nn.Module) -> str:
+    """Return the hint for torch's old spectral_norm and weight_norm, which compute a weight in a hook."""
+    for path, part in module.named_modules():
+        for hook in part._forward_pre_hooks.values():
+            kind = type(hook).__name__
+            if kind in ("SpectralNorm", "WeightNorm"):
+                name = "spectral_norm" if kind == "SpectralNorm" else "weight_norm"
+                return (
+                    f"torch.nn.utils.remove_{name}(module.{path}) first: its weight is bounded then"
+                )
+    return ""
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
+    """Whether a module is normalisation and network and nothing else: no forward or hook of its own."""
+    if type(module) is not build.PixelModel or type(module.normalize) is not build.PixelNormalize:
+        return False
+    parts = (module, module.normalize)
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return not hooked and not any("forward" in vars(part) for part in parts)
+
+
+def _all_are(values: Statistics | None, number: float) -> bool:
+    return all(value == number for value in per_channel(values) or ())
+
+
+def _are(values: Statistics | None, own: Tensor) -> bool:
+    """Tell whether these are the module's own statistics (c,); None says nothing else."""
+    if values is None:
+        return True
+    stated = torch.tensor(per_channel(values), dtype=own.dtype, device=own.device)
+    return len(stated) in (1, len(own)) and bool((stated == own).all())
 
 
 def per_channel(values: Statistics | None) -> tuple[float, ...] | None:

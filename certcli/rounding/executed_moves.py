@@ -68,7 +68,7 @@ rules.method(
     "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten", "view_as",
     "reshape_as", "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "expand", "expand_as", "repeat", "tile",
     "broadcast_to", "repeat_interleave", "index_select", "unfold", "amax", "amin", "detach",
-    "to", "type_as", "float", "double",
+    "to", "type_as", "double",
 )(exact)  # fmt: skip
 rules.function(
     torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,

@@ -36,6 +36,7 @@ from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules as slopes
 from certcli.lipschitz.value import Value
+from certcli.rounding.as_run import require_same_program
 from certcli.rounding.enclosed import EnclosedErrors, Step, carried, errors_of_pairs
 from certcli.rounding.executed import Executed, Followed, Operation, Sizes, head_of, rules
 from certcli.rounding.precisions import Precision
@@ -231,6 +232,7 @@ class NeighbourErrors:
                 self._last: Followed = walk(self._traced, domain)
                 self._steps = domain.steps
                 self._head = head_of(self._traced, precision)
+                require_same_program(model, size, precision, self._traced, self.tables)
         except Untraceable as reason:
             raise NoRule(str(reason)) from reason
         found: list[Real] = []

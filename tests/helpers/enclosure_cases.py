@@ -12,7 +12,7 @@ from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
 from certcli.enclosure.zonotopes.pointwise import apply, relu
-from certcli.enclosure.zonotopes.products import product, squares, times
+from certcli.enclosure.zonotopes.products import TIMES, product, squares
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu
 from certcli.nn.activations import ClippedReLU
@@ -71,7 +71,7 @@ CASES = (
     ),
     Case("rsqrt", ((1, 3, 4),), lambda x: apply(RSQRT, x), torch.rsqrt, positive=True),
     Case("sqrt", ((1, 3, 4),), lambda x: apply(SQRT, x), torch.sqrt, positive=True),
-    Case("product", ((1, 3, 4), (1, 3, 1)), lambda x, y: product(x, y, times, 1), torch.mul),
+    Case("product", ((1, 3, 4), (1, 3, 1)), lambda x, y: product(x, y, TIMES, 1), torch.mul),
     Case("sum of squares", ((1, 3, 4),), squares, lambda x: (x * x).sum(-1, keepdim=True)),
     Case(
         "LayerNorm",

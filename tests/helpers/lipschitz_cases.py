@@ -28,6 +28,7 @@ from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMax
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers import forwards
+from tests.helpers.spellings import SPELLINGS
 
 D = 8
 
@@ -381,13 +382,16 @@ RULES: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+ROWS = RULES | SPELLINGS
+"""All rows of the laws: a theorem of docs/bounds.md names each of `RULES`."""
+
 LOOSE_START = 1.5
 """Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(sum(map(ord, name)) + 10_000 * seed)
-    net = RULES[name]().double().eval()
+    net = ROWS[name]().double().eval()
     with torch.no_grad():
         for parameter in net.parameters():
             if not parameter.any():

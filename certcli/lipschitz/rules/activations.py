@@ -170,7 +170,7 @@ def slope_one() -> Curve:
 
 
 @activation(
-    nn.Tanh, nn.Softsign, timm_activations.Tanh, functions=(torch.tanh, functional.tanh, functional.softsign, torch.sin),
+    nn.Tanh, nn.Softsign, timm_activations.Tanh, functions=(torch.tanh, functional.softsign, torch.sin),
     methods=("tanh", "tanh_", "sin"),
 )  # fmt: skip
 def slope_one_within_one() -> Curve:
@@ -265,7 +265,7 @@ def soft_shrink(lambd: float = 0.5) -> Curve:
 @activation(
     nn.Sigmoid,
     timm_activations.Sigmoid,
-    functions=(torch.sigmoid, functional.sigmoid),
+    functions=(torch.sigmoid,),
     methods=("sigmoid", "sigmoid_"),
 )
 def sigmoid() -> Curve:

@@ -40,7 +40,7 @@ def linear(ctx: ZonotopeContext, module: nn.Linear, x: Form) -> Form:
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """W x + b on the last axis; what single entries may be off by becomes symbols first, so that W can cancel it."""
     out = x.worked().linear(
-        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1]
+        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
     )
     return out if bias is None else out.shift(bias)
 
@@ -132,7 +132,12 @@ def attention(
 
     def part(index: int, of: Form) -> Form:
         weight = module.qkv.weight[index * inner : (index + 1) * inner]
-        out = of.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1])
+        out = of.linear(
+            lambda t: t @ weight.T,
+            lambda t: t @ weight.abs().T,
+            weight.shape[1],
+            lambda r: r @ weight,
+        )
         # a bias of the keys shifts whole rows of scores, which softmax cannot see
         if module.qkv.bias is not None and index != 1:
             out = out.shift(module.qkv.bias[index * inner : (index + 1) * inner])

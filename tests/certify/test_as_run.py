@@ -1,0 +1,132 @@
+"""What is certified is what runs: precisions, batches, memory formats, and a module's own normalisation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import certvit
+from certcli.checkpoint.record import InputSpec
+from certcli.models.build import PixelModel
+from certcli.rounding import PRECISIONS, NeighbourErrors
+from certcli.system.errors import CertvitError, UsageError
+from check.documents import read_text
+
+SIZE = (1, 2, 2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_classes = 2
+        self.fc = nn.Linear(4, 2)
+        self.fc.weight.data = torch.tensor([[1.0] * 4, [-1.0] * 4])
+        self.fc.bias.data = torch.tensor([-1.5, 1.5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return self.fc(self.changed(x))
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ByPrecision(Net):
+    def changed(self, x: Tensor) -> Tensor:
+        return 1 - x if x.dtype == torch.float32 else x
+
+
+class ByLimits(Net):
+    def changed(self, x: Tensor) -> Tensor:
+        return x * (1.0 if torch.finfo(x.dtype).bits == 64 else 0.25)
+
+
+class ByBatch(Net):
+    def changed(self, x: Tensor) -> Tensor:
+        return 1 - x if len(x) >= 3 else x
+
+
+class ByMean(Net):
+    """The batch votes, behind one large logit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self.fc(x.flatten(1))[:, :1]
+        mean = t.mean(0, keepdim=True).expand_as(t)
+        return torch.cat([t + 5 * (mean - t), 0 * t, 0 * t - 1e6], 1)
+
+
+def certificates(module: nn.Module, **options: Any) -> Any:
+    opened = certvit.load(module, mean=0.0, std=1.0, input_size=SIZE)
+    pixels = torch.rand(8, *SIZE, generator=torch.Generator().manual_seed(0))
+    return certvit.certify(opened, pixels, torch.zeros(8, dtype=torch.long), **options)
+
+
+@pytest.mark.parametrize("kind", [ByPrecision, ByLimits])
+def test_another_network_in_the_named_precision_is_refused(kind: type[Net]) -> None:
+    with pytest.raises(CertvitError, match="not the proven one"):
+        certificates(kind(), arithmetic="float32")
+    assert len(certificates(Net(), arithmetic="float32")) == 8
+
+
+@pytest.mark.parametrize("kind", [ByBatch, ByMean])
+@pytest.mark.parametrize("options", [{}, {"method": "smoothing", "samples": 100}], ids=str)
+def test_logits_that_depend_on_the_batch_are_refused(kind: type[Net], options: Any) -> None:
+    with pytest.raises(CertvitError, match=r"batch|images beside it"):
+        certificates(kind(), **options)
+
+
+@pytest.mark.parametrize("arithmetic", ["float64", "float32"])
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_a_group_norm_of_channels_last_lies_within_its_rounding(
+    batch: int, arithmetic: str
+) -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = (x + 3e3).contiguous(memory_format=torch.channels_last)
+            return functional.group_norm(x, 1, eps=1e-2).flatten(1)
+
+    net = PixelModel(InputSpec((2, 2, 2), (0.0,) * 2, (1.0,) * 2), Norm()).eval()
+    net.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+    exact = net.double()
+    precision = PRECISIONS[arithmetic]
+    allowed = NeighbourErrors(exact, (2, 2, 2), precision).on_box
+    pixels = torch.rand(batch, 2, 2, 2, generator=torch.Generator().manual_seed(0)).double()
+    x = pixels + 3e3
+    centred = x - x.mean((1, 2, 3), keepdim=True)
+    real = (centred / (centred.square().mean((1, 2, 3), keepdim=True) + 1e-2).sqrt()).flatten(1)
+    run = Norm()(pixels.to(precision.dtype)).double()
+    apart = ((run[:, :, None] - run[:, None]) - (real[:, :, None] - real[:, None])).abs()
+    assert bool((apart <= allowed).all())
+
+
+def test_a_network_handed_out_and_loaded_again_is_the_same_function() -> None:
+    opened = certvit.load(Net(), mean=0.4, std=0.3, input_size=SIZE)
+    model = certvit.network(opened)
+    pixels = torch.rand(4, *SIZE)
+    for statistics in ({}, {"mean": 0.4, "std": 0.3}, {"mean": 0.0, "std": 1.0}):
+        again = certvit.network(certvit.load(model, **statistics))
+        assert torch.allclose(again(pixels), model(pixels), rtol=1e-6)
+    with pytest.raises(UsageError, match="normalises its pixels itself"):
+        certvit.load(model, mean=0.5, std=0.5)
+
+
+@pytest.mark.parametrize("text", ["1000000000000000000000000e-24", "0" * 24 + "1", "1e12345678"])
+def test_the_second_checker_refuses_a_text_that_it_would_have_to_cut(text: str) -> None:
+    with pytest.raises(ValueError, match="at most 24"):
+        read_text(text)
+    assert read_text("1.5") == 1.5
+
+
+def test_a_measured_slope_lies_below_the_proven_bound_of_a_linear_network() -> None:
+    opened = certvit.load(Net(), mean=0.0, std=1.0, input_size=SIZE)
+    slope = certvit.slope(opened, torch.rand(4, *SIZE)).value
+    assert 0.999 * 8**0.5 < slope <= 8**0.5 <= float(certvit.bound(opened).upper)
+
+
+def test_a_scripted_submodule_is_refused_by_name() -> None:
+    net = nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(4, 2)))
+    from certcli.lipschitz.network import bound_network
+
+    assert "scripted" in bound_network(net.eval(), SIZE, 2).bound.why
