@@ -35,6 +35,7 @@ OTHER_BATCHES = (
 )  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [
+    "clipped-relu",
     "mix-matrices", "soft-pairs-partly", "sort-partly", "silu", "mish", "hard-swish", "quick-gelu", "sigmoid", "hard-mish",
     "rms-norm", "group-norm", "l2-normalize", "response-norm", "softmax", "roll-pad-flip", "constant-matrices",
     "constant-matrix", "gate", "swiglu", "product", "square", "adaptive", "clamp", "attention-windows", "attention-masked",
