@@ -216,7 +216,11 @@ def constrain_to(
     spool = Spool()
 
     def eta_of(layer: LayerStatistics) -> float:
-        return settings.eta if etas is None else etas[layer.path]
+        if etas is not None:
+            return etas[layer.path]
+        if settings.mean_squared is not None:
+            return layer.widened().eta_of(settings.mean_squared)
+        return settings.eta
 
     def one(layer: LayerStatistics) -> LayerResult:
         basis = None if bases is None else bases.get(layer.path)

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 from certcli.constrain.methods import METHODS
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
+from certcli.system.registry import one_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ConstrainSettings:
             None: only where the statistics are rank-deficient (`eigenbasis`).
         eta: allowed relative output error |W X_j - W0 X_j|_F / |W0 X_j|_F of each group j, in (0, 1). The paper's absolute
             eta_j is eta^2 |W0 X_j|^2 / T_j.
+        mean_squared: the paper's absolute eta in place of ours, sum_t |W x_t - W0 x_t|^2 <= T eta over T tokens.
         tolerance: optimality gap at which a run ends; three times that with several groups.
 
     Raises:
@@ -45,6 +47,7 @@ class ConstrainSettings:
         ),
     ] = None
     eta: float = 0.1
+    mean_squared: float | None = None
     tolerance: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -68,3 +71,19 @@ class ConstrainSettings:
                 f"--ridge must be a finite number of at least 0, not {self.ridge:g}",
                 "0.3 is the default",
             )
+
+
+PRESETS = {
+    "certvit-paper": ConstrainSettings(prox="l1", beta=0.01, relaxation=1.2, mean_squared=0.1),
+    "certvit-paper-tables": ConstrainSettings(
+        prox="l1", beta=0.1, relaxation=1.2, mean_squared=0.01
+    ),
+}
+"""CertViT by its section 4.1, and by its Tables 9 and 10 (most columns), which contradict it. No ridge, all tokens."""
+
+
+def preset_of(name: str) -> ConstrainSettings:
+    """Return the settings of a preset; UsageError for an unknown name."""
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset '{name}'", one_of(name, PRESETS))
+    return PRESETS[name]

@@ -36,6 +36,9 @@ from certcli.constrain.layers import (
 from certcli.constrain.trunk import ResumedStream, Trunk
 from certcli.system.errors import DataError, UsageError
 
+MOST_ETA = 0.999
+"""Largest relative error by an absolute one: at 1 a layer may vanish."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
@@ -50,6 +53,7 @@ class LayerStatistics:
             because it is only reported.
         conv: see `layers.geometry`.
         blocks: see `layers.attention_blocks`.
+        tokens: the number of columns of each X_j.
     """
 
     path: str
@@ -61,6 +65,7 @@ class LayerStatistics:
     held_out: Tensor | None = None
     conv: Mapping[str, Any] | None = None
     blocks: int = 1
+    tokens: tuple[int, ...] = ()
 
     @property
     def gram(self) -> Tensor:
@@ -83,6 +88,16 @@ class LayerStatistics:
         return float(
             error_ratio(energy(weight - self.weight, self.held_out.double()), self._held_out_energy)
         )
+
+    def eta_of(self, mean_squared: float) -> float:
+        """Return the relative error at which no group exceeds this mean squared error of an output vector.
+
+        min_j sqrt(T_j mean_squared / S_j) with T_j tokens, below 1: with one group the paper's constraint
+        sum_t |W x_t - W0 x_t|^2 <= T mean_squared. Source: CertViT, (12).
+        """
+        pairs = zip(self.tokens, self.energies.tolist(), strict=True)
+        ratios = [count * mean_squared / energy for count, energy in pairs if energy > 0]
+        return min([MOST_ETA, *(math.sqrt(ratio) for ratio in ratios)])
 
     @cached_property
     def _held_out_energy(self) -> Tensor:
@@ -237,6 +252,7 @@ def _collect(
                 held_out=None if held_out is None else held_out.get(path),
                 conv=sums[path].conv,
                 blocks=blocks.get(path, 1),
+                tokens=tuple(sums[path].tokens),
             )
     return statistics
 
@@ -268,6 +284,7 @@ class _Sums:
 
     grams: Tensor
     conv: dict[str, Any] | None
+    tokens: list[int]
 
 
 def _accumulate(
@@ -314,7 +331,8 @@ def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
                 grams = torch.zeros(
                     groups, width, width, dtype=torch.float64, device=columns.device
                 )
-                found[path] = _Sums(grams, geometry(module, value))
+                found[path] = _Sums(grams, geometry(module, value), [0] * groups)
+            found[path].tokens[group] += len(columns)
             if columns.dtype == torch.float64:
                 found[path].grams[group].addmm_(columns.mT, columns)
             else:
@@ -329,5 +347,5 @@ def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
 def _ordinary(found: dict[str, _Sums]) -> dict[str, _Sums]:
     """Clone tensors made under inference mode, which autograd would refuse later."""
     for path, sums in found.items():
-        found[path] = _Sums(sums.grams.clone(), sums.conv)
+        found[path] = _Sums(sums.grams.clone(), sums.conv, sums.tokens)
     return found

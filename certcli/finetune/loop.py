@@ -27,7 +27,7 @@ from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.objective import Objective, checkpoint_activations
-from certcli.finetune.optimisers import Rates, make_optimisers
+from certcli.finetune.optimisers import Rates, frozen_parameters, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import Shares, Stored
 from certcli.finetune.state import TrainingState
@@ -39,7 +39,7 @@ from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.build import PixelModel
-from certcli.system.errors import CheckpointError, DataError, NoBoundError, one_line
+from certcli.system.errors import CheckpointError, DataError, NoBoundError, UsageError, one_line
 from certcli.system.processes import ALONE, Team
 
 AVERAGE_ITERATIONS = 10
@@ -122,8 +122,13 @@ class Trainer:
         self.epoch = self.step = 0
         self.changes: list[tuple[int, int]] = []
         model.eval()
+        frozen = frozen_parameters(model.net, settings.freeze or ())
+        if frozen and sharded:
+            raise UsageError("--freeze does not go with --shard-weights", "one of the two")
         for parameter in model.parameters():
             parameter.requires_grad_(True)
+        for name, parameter in model.net.named_parameters():
+            parameter.requires_grad_(name not in frozen)
         self.orthogonal: list[nn.Parameter] = []
         if settings.optimiser == "stiefel":
             orthogonalise(model.net)

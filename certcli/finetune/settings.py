@@ -23,7 +23,7 @@ SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": ("adamw", "sgd", "stiefel"),
-    "schedule": ("cosine", "steps"),
+    "schedule": ("cosine", "steps", "one-cycle"),
     "precision": ("float32", "bf16", "fp16"),
     "adversarial": ("none", "fgsm", "pgd", "trades"),
     "attack_norm": ("l2", "linf"),
@@ -72,6 +72,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "steps": (),
     "accumulate": (),
     "schedule": (),
+    "freeze": (),
     "clip_grad": (),
     "augment": (),
     "mixup": ("mix_probability",),
@@ -194,7 +195,10 @@ class FinetuneSettings:
     stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
     weight_decay: Annotated[float, _optimiser("Weight decay of adamw and sgd.")] = 0.05
     schedule: Annotated[
-        str, _optimiser("cosine, or steps (a tenth after 7/8 of the run, a hundredth after 19/20).")
+        str,
+        _optimiser(
+            "cosine, steps (a tenth after 7/8 of the run, a hundredth after 19/20), or one-cycle (Smith and Topin)."
+        ),
     ] = "cosine"
     warmup: Annotated[float, _optimiser("Share of the steps with a rising learning rate.")] = 0.02
     clip_grad: Annotated[
@@ -203,6 +207,14 @@ class FinetuneSettings:
     accumulate: Annotated[
         int, _optimiser("Batches whose gradients make one step.", metavar="N")
     ] = 1
+    freeze: Annotated[
+        tuple[str, ...] | None,
+        _optimiser(
+            "Parameters that stay as they are, by name: 'patch_embed.*,blocks.*.mlp.*' (* and ?).",
+            metavar="LIST",
+            read=lambda text: tuple(name for name in text.split(",") if name) or None,
+        ),
+    ] = None
     precision: Annotated[
         str, _optimiser("Precision of the network: float32, bf16 or fp16; the bound stays float32.")
     ] = "float32"
@@ -403,6 +415,11 @@ class FinetuneSettings:
             raise UsageError(
                 "--project would undo what stiefel keeps orthogonal",
                 "--optimiser adamw, or no --project",
+            )
+        if self.freeze is not None and (self.project is not None or self.optimiser == "stiefel"):
+            raise UsageError(
+                "--freeze does not go with what rewrites the weights after a step (stiefel, --project)",
+                "--optimiser adamw, and no --project",
             )
         if self.precision == "fp16" and self.sam > 0:
             raise UsageError(

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.constrain.network import LayerCalibration, constrain_to, network_upper, write
-from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.settings import PRESETS, ConstrainSettings
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
-from certcli.system.errors import CertvitError, DataError
+from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document, typed
 from tests.helpers.constrain_layers import collect, constrainable
 
@@ -137,3 +137,24 @@ def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
     found = document("constrain", source, *patterns, "--limit", 40, "-o", out)
     paths = {layer["path"] for layer in found["layers"]}
     assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, preset: str) -> None:
+    source, target = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
+    certvit("init", "certvit_vit_digits", "--arch-arg", "depth=1", "-o", source)
+    words = ("constrain", source, "--preset", preset, "--dataset", "digits", "--limit", 20)
+    certvit(*words, "-o", target)
+    parameters = Checkpoint.read(target).record.lineage[-1].parameters
+    assert parameters["prox"] == "l1"
+    assert parameters["mean_squared"] == PRESETS[preset].mean_squared
+    assert parameters["tokens"] == 0
+    for other in ("--eta 0.1", "--keep 0.9", "--target 10", "--prox nuclear", "--beta 0.5"):
+        with pytest.raises(UsageError, match="--preset settles"):
+            _raised(attempt(*words, *typed(other)))
+    with pytest.raises(UsageError, match="unknown preset"):
+        _raised(attempt("constrain", source, "--preset", "other"))
+
+
+def _raised(outcome: Any) -> None:
+    raise outcome.exception

@@ -1,6 +1,7 @@
 """Statistics are those of the outputs, no memory limit changes them, bad input is named, foreign modules refused."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from certcli.constrain import network
 from certcli.constrain.network import LayerCalibration, room_for
-from certcli.constrain.statistics import passes_within
+from certcli.constrain.settings import PRESETS
+from certcli.constrain.statistics import MOST_ETA, energy, passes_within
 from certcli.system.errors import DataError, UsageError
 from tests.helpers.constrain_layers import (
     IMAGES,
@@ -197,3 +199,21 @@ def test_modules_that_are_not_a_matrix_of_their_own_are_refused(module: nn.Modul
     assert constrainable(model) == []
     with pytest.raises(UsageError, match="cannot be constrained"):
         collect(model, [torch.zeros(1, 3)], ["0"])
+
+
+@pytest.mark.parametrize("mean_squared", [1e-4, 1e-2, 1e6])
+def test_an_absolute_eta_bounds_the_mean_squared_error_of_an_output_vector(
+    net: Net, mean_squared: float
+) -> None:
+    batches = list(IMAGES.split(6))
+    calibration = LayerCalibration(net, PATHS, batches)
+    settings = replace(PRESETS["certvit-paper"], mean_squared=mean_squared)
+    statistics = collect(net, batches, PATHS)
+    for result in network.constrain_to(calibration, settings):
+        layer = statistics[result.path].widened()
+        (tokens,) = layer.tokens
+        old = layer.weight
+        error = energy(result.weight.flatten(1).double() - old, layer.grams)
+        assert float(error) <= tokens * mean_squared * (1 + 1e-5)
+        allowed = math.sqrt(tokens * mean_squared / float(layer.energies))
+        assert result.eta == pytest.approx(min(MOST_ETA, allowed))

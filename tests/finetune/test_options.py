@@ -12,6 +12,7 @@ from torch.nn.functional import interpolate
 from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.ema import Average
 from certcli.finetune.loop import Trainer
+from certcli.finetune.optimisers import RISE, one_cycle
 from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
@@ -93,6 +94,8 @@ OPTIONS: dict[str, dict] = {
     "trades": {"adversarial": "trades", "attack_epsilon": 0.1, "attack_steps": 2},
     "clipping": {"clip_grad": 0.1},
     "steps": {"schedule": "steps", "steps": 5},
+    "one-cycle": {"schedule": "one-cycle"},
+    "freeze": {"freeze": ("blocks.*.mlp.*",)},
     "dropout": {},
     "everything": {
         "adversarial": "pgd",
@@ -384,6 +387,8 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"attack_ramp": 2.0},
         {"accumulate": 0},
         {"schedule": "linear"},
+        {"freeze": ("head.*",), "project": "ball"},
+        {"freeze": ("head.*",), "optimiser": "stiefel"},
         {"steps": 0},
         {"mixup": -1.0},
     ],
@@ -435,3 +440,43 @@ def test_weights_that_become_nan_are_never_kept(tiny: Checkpoint, sets: Sets) ->
     with pytest.raises(Diverged, match="became NaN"):
         list(run.run(sets[0].limit(32), sets[1]))
     assert all(bool(torch.isfinite(value).all()) for value in run.best_net.values())
+
+
+def test_frozen_parameters_stay_bit_for_bit_and_the_others_move(sets: Sets) -> None:
+    run = trainer(
+        initialised("certvit_vit_digits", TINY),
+        freeze=("patch_embed.*", "head.*"),
+        sam=0.1,
+        ema=0.5,
+    )
+    before = {name: value.detach().clone() for name, value in run.model.net.named_parameters()}
+    list(run.run(*sets))
+    after = run.whole(run.last_net())
+    still = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert still == {name for name in before if name.startswith(("patch_embed.", "head."))}
+
+
+@pytest.mark.parametrize("patterns", [("nothing.*",), ("*",)])
+def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="--freeze"):
+        trainer(initialised("certvit_vit_digits", TINY), freeze=patterns)
+
+
+def test_one_cycle_is_that_of_torch() -> None:
+    steps = 40
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimiser = torch.optim.SGD([parameter], lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, max_lr=1.0, total_steps=steps, pct_start=RISE, cycle_momentum=False
+    )
+    for step in range(steps):
+        # torch ends its rise at step RISE * total - 1, and the run at step total - 1
+        share = step / (RISE * steps - 1) * RISE
+        if step > RISE * steps - 1:
+            share = RISE + (1 - RISE) * (step - (RISE * steps - 1)) / (steps - RISE * steps)
+        assert optimiser.param_groups[0]["lr"] == pytest.approx(
+            one_cycle(share), rel=1e-6, abs=1e-9
+        )
+        optimiser.step()
+        if step < steps - 1:
+            schedule.step()

@@ -11,7 +11,8 @@ from certcli.cli.shared import fidelity, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Calibration, Machine, Output, Source, Talk
 from certcli.cli.shared.inputs import say_wider, size_in_bytes
-from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.settings import ConstrainSettings, preset_of
+from certcli.system.errors import UsageError
 from certcli.system.processes import team
 
 
@@ -28,8 +29,13 @@ class Aim:
     ] = None
     eta: Annotated[
         float | None,
+        typer.Option(help="Allowed relative output error of each layer, in place of --keep."),
+    ] = None
+    preset: Annotated[
+        str | None,
         typer.Option(
-            help="Allowed relative output error of each layer, in place of --keep (the paper: 0.1)."
+            help="certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, all tokens, no ridge); "
+            "certvit-paper-tables: eta 0.01 and beta 0.1, as its Tables 9 and 10 have."
         ),
     ] = None
     target: Annotated[
@@ -53,6 +59,21 @@ class Aim:
             min=0, help="Tokens of an image in the statistics; 0: all, with products in float64."
         ),
     ] = 50
+
+
+def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
+    """Return the preset's settings; UsageError where an option says something else."""
+    assert aim.preset is not None
+    settled = aim.keep is not None or aim.eta is not None or aim.target is not None
+    if settled or settings != DEFAULTS:
+        raise UsageError(
+            "--preset settles the method and the error",
+            "leave out --eta, --keep, --target and the options under Method, or --preset",
+        )
+    return preset_of(aim.preset)
+
+
+DEFAULTS = ConstrainSettings(ridge=0.3)
 
 
 @group("Layers")
@@ -83,7 +104,7 @@ class Layers:
 )
 def constrain(
     source: Source,
-    settings: ConstrainSettings = ConstrainSettings(ridge=0.3),
+    settings: ConstrainSettings = DEFAULTS,
     aim: Aim = Aim(),
     layers: Layers = Layers(),
     data: Calibration = Calibration(limit=300),
@@ -108,6 +129,9 @@ def constrain(
     from certcli.models import build
 
     sink = talk.sink()
+    if aim.preset is not None:
+        settings = preset_settings(aim, settings)
+        aim = replace(aim, tokens=0)
     settings = replace(settings, eta=START if aim.eta is None else aim.eta)
     if aim.keep is not None:
         check_keep(aim.keep)
@@ -155,7 +179,7 @@ def constrain(
     judged = None
     if aim.target is not None:
         results = network.meet_target(calibration, size, classes, found, aim.target, settings)
-    elif aim.eta is not None:
+    elif aim.eta is not None or aim.preset is not None:
         with sink.progress("constrain", total=len(paths)) as bar:
             for result in network.constrain_to(calibration, settings):
                 results.append(result)

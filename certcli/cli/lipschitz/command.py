@@ -64,6 +64,7 @@ def lipschitz(
         )
     from certcli.cli.shared.inputs import return_large_blocks
 
+    show.require_agreement()
     output.claim(source, show, data)
     chosen = Options(source, show, slope, data, machine)
     if show.other is not None or show.jacobian:

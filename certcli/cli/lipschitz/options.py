@@ -10,6 +10,7 @@ import typer
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Calibration, Machine, Source
+from certcli.system.errors import UsageError
 
 if TYPE_CHECKING:
     from certcli.models.hints import Hints
@@ -72,6 +73,29 @@ class Views:
         typer.Option("--jacobian", help="Largest singular value of each block at real images."),
     ] = False
     plot: options.Plot = None
+
+    def require_agreement(self) -> None:
+        """Raise UsageError for two views of which one would be dropped."""
+        switched = {option for option, name in VIEWS.items() if getattr(self, name)}
+        for pair, hint in REFUSED.items():
+            if set(pair) <= switched:
+                raise UsageError(f"{pair[0]} does not go with {pair[1]}", hint)
+
+
+VIEWS = {
+    "--heads": "heads",
+    "--compare": "other",
+    "--formula": "formulas",
+    "--jacobian": "jacobian",
+    "--plot": "plot",
+}
+"""Options that show something of their own -> the field of `Views`."""
+
+REFUSED = {
+    ("--heads", "--compare"): "run --heads on each checkpoint: the heads of one network are listed",
+    ("--heads", "--plot"): "leave out --plot: the heads are listed, not drawn",
+}
+"""Pairs of them that cannot be honoured together -> what to do."""
 
 
 @dataclass(frozen=True)
