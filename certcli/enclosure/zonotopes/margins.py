@@ -81,6 +81,12 @@ def differences(
     )
 
 
+def linear_logits(x: Form, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return lower bounds on z = weight x + bias: (1, d) -> (k,)."""
+    z = x.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=x.shape[-1] + 2)
+    return lower_bounds(z if bias is None else z.shift(bias)).flatten()
+
+
 def linear_margins(
     x: Form, weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None = None
 ) -> Tensor:
