@@ -138,7 +138,9 @@ class ProvingCertifier(Certifier):
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
         """Tell whether the network as it is executed still gives the claimed class, by finite logits."""
         try:
-            logits = self._executed(nearby.to(next(self._executed.parameters(), nearby).dtype)).double()
+            logits = self._executed(
+                nearby.to(next(self._executed.parameters(), nearby).dtype)
+            ).double()
         except RuntimeError as failure:  # an operation that this machine has not in half precision
             if out_of_memory(failure):
                 raise
