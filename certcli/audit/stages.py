@@ -116,7 +116,7 @@ class Stages:
             return f"no finite bound: {proven[1].bound.why}"
         need = -1.0 if bound.log10_upper is None else bound.log10_upper + math.log10(least)
         if need > HOPELESS and "lipschitz" not in self.plan.methods:
-            return f"a certificate at {least:g} would need logits 10^{need:.0f} apart"
+            return f"the bound is too large for {least:g}"
         return None
 
     def _for_all(self, proven: Proven | None) -> Proven:
