@@ -106,6 +106,8 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet $(TORCH)
 	$(VENV)/transformers/bin/pip install --quiet -e . "transformers>=4.44" pytest
 	$(VENV)/transformers/bin/python -m tests.models.transformers_logits
+	$(VENV)/transformers/bin/pip install --quiet diffusers
+	$(VENV)/transformers/bin/python -m tests.models.diffusers_outputs
 
 # tools of its own, beside which certvit is looked up. The site carries the script of mermaid, where npm has it, so that it needs no internet
 docs: install

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import library
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, robust_accuracy
+from certcli.attack.torchattacks_spec import library
 from certcli.evaluation.region import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch

@@ -3,10 +3,14 @@
 from typing import Any
 
 from certcli import api
-from certcli.evaluation.intervals import counted
 from certcli.evaluation.threat import Threat
+from certcli.evaluation.verdicts import PASSED, UNDECIDED, Demand, whole
 from certcli.report.document import Share
 from certcli.system.errors import UsageError
+
+
+class NotDecidedError(AssertionError):
+    """The interval of the share holds the demand: more images decide it."""
 
 
 def assert_certified(
@@ -21,17 +25,17 @@ def assert_certified(
 ) -> Share:
     """Fail unless the share of images certified and correct at `radius` (pixel l2) reaches `at_least`; return the share.
 
-    Network, images and options are those of `api.certify`.
+    The lower end of the share's 95 % interval must reach it. Network, images and options are those of `api.certify`.
+
+    Raises:
+        AssertionError: the upper end does not reach it.
+        NotDecidedError: the interval holds `at_least`.
     """
     _require_share(at_least)
     found = api.certify(network, images, labels, method=method, **options)
     hits = sum(row.holds_at(Threat("l2", radius)) for row in found)
-    share = Share.of(hits, len(found))
-    assert share.share >= at_least, (
-        f"{counted(hits, len(found), digits=1)} are certified at l2 {radius:g} by {method}; "
-        f"{100 * at_least:g} % were demanded"
-    )
-    return share
+    _require(hits, len(found), at_least, f"certified at l2 {radius:g} by {method}", proven=True)
+    return Share.of(hits, len(found))
 
 
 def assert_bound(network: api.Network, at_most: float) -> float:
@@ -54,15 +58,25 @@ def assert_robust(
 ) -> float:
     """Fail unless the share of images that withstand the attacks at `radius` reaches `at_least`; return it.
 
-    This can only show that a network is not robust. Attacks and settings are those of `api.attack`.
+    This can only show that a network is not robust. The interval decides, as in `assert_certified`. Attacks and settings
+    are those of `api.attack`.
     """
     _require_share(at_least)
     (found,) = api.attack(network, images, labels, radii=(radius,), **settings)
-    assert found.robust >= at_least, (
-        f"{counted(round(found.robust * found.images), found.images, digits=1, proven=False)} withstand "
-        f"{', '.join(found.attacks)} at l2 {radius:g}; {100 * at_least:g} % were demanded"
-    )
+    hits, what = round(found.robust * found.images), f"left by {', '.join(found.attacks)}"
+    _require(hits, found.images, at_least, f"{what} at l2 {radius:g}", proven=False)
     return float(found.robust)
+
+
+def _require(hits: int, images: int, at_least: float, what: str, *, proven: bool) -> None:
+    """Raise AssertionError unless the interval of hits among the images lies at or above `at_least`."""
+    look = whole(hits, images, Demand(at_least))
+    if look.verdict == PASSED:
+        return
+    message = f"{look.counted(1, proven=proven)} are {what}; {100 * at_least:g} % were demanded"
+    if look.verdict == UNDECIDED:
+        raise NotDecidedError(f"{message}: not decided, more images decide it")
+    raise AssertionError(message)
 
 
 def _require_share(at_least: float) -> None:

@@ -94,8 +94,12 @@ def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
         testing.assert_certified(certified, images, wrong, radius=0.05, at_least=0.5)
     with pytest.raises(AssertionError, match="the proven bound is"):
         testing.assert_bound(certified, 1e-3)
-    with pytest.raises(AssertionError, match="withstand fgsm"):
+    with pytest.raises(AssertionError, match="left by fgsm"):
         testing.assert_robust(certified, images, wrong, radius=0.05, at_least=0.9, attacks=["fgsm"])
+    with pytest.raises(testing.NotDecidedError, match="more images decide it"):
+        testing.assert_certified(
+            certified, images, labels, radius=0.05, at_least=share.share - 0.01
+        )
     with pytest.raises(UsageError, match="no share"):
         testing.assert_certified(certified, images, labels, at_least=40)
 

@@ -1,6 +1,7 @@
 """Parameters and multiply-adds of a timm network, counted without weights; one JSON document.
 
 python -m benchmarks.tables.count vit_tiny_patch16_224 --epochs 50
+python -m benchmarks.tables.count certvit_l2_vit_cifar10 --arch-arg depth=6      parameters alone, one by one
 """
 
 import argparse
@@ -41,9 +42,28 @@ def count(arch: str, epochs: int) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def count_parameters(arch: str, arguments: dict[str, Any]) -> dict[str, int]:
+    """Every entry of every parameter."""
+    import torch
+
+    with torch.device("meta"):
+        net = build.create(arch, arguments, initialise=False)
+    return {"parameters": sum(parameter.numel() for parameter in net.parameters())}
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("arch")
-    parser.add_argument("--epochs", type=int, required=True)
-    given = parser.parse_args()
-    print(json.dumps(count(given.arch, given.epochs)))
+    parser.add_argument("--epochs", type=int, help="of the adaptation; none: parameters alone")
+    parser.add_argument("--arch-arg", action="append", default=[], metavar="NAME=NUMBER")
+    arguments = parser.parse_args()
+    if arguments.epochs is None:
+        pairs = (entry.partition("=") for entry in arguments.arch_arg)
+        shape = {name: int(number) for name, _, number in pairs}
+        print(json.dumps(count_parameters(arguments.arch, shape)))
+        return
+    print(json.dumps(count(arguments.arch, arguments.epochs)))
+
+
+if __name__ == "__main__":
+    main()

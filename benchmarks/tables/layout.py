@@ -13,12 +13,17 @@ QUICK_SEEDS = 3
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a table. kind: percent (stored as a share), power (stored as log10), number. promise: what it is."""
+    """One figure of a table.
+
+    kind: percent (stored as a share), power (stored as log10), number, count (whole). promise: what it is. against: a column
+    whose published figure it has to equal, or the paper contradicts itself.
+    """
 
     key: str
     heading: str
     kind: str = "percent"
     promise: str = MEASURED
+    against: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Table:
 class Claim:
     """A published sentence as an inequality: `better` exceeds `worse` in `column` (sign +1) or falls below it (-1).
 
-    paper: the paper's own rows of the same comparison, in pairs.
+    paper: the paper's rows of the same comparison, in pairs. seed: the paper, a key of `excerpts.PAPERS`. sentence: what it
+    says, word for word, a line of excerpts.txt. open: why the runs decide nothing, whatever their interval.
     """
 
     text: str
@@ -82,3 +88,6 @@ class Claim:
     column: str
     sign: int = 1
     paper: tuple[tuple[str, str], ...] = ()
+    seed: str = ""
+    sentence: str = ""
+    open: str = ""

@@ -349,7 +349,8 @@ def audit(
     def calibration() -> Images:
         return calibration_images(checkpoint.record, 8, plan.seed, None, None)
 
-    findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # a stage may end within a no_grad
+        findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
     name = str(source) if isinstance(source, str | Path) else "checkpoint"
     typed = Typed(name, dataset=given if isinstance(given, str) else None)
     found = compose(checkpoint, findings, plan, clock, typed, where)

@@ -92,7 +92,9 @@ def _preset_stages(
             f"the preset {name} fixes attacks, norm and images",
             "leave out either it or the other option",
         )
-    if settings != AttackSettings(seed=settings.seed, precision=settings.precision):
+    if settings != AttackSettings(
+        seed=settings.seed, precision=settings.precision, pixels=settings.pixels
+    ):
         raise UsageError(
             f"the preset {name} fixes what its attacks may spend",
             "or name the attacks with --attack",

@@ -17,6 +17,8 @@ def collect(
     norms, l2_norms, epsilons (n,) float64. norms are measured in float64 on exactly the saved tensors, so the
     perturbation (a float32 difference, which rounds) is for the eye and `adversarial` for the proof.
 
+    as_8bit (n,) bool: whether the image, rounded to 8 bits a value, still has another class than its label.
+
     Of several records of one image (a curve) the first, that of the smallest radius. size: of images where there are none.
     """
     kept: dict[int, AttackRecord] = {}
@@ -33,6 +35,7 @@ def collect(
         "predictions": torch.tensor([row.prediction for row in rows]),
         "adversarial_predictions": torch.tensor([row.adversarial_prediction for row in rows]),
         "indices": torch.tensor([row.index for row in rows]),
+        "as_8bit": torch.tensor([row.as_8bit is True for row in rows]),
         "norms": _float64(row.norm for row in rows),
         "l2_norms": _float64(row.l2 for row in rows),
         "epsilons": _float64(row.epsilon for row in rows),

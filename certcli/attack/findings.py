@@ -65,6 +65,8 @@ class TaskSummary:
                 "attacks": summary.attacks,
                 "intervals": {name: list(pair) for name, pair in summary.intervals.items()},
                 "median_norm": summary.median_norm,
+                "fooled": summary.fooled,
+                "fooled_8bit": summary.fooled_8bit,
                 "independent": self.stage.independent,
                 **own,
             }

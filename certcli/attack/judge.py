@@ -82,11 +82,13 @@ def judge(
     *,
     prediction: Tensor | None = None,
     samples: int = 1,
+    exactly: bool = False,
 ) -> Judgement:
     """Is argmax f(x') != y for the clipped x' with |x' - x| <= radius? images, adversarial (b, c, h, w), labels (b,).
 
     `prediction` (b,) spares the forward pass on the clean images when their classes are known already; `samples`
-    forward passes are averaged for nets that are random. Raises DataError when images leave [0, 1] or shapes disagree.
+    forward passes are averaged for nets that are random. exactly: a point outside the region is none, and is not clipped:
+    clipping would leave the images with 8 bits. Raises DataError when images leave [0, 1] or shapes disagree.
     """
     if adversarial.shape != images.shape or labels.shape != images.shape[:1]:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (images, adversarial, labels))
@@ -100,7 +102,9 @@ def judge(
     if prediction is None:
         prediction = predict(model, images, samples)
     correct = prediction == labels
-    point = tuck_in(adversarial.detach().to(images.device), images, region)
+    point = adversarial.detach().to(images.device)
+    if not exactly:
+        point = tuck_in(point, images, region)
     success = correct & region.contains(point, images)
     found = prediction.clone()
     found[success] = predict(model, point[success], samples)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.crafting import seeded
+from certcli.attack.eight_bit import nearest_within, rounded
 from certcli.attack.judge import Judgement, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.evaluation.region import Norm, Region, image_norms
@@ -22,7 +23,9 @@ class AttackRecord:
 
     robust: per attack, did the image withstand it? False for a misclassified image; None where the attack was not run,
     because an earlier one had broken the image. norm: smallest |x' - x| found in the region's norm, None if none; 0 for
-    a misclassified image. l2: the same perturbation in l2. image, adversarial: (c, h, w) on the CPU, when kept.
+    a misclassified image. l2: the same perturbation in l2. as_8bit: whether the adversarial image still has another class
+    than the label once it is rounded to 8 bits a value, as a file holds it; None where there is none. image,
+    adversarial: (c, h, w) on the CPU, when kept.
     """
 
     index: int
@@ -35,6 +38,7 @@ class AttackRecord:
     epsilon: float
     kind: Norm
     broken_by: str | None
+    as_8bit: bool | None = None
     image: Tensor | None = field(default=None, repr=False, compare=False)
     adversarial: Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -121,7 +125,10 @@ class _Standing:
         settings: AttackSettings,
         refine_steps: int,
     ) -> None:
-        self.model, self.images, self.labels = model, images, labels
+        self.model, self.labels = model, labels
+        self.among_8bit = settings.pixels == "8bit"
+        self.images = images = rounded(images) if self.among_8bit else images
+        self.as_8bit: list[bool | None] = [None] * len(images)
         self.samples, self.refine_steps, self.seed = settings.samples, refine_steps, settings.seed
         with seeded(images, self.seed):
             self.prediction = predict(model, images, self.samples)
@@ -158,6 +165,8 @@ class _Standing:
 
     def _verdict(self, rows: Tensor, candidates: Tensor, limit: Region) -> Judgement:
         images, labels, before = self.images[rows], self.labels[rows], self.prediction[rows]
+        if self.among_8bit:
+            candidates = nearest_within(candidates, images, limit)
         with seeded(images, self.seed):  # a random net draws in the verdict too
             verdict = judge(
                 self.model,
@@ -167,6 +176,7 @@ class _Standing:
                 limit,
                 prediction=before,
                 samples=self.samples,
+                exactly=self.among_8bit,
             )
             if self.refine_steps:
                 verdict = refine(
@@ -182,7 +192,9 @@ class _Standing:
         outcome, standing = self.outcome[entry.label], self._open(entry.label, independent)
         for row in standing:
             outcome[row] = True
-        settings = entry.settings if source is None else replace(entry.settings, stop_early=False)
+        # the crafting model, or the image before it is rounded, cannot say what is solved
+        early = source is None and not self.among_8bit
+        settings = entry.settings if early else replace(entry.settings, stop_early=False)
         for restart in range(settings.restarts if ATTACKS[entry.attack].random else 1):
             if not standing:
                 return
@@ -211,6 +223,16 @@ class _Standing:
         self.norm[rows[nearer]] = verdict.norm[nearer]
         self.adversarial[rows[nearer]] = verdict.adversarial[nearer]
         self.found[rows[nearer]] = verdict.adversarial_prediction[nearer]
+        self._judge_rounded(rows[nearer])
+
+    def _judge_rounded(self, rows: Tensor) -> None:
+        """Note whether the adversarial images of these rows are some as 8-bit files, too."""
+        if not len(rows):
+            return
+        with seeded(self.images[rows], self.seed):
+            classes = predict(self.model, rounded(self.adversarial[rows]), self.samples)
+        for row, fooled in zip(rows.tolist(), (classes != self.labels[rows]).tolist(), strict=True):
+            self.as_8bit[row] = fooled
 
     def records(self, indices: Tensor, region: Region, keep_images: bool) -> Iterator[AttackRecord]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
@@ -233,6 +255,7 @@ class _Standing:
                 epsilon=radii[row],
                 kind=region.norm,
                 broken_by=self.broken_by[row],
+                as_8bit=self.as_8bit[row],
                 image=self.images[row].cpu().clone() if keep_images else None,
                 adversarial=self.adversarial[row].cpu().clone() if keep_images else None,
             )

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from certcli.attack.catalogue import ATTACKS
 from certcli.evaluation.region import Region, per_image
 from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 PRECISIONS = ("float32", "bf16")
+PIXELS = ("float", "8bit")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class AttackSettings:
     restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows that are solved cost nothing
     more; off for transfer, where the crafting model is not the judge. give_up: AutoAttack's parts leave a run that is
     less than half way to success at a checkpoint. precision: of the forward and backward passes that craft; the verdict
-    is always taken on the network as it is.
+    is always taken on the network as it is. pixels: "8bit" rounds the images to 8 bits a value, and counts only adversarial
+    images of that kind.
     """
 
     steps: int | None = None
@@ -46,6 +49,7 @@ class AttackSettings:
     stop_early: bool = True
     give_up: bool = False
     precision: str = PRECISIONS[0]
+    pixels: str = PIXELS[0]
 
     def __post_init__(self) -> None:
         for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
@@ -56,6 +60,8 @@ class AttackSettings:
             raise UsageError(
                 f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}"
             )
+        if self.pixels not in PIXELS:
+            raise UsageError(f"unknown pixels '{self.pixels}'", one_of(self.pixels, PIXELS))
         for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

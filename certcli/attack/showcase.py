@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.campaign import Stage
+from certcli.attack.eight_bit import rounded
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Norm, Region, image_norms
@@ -20,7 +21,8 @@ class Exhibit:
     """One image before one network. image, adversarial (c, h, w).
 
     `crafted_here`: the perturbation was found on this network; else it is that of the first network, which this one
-    withstands. norm: of the perturbation, in the norm and within the radius that `kind` and `epsilon` name.
+    withstands. as_8bit: whether it is adversarial as an 8-bit file, too. norm: of the perturbation, in the norm and
+    within the radius that `kind` and `epsilon` name.
     """
 
     index: int
@@ -34,12 +36,13 @@ class Exhibit:
     kind: Norm
     epsilon: float
     crafted_here: bool = True
+    as_8bit: bool = False
 
 
 def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
-    """The first `count` images that fell, in the order of the records, each at the radius where it fell first."""
+    """The first `count` images that fell, those before others that fall as 8-bit files too, at the radius of their fall."""
     chosen: dict[int, Exhibit] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record.as_8bit is not True):
         if len(chosen) == count:
             break
         if record.fell and record.index not in chosen and record.image is not None:
@@ -56,6 +59,7 @@ def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> 
                 norm=record.norm,
                 kind=record.kind,
                 epsilon=record.epsilon,
+                as_8bit=record.as_8bit is True,
             )
     return list(chosen.values())
 
@@ -83,11 +87,12 @@ def beside(
             continue
         with torch.no_grad():
             before, after = int(other(pixels).argmax()), int(other(point).argmax())
+            filed = int(other(rounded(point)).argmax())
         norm = float(image_norms(point.double() - pixels.double(), shown.kind))
         other_net = replace(
             shown, network=network, prediction=before, adversarial_prediction=after, norm=norm
         )
-        found.append(replace(other_net, crafted_here=False))
+        found.append(replace(other_net, crafted_here=False, as_8bit=filed != shown.label))
     return found
 
 

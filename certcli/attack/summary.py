@@ -14,7 +14,8 @@ class RobustAccuracy:
 
     robust: withstood every attack. attacks: withstood this one (and, when solved images left the batch, all that ran
     before it, those at smaller radii among them). median_norm: of the smallest perturbations found among correctly
-    classified images; None when none was found.
+    classified images; None when none was found. fooled: of the correct images, how many fell; fooled_8bit: of these, how many
+    adversarial images are some as 8-bit files, too.
     """
 
     clean: float
@@ -25,6 +26,8 @@ class RobustAccuracy:
     epsilon: float
     kind: str
     median_norm: float | None
+    fooled: int = 0
+    fooled_8bit: int = 0
 
 
 def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
@@ -56,6 +59,8 @@ def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
         epsilon=first.epsilon,
         kind=first.kind,
         median_norm=norms[len(norms) // 2] if norms else None,
+        fooled=sum(row.fell for row in rows),
+        fooled_8bit=sum(row.fell and row.as_8bit is True for row in rows),
     )
 
 

@@ -1,7 +1,7 @@
 """Attacks of an audit: within l2 balls, and within patches. Each takes the first n images that its time allows."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -14,13 +14,14 @@ from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import curve
 from certcli.audit.clock import OutOfTime, StageTime
-from certcli.audit.findings import Findings
-from certcli.audit.judging import BF16_GAIN, CAREFUL, dataset_of, first, own
+from certcli.audit.findings import ROBUST, Findings, Key
+from certcli.audit.judging import CAREFUL, dataset_of, first, own
 from certcli.audit.shared_stages import together
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.region import growing
 from certcli.evaluation.threat import Patch
+from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share
@@ -28,12 +29,11 @@ from certcli.system.processes import ALONE, Team
 
 EXHIBITS = 6
 """Fooled images that are kept to be looked at."""
-BATCH_SHARE = 0.2
-"""Share of an attack's time that one batch may take: image by image a network computes several times more slowly."""
-LATER = 0.25
-"""What a further radius costs beside the first, for a first guess: most images fall after a few steps."""
-PASSES_A_STEP = 3
-"""A gradient costs about three forward passes."""
+AT_ONCE = 1.28e9
+"""Parameters times gradient steps of the images that are attacked together: 11 images of ViT-Tiny by PGD.
+
+The network and the attack alone decide. Images that are attacked together draw from one seed, and no verdict may depend on
+how fast a machine is."""
 STEPS = {
     "fgsm": 1,
     "pgd": 20,
@@ -53,8 +53,7 @@ PATCHED = 50
 class Attacking:
     """The attacks in turn at ascending radii, image after image; `go` continues where the last call ended.
 
-    most: images at a time at most; fewer where a batch would take more than BATCH_SHARE of `seconds`. image_seconds: of a
-    forward pass in float32.
+    most: images at a time at most.
     """
 
     def __init__(
@@ -66,29 +65,19 @@ class Attacking:
         settings: AttackSettings,
         classes: int,
         most: int,
-        image_seconds: float,
-        seconds: float,
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
         self.stage = stage.with_draws(settings.seed, classes, settings.precision)
-        self.model, self.images, self.radii, self.settings, self.team = (
-            model,
-            images,
-            radii,
-            settings,
-            team,
-        )
-        steps = sum(
-            entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan
-        )
-        passes = PASSES_A_STEP * steps * settings.restarts * (1 + LATER * (len(radii) - 1))
-        each = max(
-            1e-9, image_seconds * passes / (BF16_GAIN if settings.precision == "bf16" else 1.0)
-        )
-        self.size = max(
-            1, min(most, int(BATCH_SHARE * seconds / each), -(-len(images) // team.size))
-        )
+        self.model = model
+        self.images = images
+        self.radii = radii
+        self.settings = settings
+        self.team = team
+        steps = [entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan]
+        parameters = sum(weight.numel() for weight in model.parameters())
+        together_at_most = int(AT_ONCE / (max(1, parameters) * sum(steps) * settings.restarts))
+        self.size = max(1, min(most, together_at_most, -(-len(images) // team.size)))
         self.records: list[AttackRecord] = []
         self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
         self.longest, self.seconds = 0.0, 0.0
@@ -102,13 +91,31 @@ class Attacking:
     def rest(self) -> int:
         return len(self.images) - self.count
 
-    def go(self, part: StageTime) -> None:
-        """Further images until the time is over; a batch that was broken off is not counted."""
+    @property
+    def proven(self) -> bool:
+        return False
+
+    @property
+    def samples(self) -> dict[Key, Sample]:
+        """Outcomes of the images so far, for the gates."""
+        return {
+            (ROBUST, radius_key(radius)): Sample(
+                [row.withstood for row in self.records if row.epsilon == radius],
+                len(self.images),
+            )
+            for radius in self.radii
+        }
+
+    def go(self, part: StageTime, enough: Callable[[], bool] = lambda: False) -> None:
+        """Further images until the time is over, or they are enough; a batch that was broken off is not counted."""
         broken = False
         while self.rest and not broken:
-            if not self.team.agree(lambda: part.left >= CAREFUL * self.longest or not self.count):
+            if not self.team.agree(lambda: self._fits(part) and not enough()):
                 break
             broken = self._batches(part)
+
+    def _fits(self, part: StageTime) -> bool:
+        return part.left >= CAREFUL * self.longest or not self.count
 
     def _batches(self, part: StageTime) -> bool:
         """A batch for each process; whether one of them was broken off."""
@@ -132,12 +139,21 @@ class Attacking:
             self.records += [replace(row, image=None, adversarial=None) for row in rows]
             for number, row in enumerate(rows):
                 known = any(other.index == row.index for _, other in self._shown)
-                if row.fell and len(self._shown) < EXHIBITS and not known:
-                    self._shown.append((rank, mine[number] if rank == self.team.rank else row))
+                if row.fell and not known:
+                    self._show(rank, mine[number] if rank == self.team.rank else row)
         took = time.perf_counter() - began
         if found:
             self.longest, self.seconds = max(self.longest, took), self.seconds + took
         return broken
+
+    def _show(self, rank: int, row: AttackRecord) -> None:
+        """Keep a fooled image; where there are enough, it takes the place of one that is none as an 8-bit file."""
+        if len(self._shown) < EXHIBITS:
+            self._shown.append((rank, row))
+        elif row.as_8bit:
+            places = [n for n, (_, other) in enumerate(self._shown) if not other.as_8bit]
+            if places:
+                self._shown[places[0]] = (rank, row)
 
     def exhibits(self) -> list[AttackRecord]:
         """A few fooled images with their pixels, which come from the process that attacked them. All processes call it."""
@@ -172,6 +188,7 @@ class Attacking:
             clean=Share.of(clean, self.count),
             robust={name: Share.of(hits, self.count) for name, hits in left.items()},
             fooled={name: clean - hits for name, hits in left.items()},
+            fooled_8bit={radius_key(s.epsilon): s.fooled_8bit for s in summaries},
             median_norm=summaries[-1].median_norm,
             settings={**asdict(self.settings), "batch_size": self.size},
             seconds=round(self.seconds, 2),
@@ -183,6 +200,7 @@ class Attacking:
         if findings.attack is None:
             findings.skip("attack", "no batch of images was finished in its time", True)
             return
+        findings.samples |= self.samples
         if self.rest:
             why = f"{self.count} of {len(self.images)} images fitted into {self.seconds:.0f} s"
             findings.skip("attack, further images", why, True)

@@ -43,6 +43,8 @@ def compose(
         "skipped",
     )
     found: dict[str, Any] = {name: getattr(findings, name) for name in (*same, "attention_weight")}
+    if findings.own:
+        found["clean"] = None
     return Audit(
         schema=1,
         command="audit",
@@ -57,6 +59,7 @@ def compose(
             path=path_in_repository(Path(typed.source)),
         ),
         headline=headline.headline(findings, plan, size),
+        points=headline.points(findings, plan, size),
         scale=headline.scale(findings, plan, size),
         reference=headline.reference(findings, size),
         verdict=words.verdict(findings, plan),

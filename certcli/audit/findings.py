@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.images.labelled import Images
+from certcli.evaluation.verdicts import Sample
+from certcli.images.labelled import OWN, Images
 from certcli.report.document import (
     AttackShares,
     CertifiedShares,
@@ -17,13 +18,17 @@ from certcli.report.document import (
     Slope,
 )
 
+CLEAN, ROBUST, PATCHED = "clean", "robust", "patched"
+Key = tuple[str, str]
+"""CLEAN, ROBUST, PATCHED or a method of certificates, and the radius or patch, as keys of shares spell it."""
+
 
 @dataclass
 class Findings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
     exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image without and with a patch.
-    images: that are judged.
+    images: that are judged. samples: of each share the outcome of its images, in the order in which they were judged.
     failing: why the figures say little about the network, so that the other stages are not worth their time.
     statistics: options that give the pixel statistics with which it is more often right.
     """
@@ -45,11 +50,17 @@ class Findings:
     exhibits: list[Any] = field(default_factory=list)
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
+    samples: dict[Key, Sample] = field(default_factory=dict)
     precision: str = "float32"
     failing: str | None = None
     statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+
+    @property
+    def own(self) -> bool:
+        """Whether the labels are the network's own answers: nothing is known of its accuracy."""
+        return self.dataset is not None and self.dataset.split == OWN
 
     @property
     def stopped(self) -> bool:

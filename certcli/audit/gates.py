@@ -4,8 +4,10 @@
            "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER
 
 SHARE is `certified` (the best method, whatever it promises), `proven` (proofs only) or `robust` (what attacks left);
-`patched` is the share that no patch (32, 16x64, 2%) changes behind masks. A number may be a quotient, 36/255. A gate whose
-quantity was not measured fails, and says why. Gates are written as failures and reported as requirements.
+`patched` is the share that no patch (32, 16x64, 2%) changes behind masks. A number may be a quotient, 36/255.
+
+The interval of a share decides (`certcli.evaluation.verdicts`). A gate whose quantity was not measured fails, and says why;
+where time was short it is not decided. Gates are written as failures and reported as requirements.
 """
 
 import math
@@ -13,10 +15,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from certcli.audit.findings import Findings
-from certcli.evaluation.intervals import interval_of_few, interval_text
+from certcli.audit.findings import CLEAN, PATCHED, ROBUST, Findings, Key
+from certcli.evaluation.intervals import FEW, interval_text
 from certcli.evaluation.radii import proven_percent, radius_key
 from certcli.evaluation.threat import Threat
+from certcli.evaluation.verdicts import (
+    FAILED,
+    PASSED,
+    UNDECIDED,
+    Demand,
+    Look,
+    Sample,
+    judged,
+    whole,
+)
 from certcli.report.document import GateReport, GateResult, Share
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
@@ -53,6 +65,11 @@ class FailOn:
             ">=": measured >= self.value,
         }
         return signs[self.sign]
+
+    @property
+    def demand(self) -> Demand:
+        """Return what a share of the images must meet."""
+        return Demand(self.value, more=self.sign == "<=")
 
     @property
     def requirement(self) -> str:
@@ -118,72 +135,142 @@ def _number(text: str, gate: str) -> float:
 
 def judge(gates: Sequence[FailOn], findings: Findings, image: tuple[int, int]) -> GateReport:
     """Compare every gate with the measured figures. image: (height, width), for patches given as a share."""
-    judged = [_judged(gate, findings, image) for gate in gates]
-    reasons = [row.reason for row in judged if not row.passed]
-    return GateReport(passed=not reasons, reasons=reasons, judged=judged)
+    rows = [_judged(gate, findings, image) for gate in gates]
+    verdicts = [row.verdict for row in rows]
+    verdict = next((v for v in (FAILED, UNDECIDED) if v in verdicts), PASSED)
+    reasons = [row.reason for row in rows if not row.passed]
+    return GateReport(passed=verdict == PASSED, verdict=verdict, reasons=reasons, judged=rows)
+
+
+def waits_for(
+    gates: Sequence[FailOn], key: Key, proven: bool, sample: Sample, image: tuple[int, int]
+) -> bool:
+    """Return whether a gate about the share of this key is not decided by these images.
+
+    Args:
+        key: of the share, as `Findings.samples` has it.
+        proven: whether the share is one of proofs.
+    """
+    speaking = [gate for gate in gates if _speaks_of(gate, key, proven, image)]
+    return any(judged(sample, gate.demand).verdict == UNDECIDED for gate in speaking)
+
+
+def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> bool:
+    stage, size = key
+    if gate.quantity in ("certified", "proven"):
+        return (
+            stage not in (CLEAN, ROBUST, PATCHED)
+            and size == radius_key(gate.radius or 0.0)
+            and (proven or gate.quantity == "certified")
+        )
+    return gate.quantity != "upper" and key == _key(gate, image)
+
+
+def _key(gate: FailOn, image: tuple[int, int]) -> Key:
+    """Return the key of the share that a gate of `clean`, `robust` or `patched` speaks of."""
+    if gate.patch is not None:
+        return PATCHED, Threat.read(gate.patch, "patch", image).key
+    return gate.quantity, "" if gate.radius is None else radius_key(gate.radius)
 
 
 def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateResult:
-    share, by, stages = _share(gate, findings, image)
-    bound = findings.bound
-    measured: float | None = None if share is None else share.share
-    if gate.quantity == "upper" and bound is not None:
-        measured = math.inf if bound.upper == "inf" else float(bound.upper)
-    if measured is None:
-        why = "; ".join(
-            f"{item.stage}: {item.why}" for item in findings.skipped if item.stage in stages
-        )
-        reason = f"{gate.requirement}, not measured ({why or 'nothing was found at this radius'}): failed"
-        return GateResult(fail_on=gate.text, passed=False, measured=None, reason=reason)
-    if share is not None:
-        few = interval_of_few(share.hits, share.images)
-        percent = "" if few else f"{proven_percent(share.share)}, "
-        between = few or f" ({interval_text(share.hits, share.images)} %)"
-        found = f"{percent}{share.hits} of {share.images} images{between}{by}"
-    else:
-        found = "" if bound is None else bound.upper_text
-    failed = gate.met(measured)
-    reason = f"{gate.requirement}, found {found}: {'failed' if failed else 'passed'}"
-    shown: float | str = measured if math.isfinite(measured) else "inf"
-    return GateResult(fail_on=gate.text, passed=not failed, measured=shown, reason=reason)  # type: ignore[arg-type]
-
-
-def _share(
-    gate: FailOn, findings: Findings, image: tuple[int, int]
-) -> tuple[Share | None, str, tuple[str, ...]]:
-    """Return the share that a gate speaks of, how it was found, and the stages that would have found it."""
-    needed = ("images", "clean", "certificates and attacks")
     if gate.quantity == "upper":
-        return None, "", ("bound",)
-    if gate.quantity == "clean":
-        return findings.clean, "", needed
-    if gate.quantity == "robust":
-        attack = findings.attack
-        share = None if attack is None else attack.robust.get(radius_key(gate.radius or 0.0))
-        return (
-            share,
-            "" if attack is None else f" after {', '.join(attack.attacks)}",
-            (*needed, "attack"),
-        )
-    if gate.patch is not None:
-        behind = findings.patched
-        share = (
-            None
-            if behind is None
-            else behind.certified.get(Threat.read(gate.patch, "patch", image).key)
-        )
-        return (
-            share,
-            "" if behind is None else f" by {behind.procedure} (proof)",
-            (*needed, "patch"),
-        )
-    at = radius_key(gate.radius or 0.0)
-    reached = [
-        (found.certified[at], f" by {found.method} ({found.promise})")
-        for found in findings.certificates
-        if at in found.certified and (gate.quantity == "certified" or found.failure == 0)
-    ]
-    stages = (*needed, "bound", "lipschitz", "local", "smoothing")
-    return (
-        (*max(reached, key=lambda pair: pair[0].share), stages) if reached else (None, "", stages)
+        return _judged_bound(gate, findings)
+    looks = _looks(gate, findings, image)
+    missing = [item for item in findings.skipped if item.stage in _stages(gate)]
+    waiting = any(item.for_time for item in missing)
+    if not looks:
+        why = "; ".join(f"{item.stage}: {item.why}" for item in missing)
+        return _unmeasured(gate, why or "nothing was found at this radius", waiting)
+    order = (PASSED, UNDECIDED, FAILED)  # the best of several methods speaks for the network
+    look, by = min(looks, key=lambda pair: (order.index(pair[0].verdict), -_share(pair[0])))
+    verdict = UNDECIDED if look.verdict == FAILED and waiting else look.verdict
+    return GateResult(
+        fail_on=gate.text,
+        passed=verdict == PASSED,
+        verdict=verdict,
+        measured=_share(look),
+        reason=f"{gate.requirement}, found {_told(look)}{by}: {verdict}",
     )
+
+
+def _judged_bound(gate: FailOn, findings: Findings) -> GateResult:
+    bound = findings.bound
+    if bound is None:
+        missing = [item for item in findings.skipped if item.stage == "bound"]
+        why = "; ".join(item.why for item in missing) or "nothing was found"
+        return _unmeasured(gate, why, any(item.for_time for item in missing))
+    upper = math.inf if bound.upper == "inf" else float(bound.upper)
+    verdict = FAILED if gate.met(upper) else PASSED
+    return GateResult(
+        fail_on=gate.text,
+        passed=verdict == PASSED,
+        verdict=verdict,
+        measured=upper if math.isfinite(upper) else "inf",
+        reason=f"{gate.requirement}, found {bound.upper_text}: {verdict}",
+    )
+
+
+def _unmeasured(gate: FailOn, why: str, for_time: bool) -> GateResult:
+    """Return the result of a gate whose quantity is not there: not decided where more time would have found it."""
+    verdict = UNDECIDED if for_time else FAILED
+    reason = f"{gate.requirement}, not measured ({why}): {verdict}"
+    return GateResult(
+        fail_on=gate.text, passed=False, verdict=verdict, measured=None, reason=reason
+    )
+
+
+def _share(look: Look) -> float:
+    return look.hits / look.images if look.images else 0.0
+
+
+def _told(look: Look) -> str:
+    """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images without the percentage."""
+    percent = "" if look.images < FEW else f"{proven_percent(_share(look))}, "
+    between = f"({interval_text(look.hits, look.images, look.chance)} %)"
+    return f"{percent}{look.hits} of {look.images} images {between}"
+
+
+def _looks(gate: FailOn, findings: Findings, image: tuple[int, int]) -> list[tuple[Look, str]]:
+    """Return what the images say of the shares that a gate speaks of, and how each share was found."""
+    shares: list[tuple[Key, Share | None, str]] = []
+    at = radius_key(gate.radius or 0.0)
+    if gate.quantity == CLEAN and findings.own:
+        return []  # an answer is always the network's own
+    if gate.quantity == CLEAN:
+        shares = [((CLEAN, ""), findings.clean, "")]
+    elif gate.quantity == ROBUST and (attack := findings.attack) is not None:
+        by = f" after {', '.join(attack.attacks)}"
+        shares = [((ROBUST, at), attack.robust.get(at), by)]
+    elif gate.patch is not None and (behind := findings.patched) is not None:
+        key = _key(gate, image)
+        shares = [(key, behind.certified.get(key[1]), f" by {behind.procedure} (proof)")]
+    elif gate.quantity in ("certified", "proven"):
+        shares = [
+            ((found.method, at), found.certified.get(at), f" by {found.method} ({found.promise})")
+            for found in findings.certificates
+            if gate.quantity == "certified" or found.failure == 0
+        ]
+    return [
+        (_look(findings, key, share, gate.demand), by)
+        for key, share, by in shares
+        if share is not None
+    ]
+
+
+def _look(findings: Findings, key: Key, share: Share, demand: Demand) -> Look:
+    """Return the look that decides; the only one at a share whose images have no order."""
+    sample = findings.samples.get(key)
+    return whole(share.hits, share.images, demand) if sample is None else judged(sample, demand)
+
+
+def _stages(gate: FailOn) -> tuple[str, ...]:
+    """Return the stages that would have found what a gate speaks of."""
+    of_each = {
+        "clean": ("clean",),
+        "robust": ("attack",),
+        "patched": ("patch",),
+        "certified": ("bound", "lipschitz", "local", "smoothing"),
+        "proven": ("bound", "lipschitz", "local"),
+    }
+    return ("images", "clean", "certificates and attacks", *of_each[gate.quantity])

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan
-from certcli.audit.words import CORRECT, best_proof, every_change
-from certcli.evaluation.intervals import interval_of_few, part_of
+from certcli.audit.words import CORRECT, best_proof, every_change, magnitude
+from certcli.evaluation.intervals import counted, interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.images.datasets import PHOTOGRAPHS
 from certcli.report.published import nearest
 
 INVISIBLE = 1.0
@@ -48,12 +49,56 @@ def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
         nothing = "nothing useful was proven about it as it is"
         parts.insert(1, nothing if known else "the time was too short to prove anything about it")
     text = "; ".join(filter(None, parts))
-    return f"{text[:1].upper()}{text[1:]}"
+    text = f"{text[:1].upper()}{text[1:]}"
+    return f"{_first(findings)}{text}"
+
+
+def _first(findings: Findings) -> str:
+    """Return what the answer rests on, where the images have no labels or come with certvit."""
+    if not findings.own or findings.dataset is None or findings.clean is None:
+        return ""
+    shipped = findings.dataset.name == PHOTOGRAPHS
+    count = findings.dataset.images
+    which = f"{count} photographs that come with certvit" if shipped else f"{count} images"
+    first = "A first answer, about" if shipped else "About"
+    return f"{first} the network's own answers on {which}: "
+
+
+def points(findings: Findings, plan: Plan, size: Sequence[int]) -> list[str]:
+    """Return the answer as three lines: what attacks did, what is proven, and what else holds. None where it was stopped."""
+    if findings.failing is not None or findings.dataset is None or findings.clean is None:
+        return []
+    lines = [f"Attacked: {_told(findings, size)}.", f"Proven: {_proven(findings, plan)}."]
+    others = _others(findings)
+    if others:
+        lines.append(f"{others[0][:1].upper()}{others[0][1:]}.")
+    elif not findings.own:
+        right = counted(findings.clean.hits, findings.clean.images, proven=False)
+        lines.append(f"Without any change: {right} are classified correctly.")
+    return lines
+
+
+def _told(findings: Findings, size: Sequence[int]) -> str:
+    """Return what attacks found, without the words around it."""
+    text = _attacked(findings, size)
+    return text.replace("this network can be fooled by", "fooled by", 1)
+
+
+def _proven(findings: Findings, plan: Plan) -> str:
+    proof, least = best_proof(findings, plan), radius_key(plan.least)
+    if proof is None:
+        bound = findings.bound
+        if bound is None or bound.log10_upper is None:
+            return "nothing useful"
+        return f"nothing useful, the bound is {magnitude(bound.log10_upper, bound.upper_text)}"
+    kept = proof.certified[least]
+    return f"{part_of(kept.hits, kept.images)} keep their class whatever the change, up to l2 {proven_radius(least)}"
 
 
 def _attacked(findings: Findings, size: Sequence[int]) -> str:
     """Return what attacks found at the largest radius that nobody sees, else at the largest one."""
     attack = findings.attack
+    noun = "images" if findings.own else CORRECT
     if attack is None or not attack.clean.hits:
         return "it was not attacked"
     unseen = [
@@ -67,14 +112,22 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
     )
     where = f"at l2 {attacked_radius(at)}"
     if not fooled:
-        none = f"none of {correct} {CORRECT}{interval_of_few(0, correct)}"
+        none = f"none of {correct} {noun}{interval_of_few(0, correct)}"
         return f"{names} fooled {none} {where}, which proves nothing"
     seen = (
         "changes nobody sees"
         if unseen
         else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
     )
-    return f"this network can be fooled by {seen}: {part_of(fooled, correct, CORRECT)} {where}"
+    filed = attack.fooled_8bit.get(at)
+    files = "" if filed is None else f" ({_how_many(filed, fooled)} also as 8-bit files)"
+    return f"this network can be fooled by {seen}: {part_of(fooled, correct, noun)} {where}{files}"
+
+
+def _how_many(some: int, of: int) -> str:
+    if some == of:
+        return "all"
+    return str(some) if some else "none"
 
 
 def _others(findings: Findings) -> list[str]:

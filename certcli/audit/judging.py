@@ -5,7 +5,7 @@ only if the longest one so far would fit into the time again, so slow images are
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from certcli.audit.clock import StageTime
-from certcli.audit.findings import Findings
+from certcli.audit.findings import PATCHED, Findings, Key
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.evaluation.records import describe, packed, unpacked
 from certcli.evaluation.threat import Threat
+from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
 from certcli.models.build import PixelModel
 from certcli.report.document import CertifiedShares, Dataset, PatchShares, Share
@@ -102,8 +103,27 @@ class Certifying:
     def rest(self) -> int:
         return len(self.images) - len(self.rows)
 
-    def go(self, part: StageTime) -> None:
-        """Find further certificates until the time is over."""
+    @property
+    def proven(self) -> bool:
+        return self.certifier.failure == 0
+
+    @property
+    def samples(self) -> dict[Key, Sample]:
+        """Outcomes of the images so far, for the gates."""
+        patches = getattr(self.certifier, "patches", ())
+        threats = [Threat("patch", patch) for patch in patches] or [
+            Threat("l2", radius) for radius in self.radii
+        ]
+        name = PATCHED if patches else self.certifier.method
+        return {
+            (name, threat.key): Sample(
+                [row.holds_at(threat) for row in self.rows], len(self.images)
+            )
+            for threat in threats
+        }
+
+    def go(self, part: StageTime, enough: Callable[[], bool] = lambda: False) -> None:
+        """Find further certificates until the time is over, or they are enough."""
         step = self.certifier.at_once or self.batch_size
 
         def find() -> list[Certificate]:
@@ -119,7 +139,7 @@ class Certifying:
         unpack = partial(unpacked, self.certifier.certificate)
         broken = False
         while self.rest and not broken:
-            if not self.team.agree(lambda: part.left >= CAREFUL * self.longest or not self.rows):
+            if not self.team.agree(lambda: self._fits(part) and not enough()):
                 break
             began = time.perf_counter()
             found, broken = together(self.team, part, find, packed, unpack)
@@ -128,6 +148,9 @@ class Certifying:
             if found:
                 self.longest, self.seconds = max(self.longest, took), self.seconds + took
         self.broken |= broken
+
+    def _fits(self, part: StageTime) -> bool:
+        return part.left >= CAREFUL * self.longest or not self.rows
 
     def write_down(self, findings: Findings) -> None:
         """Add shares, records, and what did not fit into the time."""
@@ -143,6 +166,7 @@ class Certifying:
                 else ""
             )
             findings.skip(f"{method}, further images", why, True)
+        findings.samples |= self.samples
         by_index = {row.index: findings.row(row.index, row.label) for row in rows}
         if isinstance(self.certifier, PatchCertifier):
             findings.patched = self._patch_shares(self.certifier)

@@ -7,12 +7,13 @@ import torch
 
 from certcli.audit import judging, proving
 from certcli.audit.clock import Clock, OutOfTime, StageTime
-from certcli.audit.findings import Findings
+from certcli.audit.findings import CLEAN, Findings
 from certcli.audit.plan import AUTO, Plan
 from certcli.audit.stages import Stages
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.doubts import better_statistics, chance_doubt, order_doubt
+from certcli.evaluation.verdicts import FEWEST, Sample
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import NetworkBound
 from certcli.models import build
@@ -82,7 +83,8 @@ def run(
         return findings
     findings.failing = team.agree(lambda: findings.failing)
     if findings.failing and not plan.methods:
-        findings.skip("certificates and attacks", f"they would say little: {findings.failing}")
+        few = findings.clean.images < min(FEWEST, len(images))  # more may say otherwise
+        findings.skip("certificates and attacks", f"they would say little: {findings.failing}", few)
         return findings
     Stages(checkpoint, model, images, plan, device, clock, findings, tell, image_seconds).run(
         proven
@@ -140,7 +142,8 @@ def _classify(
         images,
         images.fetch([0])[0],
     )
-    part = clock.part(0.2)
+    gated = any(gate.quantity == CLEAN for gate in plan.gates)
+    part = clock.part(0.6 if gated else 0.2)
     found, seconds = judging.predictions(
         model, images, min(plan.batch_size, CLASSIFIED), part, clock.team
     )
@@ -150,6 +153,7 @@ def _classify(
     labels, indices = images.labels.tolist(), images.indices.tolist()
     right = [a == b for a, b in zip(found, labels)]
     findings.clean = Share.of(sum(right), len(found))
+    findings.samples[(CLEAN, "")] = Sample(right, len(images))
     if len(found) < len(images):
         findings.skip(
             "clean, further images",

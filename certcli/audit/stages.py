@@ -1,6 +1,5 @@
 """Stages of an audit that need labelled images: which certificates suit this network, attacks, and time left over."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,10 +10,12 @@ from certcli.audit import judging
 from certcli.audit.attacking import Attacking, attack_by_patch
 from certcli.audit.clock import Clock
 from certcli.audit.findings import Findings
+from certcli.audit.gates import waits_for
 from certcli.audit.plan import Plan
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.choice import USEFUL
+from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
@@ -25,6 +26,7 @@ from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.threat import Threat
+from certcli.evaluation.verdicts import FEWEST
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
@@ -32,8 +34,6 @@ from certcli.lipschitz.numerics.real import INF
 from certcli.models import build
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
 
-HOPELESS = 6.0
-"""log10 of radius times bound from which on no certificate is tried: it needs logits a million apart."""
 LOCAL_PIXELS, LOCAL_PARAMETERS = 1024, 500_000
 """Networks that local certificates are tried on: beyond, one image takes minutes."""
 DRAWS_FIRST, DRAWS = 16, 256
@@ -42,6 +42,8 @@ FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
 NOISY = 64
 """Noisy images at a time on a CPU: four images' first draws."""
+SHARED = 0.6
+"""Smoothing's share of the time left where a gate waits for images of another stage; otherwise it takes all."""
 PATCH = "2%"
 """The patch that is tried where none is named: a sticker."""
 PHOTOGRAPH = 64
@@ -103,7 +105,7 @@ class Stages:
         except NoBoundError as failure:
             self.findings.skip("lipschitz", failure.message)
             return False
-        rows = self._certify(certifier, 0.3, self.plan.certified_radii)
+        rows = self._certify(certifier, 0.3, self.plan.certified_radii)[:FEWEST]
         held = sum(row.holds_at(Threat("l2", self.plan.least)) for row in rows)
         return held > USEFUL * sum(row.correct for row in rows)
 
@@ -114,10 +116,8 @@ class Stages:
             return "there is no bound yet"
         if proven[1].pairs is None:
             return f"no finite bound: {proven[1].bound.why}"
-        need = -1.0 if bound.log10_upper is None else bound.log10_upper + math.log10(least)
-        if need > HOPELESS and "lipschitz" not in self.plan.methods:
-            return f"the bound is too large for {least:g}"
-        return None
+        named = "lipschitz" in self.plan.methods
+        return None if named else hopeless(bound.log10_upper, least)
 
     def _for_all(self, proven: Proven | None) -> Proven:
         """Return the leader's proof in every process."""
@@ -187,8 +187,9 @@ class Stages:
             return
         each = self.image_seconds / (judging.BF16_GAIN if precision == "bf16" else 1.0)
         expected = each * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
+        share = SHARED if any(map(self._awaited, self._judging)) else 1.0
         self._certify(
-            certifier, 1.0, radii, f"the network smoothed by noise of sigma {sigma:g}", expected
+            certifier, share, radii, f"the network smoothed by noise of sigma {sigma:g}", expected
         )
 
     def patch(self) -> None:
@@ -248,19 +249,53 @@ class Stages:
         settings = AttackSettings(seed=plan.seed, precision=self.findings.precision)
         self.attacking = Attacking(
             self.model, self.images, plan.attacks, plan.attacked_radii, settings, self.checkpoint.record.classes,
-            plan.batch_size, self.image_seconds, part.seconds, self.clock.team,
+            plan.batch_size, self.clock.team,
         )  # fmt: skip
         self.attacking.go(part)
 
+    @property
+    def _judging(self) -> list[Attacking | judging.Certifying]:
+        """The stages that judge images, which can go on with further ones."""
+        return [*([] if self.attacking is None else [self.attacking]), *self.begun]
+
+    def _awaited(self, stage: Attacking | judging.Certifying) -> bool:
+        """Whether a gate is not decided by the images of this stage, and there are more."""
+        size = self.checkpoint.record.input.size[1:]
+        return stage.rest > 0 and any(
+            waits_for(self.plan.gates, key, stage.proven, sample, size)
+            for key, sample in stage.samples.items()
+        )
+
     def finish(self) -> None:
-        """Give time left over to further images, first of the attacks; then write everything down."""
-        if self.attacking is not None and self.attacking.rest:
-            self.tell("attacks, further images")
-            self.attacking.go(self.clock.part(1.0))
-        for stage in self.begun:
-            if stage.rest and stage.certifier.method != "smoothing":  # smoothing had all time left
-                self.tell(f"{stage.certifier.method} certificates, further images")
-                stage.go(self.clock.part(1.0))
+        """Give time left over to further images, first where a gate waits for them; then write everything down."""
+        team = self.clock.team
+        awaited = team.agree(lambda: [self._awaited(stage) for stage in self._judging])
+        waiting = [stage for stage, wanted in zip(self._judging, awaited, strict=True) if wanted]
+        for number, stage in enumerate(waiting):
+            self._go_on(stage, 1 / (len(waiting) - number), awaited_only=True)
+        for stage in self._judging:
+            smoothed = stage not in waiting and self._smooths(stage)  # it had all time left
+            if stage.rest and not smoothed:
+                self._go_on(stage, 1.0)
+        self._write_down()
+
+    def _smooths(self, stage: Attacking | judging.Certifying) -> bool:
+        return isinstance(stage, judging.Certifying) and stage.certifier.method == "smoothing"
+
+    def _go_on(
+        self,
+        stage: Attacking | judging.Certifying,
+        share: float,
+        awaited_only: bool = False,
+    ) -> None:
+        """Judge further images for this share of the time left, or until no gate waits for them."""
+        name = "attacks"
+        if isinstance(stage, judging.Certifying):
+            name = f"{stage.certifier.method} certificates"
+        self.tell(f"{name}, further images")
+        stage.go(self.clock.part(share), lambda: awaited_only and not self._awaited(stage))
+
+    def _write_down(self) -> None:
         self.findings.exhibits = [] if self.attacking is None else self.attacking.exhibits()
         if not self.clock.team.leads:
             return

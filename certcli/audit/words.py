@@ -5,9 +5,10 @@ import shlex
 
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
-from certcli.audit.stages import HOPELESS
+from certcli.certify.hopeless import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
 
 CORRECT = "correct images"
@@ -22,23 +23,29 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
     if (attack := findings.attack) is not None:
         names = ", then ".join(name.upper() for name in attack.attacks)
         at, correct = list(attack.fooled)[-1], attack.clean.hits
+        noun = "images" if findings.own else CORRECT
         if correct:
             sentences.append(
-                f"{names} fooled {part_of(attack.fooled[at], correct, CORRECT)} at l2 {attacked_radius(at)}."
+                f"{names} fooled {part_of(attack.fooled[at], correct, noun)} at l2 {attacked_radius(at)}."
             )
         else:
             none = _none_of(attack.clean.images, "images")
             sentences.append(f"Nothing to attack: {none} is classified correctly.")
-    elif findings.clean is not None:
+    elif findings.clean is not None and not findings.own:
         right = counted(findings.clean.hits, findings.clean.images, proven=False)
         sentences.append(f"Correct without any attack: {right}. It was not attacked.")
     if (tried := findings.patch_attack) is not None and tried.clean.hits:
-        fell = part_of(tried.clean.hits - tried.robust.hits, tried.clean.hits, CORRECT)
+        noun = "images" if findings.own else CORRECT
+        fell = part_of(tried.clean.hits - tried.robust.hits, tried.clean.hits, noun)
         sentences.append(f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fell}.")
     weight = findings.attention_weight
     if weight is not None and weight < LITTLE_ATTENTION:
         sentences.append(
             f"Attention hardly takes part: its largest weight in a residual sum is {weight:.2g} (a plain network has 1)."
+        )
+    if findings.own:
+        sentences.append(
+            "The images have no labels: shares are of the network's own answers, and nothing is said of its accuracy."
         )
     if findings.dataset is None:
         sentences.append(
@@ -78,7 +85,7 @@ def best_proof(findings: Findings, plan: Plan) -> CertifiedShares | None:
 def _proof(findings: Findings, plan: Plan) -> str:
     bound, best, least = findings.bound, best_proof(findings, plan), radius_key(plan.least)
     driven = f" ({bound.drivers})" if bound is not None and bound.drivers else ""
-    large = "" if bound is None else f"{_magnitude(bound.log10_upper, bound.upper_text)}{driven}"
+    large = "" if bound is None else f"{magnitude(bound.log10_upper, bound.upper_text)}{driven}"
     if best is not None:
         by_bound = best.method == "lipschitz" and bound is not None
         way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
@@ -109,22 +116,20 @@ def every_change(radius: str) -> str:
 
 def _none(found: CertifiedShares, radius: float) -> str:
     """Return that proofs certify no image, and of how many."""
-    right = found.clean.hits
+    right, correct = found.clean.hits, "" if found.dataset.split == OWN else "correct "
     if right == 0:
         return f"Correct images among those tried: {_none_of(found.clean.images, 'images')}."
     way = "By it" if found.method == "lipschitz" else "Image by image"
     if right == 1:
-        return f"{way}, the one correct image tried is not certified at {proven_radius(radius)}{interval_of_few(0, 1)}."
-    return (
-        f"{way}, {_none_of(right, 'correct images tried')} is certified at {proven_radius(radius)}."
-    )
+        return f"{way}, the one {correct}image tried is not certified at {proven_radius(radius)}{interval_of_few(0, 1)}."
+    return f"{way}, {_none_of(right, f'{correct}images tried')} is certified at {proven_radius(radius)}."
 
 
 def _none_of(images: int, noun: str) -> str:
     return f"none of {images} {noun}{interval_of_few(0, images)}"
 
 
-def _magnitude(log10: float | None, text: str) -> str:
+def magnitude(log10: float | None, text: str) -> str:
     return text if log10 is None or log10 < 5 else f"10^{log10:.0f}"
 
 
@@ -151,7 +156,7 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         for judged in (True, False)
     )
     found: list[str] = []
-    if findings.dataset is None:
+    if findings.dataset is None or findings.own:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
         network = shlex.join(typed.without("--mean", "--std"))

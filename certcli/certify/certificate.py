@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -19,13 +19,17 @@ AGAIN = 1e-6
 """Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS, threads, device) move a
 radius by some 1e-12; 1e-6 is far above that, and far below what a forged radius would have to gain."""
 
+OPTIONAL = ("rung", "seconds", "splits")
+"""Fields that a record may lack."""
+
 
 @dataclass(frozen=True)
 class Certificate:
     """radius: pixel l2, rounded down. failure: 0.0 for a proof, alpha for a Monte Carlo statement.
 
     prediction: None when the method abstains. rung: which of a method's ways it was that gave the radius. seconds: what this
-    image took, 0.0 where images are certified a batch at a time.
+    image took, 0.0 where images are certified a batch at a time. splits: of the neighbourhood, at signs of units, that its
+    proof takes: class -> tree.
     """
 
     index: int
@@ -36,6 +40,7 @@ class Certificate:
     failure: float
     rung: str = ""
     seconds: float = 0.0
+    splits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def correct(self) -> bool:
@@ -55,9 +60,9 @@ class Certificate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields; rung and seconds only where the method gives them. An infinite radius is "inf"."""
+        """Return all fields; rung, seconds and splits only where the method gives them. An infinite radius is "inf"."""
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
-        return {key: value for key, value in row.items() if key not in ("rung", "seconds") or value}
+        return {key: value for key, value in row.items() if key not in OPTIONAL or value}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:

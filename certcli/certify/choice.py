@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
+from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import lipschitz_certifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
@@ -83,9 +84,13 @@ def _try_bound(
 ) -> tuple[str, bool]:
     """Return what the global bound certifies, in words, and whether that is worth having."""
     try:
-        certifier = ready["lipschitz"] = lipschitz_certifier(model, checkpoint.record.classes)
+        certifier = lipschitz_certifier(model, checkpoint.record.classes)
     except NoBoundError as failure:
         return f"the global bound gives {failure.message}", False
+    why = hopeless(certifier.bound.upper.log10(), radius)
+    if why is not None:
+        return why, False
+    ready["lipschitz"] = certifier
     sample = images.limit(TRIED)
     found = certified_accuracy(
         [row for rows in certify(certifier, sample, batch_size) for row in rows],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.certify.branched import Branched, replay
 from certcli.certify.certificate import (
     AGAIN,
     Certificate,
@@ -18,12 +19,21 @@ from certcli.certify.certificate import (
     whole_batch,
 )
 from certcli.certify.executed import ProvingCertifier
-from certcli.certify.local_options import AUTO, BACKWARD, NORMS, ZONOTOPE, Local
+from certcli.certify.local_options import (
+    AUTO,
+    BACKWARD,
+    BRANCH,
+    NORMS,
+    SECONDS,
+    ZONOTOPE,
+    Local,
+)
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.margins import Further, optimised
 from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
@@ -35,13 +45,19 @@ from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
 
 METHOD = "local"
-SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000}
+SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000, BRANCH: 2000}
 """Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
 SQUARES = 128
-"""Pixels up to which e e^T has columns of its own: 8,256 of them."""
+"""Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map makes of them."""
+NOTHING_OPEN = (
+    "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
+)
 _FEWEST = 64
 _BEYOND = 1e-6
 _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
+
+Found = tuple[float, str, dict[str, str]]
+"""Radius, rung, splits."""
 
 
 class LocalCertifier(ProvingCertifier):
@@ -65,18 +81,17 @@ class LocalCertifier(ProvingCertifier):
         super().__init__(model, size, options.arithmetic, (zonotope_rules, ball_rules))
         self.steps = steps
         self.effort, self.at = options.effort, options.at
+        self.seconds = options.seconds or SECONDS
+        self._interrupted = self._opened = False
         self.norm: Norm = options.norm
-        self.walked = self.effort
-        if self.effort == AUTO:
-            self.walked = ZONOTOPE if math.prod(size) <= SQUARES and self.norm == "l2" else BACKWARD
-        self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
-        self.most_symbols = symbols or SYMBOLS.get(self.walked, 0)
+        self.walked, self.squares = self.effort, 0
         self._size = size
         self.domain = "all" if self._neighbours is None else "box"  # rounding is bounded on the box
         where = "" if self._neighbours is None else ", [0, 1] images"
         self.statement = f"certificates: proven image by image; {self.spoken_of}{where}"
         self._norms: NormsNetwork | None = None
         self._guess, self._known = 1e-2, False
+        self.most_symbols = symbols or 0
         self._zonotope = self._enclosed() if self.effort != NORMS else None
         if self._zonotope is None:
             self._balls()
@@ -86,8 +101,12 @@ class LocalCertifier(ProvingCertifier):
             return
         self.at_once = 1
         self.title = f"an enclosure of each image's neighbourhood, {self.symbols:,} box symbols from block to block"
-        if self.walked == BACKWARD:
+        if self.walked in (BACKWARD, BRANCH):
             self.title += ", and back"
+        if self.walked == BRANCH:
+            self.title += f", split at signs of units for {self.seconds:g} s an image"
+        if self.norm == "l2" and self.network.numbers < math.prod(size):
+            self.title += f", {self.network.numbers} numbers for {math.prod(size)} pixels"
         if self.symbols < self.most_symbols:
             self.title += f" (not {self.most_symbols:,}: memory)"
 
@@ -101,6 +120,10 @@ class LocalCertifier(ProvingCertifier):
                 return None
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         keep_pages()
+        if self.effort == AUTO:
+            self.walked = ZONOTOPE if self._has_squares(network) else BACKWARD
+        self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
+        self.most_symbols = self.most_symbols or SYMBOLS[self.walked]
         symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
         if symbols is None or (
             symbols == 0 and self.effort == AUTO
@@ -113,6 +136,11 @@ class LocalCertifier(ProvingCertifier):
             )
         self.symbols = symbols
         return network
+
+    def _has_squares(self, network: LocalNetwork) -> bool:
+        """Tell whether e e^T has columns, and these are worth more than the way back, which is better at ReLU."""
+        few = math.prod(self._size) <= SQUARES
+        return self.norm == "l2" and (few or (network.numbers <= SQUARES and not network.opens))
 
     def _balls(self) -> NormsNetwork:
         if self._norms is None:
@@ -135,12 +163,14 @@ class LocalCertifier(ProvingCertifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        found = {
+        found: dict[str, Any] = {
             "effort": self.effort,
             "norm": self.norm,
             "symbols": self.most_symbols,
             "steps": self.steps,
         }
+        if self.effort == BRANCH:
+            found["seconds"] = self.seconds
         return {**found, "at": list(self.at)} if self.at else found
 
     @property
@@ -156,6 +186,8 @@ class LocalCertifier(ProvingCertifier):
     def batch(
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[Certificate]:
+        if self._interrupted:  # during an image whose record now stands
+            raise KeyboardInterrupt
         images = pixels.double().to(self._device)
         started = time.perf_counter()
         self._weights.require_unchanged()
@@ -163,27 +195,30 @@ class LocalCertifier(ProvingCertifier):
             logits = self.model(images)
         require_logits(logits, images)
         tops = logits.argmax(1)
-        found: list[tuple[float, str]] = [
-            (0.0, NORMS if self._zonotope is None else self.rung)
-        ] * len(images)
+        found: list[Found] = [(0.0, NORMS if self._zonotope is None else self.rung, {})] * len(
+            images
+        )
         right = [i for i, label in enumerate(labels) if int(tops[i]) == label]
         if self._zonotope is None:
             radii = self.by_norms(images[right], tops[right]).tolist() if right else []
             for i, radius in zip(right, radii, strict=True):
-                found[i] = (radius, NORMS)
+                found[i] = (radius, NORMS, {})
         else:
             for i in right:
                 found[i] = self._best(images[i : i + 1], tops[i : i + 1])
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
         return [
-            Certificate(index, label, top, radius, METHOD, 0.0, rung=rung, seconds=seconds)
-            for index, label, top, (radius, rung) in zip(
+            Certificate(index, label, top, radius, METHOD, 0.0, rung, seconds, splits)
+            for index, label, top, (radius, rung, splits) in zip(
                 indices, labels, tops.tolist(), found, strict=True
             )
         ]
 
-    def _best(self, image: Tensor, label: Tensor) -> tuple[float, str]:
-        """Return the radius of one image, and the rung that gave it."""
+    def _best(self, image: Tensor, label: Tensor) -> "Found":
+        """Return the radius of one image, the rung that gave it, and the splits that its proof took."""
+        if self.effort == BRANCH:
+            branched = self.branched(image, int(label))
+            return branched.radius, self.rung, branched.splits.to_json()
         radius = self.radius(image, int(label))
         if radius == 0 and self.effort == AUTO:
             try:
@@ -191,8 +226,24 @@ class LocalCertifier(ProvingCertifier):
             except NoBoundError:
                 below = 0.0
             if below > 0:
-                return below, NORMS
-        return radius, self.rung
+                return below, NORMS, {}
+        return radius, self.rung, {}
+
+    def branched(self, image: Tensor, label: int) -> Branched:
+        """Return the search of one image by branching, ended."""
+        note = self.within or (lambda part: None)
+        proof = lambda radius, further: self.proven(image, label, radius, further)  # noqa: E731
+        found = Branched(label, proof, self.seconds, note)
+        if self.at:
+            found.at([radius * (1 + _BEYOND) for radius in self.at])
+        else:
+            found.search(self._guess, self.steps, self._known)
+        if found.radius:
+            self._guess, self._known = found.radius, True
+        self._interrupted = found.interrupted
+        self._opened |= found.open_units
+        self.remark = "" if self._opened else NOTHING_OPEN
+        return found
 
     def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return radii (b,) by balls of norms, a few images at a time."""
@@ -220,7 +271,7 @@ class LocalCertifier(ProvingCertifier):
                 confirmation = Confirmation(
                     "refuted", f"class {claim.prediction} is stated, the network says {int(top)}"
                 )
-            elif claim.radius == 0 or self._holds(image[None], top, claim.radius * (1 - AGAIN)):
+            elif claim.radius == 0 or self._holds(image[None], top, claim):
                 confirmation = Confirmation(
                     "verified", f"radius {claim.radius:.6g} is proven again"
                 )
@@ -237,14 +288,20 @@ class LocalCertifier(ProvingCertifier):
             found.append(confirmation)
         return found
 
-    def _holds(self, image: Tensor, label: Tensor, radius: float) -> bool:
+    def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
         """Tell whether one of the ways that `effort` allows proves this radius."""
-        if self._zonotope is not None and self.proven(image, int(label), radius):
-            return True
+        radius = claim.radius * (1 - AGAIN)
+        if self._zonotope is not None:
+            branches = self.effort == BRANCH
+            further = replay(int(label), claim.splits) if branches else optimised
+            if self.proven(image, int(label), radius, further):
+                return True
         return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
 
     def radius(self, image: Tensor, label: int) -> float:
         """Return a pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
+        if self.effort == BRANCH:
+            return self.branched(image, label).radius
         if self.at:
             beyond = (
                 radius * (1 + _BEYOND) for radius in self.at
@@ -260,7 +317,7 @@ class LocalCertifier(ProvingCertifier):
 
     def start(self, image: Tensor, radius: float, *, in_box: bool) -> Form:
         """Return the form of the images (1, c, h, w) within `radius`, of those in [0, 1] alone where `in_box`."""
-        back = self.walked == BACKWARD
+        back = self.walked in (BACKWARD, BRANCH)
         if self.norm == "linf":
             return linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
         return l2_ball(
@@ -272,11 +329,18 @@ class LocalCertifier(ProvingCertifier):
             in_box=in_box,
         )
 
-    def proven(self, image: Tensor, label: int, radius: float) -> bool:
-        """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`."""
+    def proven(
+        self, image: Tensor, label: int, radius: float, further: Further = optimised
+    ) -> bool:
+        """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`.
+
+        further: bounds margins that are not proven without.
+        """
         try:
             start = self.start(image, radius, in_box=self.domain == "box")
-            return bool((self.network.margins(start, label) > 0).all())  # False with NaN
+            return bool(
+                (self.network.margins(start, label, None, further) > 0).all()
+            )  # False with NaN
         except Unbounded:
             return False
         except (MemoryError, RuntimeError) as failure:

@@ -11,8 +11,10 @@ from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 
-NORMS, ZONOTOPE, BACKWARD, AUTO = "norms", "zonotope", "backward", "auto"
-EFFORTS = (NORMS, ZONOTOPE, BACKWARD, AUTO)
+NORMS, ZONOTOPE, BACKWARD, BRANCH, AUTO = "norms", "zonotope", "backward", "branch", "auto"
+EFFORTS = (NORMS, ZONOTOPE, BACKWARD, BRANCH, AUTO)
+SECONDS = 30.0
+"""An image, of --effort branch where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -21,28 +23,39 @@ class Local(Options):
 
     Args:
         effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope" (affine forms, small
-            networks), "backward" (zonotopes, and back through what they found), "auto" (zonotopes where they fit into
+            networks), "backward" (zonotopes, and back through what they found), "branch" (the same, and split at the signs of
+            ReLU units), "auto" (zonotopes where they fit into
             memory, with the way back where e e^T has no columns; norms for networks and images that they say nothing
             about).
         norm: of the radii.
         at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in place of a search.
+        seconds: of "branch", an image; None stands for 30.
         arithmetic: as in `Proof`.
 
     Raises:
-        UsageError: an effort, norm or arithmetic is unknown, or `at` does not ascend.
+        UsageError: an effort, norm or arithmetic is unknown, `at` does not ascend, or `seconds` is no time, or of another
+            effort.
     """
 
     panel: ClassVar[str] = "Local"
     effort: Annotated[
         str,
         Option(
-            "norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), auto."
+            "norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), branch (ReLU: "
+            "splits at signs of units), auto."
         ),
     ] = AUTO
     norm: Annotated[Norm, Option("l2, or linf: of the radii; linf is of --method local alone.")] = (
         "l2"
     )
     at: Sequence[float] = ()
+    seconds: Annotated[
+        float | None,
+        Option(
+            "With --effort branch: seconds an image; the best radius so far is kept. Default: 30.",
+            metavar="N",
+        ),
+    ] = None
     arithmetic: str | None = None
 
     def __post_init__(self) -> None:
@@ -50,5 +63,9 @@ class Local(Options):
             raise UsageError(f"--effort {self.effort}: one of {', '.join(EFFORTS)}")
         require_norm(self.norm)
         require_arithmetic(self.arithmetic)
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise UsageError(f"--seconds {self.seconds:g}: a finite time above 0")
+        if self.seconds is not None and self.effort != BRANCH:
+            raise UsageError(f"--seconds is of --effort {BRANCH}", f"--effort {BRANCH}")
         if not all(0 < radius < math.inf for radius in self.at) or list(self.at) != sorted(self.at):
             raise UsageError("radii to try are finite, above 0 and ascending")

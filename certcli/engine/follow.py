@@ -1,10 +1,19 @@
-"""Watch a run of a network: every operation on the image and on what is made of it."""
+"""Watch a run of a network: every operation on the image and on what is made of it.
 
-from collections.abc import Callable
-from typing import Any
+Two ways, because a network may look for either. `followed` hands over an ordinary tensor, and a
+dispatch mode of torch sees the operations. `shadowed` hands over a tensor without memory of its own
+(`Recorded`): torch's operations alone reach its numbers, and each of them passes here. That holds in
+other threads, in copies, and where a network switches the modes off: what reads memory finds none.
+"""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.engine.tracer import Untraceable, tensors_of
@@ -19,13 +28,13 @@ _READERS = frozenset(
         Tensor.__dlpack__,
         Tensor.untyped_storage,
         Tensor.storage,
-        Tensor.__deepcopy__,
         Tensor.__repr__,
         Tensor.__format__,
         Tensor.__reduce_ex__,
+        Tensor.__deepcopy__,
     )
 )
-"""What takes a tensor's numbers out of torch without an operation of torch's."""
+"""What takes a tensor's numbers out of torch without an operation of torch's: named in the reason."""
 
 _FROM_SHAPE = (
     "zeros_like",
@@ -39,40 +48,43 @@ _FROM_SHAPE = (
 )
 """Operations whose result depends on the shape alone: the trace takes it for a constant."""
 
-Operation = tuple[str, list[tuple[int, ...]], list[Any]]
-"""Its name, the shapes of its results, the numbers among its arguments."""
+
+class Operation(NamedTuple):
+    """One operation on the image or on what is made of it.
+
+    Attributes:
+        shapes: Of its results.
+        numbers: Among its arguments.
+        dtype: Of its first result.
+    """
+
+    name: str
+    shapes: list[tuple[int, ...]]
+    numbers: list[Any]
+    dtype: torch.dtype | None = None
 
 
 class _Reads(Exception):
     """The network takes a number out of a tensor that depends on the image."""
 
 
-class _Follow(OperationMode):
-    """Write down the operations on the image and on what is made of it, in order."""
+class _Record:
+    """The operations of one run, the constants that each of them takes, and the first reader that was refused."""
 
-    def __init__(self, image: Tensor) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.constants: list[list[Tensor]] = []
         self.reads: str | None = None
-        self.known = WeakTensorKeyDictionary({image: None})
 
-    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name in _FROM_SHAPE or not self.knows(args, kwargs):
-            return result
+    def add(self, name: str, args: tuple[Any, ...], result: Any, constants: list[Tensor]) -> None:
+        """Write down one operation; refuse one that returns no tensor."""
         made = tensors_of(result)
         if not made and result is not None:
             self.refuse(name)
-        for tensor in made:
-            self.known[tensor] = None
         numbers = [value for value in args if isinstance(value, (bool, int, float))]
-        self.operations.append((name, [tuple(tensor.shape) for tensor in made], numbers))
-        return result
-
-    def knows(self, *arguments: Any) -> bool:
-        """Tell whether one of these depends on the image."""
-        return any(tensor in self.known for tensor in tensors_of(arguments))
+        shapes = [tuple(tensor.shape) for tensor in made]
+        self.operations.append(Operation(name, shapes, numbers, made[0].dtype if made else None))
+        self.constants.append(constants)
 
     def refuse(self, name: str) -> None:
         """Raise _Reads, and remember it: the network may catch it."""
@@ -80,12 +92,99 @@ class _Follow(OperationMode):
         raise _Reads(name)
 
 
-class _Readers(TorchFunctionMode):
-    """Refuse what reads a tensor that `follow` knows."""
+class Recorded(Tensor):
+    """A tensor that depends on the image: its numbers lie in `inner`, and it has no memory itself."""
 
-    def __init__(self, follow: _Follow) -> None:
+    inner: Tensor  # type: ignore[assignment]
+    record: _Record
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type["Recorded"], inner: Tensor, record: _Record) -> "Recorded":
+        wrapper: Recorded = Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=inner.device,
+            requires_grad=False,
+        )
+        wrapper.inner = inner
+        wrapper.record = record
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        record = next(x.record for x in given if isinstance(x, Recorded))
+        name = func.overloadpacket.__name__
+        if func._schema.is_mutable and not all(
+            isinstance(x, Recorded) for x in _written(func, args, kwargs)
+        ):
+            record.refuse(f"{name}, into a tensor that does not depend on the image")
+        result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        if name in _FROM_SHAPE:
+            return result
+        record.add(name, args, result, [x for x in given if not isinstance(x, Recorded)])
+        owners = {id(x.inner): x for x in given if isinstance(x, Recorded)}
+
+        def wrapped(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            owner = owners.get(id(x))  # written in place: the same tensor
+            return Recorded(x, record) if owner is None else owner
+
+        return tree_map(wrapped, result)
+
+
+def _inner(x: Any) -> Any:
+    return x.inner if isinstance(x, Recorded) else x
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to, by its schema."""
+    written: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        written += tensors_of(value)
+    return written
+
+
+class _Follow(OperationMode):
+    """Write down the operations on an ordinary image and on what is made of it, in order."""
+
+    def __init__(self, image: Tensor, record: _Record) -> None:
         super().__init__()
-        self.follow = follow
+        self.record = record
+        self.known = WeakTensorKeyDictionary({image: None})
+
+    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        given = tensors_of((args, kwargs))
+        if name in _FROM_SHAPE or not any(x in self.known for x in given):
+            return result
+        self.record.add(name, args, result, [x for x in given if x not in self.known])
+        for tensor in tensors_of(result):
+            self.known[tensor] = None
+        return result
+
+
+class _Readers(TorchFunctionMode):
+    """Name what reads a tensor that depends on the image."""
+
+    def __init__(self, record: _Record, depends: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.record = record
+        self.depends = depends
 
     def __torch_function__(
         self,
@@ -94,49 +193,136 @@ class _Readers(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _READERS and self.follow.knows(args, kwargs):
-            self.follow.refuse(func.__name__)
+        if func in _READERS and any(self.depends(x) for x in tensors_of((args, kwargs))):
+            self.record.refuse(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
     """Return function(image) and its operations. Untraceable where one of them reads a number, caught there or not."""
     image = image.clone()
-    follow = _Follow(image)
+    record = _Record()
+    follow = _Follow(image, record)
+    with _refusals(record), _Readers(record, lambda x: x in follow.known), follow:
+        result = function(image)
+    return result, record.operations
+
+
+def shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
+    """Return what `followed` returns, of an image without memory: nothing but operations can read it."""
+    result, record = _shadowed(function, image)
+    return result, record.operations
+
+
+def _shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, _Record]:
+    record = _Record()
+    with _refusals(record), _Readers(record, lambda x: isinstance(x, Recorded)):
+        result = function(Recorded(image.clone(), record))
+    return tree_map(_inner, result), record
+
+
+@contextmanager
+def _refusals(record: _Record) -> Iterator[None]:
+    """Untraceable where a reader was refused in the body, even if the network caught it."""
     try:
-        with _Readers(follow), follow:
-            result = function(image)
+        yield
     except Exception:
-        if follow.reads is None:
+        if record.reads is None:
             raise
-    if follow.reads is not None:
-        raise Untraceable(f"the network reads a tensor's value back into Python ({follow.reads})")
-    return result, follow.operations
+    if record.reads is not None:
+        raise Untraceable(f"the network reads a tensor's value back into Python ({record.reads})")
+
+
+def require_same_program(
+    wide: Callable[[Tensor], Any],
+    narrow: Callable[[Tensor], Any],
+    image: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Raise Untraceable unless a network in a precision runs the operations that it runs in float64.
+
+    Operations, shapes, numbers, the precision of each result, and constants up to their rounding.
+
+    Args:
+        wide: The network in float64.
+        narrow: The same network in `dtype`.
+        image: (1, c, h, w).
+    """
+    _, proven = _shadowed(wide, image.double())
+    try:
+        _, run = _shadowed(narrow, image.to(dtype))
+    except Untraceable:
+        raise
+    except Exception as failure:
+        raise Untraceable(
+            f"the network does not run in {_short(dtype)} here ({failure})"
+        ) from failure
+    expected = [
+        step._replace(dtype=dtype if step.dtype == torch.float64 else step.dtype)
+        for step in proven.operations
+    ]
+    if run.operations != expected:
+        difference = first_difference(run.operations, expected)
+        raise Untraceable(
+            f"in {_short(dtype)} the network is another one than in float64: {difference}"
+        )
+    for step, mine, theirs in zip(run.operations, run.constants, proven.constants, strict=True):
+        for constant, exact in zip(mine, theirs, strict=True):
+            if not _is_rounded(constant, exact, dtype):
+                raise Untraceable(
+                    f"in {_short(dtype)} the network has other constants than in float64, at {step.name}"
+                )
+
+
+def _is_rounded(constant: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a constant is that of float64 up to what computing it in the precision loses.
+
+    64 units of the last place of its largest entry: a constant may be computed from weights.
+    """
+    if constant.shape != exact.shape:
+        return False
+    if not exact.is_floating_point():
+        return torch.equal(constant, exact)
+    if not exact.numel():
+        return True
+    stored = exact.to(dtype).double()
+    largest = float(exact.abs().nan_to_num(posinf=0.0).max())
+    difference = (constant.double() - stored).nan_to_num(nan=0.0)
+    same_infinities = torch.equal(torch.isinf(constant), torch.isinf(stored))
+    return same_infinities and bool(
+        (difference.abs() <= 64 * torch.finfo(dtype).eps * largest).all()
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def steps_of(operations: list[Operation]) -> list[tuple[str, list[Any]]]:
     """Return the operations without what torch decides by strides, which differ in a batch: copies, and x W^T + b in two."""
-    found: list[tuple[str, list[Any]]] = []
-    for name, _, numbers in operations:
+    steps: list[tuple[str, list[Any]]] = []
+    for name, _, numbers, *_ in operations:
         if name in ("view", "_unsafe_view", "clone"):
             continue
-        if (name, numbers) == ("add", []) and found and found[-1] == ("mm", []):
-            found[-1] = ("addmm", [])
+        if (name, numbers) == ("add", []) and steps and steps[-1] == ("mm", []):
+            steps[-1] = ("addmm", [])
         else:
-            found.append((name, numbers))
-    return found
+            steps.append((name, numbers))
+    return steps
 
 
 def first_difference(ran: list[Operation], traced: list[Operation]) -> str:
     """Say where two runs part."""
     for number, (one, other) in enumerate(zip(ran, traced)):
         if one != other:
-            return f"step {number + 1} is {_shown(*one)}, in the trace {_shown(*other)}"
-    longer, verb = (ran, "more") if len(ran) > len(traced) else (traced, "fewer")
-    return f"{abs(len(ran) - len(traced))} {verb} operations, from {longer[min(len(ran), len(traced))][0]}"
+            return f"step {number + 1} is {_shown(one)}, in the trace {_shown(other)}"
+    if len(ran) > len(traced):
+        return f"{len(ran) - len(traced)} more operations, from {ran[len(traced)].name}"
+    return f"{len(traced) - len(ran)} fewer operations, from {traced[len(ran)].name}"
 
 
-def _shown(name: str, shapes: list[tuple[int, ...]], numbers: list[Any]) -> str:
-    return (
-        f"{name}{tuple(numbers) if numbers else ''} to {', '.join(map(str, shapes)) or 'nothing'}"
-    )
+def _shown(step: Operation) -> str:
+    numbers = tuple(step.numbers) if step.numbers else ""
+    shapes = ", ".join(map(str, step.shapes)) or "nothing"
+    precision = "" if step.dtype is None else f" of {_short(step.dtype)}"
+    return f"{step.name}{numbers} to {shapes}{precision}"

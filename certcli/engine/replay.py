@@ -12,6 +12,8 @@ run has its own task:
   batch's size, nor on the place in it, nor on the other image. Its steps are those of one image; where it takes others, the
   noise is run alone as well.
 
+- the model once more on that image, of a kind without memory (`shadowed`): nothing but operations reads it.
+
 Before and after, the state of the model (tensors by their content, attributes, training mode, hooks, the globals of code that
 is no library's) and the generators of random numbers are the same.
 """
@@ -20,12 +22,13 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.follow import Operation, first_difference, followed, steps_of
+from certcli.engine.follow import Operation, first_difference, followed, shadowed, steps_of
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
@@ -33,11 +36,10 @@ from certcli.engine.tracer import Untraceable, reason_of
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0
-"""Units of the last place of each logit: the same kernels on the same numbers, of which reductions may be split
+"""Units of the last place of how far logits move: the same kernels on the same numbers, of which reductions may be split
 over threads in another way. In all runs seen the difference was 0."""
 
-OTHER_SHAPE = 2.0**10
-"""Units of the last place of each logit: kernels of other shapes add in another order, over some hundred layers."""
+Watch = Callable[[Callable[[Tensor], Any], Tensor], tuple[Any, list[Operation]]]
 
 
 @contextmanager
@@ -92,23 +94,42 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
     logits, operations = _run(model, saturated)
     _require_finite(model, logits)
     _require_finite(model, traced.result)
+    if logits.shape != traced.result.shape:
+        raise Untraceable(
+            f"the shape of the logits depends on the image: {_apart(logits, traced.result)}"
+        )
+    alone = torch.cat([traced.result, logits])
     replay, steps = _run(lambda x: result_of(traced, x), saturated)
-    _require_same_run(logits, operations, replay, steps)
-    if not _is_run_in_a_batch(model, images, [traced.result, logits], steps):
-        _require_same_run(*_run(model, noise), traced.result, steps)
+    same = _SameRun(replay, steps, movement(alone))
+    same.require(logits, operations)
+    result, run = _run(model, saturated, shadowed)
+    if run != steps:  # torch takes other operations on tensors of other kinds: x + b for x.add_(b)
+        same = replace(same, steps=_run(lambda x: result_of(traced, x), saturated, shadowed)[1])
+    same.require(result, run)
+    same = replace(same, steps=steps)
+    if not _is_run_in_a_batch(model, images, alone, steps):
+        replace(same, logits=traced.result).require(*_run(model, noise))
 
 
-def _require_same_run(
-    logits: Tensor, operations: list[Operation], replay: Tensor, steps: list[Operation]
-) -> None:
-    if operations != steps:
-        raise Untraceable(
-            f"the network runs another graph than its trace: {first_difference(operations, steps)}"
-        )
-    if not _close(logits, replay, SAME_SHAPE):
-        raise Untraceable(
-            f"the traced graph returns other logits than the network: {_apart(logits, replay)}"
-        )
+@dataclass(frozen=True)
+class _SameRun:
+    """What the graph does on an image: its logits, its operations, and how far logits move between images."""
+
+    logits: Tensor
+    steps: list[Operation]
+    movement: float
+
+    def require(self, logits: Tensor, operations: list[Operation]) -> None:
+        """Raise Untraceable for a run of the network that is another one."""
+        if operations != self.steps:
+            difference = first_difference(operations, self.steps)
+            raise Untraceable(f"the network runs another graph than its trace: {difference}")
+        if not close(
+            logits, self.logits, SAME_SHAPE * torch.finfo(logits.dtype).eps * self.movement
+        ):
+            raise Untraceable(
+                f"the traced graph returns other logits than the network: {_apart(logits, self.logits)}"
+            )
 
 
 def _require_finite(model: nn.Module, logits: Tensor) -> None:
@@ -134,9 +155,11 @@ def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Ten
     return torch.rand(example.shape, generator=generator, dtype=torch.float64).to(example)
 
 
-def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, list[Operation]]:
+def _run(
+    function: Callable[[Tensor], Any], image: Tensor, watch: Watch = followed
+) -> tuple[Tensor, list[Operation]]:
     try:
-        result, operations = followed(function, image)
+        result, operations = watch(function, image)
     except Untraceable:
         raise
     except Exception as failure:
@@ -179,48 +202,72 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def _is_run_in_a_batch(
-    model: nn.Module, images: list[Tensor], logits: list[Tensor], steps: list[Operation]
+    model: nn.Module, images: list[Tensor], alone: Tensor, steps: list[Operation]
 ) -> bool:
     """Tell whether the network runs these steps in a batch too; Untraceable where an image's logits depend on its batch.
 
-    False for a network of single images: no wrong logits come of that. Other batches are computed by other kernels:
-    `agree` holds each logit to how far that logit moves between the two images.
+    False for a network of single images: no wrong logits come of that. The batch is laid out channels last, in inference
+    mode, and with another number of threads: a network that looks at these is another one there.
     """
     try:
-        together, operations = followed(model, torch.cat(images))
+        with _elsewhere():
+            together, operations = followed(model, _channels_last(torch.cat(images)))
     except Untraceable:
         raise
     except Exception:
         return False
-    alone = torch.cat(logits)
-    if not isinstance(together, Tensor) or together.shape != alone.shape or logits[0].shape[0] != 1:
+    if not isinstance(together, Tensor) or together.shape != alone.shape or len(alone) != 2:
         return False
-    if not agree(together, alone, logits[0] - logits[1]):
+    if not agree(together, alone):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
     return steps_of(operations) == steps_of(steps)
 
 
-def agree(a: Tensor, b: Tensor, moved: Tensor) -> bool:
-    """Tell whether logits (b, k) are the same up to the rounding of different kernels: each for itself.
+def _channels_last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
 
-    |a_k - b_k| <= sqrt(eps) moved_k + OTHER_SHAPE eps max |b_k|. No other logit counts, and none that a network adds.
 
-    Args:
-        moved: How far each logit moves between two images, (1, k).
+@contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Run the body in inference mode, with one thread where there are several, and with two where there is one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def agree(together: Tensor, alone: Tensor) -> bool:
+    """Tell whether logits (n, k) of images in one batch are those of each image alone, up to the rounding of kernels.
+
+    sqrt(eps) of how far logits move from image to image (`movement`): above the rounding of other kernels, below what a
+    network does that mixes images. Relative to the size of logits, one large constant logit would hide a vote.
     """
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    eps = torch.finfo(a.dtype).eps
-    size = b.abs().amax(0, keepdim=True)
-    return bool(((a - b).abs() <= eps**0.5 * moved.abs() + OTHER_SHAPE * eps * size).all())
+    return close(together, alone, torch.finfo(alone.dtype).eps ** 0.5 * movement(alone))
 
 
-def _close(a: Tensor, b: Tensor, units: float) -> bool:
-    """Tell whether each number of a lies within some units of its last place of that of b."""
+def movement(logits: Tensor) -> float:
+    """Return how far the logits that decide move between images: the two largest of each image, (n, ...) -> ()."""
+    flat = logits.flatten(1)
+    if flat.shape[1] == 0:
+        return 0.0
+    deciding = flat.topk(min(2, flat.shape[1]), dim=1).indices.flatten().unique()
+    moves = flat.amax(0) - flat.amin(0)
+    return float(moves[deciding].max())
+
+
+_LAST_PLACES = 8.0
+"""Units of the last place that a logit's own size may add: a constant logit is computed to these."""
+
+
+def close(a: Tensor, b: Tensor, tolerance: Tensor | float) -> bool:
+    """Tell whether |a - b| <= tolerance, beside a few units of the last place of each entry."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    size = torch.maximum(a.abs(), b.abs())
-    return bool(((a - b).abs() <= units * torch.finfo(a.dtype).eps * size).all())
+    own = _LAST_PLACES * torch.finfo(a.dtype).eps * torch.maximum(a.abs(), b.abs())
+    return bool(((a - b).abs() <= tolerance + own).all())
 
 
 def _apart(a: Tensor, b: Tensor) -> str:

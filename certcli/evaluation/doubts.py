@@ -22,7 +22,7 @@ from timm.models.vision_transformer import Block
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import understood
-from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.intervals import chance_level, share_interval
 from certcli.images.labelled import Images, sent
 
 _LOOKED_AT = 8
@@ -68,9 +68,8 @@ def right_of(
 
 
 def chance_doubt(right: int, count: int, classes: int) -> str | None:
-    """An accuracy about that of guessing; few images have to exclude one halfway between guessing and always right."""
-    low, high = share_interval(right, count)
-    if classes < 2 or low > 1 / classes or high >= 0.5 + 0.5 / classes:
+    """Return a doubt about an accuracy that is about that of guessing."""
+    if not chance_level(right, count, classes):
         return None
     return (
         f"the network is right on {right} of {count} images, about chance: are these its classes, its mean and std, and is "

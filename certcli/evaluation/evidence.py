@@ -91,11 +91,12 @@ class NoOptions(_Closed):
 
 
 class LocalOptions(_Closed):
-    effort: Literal["norms", "zonotope", "backward", "auto"]
+    effort: Literal["norms", "zonotope", "backward", "branch", "auto"]
     norm: Norm
     symbols: Annotated[int, Meta(ge=0, le=10**6)]
     steps: Annotated[int, Meta(ge=0, le=64)]
     at: Annotated[list[Radius], Meta(max_length=MOST_RADII)] | UnsetType = UNSET
+    seconds: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
 
 
 class SmoothingOptions(_Closed):

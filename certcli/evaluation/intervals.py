@@ -49,9 +49,9 @@ def share_interval(successes: int, trials: int, alpha: float = 0.05) -> Interval
     )
 
 
-def interval_of_few(hits: int, images: int) -> str:
+def interval_of_few(hits: int, images: int, chance: float = 0.05) -> str:
     """Return " (95 % interval 15 to 95 %)" for fewer than 30 images, nothing for more."""
-    return f" ({interval_text(hits, images)} %)" if 0 < images < FEW else ""
+    return f" ({interval_text(hits, images, chance)} %)" if 0 < images < FEW else ""
 
 
 def part_of(hits: int, images: int, noun: str = "images") -> str:
@@ -59,10 +59,12 @@ def part_of(hits: int, images: int, noun: str = "images") -> str:
     return f"{hits} of {images} {noun}{interval_of_few(hits, images)}"
 
 
-def counted(hits: int, images: int, digits: int = 0, *, proven: bool = True) -> str:
+def counted(
+    hits: int, images: int, digits: int = 0, *, proven: bool = True, chance: float = 0.05
+) -> str:
     """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images without the percentage."""
-    shown = f" ({_percent(hits / images, digits, proven)}, {interval_text(hits, images)})"
-    return f"{hits} of {images} images{interval_of_few(hits, images) or shown}"
+    shown = f" ({_percent(hits / images, digits, proven)}, {interval_text(hits, images, chance)})"
+    return f"{hits} of {images} images{interval_of_few(hits, images, chance) or shown}"
 
 
 def share_text(share: float, images: int | None, *, proven: bool = False) -> str:
@@ -76,10 +78,19 @@ def _percent(share: float, digits: int, proven: bool) -> str:
     return proven_percent(share, digits) if proven else f"{100 * share:.{digits}f} %"
 
 
-def interval_text(hits: int, images: int) -> str:
-    """Return "95 % interval 37 to 66", in percent."""
-    low, high = share_interval(hits, images)
-    return f"95 % interval {100 * low:.0f} to {100 * high:.0f}"
+def interval_text(hits: int, images: int, chance: float = 0.05) -> str:
+    """Return "95 % interval 37 to 66", in percent. chance: that it misses the true share."""
+    low, high = share_interval(hits, images, chance)
+    return f"{100 * (1 - chance):.3g} % interval {100 * low:.0f} to {100 * high:.0f}"
+
+
+def chance_level(right: int, images: int, classes: int) -> bool:
+    """Return whether an accuracy is about that of guessing.
+
+    Few images have to exclude one halfway between guessing and always right.
+    """
+    low, high = share_interval(right, images)
+    return classes >= 2 and low <= 1 / classes and high < 0.5 + 0.5 / classes
 
 
 def _require_counts(successes: int, trials: int, alpha: float) -> None:

@@ -39,6 +39,9 @@ Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 PatchKey = Annotated[str, Meta(pattern=r"\A([1-9][0-9]{0,2}:)?[1-9][0-9]{0,5}x[1-9][0-9]{0,5}\Z")]
 Patches = Annotated[list[PatchKey], Meta(min_length=1, max_length=32)]
 Side = Annotated[int, Meta(ge=1, le=4096)]
+ClassName = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+Splits = Annotated[str, Meta(pattern=r"\A[-0-9. ]+\Z")]
+"""A tree of splits at signs of units, in preorder."""
 
 
 class _Fields(Struct, forbid_unknown_fields=True):
@@ -86,6 +89,7 @@ class CertificateFields(_Record):
     failure: Annotated[float, Meta(ge=0, lt=1)]
     rung: Text = ""
     seconds: Length = 0.0
+    splits: Annotated[dict[ClassName, Splits], Meta(max_length=MOST_CLASSES)] = {}
 
     def __post_init__(self) -> None:
         if self.prediction is None and self.radius != 0:
@@ -104,6 +108,7 @@ class AttackedFields(_Record):
     kind: Norm
     broken_by: Text | None
     task: Index
+    as_8bit: bool | None = None
 
     def __post_init__(self) -> None:
         left, broken = set(self.robust.values()), self.broken_by is not None
@@ -116,6 +121,7 @@ class AttackedFields(_Record):
         else:
             fits = self.broken_by is not None and self.robust.get(self.broken_by) is False
             fits = fits and self.adversarial_prediction != self.label
+        fits = fits and (self.as_8bit is None or self.broken_by is not None)
         if not fits:
             raise ValueError("prediction, robust, norm and broken_by contradict each other")
 

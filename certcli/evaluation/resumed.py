@@ -5,8 +5,11 @@ true. The operating system's generator draws them when the run has ended: no aut
 """
 
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from certcli.evaluation.verdicts import PASSED, Demand, decided
 
 FEW, USUAL, ENOUGH = 16, 0.02, 128
 """Pieces that are all computed again; the share of more; and the most without a gate."""
@@ -82,5 +85,7 @@ def draws(count: int, false: int, missed: float = MISSED) -> int:
 
 
 def _least(share: float, total: int) -> int:
-    """The fewest images of `total` whose share is `share` or more, by the division that the gate makes."""
-    return next(count for count in range(total + 1) if count / total >= share)
+    """The fewest images of `total` with which the gate passes: total + 1 where it never does."""
+    demand = Demand(share)
+    counts = range(total + 1)
+    return bisect_left(counts, True, key=lambda count: decided(count, total, demand) == PASSED)

@@ -6,6 +6,7 @@ epochs weaker and more varied.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
@@ -21,6 +22,10 @@ FGSM_STEP = 1.25
 """Step of FGSM over the radius: from a random start, larger than the radius (Wong et al. 2020)."""
 TRADES_START = 1e-3
 """Deviation of the start of TRADES, whose divergence has no slope at the image itself (Zhang et al. 2019)."""
+
+
+LEAST_REACH = 1e-2
+"""Share of the radius at which --attack-ramp begins: at radius 0 a random start has no direction."""
 
 
 class Adversary:
@@ -56,6 +61,14 @@ class Adversary:
         decay = self.settings.mask_decay
         return 1.0 if decay == 0 else max(0.0, 1 - share / decay)
 
+    def _reach(self, share: float) -> tuple[Region, float]:
+        """Return the region and the step at this share of the training: radius 0 grows to its value."""
+        ramp = self.settings.attack_ramp
+        if ramp == 0 or share >= ramp:
+            return self.region, self.step_size
+        grown = max(share / ramp, LEAST_REACH)
+        return replace(self.region, radius=grown * self.region.radius), grown * self.step_size
+
     def attack(
         self,
         forward: Callable[[Tensor], Tensor],
@@ -70,20 +83,22 @@ class Adversary:
             loss: logits -> (), a sum over images.
             share: the share of the training done so far.
         """
-        left, was_training = self.share_left(share), self.model.training
+        left = self.share_left(share)
+        was_training = self.model.training
+        region, step_size = self._reach(share)
         if self.settings.adversarial == "trades":
             start = TRADES_START * torch.randn(images.shape, generator=self.generator).to(images)
-            moved = self.region.project(images + start, images)
+            moved = region.project(images + start, images)
         else:
-            moved = self.region.random_start(images, self.generator)
+            moved = region.random_start(images, self.generator)
         self.model.eval()
         try:
             for _ in range(self.steps):
                 moved = self._masked(moved, images, left).detach().requires_grad_(True)
                 with self._attention_dropped(left), torch.enable_grad():
                     (gradient,) = torch.autograd.grad(loss(forward(moved)), moved)
-                moved = self.region.project(
-                    moved.detach() + self.step_size * self.region.steepest(gradient), images
+                moved = region.project(
+                    moved.detach() + step_size * region.steepest(gradient), images
                 )
         finally:
             self.model.train(was_training)

@@ -22,6 +22,7 @@ from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune import shards
 from certcli.finetune.budget import Costs, affordable_steps, measure_steps, share_done
 from certcli.finetune.ema import Average
+from certcli.finetune.enclosure_penalty import RAMP
 from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
@@ -53,6 +54,8 @@ a quarter of the share's standard error. (The rule of one standard error of Brei
 RETRACTIONS = 6
 """Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
 
+SAID_STEPS, SAID_IMAGES = 2, 32
+"""Steps and validation images that are measured before a run says how long it takes."""
 CONTENT = 1024
 """Number of images of each set whose pixels are part of a run's identity."""
 
@@ -224,6 +227,8 @@ class Trainer:
             self._require_finite_weights()
             elapsed = time.perf_counter() - started
             quality, net = self.evaluate(validation)
+            if self._is_rising(total):
+                self.best = 0.0  # until the penalty has its weight, a later epoch is a better one
             top = max(self.best, quality.score)
             improved = quality.score >= top - SLACK * math.sqrt(top * (1 - top) / len(validation))
             if improved:
@@ -240,6 +245,11 @@ class Trainer:
                 best=improved,
                 masked=quality.masked,
             )
+
+    def _is_rising(self, total: int) -> bool:
+        """Whether the weight of the enclosure penalty is still on its way up."""
+        share = share_done(self.step, total, self.changes)
+        return self.settings.enclosure_penalty > 0 and share <= RAMP
 
     def _require_finite_weights(self) -> None:
         """Raise Diverged, in all processes, with the name of the first weight that is not finite."""
@@ -349,6 +359,30 @@ class Trainer:
         )
         limit = self.settings.validation_limit or made.validation_limit
         self.settings = replace(self.settings, steps=made.steps, validation_limit=limit)
+
+    def takes(self, train: Images, validation: Images) -> str:
+        """Measure a few steps and a little validation, restore the state, and return how long the run takes."""
+        before = copy.deepcopy(self.state())
+        size = self.settings.batch_size * self.settings.accumulate
+        parts = torch.randperm(len(train), generator=self.generator).split(size)
+        self.model.train()
+        started = time.perf_counter()
+        for positions in parts[:SAID_STEPS]:
+            warm = time.perf_counter()  # the first step is slower: the clock of the last one counts
+            self._learn(train, positions, 0.0)
+        step = time.perf_counter() - warm
+        self.model.eval()
+        sample = validation.limit(SAID_IMAGES)
+        started = time.perf_counter()
+        self.evaluate(sample)
+        image = (time.perf_counter() - started) / len(sample)
+        self.restore(before)
+        steps = self.total_steps(train)
+        epochs = -(-steps // self.batches(train))
+        judged = len(validation.limit(self.settings.validation_limit, self.settings.seed))
+        seconds = steps * step + epochs * judged * image
+        about = f"{seconds / 60:.0f} min" if seconds >= 100 else f"{max(1, round(seconds))} s"
+        return f"this takes about {about}: {steps} steps of {step:.2g} s, {epochs} epochs"
 
     def change_plan(self, train: Images, steps: int) -> None:
         """Make `steps` those of the whole run; the schedule goes on from where it is."""

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.augment import Mix, augment, mix
+from certcli.finetune.enclosure_penalty import RAMP, EnclosurePenalty
 from certcli.finetune.hiding import Hiding
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.losses.chain import ChainBound
@@ -29,6 +30,7 @@ class Batch:
         taught: the teacher's logits.
         adversarial: attacked images, which replace the clean ones; with TRADES both count.
         views: the visible part of each image (b, rows, columns); None: all of it.
+        directions: of the enclosure penalty, one an image, and its weight at this step.
     """
 
     images: Tensor
@@ -37,6 +39,8 @@ class Batch:
     taught: Tensor | None
     adversarial: Tensor | None = None
     views: Tensor | None = None
+    directions: Tensor | None = None
+    penalty_weight: float = 0.0
 
 
 class Objective:
@@ -70,6 +74,11 @@ class Objective:
             None if settings.adversarial == "none" else Adversary(model, settings, generator)
         )
         self.hiding = Hiding(model, settings.hiding, generator) if settings.hiding else None
+        self.penalty = (
+            EnclosurePenalty(model, settings.penalty_places or (1.0, 1.0, 1.0))
+            if settings.enclosure_penalty > 0
+            else None
+        )
         if settings.precision == "fp16" and self.device.type != "cuda":
             raise UsageError(
                 f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16"
@@ -95,6 +104,10 @@ class Objective:
         batch = Batch(images, labels, mixed, taught)
         if self.hiding is not None:
             batch = replace(batch, views=self._views(self.hiding, batch))
+        if self.penalty is not None:
+            directions = self.penalty.directions(images, self.generator)
+            weight = settings.enclosure_penalty * min(1.0, share / RAMP)
+            batch = replace(batch, directions=directions, penalty_weight=weight)
         if self.adversary is None:
             return batch
         return replace(batch, adversarial=self._attacked(self.adversary, batch, share))
@@ -188,6 +201,8 @@ class Objective:
             heat, weight = settings.distill_temperature, settings.distill_weight
             apart = _divergence(logits / heat, batch.taught / heat) / len(logits)
             loss = (1 - weight) * loss + weight * heat**2 * apart
+        if self.penalty is not None and batch.directions is not None:
+            loss = loss + batch.penalty_weight * self.penalty(batch.images, batch.directions)
         return loss
 
     def _through_chain(

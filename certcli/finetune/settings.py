@@ -43,12 +43,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "cutmix": (0.0, 1e3),
     "mix_probability": (0.0, 1.0),
     "project_radius": (1e-6, 1e6),
+    "enclosure_penalty": (0.0, 1e6),
     "sam": (0.0, 100.0),
     "ema": (0.0, 0.999999),
     "distill_weight": (0.0, 1.0),
     "distill_temperature": (1e-3, 1e3),
     "attack_epsilon": (0.0, 1e6),
     "attack_step_size": (0.0, 1e6),
+    "attack_ramp": (0.0, 1.0),
     "trades_beta": (0.0, 1e6),
     "ard": (0.0, 1.0),
     "prm": (0.0, 1.0),
@@ -64,6 +66,8 @@ COUNTS = (
     "validation_limit",
 )
 
+EPOCHS = 40
+"""Of a fresh network."""
 SWITCHES: dict[str, tuple[str, ...]] = {
     "steps": (),
     "accumulate": (),
@@ -73,6 +77,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "mixup": ("mix_probability",),
     "cutmix": ("mix_probability",),
     "msvp": (),
+    "enclosure_penalty": ("penalty_places",),
     "project": ("project_radius",),
     "sam": ("adaptive_sam",),
     "ema": (),
@@ -81,7 +86,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "checkpointing": (),
     "adversarial": (
         *("attack_norm", "attack_epsilon", "attack_steps", "attack_step_size", "trades_beta"),
-        *("ard", "prm", "mask_decay"),
+        *("ard", "prm", "mask_decay", "attack_ramp"),
     ),
     "validation_limit": (),
     "train_on_rest": (),
@@ -93,6 +98,7 @@ _length = partial(Option, panel="Length of the run")
 _optimiser = partial(Option, panel="Optimiser")
 _augmentation = partial(Option, panel="Augmentation")
 _norms = partial(Option, panel="Norms of the weights")
+_enclosure = partial(Option, panel="Local certificates")
 _teacher = partial(Option, panel="Teacher")
 _attack = partial(Option, panel="Attacks on training images")
 
@@ -110,13 +116,24 @@ def _three_weights(text: str) -> tuple[float, float, float]:
     return query, key, value
 
 
+def _factors_of_places(text: str) -> tuple[float, float, float]:
+    """Return the factors of norms, softmax and activations."""
+    try:
+        norm, softmax, activation = (float(part) for part in text.split(","))
+    except ValueError as failure:
+        raise UsageError(
+            f"--penalty-places '{text}' is not three numbers", "--penalty-places 1,0.03,3"
+        ) from failure
+    return norm, softmax, activation
+
+
 @dataclass(frozen=True)
 class FinetuneSettings:
     """Everything that decides the result of a training run; fields without an `Option` come from elsewhere.
 
     Args:
         epsilon: rises from 20 % of its value (from 0 for losses through a chain) over the first `ramp` of the steps.
-        optimiser, lr, attack_epsilon: None becomes the default that the option's help states.
+        optimiser, lr, epochs, attack_epsilon: None becomes the default that the option's help states.
         batch_size: images of one gradient; one step takes `accumulate` gradients.
         teacher: digest of the teacher's tensors.
         time_budget: as typed; a planned run holds the result in `steps` and `validation_limit`.
@@ -135,15 +152,22 @@ class FinetuneSettings:
     epsilon: Annotated[
         float,
         Option(
-            "Radius to certify, pixel l2: 0.5 or 36/255.", ("--epsilon", "-e"), "R", parse_radius
+            "Radius to certify, pixel l2: 0.5 or 36/255 (of attacks: --attack-epsilon).",
+            ("--epsilon", "-e"),
+            "R",
+            parse_radius,
         ),
     ] = 0.5
     ramp: Annotated[float, Option("Share of the steps in which epsilon rises to its value.")] = 0.3
     label_smoothing: Annotated[float, Option("Label smoothing of the cross entropy.")] = 0.0
 
     epochs: Annotated[
-        int, _length("Passes over the training images; the schedule ends with them.")
-    ] = 40
+        int,
+        _length(
+            "Passes over the training images; the schedule ends with them. Default: 40; of a network that is trained "
+            "already 3, of a small one 10."
+        ),
+    ] = None  # type: ignore[assignment]
     steps: Annotated[int | None, _length("Optimiser steps in all, in place of --epochs.")] = None
     time_budget: Annotated[
         str | None,
@@ -163,7 +187,8 @@ class FinetuneSettings:
     lr: Annotated[
         float,
         _optimiser(
-            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001."
+            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001; for a network that "
+            "is trained already 5e-5, for a small one 5e-4."
         ),
     ] = None  # type: ignore[assignment]
     stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
@@ -217,6 +242,21 @@ class FinetuneSettings:
             read=_three_weights,
         ),
     ] = None
+    enclosure_penalty: Annotated[
+        float,
+        _enclosure(
+            "Penalty on what an enclosure of the network loses, for certify --method local: 0.3.",
+            metavar="W",
+        ),
+    ] = 0.0
+    penalty_places: Annotated[
+        tuple[float, float, float] | None,
+        _enclosure(
+            "Its factors for norms, softmax, activations (all 1); 1,0.03,3 keeps attention at work.",
+            metavar="N,S,A",
+            read=_factors_of_places,
+        ),
+    ] = None
     project: Annotated[
         str | None,
         _norms(
@@ -249,6 +289,10 @@ class FinetuneSettings:
             read=parse_radius,
         ),
     ] = None
+    attack_ramp: Annotated[
+        float,
+        _attack("Share of the steps in which the attack's radius rises to its value; 0: at once."),
+    ] = 0.0
     trades_beta: Annotated[float, _attack("Weight of the divergence in --adversarial trades.")] = (
         6.0
     )
@@ -290,6 +334,10 @@ class FinetuneSettings:
         if self.optimiser is None:
             orthogonal = self.loss in NEEDS_PAIRS and self.project is None
             object.__setattr__(self, "optimiser", "stiefel" if orthogonal else "adamw")
+        chosen = {"lr": self.lr, "epochs": self.epochs}
+        self.__dict__["_unsaid"] = frozenset(name for name in chosen if chosen[name] is None)
+        if self.epochs is None:
+            object.__setattr__(self, "epochs", EPOCHS)
         if self.lr is None:
             object.__setattr__(self, "lr", 0.01 if self.optimiser == "stiefel" else 0.001)
         if self.attack_epsilon is None:
@@ -320,9 +368,19 @@ class FinetuneSettings:
                 raise UsageError(f"unknown augmentation '{name}'", hint)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
             raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
+        if not all(0 <= factor < math.inf for factor in self.penalty_places or ()):
+            raise UsageError(
+                f"--penalty-places {self.penalty_places} holds a number that is not finite and >= 0"
+            )
         if self.time_budget is not None:
             parse_duration(self.time_budget)
         self._require_agreement()
+
+    @property
+    def unsaid(self) -> frozenset[str]:
+        """Return which of lr and epochs nobody named; `replace` names all."""
+        found: frozenset[str] = self.__dict__["_unsaid"]
+        return found
 
     @property
     def hiding(self) -> tuple[str, ...]:

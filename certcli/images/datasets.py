@@ -13,10 +13,18 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from certcli.checkpoint.record import InputSpec
-from certcli.images.folders import load_folder
+from certcli.images.folders import load_folder, unlabelled
 from certcli.images.labelled import Images, require_split, split_training
+from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, require_named
 from certcli.system.errors import DataError, one_line
-from certcli.system.registry import one_of
+
+SEEN_FROM = 32
+"""Pixels a side from which on a photograph shows anything."""
+
+
+def photographs_suit(spec: InputSpec) -> bool:
+    """Return whether a network of this input can be asked about photographs."""
+    return spec.size[0] == 3 and min(spec.size[1:]) >= SEEN_FROM
 
 
 def load(
@@ -25,26 +33,25 @@ def load(
     """Load a dataset by name or path, its images in the size of `spec`. DataError says what is missing.
 
     Args:
-        name: "digits" (embedded), "torch/mnist", "torch/cifar10", ... (with `data_dir`), or a folder.
+        name: "digits" and "photographs" (embedded, the latter without labels), "torch/mnist", "torch/cifar10", ... (with
+            `data_dir`), or a folder.
         split: train, val, test, or None for the one to evaluate on.
     """
-    if name == "digits":
+    require_named(name)
+    if name == DIGITS:
         return _digits(spec, split or "test")
-    if name.startswith("torch/"):
+    if name == PHOTOGRAPHS:
+        return _photographs(spec)
+    if name in TORCHVISION:
         return _torchvision(name, spec, split or "test", data_dir)
+    folder = Path(name).resolve()  # a record keeps the folder's name, and "." has none
     try:
-        folder = Path(name).resolve()  # a record keeps the folder's name, and "." has none
-        if folder.is_dir():
-            return load_folder(folder, spec, split)
+        return load_folder(folder, spec, split)
     except (OSError, ValueError) as failure:
         raise DataError(
             f"cannot read folder {one_line(name)} ({one_line(failure)})",
             "check name and permissions",
         ) from failure
-    raise DataError(
-        f"unknown dataset '{name}'",
-        f"{one_of(name, ('digits', *_TORCHVISION))}, or a folder of class folders",
-    )
 
 
 def require_classes(
@@ -54,6 +61,11 @@ def require_classes(
 
     Folders of ImageNet synset names are mapped to the indices of a 1,000-class model.
     """
+    if images.unlabelled:
+        raise DataError(
+            f"the images of '{images.name}' have no labels",
+            "one folder a class, or a labels.csv; audit, attack and certify judge the network's own answers without",
+        )
     mapping = imagenet_indices(images.classes) if classes == 1000 else None
     if mapping is not None:
         return replace(
@@ -188,19 +200,14 @@ def _digits(spec: InputSpec, split: str) -> Images:
     )
 
 
-_TORCHVISION = {
-    "torch/mnist": "MNIST",
-    "torch/fashion_mnist": "FashionMNIST",
-    "torch/kmnist": "KMNIST",
-    "torch/cifar10": "CIFAR10",
-    "torch/cifar100": "CIFAR100",
-}
+def _photographs(spec: InputSpec) -> Images:
+    """Load the embedded photographs; origin and licences: certcli/embedded/README.md."""
+    folder = Path(str(files("certcli").joinpath("embedded/photographs")))
+    return unlabelled(PHOTOGRAPHS, "all", sorted(folder.glob("*.jpg")), spec)
 
 
 def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) -> Images:
     """Load a torchvision dataset from `data_dir`; nothing is downloaded."""
-    if name not in _TORCHVISION:
-        raise DataError(f"unknown dataset '{name}'", one_of(name, _TORCHVISION))
     require_split(name, split, ("train", "val", "test"))
     if data_dir is None:
         raise DataError(
@@ -212,13 +219,13 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
     import torchvision
 
     try:
-        stored: Any = getattr(torchvision.datasets, _TORCHVISION[name])(
+        stored: Any = getattr(torchvision.datasets, TORCHVISION[name])(
             root=str(data_dir), train=split != "test", download=False
         )
     except Exception as failure:  # torchvision's readers of broken files raise errors of any type
         raise DataError(
-            f"no readable {_TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
-            f"--data-dir names the folder that holds {_TORCHVISION[name]}'s own folder",
+            f"no readable {TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
+            f"--data-dir names the folder that holds {TORCHVISION[name]}'s own folder",
         ) from failure
     _require_consistent(name, data_dir, len(stored.data), stored.targets, len(stored.classes))
     pixels = torch.as_tensor(stored.data)

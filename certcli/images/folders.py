@@ -72,7 +72,7 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
         parts.append("validation")
     if not parts:
         whole = _class_folder(folder, folder, spec, split or "all")
-        if split in (None, "all"):
+        if split in (None, "all") or whole.unlabelled:
             return whole
         require_split(folder.name, split, ("all", "train", "val"))
         return whole.select(split_training(whole.labels, split).tolist())
@@ -90,6 +90,9 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
 
 def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> Images:
     listing = folder / "labels.csv"
+    loose = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+    if loose and not listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
+        return unlabelled(folder.name, "all", loose, spec)
     if listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
         paths, labels, classes = _listed(folder, listing)
     else:
@@ -108,6 +111,29 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
 
     labelled = tuple(classes), torch.tensor(labels)
     return Images(folder.name, split, *labelled, positions, ahead, note, ahead.expect, ahead, file)
+
+
+def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) -> Images:
+    """Return images without labels from files in one folder."""
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path} is not a regular file", "remove it")
+    decode = Decoder(spec)
+    ahead = Ahead(lambda position: decode(paths[position]))
+    zeros, positions = torch.zeros(len(paths), dtype=torch.long), torch.arange(len(paths))
+    return Images(
+        name=name,
+        split=split,
+        classes=(),
+        labels=zeros,
+        indices=positions,
+        fetch=ahead,
+        note=_sizes(paths, spec),
+        expect=ahead.expect,
+        ahead=ahead,
+        file=lambda position: _printable(Path(paths[position].name)),
+        unlabelled=True,
+    )
 
 
 def _printable(path: Path) -> str:

@@ -15,6 +15,8 @@ from certcli.system.errors import DataError
 Batch = tuple[Tensor, Tensor, Tensor]
 """(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
 
+OWN = "own answer"
+"""The split of images whose labels are the network's own answers: nothing is said of its accuracy."""
 DIGESTED = 256
 """Images in memory at a time while digests are computed."""
 SPLITS = ("train", "val", "validation", "test")
@@ -38,6 +40,7 @@ class Images:
 
     `expect(positions)` starts decoding all images that will be fetched next (`ahead`; None for images in memory).
     `file(position)` returns the image's file below the dataset's folder, printable; None without files.
+    unlabelled: the labels are zeros; `answered` puts a network's own answers in their place.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Images:
     expect: Callable[[Sequence[int]], None] = lambda positions: None
     ahead: Ahead | None = field(default=None, repr=False)
     file: Callable[[int], str] | None = field(default=None, repr=False)
+    unlabelled: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -71,6 +75,12 @@ class Images:
         if self.ahead is not None and workers is not None:
             self.ahead.workers = workers
         return self
+
+    def answered(self, classes: Sequence[int], names: tuple[str, ...]) -> "Images":
+        """Return the images with a network's own answers as their labels, as a split of its own name."""
+        return replace(
+            self, split=OWN, classes=names, labels=torch.tensor(classes).long(), unlabelled=False
+        )
 
     def select(self, positions: Sequence[int]) -> "Images":
         """Return the images at these positions, in this order, with their indices."""

@@ -19,7 +19,7 @@ from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.models.build import PixelNormalize
-from certcli.nn.activations import MaxMin
+from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.system.errors import NoBoundError
 
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -139,6 +139,11 @@ def relu(call: Call, *arguments: Any, inplace: bool = False) -> Chain:
 def clipped(call: Call, module: nn.Hardtanh, x: Chain) -> Chain:
     low, high = float(module.min_val), float(module.max_val)
     return (*x, Activation(lambda t: t.clamp(low, high)))
+
+
+@rules.module(ClippedReLU)
+def clipped_relu(call: Call, module: ClippedReLU, x: Chain) -> Chain:
+    return (*x, Activation(module.forward))
 
 
 @rules.module(MaxMin)

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +44,19 @@ def open_module(
         CheckpointError: a weight is not finite.
     """
     kind = type(module).__name__
-    if isinstance(module, build.PixelModel):
+    if _is_plain(module):
         input_size = input_size or module.input_size
         own = module.normalize
         shift = own.mean.flatten()
         scale = own.std.flatten()
-        if _are(mean, shift) and _are(std, scale):
+        stated_none = _all_are(mean, 0.0) and _all_are(
+            std, 1.0
+        )  # it takes pixels: the same function
+        if stated_none or (_are(mean, shift) and _are(std, scale)):
             mean = shift.tolist()
             std = scale.tolist()
             module = module.net
-        elif mean is None or std is None or not (_all_are(mean, 0.0) and _all_are(std, 1.0)):
+        else:
             raise UsageError(
                 f"the {kind} normalises its pixels itself",
                 "give neither mean nor std, or the network without its first layer",
@@ -60,7 +64,9 @@ def open_module(
     try:
         net = copy.deepcopy(module).cpu().eval()
     except Exception as failure:  # copying runs code of the module
-        raise ArchitectureError(f"the {kind} cannot be copied: {one_line(failure)}") from failure
+        raise ArchitectureError(
+            f"the {kind} cannot be copied: {one_line(failure)}", _removal_of_old_hooks(module)
+        ) from failure
     state = net.state_dict()
     hidden = {name for name, _ in net.named_parameters(remove_duplicate=False)} - state.keys()
     hidden |= {name for name, value in state.items() if not isinstance(value, Tensor)}
@@ -112,7 +118,29 @@ def open_module(
     return found
 
 
-def _all_are(values: Statistics, number: float) -> bool:
+def _removal_of_old_hooks(module: nn.Module) -> str:
+    """Return the hint for torch's old spectral_norm and weight_norm, which compute a weight in a hook."""
+    for path, part in module.named_modules():
+        for hook in part._forward_pre_hooks.values():
+            kind = type(hook).__name__
+            if kind in ("SpectralNorm", "WeightNorm"):
+                name = "spectral_norm" if kind == "SpectralNorm" else "weight_norm"
+                return (
+                    f"torch.nn.utils.remove_{name}(module.{path}) first: its weight is bounded then"
+                )
+    return ""
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
+    """Whether a module is normalisation and network and nothing else: no forward or hook of its own."""
+    if type(module) is not build.PixelModel or type(module.normalize) is not build.PixelNormalize:
+        return False
+    parts = (module, module.normalize)
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return not hooked and not any("forward" in vars(part) for part in parts)
+
+
+def _all_are(values: Statistics | None, number: float) -> bool:
     return all(value == number for value in per_channel(values) or ())
 
 

@@ -1,5 +1,6 @@
 """Activations of slope at most 1."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,25 @@ class SoftMaxMin(nn.Module):
         mean, half = (first + second) / 2, (first - second) / 2
         apart = half * torch.tanh(half * torch.exp(-self.log_temperature)) * (1 / SOFTMAX_SLOPE)
         return torch.cat([mean + apart, mean - apart], dim=-1)
+
+
+class ClippedReLU(nn.Module):
+    """x -> max(min(x, theta), 0) with one learnt threshold theta an entry: (b, *shape) -> (b, *shape).
+
+    Lipschitz constant 1 in l2. A threshold of at most 0 makes its entry 0 for every x.
+    Source: Huang et al. 2021 (Local-Lip), section 4, ReLU-theta; the networks of CertViT's Table 1 have it.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.threshold = nn.Parameter(torch.ones(tuple(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:] != self.threshold.shape:  # broadcast, one entry would move several
+            raise ValueError(
+                f"{tuple(x.shape[1:])} entries, {tuple(self.threshold.shape)} thresholds"
+            )
+        return torch.minimum(x, self.threshold).clamp_min(0.0)
 
 
 def build_maxmin(old: nn.Module) -> MaxMin:

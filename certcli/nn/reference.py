@@ -4,7 +4,14 @@
   sizes of CertViT's Table 4. The table does not give the number of heads; ours are width / 32 (digits: / 16), width / 64
   at 384.
 - `certvit_vit_ibp_3_3_8`, `pgd_2_3_16`: the vision transformers of VNN-COMP 2023, without norms or with BatchNorm.
-- `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al. 2020, BCP). No attention.
+- `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al.
+  2020, BCP). No attention.
+- `certvit_4c3f_mnist`, `4c3f_cifar10`, `6c2f_cifar10`, `8c2f_cifar100`, `8c2f_tinyimagenet`,
+  `certvit_l2_vit_*`: the networks of CertViT's Table 1, decoded from its parameter counts. The CNNs
+  have no biases and, but on MNIST, one learnt threshold an entry (ClippedReLU). The ViTs have tied
+  L2 attention and no biases but those of the norms. Their layers and MLP ratios are those which the
+  counts give, not those of the paper's Table 4. At TinyImageNet ratio 1.5 with two maps of
+  attention, or 0.5 with four, gives the same count as ratio 1 with three; the other rows have three.
 - `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention. With
   `--arch-arg rolls=true`, as `certvit_lip_cifar10` has it, neighbours exchange channels before each layer.
 - `certvit_lip_pyramid_cifar10_small` (1.3 million weights), `_base` (2.2) and `_large` (6.8): rolled channels in stages
@@ -23,7 +30,6 @@ Those that are Lipschitz by design take `--arch-arg mirror=true`, the mean over 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,9 +38,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from certcli.nn.activations import MaxMin
+from certcli.nn.convnet import SmallConvNet
 from certcli.nn.heads import FlatHead
 from certcli.nn.mean_network import build_members
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin, TokenShift
+from certcli.nn.plain_vit import ClassAndMeanViT, TiedL2ViT
 from certcli.nn.pyramid import LipschitzPyramid
 from certcli.system.errors import ArchitectureError
 
@@ -107,62 +115,19 @@ def _sized(
     return net
 
 
-class ClassAndMeanViT(VisionTransformer):
-    """A ViT whose head reads the class token beside the mean of the patches' tokens: (b, c, h, w) -> (b, k).
-
-    Source: the linear classifier of DINOv2 (Oquab et al. 2023), as transformers has it.
-    """
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.global_pool = "token beside avg"  # type: ignore[assignment]
-        if self.num_classes:
-            self.head = nn.Linear(2 * self.embed_dim, self.num_classes)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        both = torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
-        return both if pre_logits else self.head(both)
-
-
-class SmallConvNet(nn.Module):
-    """Convolutions (out, kernel, stride; padding 1) and linear layers, ReLU between them: (b, c, h, w) -> (b, k)."""
-
-    def __init__(
-        self,
-        channels: int,
-        side: int,
-        convolutions: Sequence[tuple[int, int, int]],
-        widths: Sequence[int],
-        classes: int,
-    ) -> None:
-        super().__init__()
-        self.num_classes = classes
-        layers: list[nn.Module] = []
-        for out, kernel, stride in convolutions:
-            layers += [nn.Conv2d(channels, out, kernel, stride, padding=1), nn.ReLU()]
-            channels, side = out, (side + 2 - kernel) // stride + 1
-        self.features = nn.Sequential(*layers)
-        sizes = [channels * side * side, *widths]
-        hidden: list[nn.Module] = []
-        for i, o in pairwise(sizes):
-            hidden += [nn.Linear(i, o), nn.ReLU()]
-        self.hidden = nn.Sequential(*hidden)
-        self.head = nn.Linear(sizes[-1], classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.hidden(self.features(x).flatten(1)))
-
-
 def _convnet(
     config: dict[str, Any],
-    convolutions: Sequence[tuple[int, int, int]],
+    convolutions: Sequence[Sequence[int]],
     widths: Sequence[int],
     given: dict[str, Any],
+    **form: bool,
 ) -> nn.Module:
-    unknown = sorted(_network_arguments(given).keys() - {"in_chans", "img_size", "num_classes"})
+    own = {"in_chans", "img_size", "num_classes", "bias", "clipped", "convolutions", "widths"}
+    unknown = sorted(_network_arguments(given).keys() - own)
     if unknown:
         raise TypeError(f"unknown arguments {unknown}")
-    return _sized(SmallConvNet, config, {"convolutions": convolutions, "widths": widths}, given)
+    shape = {"convolutions": convolutions, "widths": widths, **form}
+    return _sized(SmallConvNet, config, shape, given)
 
 
 class LipschitzMixer(nn.Module):
@@ -305,6 +270,20 @@ class PlaceMixer(nn.Module):
         return self.head(channels.transpose(1, 2))
 
 
+_clipped = partial(_convnet, bias=False, clipped=True)
+_4C = [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)]
+_6C = [(32, 3, 1), (32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 3, 1), (64, 4, 2)]
+_8C = [
+    (64, 3, 1),
+    (64, 3, 1),
+    (64, 4, 2),
+    (128, 3, 1),
+    (128, 3, 1),
+    (128, 4, 2),
+    (256, 3, 1),
+    (256, 4, 2),
+]
+_8C_UNPADDED = [(*layer, 0 if layer[2] == 2 else 1) for layer in _8C]
 _CIFAR10 = _config(3, 32, 10, *_CIFAR_STATISTICS)
 _COMPETITION = _config(3, 32, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 _COMPETITION_SHAPE = {
@@ -360,30 +339,26 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
         {"patch_size": 14, "embed_dim": 384, "depth": 12, "num_heads": 6, "init_values": 1e-5},
         kind=ClassAndMeanViT,
     ),
-    # (out, kernel, stride) of convolutions, widths of linear layers; 4c3f has 1,973,536 weights, as in CertViT's Table 1
-    "4c3f": partial(
-        _convnet, _config(*_GREY), [(32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 4, 2)], [512, 512]
+    # with biases and ReLU; 4c3f has 1,973,536 weights beside them
+    "4c3f": partial(_convnet, _config(*_GREY), _4C, [512, 512]),
+    "6c2f": partial(_convnet, _config(3, 32, 10, *_COLOUR), _6C, [512]),
+    "8c2f": partial(_convnet, _config(3, 64, 200, *_COLOUR), _8C, [256]),
+    # CertViT's Table 1 as its parameter counts decode: no biases, learnt thresholds but on MNIST
+    "4c3f_mnist": partial(_convnet, _config(*_GREY), _4C, [512, 512], bias=False),
+    "4c3f_cifar10": partial(_clipped, _config(3, 32, 10, *_COLOUR), _4C, [512, 512]),
+    "6c2f_cifar10": partial(_clipped, _config(3, 32, 10, *_COLOUR), _6C, [512]),
+    "8c2f_cifar100": partial(_clipped, _config(3, 32, 100, *_COLOUR), _8C_UNPADDED, [256]),
+    "8c2f_tinyimagenet": partial(_clipped, _config(3, 64, 200, *_COLOUR), _8C_UNPADDED, [256]),
+    # its ViTs, whose column "MLP ratio" holds the number of heads
+    "l2_vit_mnist": partial(
+        _vit, _config(1, 28, 10, *_MNIST_STATISTICS), _shape(7, 128, 6, 4, 4.0), kind=TiedL2ViT
     ),
-    "6c2f": partial(
-        _convnet,
-        _config(3, 32, 10, *_COLOUR),
-        [(32, 3, 1), (32, 3, 1), (32, 4, 2), (64, 3, 1), (64, 3, 1), (64, 4, 2)],
-        [512],
+    "l2_vit_cifar10": partial(_vit, _CIFAR10, _shape(4, 192, 10, 3, 4.0), kind=TiedL2ViT),
+    "l2_vit_cifar100": partial(
+        _vit, _config(3, 32, 100, *_CIFAR_STATISTICS), _shape(4, 192, 12, 3, 4.0), kind=TiedL2ViT
     ),
-    "8c2f": partial(
-        _convnet,
-        _config(3, 64, 200, *_COLOUR),
-        [
-            (64, 3, 1),
-            (64, 3, 1),
-            (64, 4, 2),
-            (128, 3, 1),
-            (128, 3, 1),
-            (128, 4, 2),
-            (256, 3, 1),
-            (256, 4, 2),
-        ],
-        [256],
+    "l2_vit_tinyimagenet": partial(
+        _vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 3, 1.0), kind=TiedL2ViT
     ),
     "lip_digits": partial(
         _sized,

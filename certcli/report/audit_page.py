@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from certcli.images.labelled import OWN
 from certcli.report import compare
 from certcli.report.document import Audit, Share
 from certcli.report.page import Command, Constant, Gallery, HtmlPage, Mark, PlotLine, Table
@@ -17,8 +18,24 @@ CONSTANTS = (
     "Proven constant of each part; their product is the bound, {bound}. The bar is the constant's logarithm, hatched where "
     "the constant is below 1."
 )
+WORDS = [
+    ("l2, radius", "the length of the whole change of an image, pixels in [0, 1]"),
+    (
+        "attacked, fooled",
+        "a search found a changed copy within the radius with another answer; there may be more",
+    ),
+    ("proven", "no changed copy within the radius has another answer: a mathematical statement"),
+    (
+        "with noise",
+        "of a majority vote over noisy copies, another classifier than the network itself",
+    ),
+    ("behind masks", "of a vote over masked copies, another classifier than the network itself"),
+    ("95 % interval", "where the share among all such images lies, of which these are a sample"),
+    ("not decided", "the interval of a share holds the demand of its gate: more images decide it"),
+]
+"""What the page's words mean."""
 Pictures = Mapping[str, Gallery]
-"""Pictures beside the answer under "scale", fooled images under "fooled"."""
+"""One fooled image under "first", a patch under "patch", more fooled images under "fooled"."""
 
 
 def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
@@ -31,15 +48,20 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
     )
     return HtmlPage(
         title=f"Audit of {network.name}",
-        subtitle=f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}",
-        headline=audit.headline,
+        subtitle=f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}; "
+        f"{audit.date.replace('T', ' ')} UTC, certvit {audit.versions.get('certvit', '')}",
+        chip=_chip(audit),
+        headline="" if audit.points else audit.headline,
+        points=audit.points,
+        first=pictures["first"].figures[0] if "first" in pictures else None,
         about=[line for line in (audit.scale, audit.reference) if line],
         next=audit.next,
-        examples=[pictures["scale"]] if "scale" in pictures else [],
-        verdict=audit.verdict,
+        examples=[pictures["patch"]] if "patch" in pictures else [],
+        verdict=[*([audit.headline] if audit.points else []), *audit.verdict],
+        words=WORDS,
         doubts=audit.doubts,
         gates=[
-            (row.passed, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged
+            (row.verdict, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged
         ],
         tables=[table for table in _tables(audit) if table.rows],
         curves=list(curves(audit)),
@@ -70,6 +92,17 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",
         ],
     )
+
+
+def _chip(audit: Audit) -> tuple[str, str]:
+    """Return the verdict of the gates in two words, and their number."""
+    gates = audit.gate.judged
+    if audit.dataset is not None and audit.dataset.split == OWN and not gates:
+        return "first answer", "about the network's own answers: the images have no labels"
+    if not gates:
+        return "no gate", "nothing was demanded (--fail-on)"
+    met = sum(row.passed for row in gates)
+    return audit.gate.verdict, f"{met} of {len(gates)} gates passed"
 
 
 def curves(audit: Audit) -> Iterator[PlotLine]:

@@ -138,7 +138,10 @@ class PatchShares(_Part):
 
 
 class AttackShares(_Part):
-    """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius."""
+    """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius.
+
+    fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
+    """
 
     attacks: list[str]
     norm: str
@@ -149,6 +152,7 @@ class AttackShares(_Part):
     median_norm: float | None
     settings: dict[str, Any]
     seconds: Seconds
+    fooled_8bit: dict[str, Natural] = {}
 
 
 class PatchAttack(_Part):
@@ -185,17 +189,25 @@ class Skipped(_Part):
     for_time: bool = False
 
 
+Verdict = Literal["passed", "failed", "not decided"]
+"""By the interval of the share: its lower end meets the demand, its upper end misses it, or neither."""
+
+
 class GateResult(_Part):
-    """One gate of --fail-on. measured: null where its quantity was not, and then it failed."""
+    """One gate of --fail-on. measured: at the look that decided (`docs/audit.md`); null where the quantity was not."""
 
     fail_on: str
     passed: bool
+    verdict: Verdict
     measured: float | Literal["inf"] | None
     reason: str
 
 
 class GateReport(_Part):
+    """verdict: failed where one gate failed, else not decided where one is not."""
+
     passed: bool
+    verdict: Verdict
     reasons: list[str]
     judged: list[GateResult]
 
@@ -230,7 +242,8 @@ class Change(_Part):
 class Audit(_Part):
     """The document of `certvit audit --json` and `--report FILE.json`.
 
-    headline: the answer in one sentence. scale: how large the radius is. reference: the same figures of a published network.
+    headline: the answer in one sentence. points: the same in three lines: attacked, proven, and what else holds.
+    scale: how large the radius is. reference: the same figures of a published network.
     date: UTC, ISO 8601. changes: against the audit of --compare.
     """
 
@@ -258,6 +271,7 @@ class Audit(_Part):
     patched: PatchShares | None = None
     patch_attack: PatchAttack | None = None
     headline: str = ""
+    points: list[str] = []
     scale: str = ""
     reference: str = ""
     attention_weight: float | None = None

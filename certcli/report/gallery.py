@@ -13,7 +13,10 @@ from certcli.report.pixels import magnified
 
 @dataclass(frozen=True)
 class AttackedImage:
-    """One image before one network: images (c, h, w) in [0, 1], c = 1 or 3, and the words below them."""
+    """One image before one network: images (c, h, w) in [0, 1], c = 1 or 3, and the words below them.
+
+    as_file: whether the found class is that of the image as an 8-bit file, too.
+    """
 
     image: Tensor
     adversarial: Tensor
@@ -24,6 +27,7 @@ class AttackedImage:
     found_right: bool
     norm: str
     file: str = ""
+    as_file: bool = True
 
 
 def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str) -> None:
@@ -58,7 +62,9 @@ def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
     _caption(left, picture.clean_class, BLUE if picture.clean_right else VERMILION)
     _caption(middle, picture.norm, "#333333")
-    _caption(right, picture.found_class, BLUE if picture.found_right else VERMILION)
+    as_file = picture.found_right or picture.as_file
+    shown = picture.found_class if as_file else f"{picture.found_class} (not as 8 bits)"
+    _caption(right, shown, BLUE if picture.found_right else VERMILION)
 
 
 def _show(axes: Any, image: Tensor) -> None:

@@ -15,17 +15,20 @@ ROOT = "%SRCROOT%"
 """Base of addresses in the file: code scanning takes it for the repository."""
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 RULES = {
-    "certvit/gate": "A gate of --fail-on: a measured quantity is worse than what was demanded, or was not measured.",
+    "certvit/gate": "A gate of --fail-on: a quantity is worse than demanded, was not measured, or is not decided.",
     "certvit/no-usable-proof": "No proof certifies an image: the network's class may change under the smallest change.",
     "certvit/fooled": "Attacks changed the class of correctly classified images.",
     "certvit/not-done": "A stage of the audit was not done: nothing is known of what it would have found.",
 }
 
+LEVELS = {"passed": "none", "not decided": "warning", "failed": "error"}
+"""SARIF's level of a gate, by its verdict."""
+
 
 def as_sarif(audit: Audit) -> str:
     """Return one run: each gate a result (kind pass or fail), what an audit warns of as notes."""
     results = [
-        _result("certvit/gate", row.reason, row.fail_on, "none" if row.passed else "error")
+        _result("certvit/gate", row.reason, row.fail_on, LEVELS[row.verdict])
         for row in audit.gate.judged
     ]
     proofs = [found.certified for found in audit.certificates if found.failure == 0]
@@ -136,7 +139,8 @@ def as_junit(audit: Audit) -> str:
         made = case(row.fail_on)
         if not row.passed:
             told = xml_text(row.reason)
-            ElementTree.SubElement(made, "failure", {"message": told, "type": "gate"}).text = told
+            kind = "gate" if row.verdict == "failed" else "gate not decided"
+            ElementTree.SubElement(made, "failure", {"message": told, "type": kind}).text = told
     for item in audit.skipped:
         ElementTree.SubElement(case(item.stage), "skipped", {"message": xml_text(item.why)})
     ElementTree.SubElement(suite, "system-out").text = xml_text(

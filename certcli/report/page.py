@@ -90,19 +90,25 @@ class HtmlPage:
     """What a page shows; a part that is empty is left out.
 
     Args:
-        headline: the answer in one sentence; about: its scale, and what it is compared with; next: commands.
-        gates: whether each was met, and its sentence. examples: pictures beside the answer; galleries: further down.
+        chip: the verdict of the gates, and a sentence about it. headline: the answer in one sentence; points: in three lines.
+        first: one picture beside it, whose images bear both answers. about: its scale, and what it is compared with.
+        next: commands. gates: the verdict of each, and its sentence. examples: further pictures; galleries: further down.
+        words: what the page's words mean.
     """
 
     title: str
     subtitle: str
     verdict: Sequence[str]
+    chip: tuple[str, str] | None = None
     headline: str = ""
+    points: Sequence[str] = ()
+    first: Figure | None = None
+    words: Sequence[tuple[str, str]] = ()
     about: Sequence[str] = ()
     next: Sequence[str] = ()
     examples: Sequence[Gallery] = ()
     doubts: Sequence[str] = ()
-    gates: Sequence[tuple[bool, str]] = ()
+    gates: Sequence[tuple[str, str]] = ()
     tables: Sequence[Table] = ()
     curves: Sequence[PlotLine] = ()
     curve_note: str = ""

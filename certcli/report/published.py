@@ -42,7 +42,7 @@ class Published(Struct, forbid_unknown_fields=True):
         told += f"{attacked_radius(fell.radius)}, global bound 10^{self.log10_bound:.0f}"
         if (kept := self.smoothed) is not None:
             told += f", with smoothing {kept.hits} of {kept.images} certified at l2 {proven_radius(kept.radius)}"
-        return f"{told} (docs/results.md)."
+        return f"{told}."
 
 
 def published() -> list[Published]:

@@ -55,13 +55,13 @@ _curve(timm_activations.HardMish, of_x=8)
 _curve(
     nn.Tanh,
     timm_activations.Tanh,
-    functions=(torch.tanh, functional.tanh),
+    functions=(torch.tanh,),
     methods=("tanh", "tanh_"),
     of_x=2,
 )
 _curve(nn.Tanhshrink, functions=(functional.tanhshrink,), of_x=4)
 _curve(nn.Softsign, functions=(functional.softsign,), of_x=4)
-_curve(nn.Sigmoid, timm_activations.Sigmoid, functions=(torch.sigmoid, functional.sigmoid),
+_curve(nn.Sigmoid, timm_activations.Sigmoid, functions=(torch.sigmoid,),
        methods=("sigmoid", "sigmoid_"), of_x=0, of_one=4)  # fmt: skip
 _curve(
     nn.Hardsigmoid,

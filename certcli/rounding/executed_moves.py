@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import ZERO, as_real
-from certcli.nn.activations import MaxMin
+from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.rounding.executed import Followed, Operation, Rounding, rules
 from certcli.rounding.stored import Stored
@@ -68,7 +68,7 @@ rules.method(
     "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten", "view_as",
     "reshape_as", "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "expand", "expand_as", "repeat", "tile",
     "broadcast_to", "repeat_interleave", "index_select", "unfold", "amax", "amin", "detach",
-    "to", "type_as", "float", "double",
+    "to", "type_as", "double",
 )(exact)  # fmt: skip
 rules.function(
     torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
@@ -107,3 +107,11 @@ def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
     limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
     moved = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
     return lambda sizes: moved
+
+
+@rules.module(ClippedReLU)
+def clipped_at_thresholds(op: Operation, module: ClippedReLU, x: Followed) -> Rounding:
+    """Entries are compared with thresholds that are stored: each image's have the same error."""
+    images = as_real(float(max(1, x.entries // max(1, module.threshold.numel())))).sqrt()
+    error = Stored.of(module.threshold, op.precision).moved * images
+    return lambda sizes: error

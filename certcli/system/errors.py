@@ -59,6 +59,12 @@ class OutputError(CertvitError):
     code = 8
 
 
+class UndecidedError(CertvitError):
+    """A gate was not decided: what was measured allows for both verdicts. More images, or more time, decide it."""
+
+    code = 9
+
+
 class Interrupted(CertvitError):
     """The user pressed Ctrl-C: 128 + SIGINT."""
 

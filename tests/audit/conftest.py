@@ -58,12 +58,14 @@ def hostile(folder: Path) -> Audit:
     network = msgspec.structs.replace(
         audit.network, name=HOSTILE, arch=HOSTILE, reading={HOSTILE: {"value": HOSTILE}}
     )
-    judged = [GateResult(fail_on=HOSTILE, passed=False, measured=None, reason=HOSTILE)]
+    judged = [
+        GateResult(fail_on=HOSTILE, passed=False, verdict="failed", measured=None, reason=HOSTILE)
+    ]
     block = Block(path=HOSTILE, kind=HOSTILE, log10=1.0, text=HOSTILE, why=HOSTILE)
     return msgspec.structs.replace(
         audit,
         network=network,
-        gate=GateReport(passed=False, reasons=[HOSTILE], judged=judged),
+        gate=GateReport(passed=False, verdict="failed", reasons=[HOSTILE], judged=judged),
         headline=HOSTILE,
         next=[HOSTILE],
         verdict=[HOSTILE],

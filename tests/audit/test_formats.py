@@ -83,7 +83,7 @@ class Read(HTMLParser):
 
 def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: Audit) -> None:
     figure = Figure(HOSTILE, [("data:image/png;base64,AA==", HOSTILE)] * 3, False)
-    pictures = {name: Gallery(HOSTILE, HOSTILE, [figure]) for name in ("scale", "fooled")}
+    pictures = {name: Gallery(HOSTILE, HOSTILE, [figure]) for name in ("first", "patch", "fooled")}
     for text in (
         (folder / "certified.html").read_text(),
         formats.text_of(hostile, ".html", pictures),
@@ -92,7 +92,12 @@ def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: 
         page.feed(text)
         assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & set(page.tags)
         assert page.handlers == []
-        assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+        inside = [address[1:] for address in page.addresses if address.startswith("#")]
+        assert len(inside) >= 3
+        assert [name for name in inside if f'id="{name}"' not in text] == []
+        others = [address for address in page.addresses if not address.startswith("#")]
+        assert all(address.startswith("data:image/png;base64,") for address in others)
+        assert "docs/" not in text
         assert "url(" not in text
         assert "@import" not in text
         assert "prefers-color-scheme: dark" in text
@@ -257,3 +262,21 @@ def test_pages_of_certify_and_log(
         read.feed(made.read_text())
         assert "script" not in read.tags
         assert read.tags.count("svg") == 1
+
+
+def test_the_first_screen_answers_the_three_questions(folder: Path, certified_audit: Any) -> None:
+    """Is it good enough, why, and what now: before anything else, with a picture that was judged."""
+    text = (folder / "certified.html").read_text()
+    first, _, rest = text.partition("What to do next")
+    head = first.partition("<header>")[2]
+    assert "certvit 0" in head
+    assert certified_audit["date"][:10] in head
+    assert "digits (test)" in head
+    assert head.count('class="chip') == 1
+    assert head.count("<li>") == len(certified_audit["points"]) == 3
+    assert [point[:9] for point in certified_audit["points"][:2]] == ["Attacked:", "Proven: 2"]
+    answers = re.findall(r"<b>answer: (\w+)</b>", head)
+    assert len(answers) == 2
+    assert answers[0] != answers[1]
+    for part in ("In detail", "What the words mean", "How to reproduce"):
+        assert part in rest

@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from certcli.audit import gates
+from certcli.audit import gates, judging
+from certcli.audit.clock import StageTime
 from certcli.audit.findings import Findings
+from certcli.certify.methods import prepare
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.verdicts import Sample
+from certcli.images import datasets
 from certcli.report.document import Share
 from certcli.system.errors import UsageError
 from tests.audit.conftest import QUICK
@@ -81,7 +86,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     assert "Without labelled images" in found["verdict"][-1]
     share = Share.of(1, 2)
     judged = gates.judge(
-        [gates.parse("robust@0.5<0"), gates.parse("clean<0.4")], Findings(clean=share), (8, 8)
+        [gates.parse("robust@0.5<0"), gates.parse("clean<0")], Findings(clean=share), (8, 8)
     )
     assert [row.passed for row in judged.judged] == [False, True]
 
@@ -102,6 +107,70 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
 def test_a_gate_is_read_forwards(gate: str, said: str) -> None:
     (row,) = gates.judge([gates.parse(gate)], Findings(clean=Share.of(189, 200)), (8, 8)).judged
     assert row.reason.startswith(said)
-    assert row.reason.endswith("passed" if row.passed else "failed")
+    assert row.reason.endswith(row.verdict)
+    assert row.verdict == ("passed" if gate == "clean<0.9" else "not decided")
     few = gates.judge([gates.parse(gate)], Findings(clean=Share.of(8, 9)), (8, 8)).judged[0].reason
     assert "found 8 of 9 images (95 % interval" in few  # no share stands alone where images are few
+
+
+SEQUENCES = {
+    "a short sample": ([True, False, False, False], 200, "not decided"),
+    "six of twenty": ([True] * 6 + [False] * 14, 200, "not decided"),
+    "six of twenty, all there are": ([True] * 6 + [False] * 14, 20, "not decided"),
+    "49 of 200": ([True, False, False, False] * 49 + [False] * 4, 200, "failed"),
+    "decided at 50": ([False] * 50 + [True] * 150, 200, "failed"),
+    "all of 50": ([True] * 50, 200, "passed"),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_few_images_decide_nothing_and_later_ones_change_nothing(name: str) -> None:
+    outcomes, available, verdict = SEQUENCES[name]
+    share = Share.of(sum(outcomes), len(outcomes))
+    sample = Sample(outcomes, available)
+    findings = Findings(clean=share, samples={("clean", ""): sample})
+    report = gates.judge([gates.parse("clean<0.4")], findings, (8, 8))
+    assert report.verdict == verdict
+    assert report.passed is (verdict == "passed")
+    assert report.judged[0].reason.endswith(verdict)
+
+
+def test_what_time_left_out_is_not_decided() -> None:
+    """A stage that more time would have done fails no gate; one that no time would have done fails it."""
+    for for_time, verdict in ((True, "not decided"), (False, "failed")):
+        findings = Findings()
+        findings.skip("attack", "no batch of images was finished in its time", for_time)
+        report = gates.judge([gates.parse("robust@0.5<0.1")], findings, (8, 8))
+        assert report.verdict == verdict
+
+
+def test_a_gate_that_is_not_decided_has_its_own_code(workshop: Path, tmp_path: Path) -> None:
+    """Four images decide nothing, where the user asks for four; a gate that failed counts before one that is open."""
+    words = ("audit", workshop / "certified.safetensors", *QUICK[2:], "--limit", 4)
+    gate = ("--fail-on", "clean<0.5")
+    found = document(*words, *gate, "--report", tmp_path / "r.sarif", code=9)
+    assert found["gate"]["verdict"] == "not decided"
+    sarif = json.loads((tmp_path / "r.sarif").read_text())["runs"][0]["results"]
+    levels = [row["level"] for row in sarif if row["ruleId"] == "certvit/gate"]
+    assert levels == ["warning"]
+    document(*words, *gate, "--fail-on", "upper>1e-3", code=7)
+
+
+def test_an_open_gate_draws_further_images_until_it_is_decided(workshop: Path) -> None:
+    """The stages stop where the gate is decided, and leave the rest of the time to others."""
+    checkpoint = Checkpoint.read(workshop / "certified.safetensors")
+    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
+    certifier = prepare("lipschitz", checkpoint, torch.device("cpu"))
+    stage = judging.Certifying(certifier, images, 25, (0.05,))
+    gate = gates.parse("certified@0.05<0.3")
+
+    def waiting() -> bool:
+        return any(
+            gates.waits_for([gate], key, stage.proven, sample, (8, 8))
+            for key, sample in stage.samples.items()
+        )
+
+    assert waiting()
+    stage.go(StageTime(1e6), lambda: not waiting())
+    assert len(stage.rows) == 50
+    assert not waiting()

@@ -162,7 +162,7 @@ def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
     images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0).select(range(10))
 
     def attacking() -> Attacking:
-        return Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4, 1e-4, 60.0)
+        return Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4)
 
     rounds, whole = attacking(), attacking()
     counts = []
@@ -239,8 +239,8 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     certifier = prepare("local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4]))
     tried: list[float] = []
     proven = certifier.proven
-    certifier.proven = lambda image, label, radius: (
-        tried.append(radius) or proven(image, label, radius)
+    certifier.proven = lambda image, label, radius, *further: (
+        tried.append(radius) or proven(image, label, radius, *further)
     )
     (found,) = certifier.batch(*given)
     assert [found.holds_at(Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [
@@ -315,7 +315,7 @@ def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
     """Of a network whose bound is hopeless, too: then its 0 % is measured."""
     words = (*QUICK, "--json", "--method", "lipschitz")
     found = document(
-        "audit", workshop / "plain.safetensors", *words, "--fail-on", "proven@0.05<0.1", code=7
+        "audit", workshop / "plain.safetensors", *words, "--fail-on", "proven@0.05<0.2", code=7
     )
     assert [item["method"] for item in found["certificates"]] == ["lipschitz"]
     assert found["gate"]["judged"][0]["measured"] == 0.0

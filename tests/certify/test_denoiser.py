@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import Denoiser, read_denoiser
@@ -129,3 +129,13 @@ def test_anything_else_is_refused(tmp_path: Path, spoil: Any) -> None:
 def test_a_denoiser_of_other_channels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match="for 1 channels, the network for 3"):
         read_denoiser(dncnn(tmp_path / "d.safetensors", 1.0), 3)
+
+
+def test_a_published_pickle_of_tensors_is_read_and_another_pickle_is_not(tmp_path: Path) -> None:
+    file = dncnn(tmp_path / "d.safetensors", 1.0)
+    state = load_file(file)
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "d.pth.tar")
+    assert read_denoiser(tmp_path / "d.pth.tar", 1).digest == read_denoiser(file, 1).digest
+    torch.save({"state_dict": state, "run": Path("x")}, tmp_path / "code.pth.tar")
+    with pytest.raises(CertvitError, match="does not open as tensors alone"):
+        read_denoiser(tmp_path / "code.pth.tar", 1)

@@ -14,7 +14,7 @@ from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel
-from certcli.nn.activations import MaxMin
+from certcli.nn.activations import ClippedReLU, MaxMin
 
 SIZE = (1, 6, 6)
 CLASSES = 4
@@ -54,6 +54,9 @@ def passing() -> nn.Module:
 NETWORKS = {
     "conv": conv,
     "clipped": lambda: conv(nn.ReLU6),
+    "thresholds": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 12), ClippedReLU((12,)), nn.Linear(12, CLASSES)
+    ),
     "maxmin": lambda: nn.Sequential(
         nn.Flatten(), nn.Linear(36, 16), MaxMin(), nn.Linear(16, 16), MaxMin(), nn.Linear(16, 4)
     ),

@@ -14,6 +14,7 @@ from certcli.attack.checks import CHECKS
 from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.shared.output import Bar
 from certcli.evaluation.region import Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.models import build
@@ -358,7 +359,7 @@ def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
     assert entry.digest == written.digest == Checkpoint.read(net).digest
     assert {**entry.result}.items() <= found.items()
     assert entry.result["robust"] == found["robust"]
-    assert found["gate"] == {"passed": True, "reasons": []}
+    assert found["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
     assert entry.parameters["attacks"] == [["fgsm"]]
     certvit("attack", *words, "--min-robust", 0.99, code=7)
 
@@ -373,3 +374,22 @@ def test_the_page_names_every_attack_preset_and_check() -> None:
         assert check.raised_if in flat, check.name
     for preset in PRESETS.values():
         assert preset.open_choices in flat, preset.name
+
+
+def test_the_bar_names_the_checks_and_counts_passes(
+    net: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch may take minutes: the bar says what is done meanwhile."""
+    remarks: list[str] = []
+    advance = Bar.advance
+
+    def noted(self: Bar, steps: int = 1, remark: str = "") -> None:
+        remarks.append(remark)
+        advance(self, steps, remark)
+
+    monkeypatch.setattr(Bar, "advance", noted)
+    certvit("attack", net, "-a", "fgsm", "-e", 0.1, "--limit", 8)
+    named = [remark for remark in remarks if remark]
+    assert {remark.partition(",")[0] for remark in named} == {"attacks", "checks of the attacks"}
+    counts = [int(remark.split()[-2]) for remark in named]
+    assert counts == list(range(1, len(named) + 1))

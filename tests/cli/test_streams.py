@@ -18,7 +18,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import run
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.shared.streams import Guarded
-from certcli.system.errors import GateError, NoBoundError, plain, plain_lines
+from certcli.system.errors import GateError, NoBoundError, UndecidedError, plain, plain_lines
 from tests.helpers.commands import console
 
 EVIL = "[red]m[/red] :smile: \x1b[31mred\x1b]0;title\x07 \u202edesrever"
@@ -81,6 +81,7 @@ def test_a_name_that_was_nearly_right_is_offered(workshop: Path) -> None:
     assert "did you mean 'pgd'" in err
 
 
+PASSED = {"passed": True, "verdict": "passed", "reasons": []}
 GATES = [
     ("lipschitz m --no-estimate --max", "1", "1e300", "exceeds --max"),
     ("certify m --limit 20 -e 0.5 --min-certified", "1", "0", "below --min-certified"),
@@ -101,16 +102,24 @@ def test_a_failed_gate_is_in_the_one_document(
     assert reason in err
     code, out, _ = console(*given, passing, "--json", "--quiet")
     assert code == 0
-    assert only_document(out)["gate"] == {"passed": True, "reasons": []}
+    assert only_document(out)["gate"] == PASSED
 
 
 def test_a_gate_raises_its_first_failure() -> None:
     gate = Gate()
     gate.demand(True, GateError("met"))
     gate.enforce()
+    gate.demand(False, UndecidedError("near"))
+    assert gate.to_json()["verdict"] == "not decided"
+    with pytest.raises(UndecidedError):
+        gate.enforce()
     gate.demand(False, NoBoundError("none"))
     gate.demand(False, GateError("too large"))
-    assert gate.to_json() == {"passed": False, "reasons": ["none", "too large"]}
+    assert gate.to_json() == {
+        "passed": False,
+        "verdict": "failed",
+        "reasons": ["near", "none", "too large"],
+    }
     with pytest.raises(NoBoundError):
         gate.enforce()
 
@@ -238,7 +247,7 @@ def test_an_early_interruption_is_one_line() -> None:
         "    return real(name, *rest)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "builtins.__import__ = interrupted\n"
-        "sys.argv = ['certvit', 'lipschitz', 'm.safetensors']\n"
+        "sys.argv = ['certvit', 'lipschitz', 'm']\n"
         "from certcli.__main__ import run\nrun()\n"
     )
     done = subprocess.run(

@@ -13,6 +13,7 @@ from certcli.enclosure.zonotopes.backward import (
     Hinge,
     HingeChoice,
     Node,
+    ParabolaChoice,
     _through,
     descend,
     lower,
@@ -189,7 +190,7 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_bo
             width, split = (
                 torch.randn(len(hinge.places), generator=generator).double().exp() for _ in range(2)
             )
-            chosen[hinge] = HingeChoice(slope, share, width * radius * 3, split)
+            chosen[hinge] = HingeChoice(slope, ParabolaChoice(share, width * radius * 3, split))
         for j in range(0 if boxed else 3):
             assert proven(descend(node, rows[j : j + 1], chosen), 1 + seed / 3) <= least[j]
     best = torch.tensor([coupled(node, rows[j : j + 1], 12) for j in range(3)])
@@ -212,7 +213,7 @@ def test_parabolas_lie_above_hinges() -> None:
         (count,), (), lambda rows: (),
         low=low, high=high, places=torch.arange(count), columns=columns, middle=middle, rest=rest,
     )  # fmt: skip
-    choice = HingeChoice(torch.full_like(share, 0.5), share, width, split)
+    choice = HingeChoice(torch.full_like(share, 0.5), ParabolaChoice(share, width, split))
     e, p = at.tanh(), rest * draw(count, seed=7).sign()
     along = middle + columns[0] * e
     for sign in (-1.0, 1.0):

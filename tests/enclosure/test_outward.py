@@ -19,12 +19,22 @@ from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, normalised, pixels
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import rounding
-from certcli.enclosure.zonotopes.backward import HingeChoice, Node, descend, lower
+from certcli.enclosure.zonotopes.backward import (
+    Hinge,
+    HingeChoice,
+    Node,
+    ParabolaChoice,
+    descend,
+    lower,
+)
+from certcli.enclosure.zonotopes.coordinates import Coordinates
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.zonotopes.first_map import changed
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
+from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.models.build import PixelNormalize
 from tests.enclosure.test_backward import hinged, inputs
@@ -106,7 +116,7 @@ def chosen() -> Numbers:
     made: dict[Node, HingeChoice] = {}
     for hinge in hinges(form.node):
         half = torch.full((len(hinge.places),), 0.5).double()
-        made[hinge] = HingeChoice(half, half, half / 4, half)
+        made[hinge] = HingeChoice(half, ParabolaChoice(half, half / 4, half))
     rows = torch.eye(3).double().view(3, *form.shape)
     return [-proven(descend(form.node, rows[j : j + 1], made), 1.0) for j in range(3)]
 
@@ -120,6 +130,7 @@ def margins(kind: str) -> Numbers:
     """Of both domains, as a proof asks for them."""
     local, by_norms = networks(kind)
     by_norms.weights.clear()
+    local.coordinates = None
     start = l2_ball(image(), 1e-3, squares_up_to=0, limit=200)
     found = by_norms.margins(image(), torch.full((1,), 1e-5).double(), torch.tensor([0]))
     return [-float(part.sum()) for part in (local.margins(start, 0), found)]
@@ -157,6 +168,22 @@ def poor_eigenvectors() -> Numbers:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.linalg, "eigh", lambda m: eigh(m + 0.1 * torch.eye(m.shape[-1])))
         return [-float(lower_bounds(forms(CASES[0], 1.0, True, 0, mixed=True)[0]).sum())]
+
+
+def in_coordinates(in_box: bool) -> Numbers:
+    """What a first map to 3 numbers, of a basis that is not orthonormal, leaves; and the margins of hinges behind it."""
+    pixels = (2 * image() - 0.5).clamp(0, 1)
+    x = l2_ball(pixels, 0.3, squares_up_to=9, limit=99, in_box=in_box).linear(
+        lambda t: t.flatten(2)
+    )
+    basis = torch.cat([draw(1, 16, 2), 1e-3 * draw(1, 16, 1, seed=1)], -1) / 4
+    coordinates = Coordinates.of(torch.arange(16)[None], basis, 16)
+    fewer = changed(x, coordinates)
+    taped = l2_ball(pixels, 0.3, squares_up_to=0, limit=99, tape=True, in_box=in_box)
+    half = torch.tensor(-0.5).double()
+    opened = relu(changed(taped.linear(lambda t: t.flatten(2)).shift(half), coordinates))
+    assert isinstance(opened.node, Hinge)
+    return [*of_form(fewer), *of_form(opened), float(opened.node.rest.sum())]
 
 
 def at_the_edge() -> Numbers:
@@ -198,6 +225,8 @@ ROWS: dict[str, Callable[[], Numbers]] = {
     "joined, back": joined_back,
     "poor eigenvectors": poor_eigenvectors,
     "at the edge": at_the_edge,
+    "in coordinates": functools.partial(in_coordinates, False),
+    "in coordinates, in the box": functools.partial(in_coordinates, True),
     "chosen": chosen,
     "a network": functools.partial(margins, "plain"),
     "a network without norms": functools.partial(margins, "relu"),

@@ -22,7 +22,7 @@ from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product,
 from certcli.enclosure.balls.network import _margins
 from certcli.enclosure.zonotopes import rounding
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
-from certcli.enclosure.zonotopes.backward import HingeChoice, Node, descend, lower
+from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
 from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.functions import (
     EXP,
@@ -43,8 +43,8 @@ from certcli.enclosure.zonotopes.margins import (
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
-from certcli.enclosure.zonotopes.products import squares, times
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
@@ -225,7 +225,7 @@ def parabolas(s: float) -> Found:
     made: dict[Node, HingeChoice] = {}
     for hinge in hinges(form.node):
         half = torch.full((len(hinge.places),), 0.5).double()
-        made[hinge] = HingeChoice(half, half, s * half, half)
+        made[hinge] = HingeChoice(half, ParabolaChoice(half, s * half, half))
     assert made
     rows = torch.eye(3).double().view(3, *form.shape)
     return [
@@ -248,7 +248,7 @@ ON_FORMS: dict[str, tuple[Callable[..., Form], str, tuple[int, ...], float]] = {
     "ReLU": (relu, "linear", (1,), 1),
     "sum": (lambda x, y: x + y, "sum", (1, 1), 1),
     "squares": (squares, "linear", (1,), 2),
-    "product": (lambda x, y: form_product(x, y, times, 1), "product", (2, -1), 1),
+    "product": (lambda x, y: form_product(x, y, TIMES, 1), "product", (2, -1), 1),
     "scores": (lambda q, k, v: scores(q, k), "attention", (2, -1, 0), 1),
     "average": (lambda q, k, v: average(softmax(scores(q, k)), v), "attention", (0, 0, 1), 1),
     "attention": (lambda q, k, v: attend(q, k, v, 0.5), "attention", (1, -1, 1), 1),
@@ -257,7 +257,7 @@ ON_TAPES: dict[str, tuple[Callable[[Form, float], Form], float]] = {
     "ReLU": (lambda x, s: affine(relu(x), draw(3, 4, seed=1), s * draw(3)), 1),
     "scaled": (lambda x, s: x.scale(G).shift(s * G).doubted(s * 1e-3), 1),
     "moved": (lambda x, s: x.linear(lambda t: t.flip(-1)) + x, 1),
-    "product": (lambda x, s: form_product(x, x, times, 1), 2),
+    "product": (lambda x, s: form_product(x, x, TIMES, 1), 2),
     "LayerNorm": (lambda x, s: layer_norm(x, EPS * s * s, G, B[:4]), 0),
     "joined": (lambda x, s: joined([x, s * G.view(1, 4)], 1), 1),
 }

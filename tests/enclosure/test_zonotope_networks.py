@@ -113,7 +113,8 @@ def largest_share(
         values = node_values(local, pixels + radius * e.view_as(pixels))
         for node, (form, token) in forms.items():
             truth = values[node] if token is None else values[node][:, token : token + 1]
-            columns = torch.cat([e, square_symbols(e[None])[0]]) if form.space.squares else e
+            f = form.space.symbols(e)
+            columns = torch.cat([f, square_symbols(f[None])[0]]) if form.space.squares else f
             middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
             free = form.box.abs().sum(0) + form.slack
             # evaluating the network itself in float64: 500 roundings relative to the values

@@ -48,13 +48,16 @@ def test_only_a_sum_with_a_product_of_matrices_is_one_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_each_logit_agrees_up_to_the_root_of_eps_of_its_own_movement(dtype: torch.dtype) -> None:
-    logits = torch.tensor([[0.0, -1e6]], dtype=dtype)
-    moved = torch.tensor([[64.0, 0.0]], dtype=dtype)
+def test_logits_agree_up_to_the_root_of_eps_of_how_far_the_deciding_ones_move(
+    dtype: torch.dtype,
+) -> None:
+    """A constant logit of any size, and one that moves far below the others, hide nothing."""
+    alone = torch.tensor([[0.0, 2.0, -1e6, -1e6], [64.0, 1.0, -1e6, -2e6]], dtype=dtype)
     root = torch.finfo(dtype).eps ** 0.5
     for sign in (1, -1):
-        assert agree(logits + torch.tensor([sign * 32 * root, 0], dtype=dtype), logits, moved)
-        assert not agree(logits + torch.tensor([sign * 128 * root, 0], dtype=dtype), logits, moved)
+        change = torch.tensor([[sign * 32 * root, 0, 0, 0]] * 2, dtype=dtype)
+        assert agree(alone + change, alone)
+        assert not agree(alone + 4 * change, alone)
 
 
 def test_a_trace_gives_back_what_was_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -397,7 +397,7 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     assert found["intervals"]["0.3"] == list(
         share_interval(round(50 * expected.certified["0.3"]), 50)
     )
-    assert found["gate"] == {"passed": True, "reasons": []}
+    assert found["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
     assert all(len(row[PIXELS]) == 16 for row in rows)
 
 

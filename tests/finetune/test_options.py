@@ -67,6 +67,8 @@ MIXED = {"augment": ("shift",), "mixup": 0.5, "cutmix": 0.5, "teacher": True, "a
 
 OPTIONS: dict[str, dict] = {
     "msvp": {"msvp": (0.1, 0.1, 0.1)},
+    "enclosure penalty": {"enclosure_penalty": 0.3, "penalty_places": (1.0, 0.03, 3.0)},
+    "an attack that grows": {"adversarial": "pgd", "attack_norm": "l2", "attack_ramp": 1.0},
     "projection on a ball": {"project": "ball", "project_radius": 0.7},
     "spectral projection": {"project": "spectral", "project_radius": 0.7},
     "sam": {"sam": 0.1},
@@ -376,6 +378,10 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"ema": 1.0},
         {"msvp": (1.0, -1.0, 0.0)},
         {"msvp": (1.0, math.nan, 0.0)},
+        {"enclosure_penalty": -1.0},
+        {"enclosure_penalty": math.nan},
+        {"penalty_places": (1.0, -1.0, 0.0)},
+        {"attack_ramp": 2.0},
         {"accumulate": 0},
         {"schedule": "linear"},
         {"steps": 0},

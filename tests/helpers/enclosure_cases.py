@@ -12,9 +12,10 @@ from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
 from certcli.enclosure.zonotopes.pointwise import apply, relu
-from certcli.enclosure.zonotopes.products import product, squares, times
+from certcli.enclosure.zonotopes.products import TIMES, product, squares
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
-from certcli.enclosure.zonotopes.rules.layers import affine
+from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu
+from certcli.nn.activations import ClippedReLU
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ def _weight(*shape: int) -> Tensor:
 
 
 _W, _B, _G = _weight(5, 4), _weight(5), _weight(4)
+_CLIPPED = ClippedReLU((3, 4)).double()
+_CLIPPED.threshold.data = _weight(3, 4)
 _HEADS = (1, 2, 5, 3)
 
 
@@ -68,7 +71,7 @@ CASES = (
     ),
     Case("rsqrt", ((1, 3, 4),), lambda x: apply(RSQRT, x), torch.rsqrt, positive=True),
     Case("sqrt", ((1, 3, 4),), lambda x: apply(SQRT, x), torch.sqrt, positive=True),
-    Case("product", ((1, 3, 4), (1, 3, 1)), lambda x, y: product(x, y, times, 1), torch.mul),
+    Case("product", ((1, 3, 4), (1, 3, 1)), lambda x, y: product(x, y, TIMES, 1), torch.mul),
     Case("sum of squares", ((1, 3, 4),), squares, lambda x: (x * x).sum(-1, keepdim=True)),
     Case(
         "LayerNorm",
@@ -95,6 +98,13 @@ CASES = (
         (_HEADS, _HEADS, _HEADS),
         lambda q, k, v: attend(q, k, v, 0.5),
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.5),
+    ),
+    Case(
+        "clipped ReLU",
+        ((1, 3, 4),),
+        lambda x: clipped_relu(None, _CLIPPED, x),  # type: ignore[arg-type]
+        lambda x: x.minimum(_CLIPPED.threshold).relu(),
+        order=1,
     ),
 )
 

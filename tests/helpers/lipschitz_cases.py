@@ -19,7 +19,7 @@ from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
 from certcli.models.build import PixelNormalize
-from certcli.nn.activations import MaxMin
+from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.heads import L2Pool
 from certcli.nn.l2_attention import L2Attention
@@ -28,6 +28,7 @@ from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMax
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers import forwards
+from tests.helpers.spellings import SPELLINGS
 
 D = 8
 
@@ -103,6 +104,12 @@ def _matrices(mixing: OrthogonalMixing) -> nn.Module:
     for number, matrix in enumerate(mixing.maps):
         nn.init.normal_(matrix.weight, std=0.5 + number)
     return mixing
+
+
+def spread(clipped: ClippedReLU) -> ClippedReLU:
+    """Thresholds around 0, on both sides of it."""
+    nn.init.normal_(clipped.threshold, 0.2, 0.3)
+    return clipped
 
 
 CURVES: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = [
@@ -192,6 +199,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "sigmoid": lambda: on_tokens(nn.Sigmoid(), HardSigmoid()),
     "leaky": lambda: on_tokens(nn.LeakyReLU(-1.5), nn.PReLU(), nn.ELU(2.0), nn.SELU()),
     "curves": lambda: on_tokens(f(forwards.side_by_side, *[module for module, _ in CURVES[1:]]), scale=6.0),
+    "clipped-relu": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), spread(ClippedReLU((3, 4, 4)))),
     "clamp": lambda: on_tokens(f(lambda m, x: x.clamp(0.1, 0.4))),
     "softplus": lambda: on_tokens(nn.Softplus(2.0, threshold=40.0)),
     "softmax": lambda: on_tokens(f(lambda m, x: (3 * x).softmax(-1))),
@@ -374,13 +382,16 @@ RULES: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+ROWS = RULES | SPELLINGS
+"""All rows of the laws: a theorem of docs/bounds.md names each of `RULES`."""
+
 LOOSE_START = 1.5
 """Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(sum(map(ord, name)) + 10_000 * seed)
-    net = RULES[name]().double().eval()
+    net = ROWS[name]().double().eval()
     with torch.no_grad():
         for parameter in net.parameters():
             if not parameter.any():

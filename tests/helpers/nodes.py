@@ -15,10 +15,14 @@ from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
 from tests.helpers.lipschitz_cases import build
+from tests.helpers.reached import recorded
 from tests.helpers.slopes import IMAGE
+from tests.helpers.spellings import SINGLE
 
-ROUNDED = 1 + 1e-12
+ROUNDED = 1e-12
 """Rounding of a measured norm, in float64."""
+ROUNDED_SINGLE = 2.0**-20
+"""The same in float32."""
 LOST = 1e-9
 """Singular values below this share of the largest are left out where the input of a map is computed from its result."""
 SOLVED = 1e-6
@@ -38,11 +42,24 @@ class _Noted(GlobalDomain):
 
 
 class Claims:
-    """The values of all nodes of a network's graph; `logits`: that of the output, settled."""
+    """The values of all nodes of a network's graph.
 
-    def __init__(self, net: nn.Module, shape: tuple[int, ...] = IMAGE) -> None:
+    Attributes:
+        logits: The value of the output, settled.
+        reached: The entries of the rule table that made these values.
+    """
+
+    def __init__(
+        self, net: nn.Module, shape: tuple[int, ...] = IMAGE, rounding: float = ROUNDED
+    ) -> None:
+        """Walk the network's graph; rounding: of its results, relative to their norms."""
+        self.rounding = rounding
         self.shape, domain = shape, _Noted()
-        with replayed(net, shape, domain.rules) as self.traced, deep_recursion():
+        with (
+            replayed(net, shape, domain.rules) as self.traced,
+            deep_recursion(),
+            recorded(domain.rules) as self.reached,
+        ):
             domain.walk.arith.begin()
             logits = walk(self.traced, domain)
             assert domain.last is not None
@@ -91,16 +108,16 @@ class Claims:
         if self.context.box(value) and not (found.min() >= 0 and found.max() <= 1):
             yield "no pixels"
         if value.pending is not None:
-            yield from _before(value, value.pending, found, apart)
+            yield from _before(value, value.pending, found, apart, max(LOST, self.rounding))
         try:
             settled = self.context.settle(value)
         except NoRule:  # scores of unbounded tokens have a theorem only together with their softmax
             return
-        yield from _larger(settled.size, found)
-        yield from _faster(float(settled.base) * ROUNDED, found, apart)
+        yield from _larger(settled.size, found, 1 + self.rounding)
+        yield from _faster(float(settled.base) * (1 + self.rounding), found, apart)
 
 
-def _larger(size: Size, found: Tensor) -> Iterator[str]:
+def _larger(size: Size, found: Tensor, rounded: float) -> Iterator[str]:
     shape = tuple(found.shape[1:])
     if tuple(size.shape) != shape:
         yield f"a size of {size.shape} for {shape}"
@@ -111,7 +128,7 @@ def _larger(size: Size, found: Tensor) -> Iterator[str]:
     for axis in range(-len(shape), 0):
         measured[f"fibre along {axis}"] = found.norm(dim=axis), size.fibre_along(axis)
     for name, (numbers, claimed) in measured.items():
-        if not (largest := float(numbers.max())) <= float(claimed) * ROUNDED:
+        if not (largest := float(numbers.max())) <= float(claimed) * rounded:
             yield f"{name} of {largest:.6g} above {float(claimed):.6g}"
 
 
@@ -121,7 +138,9 @@ def _faster(base: float, found: Tensor, apart: Tensor, lost: float = 0.0) -> Ite
         yield f"slope of {float((moved / apart).max()):.6g} above {base:.6g}"
 
 
-def _before(value: Value, pending: Affine, found: Tensor, apart: Tensor) -> Iterator[str]:
+def _before(
+    value: Value, pending: Affine, found: Tensor, apart: Tensor, lost_share: float
+) -> Iterator[str]:
     """Claims about the input of a map that waits: the shortest input with this result is no longer, and no faster."""
     width, index = pending.width, pending.index
     effective = pending.effective(value.size.arith)
@@ -152,7 +171,7 @@ def _before(value: Value, pending: Affine, found: Tensor, apart: Tensor) -> Iter
     radius = float(inverse.norm()) * error  # of the inputs, where the shift is known up to a ball
     fibre, total, count = float(value.size.fibre), float(value.size.total), rows.shape[1] ** 0.5
     rest = float((rows - inputs @ matrix.T).norm(dim=-1).max())
-    if not rest <= error + LOST * (steepest * fibre + float(found.abs().max())):
+    if not rest <= error + lost_share * (steepest * fibre + float(found.abs().max())):
         yield f"a result {rest:.6g} beside the map's range"
     measured = {
         "fibre": (inputs.norm(dim=-1), fibre + radius + lost),
@@ -169,4 +188,4 @@ def _before(value: Value, pending: Affine, found: Tensor, apart: Tensor) -> Iter
 @functools.cache
 def claims(name: str) -> Claims:
     """Return those of a case, once for all laws that read them."""
-    return Claims(build(name))
+    return Claims(build(name), rounding=ROUNDED_SINGLE if name in SINGLE else ROUNDED)

@@ -209,3 +209,19 @@ def test_a_sampled_slope_is_no_constant() -> None:
     sampled = float(jacobian_norms(net, images, 30).max())
     grey = slope(lambda x: net(x.unsqueeze(0))[0], torch.full((1, D), 0.5, dtype=torch.float64))
     assert 50 * sampled < grey <= float(bound_network(net, (1, D), D).upper)
+
+
+@pytest.mark.parametrize(("threshold", "f_is_more_robust"), [(1.4, False), (0.5, True)])
+def test_smaller_singular_values_of_blocks_order_no_networks(
+    threshold: float, f_is_more_robust: bool
+) -> None:
+    blocks = {"f": torch.diag(torch.tensor([0.5, 0.0])), "g": torch.diag(torch.tensor([0.0, 1.0]))}
+    norms = {name: float(torch.linalg.matrix_norm(block, 2)) for name, block in blocks.items()}
+    assert norms["f"] < norms["g"]  # the theorem's premise
+
+    image = torch.tensor([1.0, 0.0])
+    distances = {}
+    for name, block in blocks.items():
+        row = (torch.eye(2) + block)[0]  # the class is the sign of row @ image - threshold
+        distances[name] = float(abs(row @ image - threshold) / torch.linalg.vector_norm(row))
+    assert (distances["f"] > distances["g"]) == f_is_more_robust

@@ -1,35 +1,65 @@
 """Every rule, as laws: no slope that gradient ascent finds exceeds the bound; no run refutes a claim about a tensor."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine.pinned import pin
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.rules import activations
+from certcli.lipschitz.table import rules
 from tests.helpers.grids import EVERY
-from tests.helpers.lipschitz_cases import CURVES, RULES, build, f
+from tests.helpers.lipschitz_cases import CURVES, ROWS, build, f, on_tokens
 from tests.helpers.nodes import Claims, claims
-from tests.helpers.slopes import IMAGE, steepest
+from tests.helpers.reached import Entry, title, without_a_row
+from tests.helpers.slopes import IMAGE, steepest, steepest_segment
+from tests.helpers.spellings import SINGLE
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ROWS)
 def test_no_slope_exceeds_the_bound(name: str) -> None:
     logits = claims(name).logits
     assert logits.base.finite
-    # 1e-9: rounding of the measured singular value, in float64 on matrices of at most a few hundred entries
-    assert steepest(build(name), steps=4 if EVERY else 2) <= float(logits.base) * (1 + 1e-9)
+    net = build(name)
+    # 1e-9: rounding of the measured singular value, in float64 on matrices of at most a few hundred entries;
+    # 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32, and some rows compute in it
+    rounded = 1e-7 if name == "spelled-rounded-hard" or name in SINGLE else 1e-9
+    assert steepest(net, steps=4 if EVERY else 2) <= float(logits.base) * (1 + rounded)
+    assert steepest_segment(net) <= float(logits.base)
     assert check_proof(logits.proof.to_json()) == []
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ROWS)
 def test_no_claim_about_a_tensor_is_refuted(name: str) -> None:
     """Of every node: shape, norm, fibres along every axis, entries and slope, and those before a map that waits."""
     known = claims(name)
     assert list(known.faults(known.images())) == []
+
+
+def reached_by_rows() -> set[Entry]:
+    return {entry for name in ROWS for entry in claims(name).reached}
+
+
+def test_a_row_reaches_every_entry_of_the_table() -> None:
+    assert without_a_row(rules, reached_by_rows()) == []
+
+
+def test_a_wrong_rule_that_is_added_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nn.Threshold as a function of slope 1, which it is at the corner of a ReLU only."""
+    of_relu = rules.modules[nn.ReLU]
+    monkeypatch.setitem(rules.modules, nn.Threshold, replace(of_relu, kind=nn.Threshold))
+    pin(nn.Threshold)
+    assert without_a_row(rules, reached_by_rows()) == [title(("modules", nn.Threshold))]
+    row = on_tokens(nn.Threshold(0.1, 20.0)).double().eval()
+    planted = Claims(row)
+    assert ("modules", nn.Threshold) in planted.reached
+    assert steepest_segment(row) > 100 * float(planted.logits.base)
+    assert list(planted.faults(planted.images())) != []
 
 
 EXACT = {

@@ -137,7 +137,13 @@ def test_claims_name_rows_and_the_papers_own_figures() -> None:
         assert claim.column in BY_NAME[claim.worse].figures
         if claim.paper and claim.column != "upper":  # the papers' bounds are of another kind
             assert claims.theirs(claim, published)
-    (msvp,) = [claim for claim in claims.CLAIMS if "PGD-2, lambda 1e-4" in claim.text]
+    (msvp,) = [
+        claim
+        for claim in claims.CLAIMS
+        if claim.better.endswith("/msvp")
+        and claim.worse.endswith("/none")
+        and claim.column == "pgd2"
+    ]
     assert claims.theirs(msvp, published) == [
         7.18,
         3.64,
@@ -184,7 +190,22 @@ def test_what_a_row_says_of_the_paper() -> None:
     assert said("certvit-1/mnist/4c3f/gloro", hour, {"attacked": 63.2}) == "not reached (PGD %)"
     assert said("certvit-1/digits/vit/standard", [{"clean": 0.8}], {}) == "run"
     better = [{"pgd20": share} for share in (0.6, 0.61, 0.62)]
-    assert said("specformer-2/digits/msvp", better, {}) == "reproduced (PGD-20 %)"
+    assert (
+        said("specformer-2/digits/msvp", better, {}) == "reproduced (PGD-20 %); not run (CW-20 %)"
+    )
+
+
+def test_a_paper_that_counts_its_network_twice_contradicts_itself() -> None:
+    (table,) = [table for table in TABLES if table.name == "certvit-1"]
+    row = BY_NAME["certvit-1/cifar10/vit/network"]
+
+    def said(parameters: int, tabulated: int) -> str:
+        run = {"figures": {"parameters": parameters, "tabulated": tabulated}}
+        return render.status(table, row, {results.key(row.name, 0): run}, {"parameters": 100})
+
+    assert said(100, 100) == "reproduced (parameters)"
+    assert said(100, 90) == "reproduced (parameters); contradicts itself (its Table 4)"
+    assert said(90, 100) == "refuted (parameters)"
 
 
 def test_quick_rows_fit_into_half_an_hour_on_two_cores() -> None:

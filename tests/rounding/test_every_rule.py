@@ -12,9 +12,11 @@ from certcli.checkpoint.record import InputSpec
 from certcli.engine.table import NoRule
 from certcli.models.build import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
+from certcli.rounding.executed import rules
 from tests.helpers.executions import require_within
 from tests.helpers.grids import EVERY
-from tests.helpers.lipschitz_cases import RULES, build, f
+from tests.helpers.lipschitz_cases import ROWS, build, f
+from tests.helpers.reached import recorded, without_a_row
 from tests.helpers.slopes import IMAGE
 
 WITHOUT_ROUNDING = {
@@ -25,17 +27,25 @@ WITHOUT_ROUNDING = {
     "attention-l2-untied-bare", "attention-lipschitz-norm", "attention-lipschitz-norm-after-norm", "token-convolution",
     "token-convolution-after-norm", "token-convolution-after-linear", "spellings", "choice", "choice-of-scores",
     "larger", "add-product", "add-products", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
-    "adaptive-max", "adaptive-3d", "attention-cosine-after-norm",
+    "adaptive-max", "adaptive-3d", "attention-cosine-after-norm", "spelled-curves", "spelled-sums", "spelled-precisions",
+    "spelled-at-rest", "spelled-images", "spelled-single", "spelled-single-images",
 }  # fmt: skip
-OTHER_BATCHES = ("cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose")
+OTHER_BATCHES = (
+    "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums"
+)  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [
     "mix-matrices", "soft-pairs-partly", "sort-partly", "silu", "mish", "hard-swish", "quick-gelu", "sigmoid", "hard-mish",
     "rms-norm", "group-norm", "l2-normalize", "response-norm", "softmax", "roll-pad-flip", "constant-matrices",
     "constant-matrix", "gate", "swiglu", "product", "square", "adaptive", "clamp", "attention-windows", "attention-masked",
     "attention-causal", "attention-channels", "attention-talking", "attention-l2-windows",
-    "attention-cosine", "global-pool", "squeeze-excite", "expand",
+    "attention-cosine", "global-pool", "squeeze-excite", "expand", "conv-3-stride", "rms-norm-torch", "group-norm-1",
+    "center-norm", "floor-norm", "layer-scale", "maxmin", "augmented", "unfold", "shuffle", "attention", "rolled", "l2-pool",
+    "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard",
+    "spelled-rounded-views", "spelled-rounded-parts",
+    "spelled-rounded-sums", "spelled-rounded-at-rest", "spelled-rounded-images", "spelled-batch-norm-of-rows",
 ]  # fmt: skip
+"""They reach every entry of the table; the other rows are other sizes and compositions of the same."""
 
 
 def network(name: str) -> PixelModel:
@@ -48,7 +58,7 @@ def network(name: str) -> PixelModel:
 
 @pytest.mark.parametrize("arithmetic", PRECISIONS if EVERY else ["float32"])
 @pytest.mark.parametrize(
-    "name", [name for name in RULES if name not in WITHOUT_ROUNDING] if EVERY else QUICK
+    "name", [name for name in ROWS if name not in WITHOUT_ROUNDING] if EVERY else QUICK
 )
 def test_no_execution_of_a_rule_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
     model = network(name)
@@ -66,6 +76,13 @@ def test_no_execution_of_a_rule_differs_by_more_than_is_proven(name: str, arithm
         arithmetic in ("float64", "float32") and name != "attention-windows-cosine"
     ):  # whose slope is 1 / eps = 1e12
         assert bound < 2.0**34 * PRECISIONS[arithmetic].unit  # it says something
+
+
+def test_a_row_reaches_every_entry_of_the_table() -> None:
+    with recorded(rules) as reached:
+        for name in QUICK:
+            NeighbourErrors(network(name), IMAGE, PRECISIONS["float32"])
+    assert without_a_row(rules, reached) == []
 
 
 @pytest.mark.parametrize(

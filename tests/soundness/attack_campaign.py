@@ -30,7 +30,7 @@ from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import EFFORTS, Local
+from certcli.certify.local_options import BRANCH, EFFORTS, Local
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier, defended
 from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.patch.options import PROCEDURES, Patches
@@ -130,7 +130,8 @@ def proving(method: str, arithmetic: str) -> Callable[[PixelModel], Certifier]:
 
 
 def local(effort: str, norm: Any, arithmetic: str) -> Callable[[PixelModel], Certifier]:
-    options = Local(effort, norm, arithmetic=arithmetic)
+    seconds = 3.0 if effort == BRANCH else None
+    options = Local(effort, norm, arithmetic=arithmetic, seconds=seconds)
     return lambda model: LocalCertifier(model, model.input_size, options, symbols=300, steps=2)
 
 

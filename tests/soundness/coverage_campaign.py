@@ -194,7 +194,7 @@ def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificat
     classify, edge = shifted(settings.precision), EDGES[settings.precision]
     images = at(edge + true, count)
     with watched() as drawn:
-        sigma, _ = choose_sigma(classify, 2, settings, CPU, images, [true / 2, true])
+        sigma, _ = choose_sigma(lambda sigma: classify, 2, settings, CPU, images, [true / 2, true])
     with watched() as own:
         certifier = SmoothingCertifier(classify, 2, replace(settings, sigma=sigma), CPU)
         rows = [row for batch in certify(certifier, images, 1) for row in batch]

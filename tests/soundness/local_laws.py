@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import NORMS, ZONOTOPE, Local
+from certcli.certify.local_options import BRANCH, NORMS, ZONOTOPE, Local
 from certcli.certify.proof_options import REAL
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
@@ -69,7 +69,8 @@ def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
 
 
 def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
-    """How far the truth (points, *shape) is from the form at the symbols e (points, m), over what the form leaves free."""
+    """How far the truth (points, *shape) is from the form at the pixels' e (points, m), over what the form leaves free."""
+    e = form.space.symbols(e)
     columns = torch.cat([e, square_symbols(e)], 1) if form.space.squares else e
     middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
     free = form.box.abs().sum(0) + form.slack
@@ -204,19 +205,18 @@ def check(seed: int, found: Found) -> None:
     """All laws for the program of this seed."""
     model, laws = program(seed), Found()
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()
-    for name in (ZONOTOPE, NORMS):
+    for name in (ZONOTOPE, NORMS, BRANCH):
         options = Local(
-            effort=name, at=RADII if name == ZONOTOPE else (), arithmetic=(REAL, None)[seed % 2]
+            effort=name,
+            at=() if name == NORMS else RADII,
+            arithmetic=(REAL, None)[seed % 2],
+            seconds=1.0 if name == BRANCH else None,  # what is proven by then is attacked
         )
         try:
             certifier = LocalCertifier(model, SIZE, options, symbols=300, steps=1)
-            check_nodes(
-                laws,
-                name,
-                certifier.network if name == ZONOTOPE else certifier._balls(),
-                pixels,
-                seed,
-            )
+            if name != BRANCH:
+                network = certifier.network if name == ZONOTOPE else certifier._balls()
+                check_nodes(laws, name, network, pixels, seed)
             check_certificate(laws, model, certifier, pixels, seed)
         except (NoRule, Untraceable, NoBoundError) as reason:
             found.refused[f"{name}: {str(reason).removeprefix('no local certificate: ')}"[:90]] += 1

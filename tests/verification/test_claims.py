@@ -192,7 +192,7 @@ def test_honest_evidence_is_verified(lab: Path) -> None:
     done = console("log", "m.safetensors", "--verify", "--json", folder=lab)
     told = json.loads(done.out)
     assert done.code == 0, done.err
-    assert told["gate"] == {"passed": True, "reasons": []}
+    assert told["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
     assert {claim["status"] for claim in told["verification"] if claim["asked"]} == {"verified"}
     assert {claim["entry"].split(": ")[-1] for claim in told["verification"]} >= {
         "lipschitz",

@@ -47,7 +47,9 @@ class PatchCertificate(Certificate):
     def to_json(self) -> dict[str, Any]:
         """Without a radius; with the votes also how many each class has."""
         row = {
-            name: value for name, value in asdict(self).items() if name not in ("radius", "rung")
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("radius", "rung", "splits")
         }
         row |= {"proven": list(self.proven), "votes": list(self.votes)}
         if not self.votes:

@@ -1,4 +1,4 @@
-"""A denoiser in front of a classifier that never saw noise: DnCNN, read from a plain safetensors file.
+"""A denoiser in front of a classifier that never saw noise: DnCNN, or a diffusion model in a folder of diffusers.
 
 Source: Zhang, Zuo, Chen, Meng & Zhang 2017 (the network); Salman, Sun, Yang, Kapoor & Kolter 2020, Denoised smoothing: a
 provable defense for pretrained classifiers (its use, and the names of the tensors as they published them).
@@ -7,12 +7,15 @@ provable defense for pretrained classifiers (its use, and the names of the tenso
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.system.errors import ArchitectureError
+from certcli.certify.smoothing.diffusion import Diffusion
+from certcli.checkpoint.file import read_tensors, require_numbers, tensors_digest
+from certcli.models.diffusion import is_diffusers, read_diffusers
+from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
 EPS = 1e-4
 """Of the batch normalisations, as published: it is no tensor, so a file cannot say it."""
@@ -27,6 +30,8 @@ class Denoiser(nn.Module):
     """
 
     digest = ""
+    about: Mapping[str, Any] = {}
+    """Facts for the document."""
 
     def __init__(self, channels: int, width: int, depth: int) -> None:
         super().__init__()
@@ -44,14 +49,20 @@ class Denoiser(nn.Module):
         found: Tensor = pixels - self.dncnn(pixels)
         return found
 
+    def at(self, sigma: float) -> "Denoiser":
+        """Return the denoiser itself: it is one function for every sigma."""
+        return self
 
-def read_denoiser(path: Path, channels: int) -> Denoiser:
-    """Return the denoiser in a file, for images with this number of channels.
+
+def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
+    """Return the denoiser in a file or a folder, for images with this number of channels.
 
     Raises:
-        ArchitectureError: the tensors are not a DnCNN's.
+        ArchitectureError: it is neither a DnCNN nor an unconditional diffusion model.
     """
-    tensors, _ = read_tensors(path)
+    if is_diffusers(path):
+        return Diffusion(*read_diffusers(path, channels))
+    tensors = _tensors(path)
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("dncnn.0.weight")
     numbers = [
@@ -72,6 +83,29 @@ def read_denoiser(path: Path, channels: int) -> Denoiser:
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     return net.eval()
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Read safetensors, or the published `.pth.tar`: a pickle of tensors, opened with weights_only."""
+    if not path.name.endswith((".pth", ".pt", ".pth.tar")):
+        return read_tensors(path)[0]
+    if not path.is_file():
+        raise CheckpointError(f"no file {path}")
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as failure:  # the unpickler meets any bytes
+        raise CheckpointError(
+            f"{path} does not open as tensors alone ({one_line(str(failure))[:120]})",
+            "write its state_dict with safetensors",
+        ) from failure
+    if isinstance(stored, dict) and isinstance(stored.get("state_dict"), dict):
+        stored = stored["state_dict"]
+    if not isinstance(stored, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
+    ):
+        raise CheckpointError(f"{path} holds no state_dict")
+    require_numbers(stored, path.name)
+    return stored
 
 
 def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:

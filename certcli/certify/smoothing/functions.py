@@ -5,13 +5,17 @@ from torch import Tensor, nn
 
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import Denoiser
+from certcli.certify.smoothing.diffusion import OneShot
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.replay import agree, noise_like
+from certcli.engine.replay import agree, close, movement, noise_like
 from certcli.models import build
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+BESIDE = (
+    "no certificate by smoothing: the network's logits of an image depend on the images beside it"
+)
 CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
 
@@ -20,7 +24,7 @@ class Classifier(nn.Module):
     """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network run in `precision`."""
 
     def __init__(
-        self, model: build.PixelModel, precision: str, denoiser: Denoiser | None = None
+        self, model: build.PixelModel, precision: str, denoiser: Denoiser | OneShot | None = None
     ) -> None:
         super().__init__()
         self.kind, self.precision = DTYPES[precision], precision
@@ -28,6 +32,7 @@ class Classifier(nn.Module):
         self.denoiser = None if denoiser is None else denoiser.to(self.kind)
         if self.denoiser is not None:  # two thirds of the time on a CPU
             self.denoiser.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._compared: set[int] = set()
         self.eval()
 
     def forward(self, noisy: Tensor) -> Tensor:
@@ -35,6 +40,8 @@ class Classifier(nn.Module):
 
     def prepare(self, noisy: Tensor) -> Tensor:
         """What is done to each pixel on its own: up to the denoiser, or the network."""
+        if isinstance(self.denoiser, OneShot):  # it scales in float32 itself
+            return noisy
         return (noisy if self.denoiser is not None else self._normalised(noisy)).to(self.kind)
 
     def _normalised(self, pixels: Tensor) -> Tensor:
@@ -42,7 +49,32 @@ class Classifier(nn.Module):
         return found
 
     def run(self, prepared: Tensor) -> Tensor:
-        """Return the rest: prepared pixels -> logits."""
+        """Return the rest: prepared pixels -> logits. The first batch of each size is compared with rows run alone."""
+        logits = self._run(prepared)
+        if (
+            len(prepared) > 1
+            and len(prepared) not in self._compared
+            and not torch.is_grad_enabled()
+        ):
+            self._require_alone(prepared, logits)
+            self._compared.add(len(prepared))
+        return logits
+
+    def _require_alone(self, prepared: Tensor, logits: Tensor) -> None:
+        """UsageError where a row's logits depend on its batch, or on torch's inference mode.
+
+        Draws of a batch would not be independent, and the count of votes would say nothing.
+        """
+        if logits.shape[0] != len(prepared) or not bool(torch.isfinite(logits).all()):
+            return  # the caller says so
+        rows = sorted({0, len(prepared) // 2, len(prepared) - 1})
+        with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
+            alone = torch.cat([self._run(prepared[row : row + 1].clone()) for row in rows])
+        tolerance = torch.finfo(self.kind).eps ** 0.5 * movement(logits)
+        if not close(logits[rows], alone, tolerance):
+            raise UsageError(BESIDE)
+
+    def _run(self, prepared: Tensor) -> Tensor:
         try:
             if self.denoiser is not None:
                 prepared = self._normalised(self.denoiser(prepared).float()).to(self.kind)
@@ -57,10 +89,15 @@ class Classifier(nn.Module):
 
 
 def classifier(
-    checkpoint: Checkpoint, device: torch.device, precision: str, denoiser: Denoiser | None = None
+    checkpoint: Checkpoint,
+    device: torch.device,
+    precision: str,
+    denoiser: Denoiser | OneShot | None = None,
 ) -> Classifier:
     """Return the checkpoint's network as smoothing runs it."""
     model = build.load(checkpoint, device)
+    if isinstance(denoiser, OneShot):
+        denoiser.require_size(*model.input_size[1:])
     require_alone(model)
     return Classifier(model, precision, None if denoiser is None else denoiser.to(device))
 
@@ -75,11 +112,8 @@ def require_alone(model: build.PixelModel) -> None:
         alone = torch.cat([model(image[None]) for image in images])
     except RuntimeError:  # of single images, or not in this precision: the run itself says so
         return
-    moved = alone.amax(0, keepdim=True) - alone.amin(0, keepdim=True)
-    if bool(torch.isfinite(alone).all()) and not agree(together, alone, moved):
-        raise UsageError(
-            "no certificate by smoothing: the network's logits of an image depend on the images beside it"
-        )
+    if bool(torch.isfinite(alone).all()) and not agree(together, alone):
+        raise UsageError(BESIDE)
 
 
 class Smoothed(nn.Module):

@@ -86,9 +86,9 @@ class Smoothing(Options):
     denoiser_file: Annotated[
         Path | None,
         Option(
-            "A DnCNN in safetensors that noisy images pass first, for plain networks.",
+            "Noisy images pass it first, for plain networks: a DnCNN's file, or diffusers' folder.",
             ("--denoiser",),
-            "FILE",
+            "PATH",
         ),
     ] = None
     seed: int = 0

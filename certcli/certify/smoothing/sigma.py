@@ -1,7 +1,8 @@
 """--method smoothing made ready: the sigma that is named, or one that suits a few images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from certcli.certify.certificate import certified_accuracy
 from certcli.certify.methods import certify
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import Denoiser, read_denoiser
+from certcli.certify.smoothing.diffusion import Diffusion, OneShot
 from certcli.certify.smoothing.functions import classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import AUTO, Smoothing
@@ -26,7 +28,7 @@ TUNE_N0, TUNE_SAMPLES, TUNE_ALPHA = 16, 64, 0.5
 
 
 def choose_sigma(
-    classify: nn.Module,
+    classify_at: Callable[[float], nn.Module],
     classes: int,
     settings: Smoothing,
     device: torch.device,
@@ -35,6 +37,7 @@ def choose_sigma(
 ) -> tuple[float, dict[float, float]]:
     """Return the sigma of `SIGMAS` with the largest mean certified accuracy over the radii, estimated; and all their shares.
 
+    `classify_at(sigma)` is the function that is smoothed with sigma: a diffusion model before it is another one for each.
     A radius that the samples of `settings` could not reach counts nothing. The noise is other noise than that which
     certifies, so the certificates do not know of the choice. Equal shares: the larger average radius.
     """
@@ -42,10 +45,8 @@ def choose_sigma(
     for sigma in SIGMAS:
         exact = replace(settings, sigma=sigma, enough=None, decide=False)
         tried = replace(exact, n0=TUNE_N0, samples=TUNE_SAMPLES, alpha=TUNE_ALPHA)
-        certifier, reach = (
-            SmoothingCertifier(classify, classes, tried, device, noise.TUNE),
-            exact.reach,
-        )
+        certifier = SmoothingCertifier(classify_at(sigma), classes, tried, device, noise.TUNE)
+        reach = exact.reach
         rows = [row for batch in certify(certifier, images, settings.batch_size) for row in batch]
         found = certified_accuracy(rows, [Threat("l2", radius) for radius in radii])
         held = [
@@ -57,36 +58,55 @@ def choose_sigma(
     return best, {sigma: share for sigma, (share, _) in shares.items()}
 
 
-def _denoiser(checkpoint: Checkpoint, options: Smoothing) -> Denoiser | None:
-    """Read the denoiser that is named; where records state a digest, DataError unless it is of this one."""
-    file, stated = options.denoiser_file, options.denoiser
+def _denoiser(checkpoint: Checkpoint, options: Smoothing) -> Denoiser | Diffusion | None:
+    """Read the denoiser that is named; DataError where records are of one and none is named."""
+    file = options.denoiser_file
     if file is None:
-        if stated is None:
+        if options.denoiser is None:
             return None
-        message = f"these certificates are of the network behind a denoiser, digest {stated[:16]}"
+        message = f"these certificates are of the network behind a denoiser, digest {options.denoiser[:16]}"
         raise DataError(message, "name its file: --denoiser FILE")
-    net = read_denoiser(file, checkpoint.record.input.size[0])
-    if stated not in (None, net.digest):
+    return read_denoiser(file, checkpoint.record.input.size[0])
+
+
+def _require_stated(denoiser: Denoiser | OneShot, options: Smoothing) -> None:
+    """Where records state a digest, raise DataError unless it is of this denoiser at this sigma."""
+    if options.denoiser not in (None, denoiser.digest):
         raise DataError(
-            f"{file} is another denoiser (digest {net.digest[:16]}) than that of the records: {str(stated)[:16]}"
+            f"{options.denoiser_file} is another denoiser (digest {denoiser.digest[:16]}) "
+            f"than that of the records: {str(options.denoiser)[:16]}"
         )
-    return net
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) -> SmoothingCertifier:
     """Return the certifier of the network under noise; `options.tuning` chooses a sigma that is "auto"."""
-    denoiser, about = _denoiser(checkpoint, options), {}
-    if denoiser is not None:
-        options = replace(options, denoiser=denoiser.digest)
+    denoiser = _denoiser(checkpoint, options)
+    about: dict[str, Any] = {}
     if options.tuning is None:
         options.require_reach()  # before the network is built
-    classify = classifier(checkpoint, device, options.precision, denoiser)
+
+    def classify_at(sigma: float) -> nn.Module:
+        before = None if denoiser is None else denoiser.at(sigma)
+        return classifier(checkpoint, device, options.precision, before)
+
     if options.sigma == AUTO and options.tuning is not None:
         images = options.tuning.images()
+        alike = None if isinstance(denoiser, Diffusion) else classify_at(SIGMAS[0])
         sigma, shares = choose_sigma(
-            classify, checkpoint.record.classes, options, device, images, options.tuning.radii
+            (lambda sigma: alike) if alike is not None else classify_at,
+            checkpoint.record.classes,
+            options,
+            device,
+            images,
+            options.tuning.radii,
         )
         options = replace(options, sigma=sigma)
         tried = {f"{tried:g}": share for tried, share in shares.items()}
         about = {"sigma_chosen": {"split": images.split, "images": len(images), "shares": tried}}
+    if denoiser is not None:
+        exact = denoiser.at(options.deviation)
+        _require_stated(exact, options)
+        options = replace(options, denoiser=exact.digest)
+        about |= exact.about
+    classify = classify_at(options.deviation)
     return SmoothingCertifier(classify, checkpoint.record.classes, options, device, about=about)

@@ -61,7 +61,8 @@ def attack(
     if data.only_certified is not None:
         norm, certificates = read_certified(data.only_certified, checkpoint.digest)
         stages = in_norm(stages, norm, attacks.norm)
-    images = digested(data.images(checkpoint.record, sink), team())
+    images = data.images(checkpoint.record, sink, unlabelled=True)
+    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [

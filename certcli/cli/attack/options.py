@@ -116,6 +116,12 @@ class Attacks:
             help="float32 or bf16, of the attack's own passes; verdicts keep the network's own."
         ),
     ] = "float32"
+    pixels: Annotated[
+        str,
+        typer.Option(
+            help="float, or 8bit: rounds the images, and counts only adversarial images that a file can hold."
+        ),
+    ] = "float"
     independent: Annotated[
         bool,
         typer.Option(
@@ -147,7 +153,10 @@ class Attacks:
             samples=self.samples,
             seed=seed,
             precision=self.precision,
+            pixels=self.pixels,
         )
+        if self.refine and self.pixels == "8bit":
+            raise UsageError("--refine halves changes, which 8 bits do not hold", "leave out one")
         if certified and self.precision != "float32":
             raise UsageError("certificates are attacked in float64", "leave out --precision")
         return settings, stages_of(
@@ -177,8 +186,8 @@ class AttackedImages(Evaluation):
         options.Reads(),
     ] = None
 
-    def images(self, record: Any, sink: Sink) -> Images:
-        images = super().images(record, sink)
+    def images(self, record: Any, sink: Sink, unlabelled: bool = False) -> Images:
+        images = super().images(record, sink, unlabelled)
         return images if self.per_class is None else images.per_class(self.per_class, self.seed)
 
 
@@ -192,7 +201,7 @@ class AttackOutput:
             "--min-robust",
             parser=options.share,
             metavar="A",
-            help="Exit 7 below this share at the smallest radius.",
+            help="Exit 7 below this share at the smallest radius, 9 if its interval holds it.",
         ),
     ] = None
     records: options.Records = None

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation.intervals import share_text
-from certcli.system.errors import CertvitError, DataError, GateError, UsageError
+from certcli.system.errors import CertvitError, DataError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +51,7 @@ def require(
         "source": attacks.crafted_on,
         "refine": attacks.refine,
         "step-size": attacks.step_size,
+        "pixels": attacks.pixels != "float",
         "save-examples": results.save_examples,
         "gallery": results.gallery,
         "attack": [name for name in attacks.attacks if name != ATTACK],
@@ -139,9 +139,9 @@ def attack(
             CertvitError(f"certified and broken: images {', '.join(map(str, fallen[:5]))}", hint),
         )
     if results.minimum is not None:
-        share = f"{share_text(first['robust'], first['images'])} withstand patches of {spelled[0]}"
-        failure = GateError(f"{share}, below --min-robust {results.minimum:g}")
-        gate.demand(first["robust"] >= results.minimum, failure)
+        hits = round(first["robust"] * first["images"])
+        what = f"robust accuracy against patches of {spelled[0]}"
+        gate.demand_share(hits, first["images"], results.minimum, what, "--min-robust")
     curve = {part["patch"]: part["robust"] for part in parts}
     intervals = {part["patch"]: part["intervals"]["robust"] for part in parts}
     document = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from certcli.cli.audit.options import AuditOptions, Reports
+from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Calibration, Evaluation, Machine, Output, Source, Talk
 from certcli.cli.shared.output import Sink
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @command(
     "certvit audit m.safetensors --dataset digits --html audit.html",
-    'certvit audit m.safetensors --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
+    'certvit audit m.safetensors --limit 100 --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
     page="audit.md",
 )
 def audit(
@@ -51,8 +52,10 @@ def audit(
     earlier = None if reports.compare is None else view.earlier(reports.compare)
     sink, device = talk.sink(), machine.pick()
     checkpoint = open_checkpoint(source.ckpt, source.hints())
+    data = _first_images(checkpoint.record, data, sink)
     images = _images(checkpoint.record, data, sink)
-    images = None if images is None else digested(images, team())
+    if images is not None:
+        images = digested(inputs.answered(checkpoint, images, device, sink), team())
 
     def calibration() -> Images:
         return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
@@ -85,6 +88,16 @@ def audit(
     gate.enforce()
 
 
+def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
+    """Name the photographs that come with certvit where no images are named and the network can see them."""
+    from certcli.images.datasets import PHOTOGRAPHS, photographs_suit
+
+    if data.dataset is not None or record.dataset is not None or not photographs_suit(record.input):
+        return data
+    sink.note("no --dataset: twelve photographs that come with certvit give a first answer")
+    return replace(data, dataset=PHOTOGRAPHS)
+
+
 def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
     """The images to judge by, in turn; None when none were named and those it was trained on are not here."""
     from certcli.system.errors import DataError
@@ -92,7 +105,8 @@ def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
     if data.dataset is None and record.dataset is None:
         return None
     try:
-        images = replace(data, limit=None).images(record, sink).in_turn(data.seed)
+        whole = replace(data, limit=None).images(record, sink, unlabelled=True)
+        images = whole.in_turn(data.seed)
     except DataError as failure:
         if data.dataset is not None:
             raise

@@ -76,7 +76,8 @@ class AuditOptions:
         typer.Option(
             "--fail-on",
             metavar="GATE",
-            help="Exit 7 if so: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, clean<0.9, upper>100.",
+            help="Exit 7 if so, 9 if not decided: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, "
+            "clean<0.9, upper>100.",
         ),
     ] = field(default_factory=list)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certcli.cli.shared.output import Gate, Sink
-from certcli.system.errors import GateError, UsageError
+from certcli.evaluation.verdicts import UNDECIDED
+from certcli.system.errors import GateError, UndecidedError, UsageError
 from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".html", ".json", ".sarif", ".xml", ".csv", ".svg", ".md")
 """Suffixes of --report."""
+MORE = "more images decide it: a larger --time-budget where images were left over, else a larger --limit"
 LARGEST_SHOWN = 6
 """Blocks of the bound that a terminal shows; a page shows all."""
 
@@ -53,10 +55,11 @@ def earlier(path: Path) -> Audit:
 def gate_of(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
-        gate.demand(
-            row.passed,
-            GateError(f"--fail-on {row.fail_on}: {row.reason}", "certvit audit shows all figures"),
-        )
+        message = f"--fail-on {row.fail_on}: {row.reason}"
+        if row.verdict == UNDECIDED:
+            gate.demand(False, UndecidedError(message, MORE))
+        else:
+            gate.demand(row.passed, GateError(message))
     return gate
 
 
@@ -165,7 +168,7 @@ def write(
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
-        pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.least)
+        pictures = {} if suffix != ".html" else pictures_of(findings, names)
         formats.save(path, formats.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if output.output is not None:

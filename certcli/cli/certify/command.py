@@ -66,7 +66,8 @@ def certify(
             target.minimum, patches, checkpoint.record.input.size[1:]
         )
     demand = replace(demand, every=output.output is not None)
-    images = digested(data.images(checkpoint.record, sink), team())
+    images = data.images(checkpoint.record, sink, unlabelled=True)
+    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
     seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)

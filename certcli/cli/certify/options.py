@@ -47,7 +47,7 @@ class Target:
         typer.Option(
             "--min-certified",
             metavar="SHARE[@R]",
-            help="Exit 7 below this share at radius (or patch) R (default: the smallest).",
+            help="Exit 7 below this share at radius (or patch) R (default: the smallest), 9 if its interval holds it.",
         ),
     ] = None
     records: options.Records = None

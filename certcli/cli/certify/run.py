@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import Norm, parse_number, proven_percent
-from certcli.system.errors import DataError, GateError, NoBoundError, UsageError
+from certcli.system.errors import DataError, NoBoundError, UsageError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -47,11 +46,9 @@ class Demand:
     every: bool = False
 
     def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        reached = found.against(self.threat)
-        message = f"certified accuracy {share_text(reached, found.images, proven=True)} at {self.threat.proven()}"
-        gate.demand(
-            reached >= self.share, GateError(f"{message} is below --min-certified {self.share:g}")
-        )
+        hits = round(found.against(self.threat) * found.images)
+        what = f"certified accuracy at {self.threat.proven()}"
+        gate.demand_share(hits, found.images, self.share, what, "--min-certified")
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,7 @@ def _options_of(
     from certcli.certify.smoothing.options import Tuning
 
     if method == "local":
-        return replace(options.local, effort=choice.effort, arithmetic=options.proof.arithmetic)
+        return _local_options(choice.effort, options)
     if method in PROVING:
         return options.proof
     if method == "smoothing":
@@ -204,6 +201,22 @@ def _options_of(
             tuning=tuning,
         )
     return options.patches if method == "patch" else None
+
+
+def _local_options(effort: str, options: Options) -> MethodOptions:
+    """Return the options of `local`; branching tries the radii that were asked for, where some were."""
+    from certcli.certify.local_options import BRANCH
+
+    branches, asked = effort == BRANCH, sorted(options.target.epsilon)
+    return replace(
+        options.local,
+        effort=effort,
+        at=[radius for radius in dict.fromkeys(asked) if radius > 0]
+        if branches
+        else options.local.at,
+        seconds=options.local.seconds if branches else None,
+        arithmetic=options.proof.arithmetic,
+    )
 
 
 def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:

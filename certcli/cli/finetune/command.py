@@ -1,7 +1,5 @@
 """certvit finetune: train for accuracy or for certified accuracy, from a checkpoint or, after init, from scratch."""
 
-from dataclasses import replace
-
 from certcli.cli.finetune.options import Order
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Talk
@@ -49,7 +47,6 @@ def finetune(order: Order, talk: Talk = Talk()) -> None:
 
     if order.settings.time_budget is not None and order.settings.steps is not None:
         raise UsageError("--steps and --time-budget both say how long", "one of the two")
-    settings = replace(order.settings, seed=order.data.seed)
-    training = Training(replace(order, settings=settings), talk.sink())
+    training = Training(order, talk.sink())
     with training.held:
         training.run()

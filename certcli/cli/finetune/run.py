@@ -15,12 +15,12 @@ from certcli.checkpoint.outputs import (
     remove,
     require_own_state,
 )
+from certcli.cli.finetune import ending, proof
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import proven_radius
-from certcli.evaluation.threat import Threat
+from certcli.finetune import start
+from certcli.finetune.budget import parse_duration
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -43,8 +43,12 @@ class Training:
         from certcli.finetune.state import KEY
 
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
-        self.settings, self.order, self.sink = order.settings, order, sink
+        self.settings = replace(order.settings, seed=order.data.seed)
+        self.order = order
+        self.sink = sink
+        self.ends: float | None = None
         if self.settings.time_budget is not None:
+            self.ends = self.started + parse_duration(self.settings.time_budget)
             require_one("a time budget is planned", "--epochs or --steps")
         if order.shard_weights:
             require_shardable(self.settings, team())
@@ -52,6 +56,10 @@ class Training:
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
         self.checkpoint = order.source.open(sink)
+        self.begin = start.start_of(self.checkpoint.record)
+        self.defaulted = False
+        self.proof_costs = 0.0, 0.0
+        self.before: ending.Accuracy | None = None
         self.savable = True
         self.remarked = 0.0
         self.seen: dict[str, Any] = {}
@@ -60,7 +68,6 @@ class Training:
     def run(self) -> None:
         from certcli.evaluation.seen import kept_of
         from certcli.finetune.loop import Trainer, identity
-        from certcli.finetune.optimisers import default_batch
         from certcli.finetune.shards import share_out
         from certcli.finetune.state import KEY, load_state
         from certcli.finetune.step import Diverged
@@ -68,13 +75,12 @@ class Training:
         from certcli.models import build
         from certcli.models.hints import Hints
         from certcli.models.open import open_checkpoint
-        from certcli.system.errors import OutputError
+        from certcli.system.errors import CertvitError, OutputError
 
         order, sink = self.order, self.sink
         train, validation = self._images()
         sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
-        batch = order.machine.batch_size or default_batch(self.settings.optimiser, len(train))
-        self.settings = replace(self.settings, batch_size=batch)
+        self._choose(len(train))
         self.seen = kept_of(train) if team().leads else {}
         device = order.machine.pick()
         teacher = None
@@ -94,6 +100,8 @@ class Training:
         if order.shard_weights:
             return_large_blocks()  # the memory of one block's pass is not kept for the next block
             share_out(model, device, team(), self.settings.precision)
+        if team().leads and not order.shard_weights:
+            self.before = ending.accuracy(model, validation)
         run = identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = Trainer(
             model,
@@ -104,6 +112,8 @@ class Training:
             team(),
             order.shard_weights,
         )
+        if self.before is not None and self.begin.trained and trainer.orthogonal:
+            ending.warn_of_orthogonal(self.before, ending.accuracy(model, validation), sink)
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
             hold_state(self.state_path, self.held)
@@ -117,6 +127,8 @@ class Training:
         )
         if self.settings.time_budget is not None and trainer.settings.steps is None:
             end = self._plan(trainer, self.settings.time_budget, train, validation)
+        elif self.defaulted and not trainer.step:
+            self.sink.note(trainer.takes(train, validation))
         diverged: Diverged | None = None
         try:
             self._learn(trainer, train, validation, end)
@@ -132,8 +144,11 @@ class Training:
             if diverged is None and trainer.epoch != trainer.best_epoch:
                 trainer.whole(trainer.last_net())
             return
+        failed: CertvitError | None = None
         try:
             self._write(trainer, train, validation, diverged is None)
+        except ending.EndedAtChanceError as failure:
+            failed = failure
         except OutputError as failure:
             if self.state_path.exists():
                 raise OutputError(
@@ -146,6 +161,22 @@ class Training:
                 f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}"
             )
             raise diverged
+        if failed is not None:
+            raise failed
+
+    def _choose(self, images: int) -> None:
+        """Take the defaults that suit the network, fresh or trained already, and say which."""
+        from certcli.finetune.optimisers import default_batch
+
+        settings, machine = self.order.settings, self.order.machine
+        parameters = sum(tensor.numel() for tensor in self.checkpoint.tensors.values())
+        usual = start.default_batch_size(self.begin, settings, parameters)
+        batch = machine.batch_size or usual or default_batch(settings.optimiser, images)
+        taken = start.defaults(self.begin, settings, parameters)
+        self.settings = replace(self.settings, batch_size=batch, **taken)
+        self.defaulted = "epochs" in settings.unsaid and settings.steps is None
+        if settings.unsaid:
+            self.sink.note(start.sentence(self.begin, self.settings))
 
     def _images(self) -> tuple[Images, Images]:
         """Return the training and the validation images, which share none."""
@@ -176,13 +207,15 @@ class Training:
 
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
         """Turn the time budget into a number of steps, and return when they should end, in seconds of the clock."""
-        from certcli.finetune.budget import Costs, parse_duration
+        from certcli.finetune.budget import Costs
 
         clock = time.perf_counter()
         self._save_state(trainer)
         saving = time.perf_counter() - clock
-        bound, certificate = _proof_seconds(self.checkpoint, validation.limit(128))
-        end = self.started + parse_duration(budget)
+        bound, certificate = proof.seconds(self.checkpoint, validation, self.settings.epsilon)
+        assert self.ends is not None
+        end = self.ends
+        self.proof_costs = bound, certificate
         left = end - time.perf_counter()
         trainer.plan(train, validation, left, Costs(0.0, 0.0, saving, bound, certificate))
         epochs, limit = (
@@ -264,23 +297,36 @@ class Training:
             self.savable = False
 
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
-        """Write the best weights with their proof, then the last ones where they are others."""
-        output, settings = self.order.output, trainer.settings
+        """Write the best weights, prove their bound and write it too; then the last weights where they are others."""
+        output, settings, sink = self.order.output, trainer.settings, self.sink
         best, last, epsilon = trainer.best_epoch, trainer.epoch, settings.epsilon
-        images = validation.limit(settings.validation_limit, settings.seed)
         derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
-        final = _prove(derived, images, epsilon, self.sink)
+        say_wider(self.checkpoint, derived, sink)
+        output.write(derived, self.path)  # before the proof, which may take longer than is left
+        sink.note(f"wrote {self.path}: epoch {best}; {self._spent()}")
+        left = None if self.ends is None else self.ends - time.perf_counter()
+        images = validation.limit(settings.validation_limit, settings.seed)
+        count = proof.affordable(len(images), left, self.proof_costs)
+        if count < len(images):
+            sink.note(
+                f"certified: {count} of {len(images)} images, to keep to {settings.time_budget}"
+            )
+            images = validation.limit(count, settings.seed)
+        final = proof.prove(derived, images, epsilon, sink)
         about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
-        if settings.validation_limit is not None:
+        if len(images) < len(validation):
             about["images"] = len(images)
-        say_wider(self.checkpoint, derived, self.sink)
-        output.write(derived.with_evidence("finetune", about, final), self.path)
+        derived.with_evidence("finetune", about, final.evidence).write(
+            self.path, True, output.shard_bytes()
+        )
+        doubt = ending.doubt(self.before, final.evidence["clean"], len(images), derived.record)
         report = {
-            "done": True,
+            "done": doubt is None,
             "output": str(self.path),
             "epoch": best,
             "steps": trainer.step,
-            **final,
+            "doubt": None if doubt is None else doubt.message,
+            **final.evidence,
         }
         line = ""
         if finished and last != best:
@@ -291,13 +337,17 @@ class Training:
             line = f"; {self.last_path}: the last epoch, {last}"
         elif output.force and last_command(self.last_path) == "finetune":
             remove(self.last_path)  # of the run that this one replaces
-        if finished:
-            self.sink.document(report)
-            self.sink.text(
-                f"wrote {self.path}: epoch {best}, validation clean {share_text(final['clean'], len(images))}, "
-                f"certified at {proven_radius(epsilon)} {share_text(final['certified'], len(images), proven=True)}, "
-                f"bound {final['upper_text']} (proven){line}"
-            )
+        if not finished:
+            return
+        sink.document(report)
+        sink.text(f"{self.path}: epoch {best}, {final.told(len(images), epsilon)}{line}")
+        if doubt is not None:
+            ending.end(doubt, sink)
+
+    def _spent(self) -> str:
+        """Return the time so far, of the budget where there is one."""
+        spent, budget = time.perf_counter() - self.started, self.settings.time_budget
+        return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
         from certcli.checkpoint.record import SEEN
@@ -313,54 +363,3 @@ class Training:
             parameters["plan_changes"] = trainer.changes
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
         return replace(derived, record=remember_dataset(derived.record, train))
-
-
-def _proof_seconds(checkpoint: Checkpoint, sample: Images) -> tuple[float, float]:
-    """Measure, on the starting weights, the seconds of the final bound and of one image's certificate."""
-    import torch
-
-    from certcli.lipschitz.network import prove
-    from certcli.models.build import load_double
-
-    started = time.perf_counter()
-    model = load_double(checkpoint)
-    prove(model, checkpoint.record.classes)
-    proven = time.perf_counter()
-    with torch.no_grad():
-        for _, pixels, _ in sample.batches(256):
-            model(pixels.double())
-    return proven - started, (time.perf_counter() - proven) / len(sample)
-
-
-def _prove(
-    checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink
-) -> dict[str, Any]:
-    """Prove the bound in float64, rounded outward, and count the validation images that it certifies."""
-    import torch
-
-    from certcli.certify.certificate import certified_accuracy
-    from certcli.certify.methods import certify, prepare
-    from certcli.evaluation.doubts import right_of
-    from certcli.evaluation.records import describe
-    from certcli.lipschitz.bound import bound_document
-    from certcli.lipschitz.numerics.real import INF
-    from certcli.models.build import load_double
-    from certcli.system.errors import NoBoundError
-
-    about: dict[str, Any] = {"dataset": describe(validation)}
-    try:
-        certifier = prepare("lipschitz", checkpoint, torch.device("cpu"))
-    except NoBoundError as failure:
-        sink.note(failure.message)
-        clean = sum(right_of(load_double(checkpoint), validation)) / len(validation)
-        return {**about, "clean": clean, "certified": 0.0, **bound_document(INF)}
-    about["arithmetic"] = certifier.arithmetic
-    rows = [row for batch in certify(certifier, validation, 256) for row in batch]
-    threat = Threat("l2", epsilon)
-    found = certified_accuracy(rows, [threat])
-    return {
-        **about,
-        "clean": found.clean,
-        "certified": found.against(threat),
-        **certifier.about["bound"],
-    }

@@ -34,6 +34,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from certcli.cli.shared.completion import described
+from certcli.cli.shared.inputs import require_early
 from certcli.cli.shared.options import Reads
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
@@ -101,6 +102,7 @@ def command(
                         f"{option} {value} is not a finite number",
                         f"certvit {function.__name__} --help",
                     )
+            require_early(given)
             built = {name: _build(kind, given) for name, kind in groups.items()}
             function(**built, **given)
 

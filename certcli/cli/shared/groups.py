@@ -95,10 +95,13 @@ class Evaluation(Data):
 
     split: options.Split = None
 
-    def images(self, record: Record, sink: Sink) -> Images:
+    def images(self, record: Record, sink: Sink, unlabelled: bool = False) -> Images:
         """Return the images that judge a network: of --dataset, else of the dataset of its training, with its classes.
 
         Without --split these are the images kept for validation, where training took a part of the dataset.
+
+        Args:
+            unlabelled: the command takes images without labels, for the network's own answers (`inputs.answered`).
         """
         from certcli.evaluation.seen import seen_by, trained_on
         from certcli.images import datasets
@@ -112,6 +115,8 @@ class Evaluation(Data):
 
         def load(split: str | None) -> Images:
             found = datasets.load(name, record.input, split, self.data_dir)
+            if found.unlabelled and unlabelled:
+                return found
             return datasets.require_classes(found, record.classes, record.class_names)
 
         images = load(self.split)
@@ -210,7 +215,7 @@ class Output:
 
     def claim(self, *groups: object) -> None:
         """Refuse, before any work, files that these groups and -o must not write, or read as well."""
-        self._shard_bytes()
+        self.shard_bytes()
         self._check(self._outputs(groups))
 
     def target(
@@ -227,7 +232,7 @@ class Output:
             last: the last epoch's file is written beside it.
             state: a state file is written beside it, and its metadata has this key.
         """
-        self._shard_bytes()
+        self.shard_bytes()
         path = self.output or inputs.default_output(
             source, command, shards=self.shard_size is not None
         )
@@ -247,9 +252,10 @@ class Output:
 
     def write(self, checkpoint: Checkpoint, path: Path) -> None:
         """Write one file, or several where `path` is an index."""
-        checkpoint.write(path, self.force, self._shard_bytes())
+        checkpoint.write(path, self.force, self.shard_bytes())
 
-    def _shard_bytes(self) -> int:
+    def shard_bytes(self) -> int:
+        """Return the most bytes of one file. UsageError where -o is no index and --shard-size asks for several files."""
         from certcli.checkpoint.shards import ENDING, SHARD_BYTES, is_index
 
         if self.shard_size is None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.system.errors import UsageError, one_line
+from certcli.images.names import require_named
+from certcli.system.errors import CheckpointError, UsageError, one_line
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -17,6 +21,13 @@ if TYPE_CHECKING:
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
     from certcli.models.hints import Hints
+
+LONGEST_NAME = 255
+"""Characters of a file's name; a longer one is refused with all paths."""
+FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+"""Endings of files, which no network's name has."""
+ANSWERED_AT_ONCE = 32
+"""Images without labels that are classified together."""
 
 
 def return_large_blocks() -> None:
@@ -26,6 +37,35 @@ def return_large_blocks() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
+
+
+def require_early(given: Mapping[str, Any]) -> None:
+    """Refuse a mistyped file or dataset before torch is imported.
+
+    Args:
+        given: the options of a command, by field.
+    """
+    source, dataset = given.get("ckpt"), given.get("dataset")
+    if isinstance(source, str) and source != "-":
+        _require_file(source)
+    if isinstance(dataset, str) and len(dataset) <= LONGEST_NAME:
+        require_named(dataset)
+
+
+def _require_file(source: str) -> None:
+    """Raise CheckpointError for a path that does not exist; names of networks are looked at later."""
+    path = Path(source)
+    looks = path.suffix in FILES or (
+        os.sep in source and not source.startswith(("hf-hub:", "hf_hub:"))
+    )
+    if not looks or os.path.lexists(source):
+        return
+    near = get_close_matches(
+        path.name, [file.name for file in path.parent.glob("*.safetensors")], 1
+    )
+    meant = f"did you mean '{path.parent / near[0]}'? " if near else ""
+    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
+    raise CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
 def hints(
@@ -93,6 +133,29 @@ def size_in_bytes(option: str, text: str) -> int:
     if found < 1:
         raise UsageError(f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G")
     return found
+
+
+def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) -> Images:
+    """Return images that have no labels with the network's own answers, and say so; others as they are."""
+    import torch
+
+    from certcli.images.labelled import sent
+    from certcli.models import build
+
+    if not images.unlabelled:
+        return images
+    model = build.load(checkpoint, device)
+    classes: list[int] = []
+    with torch.inference_mode():
+        for _, pixels, _ in images.batches(ANSWERED_AT_ONCE):
+            classes += model(sent(pixels, device)).argmax(1).tolist()
+    sink.note(
+        f"{images.name}: {len(images)} images without labels, so attacks and certificates are of the network's own "
+        "answers, and nothing is said of its accuracy"
+    )
+    names = checkpoint.record.class_names
+    known = names or tuple(str(number) for number in range(checkpoint.record.classes))
+    return images.answered(classes, tuple(known))
 
 
 def doubt_images(images: Images, record: Record, sink: Sink) -> None:

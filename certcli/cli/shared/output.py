@@ -23,18 +23,23 @@ from rich.table import Table
 from rich.text import Text
 
 from certcli.cli.shared.tables import Layout
-from certcli.system.errors import CertvitError, plain
+from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, whole
+from certcli.system.errors import CertvitError, GateError, UndecidedError, plain
 
 WIDE = 160
 """Characters a line of a file or a pipe."""
 EVERY = 60.0
 """Seconds between two lines about progress, where there is no terminal for a bar."""
+MORE_IMAGES = "more images narrow the interval: a larger --limit"
 SCHEMA = 1
 """Version of the documents: raised when a key that scripts may rely on changes its meaning."""
 
 
 class Gate:
-    """The demands on a result (`--max`, `--min-*`): stated in the document, enforced after everything is written."""
+    """The demands on a result (`--max`, `--min-*`): stated in the document, enforced after everything is written.
+
+    A share of images is judged by its interval, so a demand may be met, missed, or not decided.
+    """
 
     def __init__(self) -> None:
         self.failures: list[CertvitError] = []
@@ -44,16 +49,43 @@ class Gate:
         if not met:
             self.failures.append(failure)
 
+    def demand_share(self, hits: int, images: int, least: float, what: str, option: str) -> None:
+        """Demand that a share of images reaches `least`, by its interval. A share of 0 demands nothing.
+
+        Args:
+            what: the share and its threat, "certified accuracy at 0.5".
+            option: that demands it.
+        """
+        look = whole(hits, images, Demand(least))
+        message = f"{what}, {look.counted(1)}, is below {option} {least:g}"
+        if look.verdict == UNDECIDED:
+            message = f"{what}, {look.counted(1)}: {option} {least:g} is not decided"
+            self.failures.append(UndecidedError(message, MORE_IMAGES))
+        elif look.verdict == FAILED:
+            self.failures.append(GateError(message))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "passed": not self.failures,
+            "verdict": self._verdict,
             "reasons": [failure.message for failure in self.failures],
         }
+
+    @property
+    def _verdict(self) -> str:
+        if not self.failures:
+            return PASSED
+        return UNDECIDED if isinstance(self._first, UndecidedError) else FAILED
+
+    @property
+    def _first(self) -> CertvitError:
+        """The first demand that was missed; where none was, the first that was not decided."""
+        return min(self.failures, key=lambda failure: isinstance(failure, UndecidedError))
 
     def enforce(self) -> None:
         """Raise the first failure; `main` prints no second document."""
         if self.failures:
-            raise self.failures[0]
+            raise self._first
 
 
 @dataclass

@@ -22,6 +22,7 @@ from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import frobenius_norm
 from certcli.models.build import PixelNormalize
+from certcli.nn.activations import ClippedReLU
 
 GELU_SLOPE = 1.12890415
 """Above sup |GELU'|, at sqrt(2); 1.12901 for the tanh form (an interval sweep)."""
@@ -148,6 +149,13 @@ def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
         x.centre.amax(-1) + x.fibre > 0
     ).double()  # a fibre of which no unit can open does not move
     return Near.of(x.centre.relu(), x.fibre * alive, x.whole)
+
+
+@rules.module(ClippedReLU)
+def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
+    """A clipped entry is at most 0, at least theta, or moves as the input does."""
+    x = settled(x)
+    return Near.of(module(x.centre), x.fibre, x.whole)
 
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))

@@ -7,11 +7,13 @@ from certcli.enclosure.zonotopes.backward import BACK
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import EXP, LOG
 from certcli.enclosure.zonotopes.pointwise import apply
-from certcli.enclosure.zonotopes.products import product
+from certcli.enclosure.zonotopes.products import Bilinear, product
 from certcli.enclosure.zonotopes.rounding import gamma, up
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
+SCORES = Bilinear(lambda a, b: a @ b.mT, lambda r, b: r @ b, lambda a, r: r.mT @ a)
+AVERAGES = Bilinear(lambda a, b: a @ b, lambda r, b: r @ b.mT, lambda a, r: a.mT @ r)
 
 
 def scores(q: Form, k: Form) -> Form:
@@ -23,9 +25,10 @@ def scores(q: Form, k: Form) -> Form:
     k = k.linear(
         lambda t: t - t.mean(-2, keepdim=True),
         lambda t: t + t.mean(-2, keepdim=True),
-        terms=tokens + 4,
+        tokens + 4,
+        lambda r: r - r.mean(-2, keepdim=True),
     )
-    return product(q, k, lambda a, b: a @ b.mT, width, _score_square)
+    return product(q, k, SCORES, width, _score_square)
 
 
 def _score_square(a: Tensor, b: Tensor) -> Tensor:
@@ -54,7 +57,8 @@ def softmax(x: Form) -> Form:
     z = x.linear(
         lambda t: t - (weight * t).sum(-1, keepdim=True),
         lambda t: t + (weight * t).sum(-1, keepdim=True),
-        terms=x.shape[-1] + 4,
+        x.shape[-1] + 4,
+        lambda r: r - weight * r.sum(-1, keepdim=True),
     )
     if not bool((z.radius <= _FARTHEST).all()):
         raise Unbounded("scores that differ by more than exp can follow")
@@ -63,12 +67,16 @@ def softmax(x: Form) -> Form:
     )  # exp is convex: the sum of its chords is no larger than that of its values above
     least = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
     total = apply(EXP, z).linear(
-        lambda t: t.sum(-1, keepdim=True), lambda t: t.sum(-1, keepdim=True), terms=x.shape[-1]
+        lambda t: t.sum(-1, keepdim=True),
+        lambda t: t.sum(-1, keepdim=True),
+        x.shape[-1],
+        lambda r: r.expand(*r.shape[:-1], x.shape[-1]),
     )
     level = apply(LOG, total, least).solid()  # one symbol a row, shared by its probabilities
     share = z + level.linear(
         lambda t: -t.expand(*t.shape[:-1], x.shape[-1]),
         lambda t: t.expand(*t.shape[:-1], x.shape[-1]),
+        transposed=lambda r: -r.sum(-1, keepdim=True),
     )
     bottom, top = (
         low.log() - 2.0**-40 * (1 + low.log().abs()),
@@ -142,12 +150,20 @@ def average(p: Form, v: Form) -> Form:
     spread = p.linear(
         lambda t: t - weight * t.sum(-1, keepdim=True),
         lambda t: t + weight.abs() * t.sum(-1, keepdim=True),
-        terms=2 * tokens + 4,
+        2 * tokens + 4,
+        lambda r: r - (weight * r).sum(-1, keepdim=True),
     ).shift(weight)
     common = weight.mean(-2, keepdim=True)  # (1, h, 1, j), the same for all rows
-    middle = v.linear(lambda t: common @ t, lambda t: common.abs() @ t, terms=tokens)
-    ones = v.linear(lambda t: t - common @ t, lambda t: t + common.abs() @ t, terms=tokens + 4)
-    out = product(spread, ones, lambda a, b: a @ b, tokens, _average_square)
+    middle = v.linear(
+        lambda t: common @ t, lambda t: common.abs() @ t, tokens, lambda r: common.mT @ r
+    )
+    ones = v.linear(
+        lambda t: t - common @ t,
+        lambda t: t + common.abs() @ t,
+        tokens + 4,
+        lambda r: r - common.mT @ r.sum(-2, keepdim=True),
+    )
+    out = product(spread, ones, AVERAGES, tokens, _average_square)
     return out + middle.linear(lambda t: t.expand(*t.shape[:-2], out.shape[-2], t.shape[-1]))
 
 

@@ -7,7 +7,7 @@ Proofs: docs/local.md, section 9.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -80,15 +80,47 @@ def adjoint(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Pull:
     return pull
 
 
+def transposing(transposed: Callable[[Tensor], Tensor]) -> Pull:
+    """Return the pull of a map whose transpose is given."""
+    return lambda rows: (transposed(rows),)
+
+
+def rearranging(apply: Callable[[Tensor], Tensor], like: Tensor) -> Pull:
+    """Return L^T of a map that moves, repeats or drops entries of a tensor like this, from what it does to their numbers."""
+    numbers = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
+    sources = apply(numbers.view(1, *like.shape)).flatten().long()
+    if len(sources) == like.numel() == len(sources.unique()):
+        places = torch.argsort(sources)
+        return lambda rows: (rows.flatten(1)[:, places].view(len(rows), *like.shape),)
+
+    def pull(rows: Tensor) -> Sequence[Tensor]:
+        summed = rows.new_zeros(len(rows), like.numel()).index_add(1, sources, rows.flatten(1))
+        return (summed.view(len(rows), *like.shape),)
+
+    return pull
+
+
 @dataclass
 class HingeChoice:
     """The parameters of the bound of an open hinge, (rows, k) each; every value in range is sound.
 
-    slope in [0, 1]: max(x, 0) >= slope x. share in [0, 1]: how much of the bound from above is a parabola, the rest a chord.
-    width > 0: |x| <= x^2 / (2 width) + width / 2. split > 0: (y + p)^2 <= (1 + split) y^2 + (1 + 1 / split) p^2.
+    slope in [0, 1]: max(x, 0) >= slope x. parabola: None for the chord alone. sign: +1 where x >= 0 on the part of the
+    neighbourhood that is bounded, -1 where x <= 0 there, 0 where neither is known; multiplier >= 0: of such a sign.
     """
 
     slope: Tensor
+    parabola: "ParabolaChoice | None" = None
+    sign: Tensor | None = None
+    multiplier: Tensor | None = None
+
+
+@dataclass
+class ParabolaChoice:
+    """share in [0, 1]: how much of the bound from above is a parabola, the rest a chord.
+
+    width > 0: |x| <= x^2 / (2 width) + width / 2. split > 0: (y + p)^2 <= (1 + split) y^2 + (1 + 1 / split) p^2.
+    """
+
     share: Tensor
     width: Tensor
     split: Tensor
@@ -104,7 +136,10 @@ class Parabolas:
 
 @dataclass
 class BackwardBound:
-    """<rows, z> >= total + slope . x - parabolas over the images x: total (rows), slope (rows, pixels); size of the terms."""
+    """<rows, z> >= total + slope . x - parabolas over the images x: total (rows), slope (rows, pixels); size of the terms.
+
+    passed: the rows (rows, k) of each hinge's open entries, before they were bounded.
+    """
 
     total: Tensor
     slope: Tensor
@@ -112,6 +147,7 @@ class BackwardBound:
     entries: int
     ball: Ball
     parabolas: list[Parabolas]
+    passed: dict[Hinge, Tensor]
 
 
 def simple(node: Hinge) -> Tensor:
@@ -119,7 +155,7 @@ def simple(node: Hinge) -> Tensor:
     return (node.high > -node.low).double().flatten()[node.places]
 
 
-def _chord(node: Hinge) -> tuple[Tensor, Tensor]:
+def chord(node: Hinge) -> tuple[Tensor, Tensor]:
     """Return slope and value at 0 of a line above max(x, 0) on [low, high], for open entries."""
     low, high = node.low.flatten()[node.places], node.high.flatten()[node.places]
     slope = high / (high - low)
@@ -134,45 +170,76 @@ def _through(
     flat = rows.flatten(1)
     back = flat * (node.low >= 0).double().flatten()
     some = flat[:, node.places]
+    choice = HingeChoice(simple(node)) if choice is None else choice
+    found, level, curved = _of_open(node, some, choice)
+    if choice.sign is not None and choice.multiplier is not None:
+        found, level = _of_signed(some, choice.sign, choice.multiplier, found, level)
+        if curved is not None:
+            curved = Parabolas(node, curved.weight * (choice.sign == 0))
+    back = back.index_copy(1, node.places, found)
+    return back.view_as(rows), level.sum(1), curved
+
+
+def _of_open(
+    node: Hinge, some: Tensor, choice: HingeChoice
+) -> tuple[Tensor, Tensor, Parabolas | None]:
+    """Bound some rows (rows, k) of entries of any sign from below: rows of x, constants (rows, k), and parabolas."""
     above, below = some.clamp_min(0), some.clamp_max(0)
-    chord, offset = _chord(node)
-    if choice is None:
-        found = above * simple(node) + below * chord
-        return back.index_copy(1, node.places, found).view_as(rows), (below * offset).sum(1), None
-    share, width, split = choice.share, choice.width, choice.split
-    found = above * choice.slope + below * ((1 - share) * chord + share / 2)
+    slope, offset = chord(node)
+    if choice.parabola is None:
+        return above * choice.slope + below * slope, below * offset, None
+    share, width, split = choice.parabola.share, choice.parabola.width, choice.parabola.split
+    found = above * choice.slope + below * ((1 - share) * slope + share / 2)
     level = (1 - share) * offset + share * up(
         width / 4 + (1 + 1 / split) * node.rest**2 / (4 * width), 8
     )
     weight = up(-below * share * (1 + split) / (4 * width), 8)
-    return (
-        back.index_copy(1, node.places, found).view_as(rows),
-        (below * level).sum(1),
-        Parabolas(node, weight),
-    )
+    return found, below * level, Parabolas(node, weight)
 
 
-def descend(out: Node, rows: Tensor, chosen: Mapping[Node, HingeChoice]) -> BackwardBound:
-    """Carry rows (k, *shape) of `out` back from the last node to the images."""
+def _of_signed(
+    some: Tensor, sign: Tensor, multiplier: Tensor, found: Tensor, level: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Put what a sign says in place of a bound of the open entry; no rounding can turn it.
+
+    Where x >= 0, max(x, 0) = x, and any row v <= w has v x <= w x. Where x <= 0 it is 0, and v x <= 0 for any v >= 0.
+    """
+    found = torch.where(sign > 0, some - multiplier, torch.where(sign < 0, multiplier, found))
+    return found, level * (sign == 0)
+
+
+def descend(
+    out: Node,
+    rows: Tensor,
+    chosen: Mapping[Node, HingeChoice],
+    negligible: Collection[Node] = frozenset(),
+) -> BackwardBound:
+    """Carry rows (k, *shape) of `out` back from the last node to the images.
+
+    negligible: nodes whose errors are left out. What comes out is then an estimate: no bound, and of no size.
+    """
     waiting: dict[Node, Tensor] = {out: rows}
     total, size = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
     entries = 0
     parabolas: list[Parabolas] = []
+    passed: dict[Hinge, Tensor] = {}
     while True:
         node = max(waiting, key=lambda n: n.place)
         row = waiting.pop(node)
         flat = row.flatten(1)
         entries += flat.shape[1]
         if isinstance(node, Ball):
-            return BackwardBound(total, flat, size, entries, node, parabolas)
-        if node.error is not None:
+            return BackwardBound(total, flat, size, entries, node, parabolas, passed)
+        if node.error is not None and node not in negligible:
             lost = flat.abs() @ node.error.flatten()
             total, size = total - lost, size + lost
         if node.constant is not None:
             total = total + flat @ node.constant.flatten()
-            size = size + flat.abs() @ node.constant.abs().flatten()
+            if not negligible:
+                size = size + flat.abs() @ node.constant.abs().flatten()
         pulled: Sequence[Tensor]
         if isinstance(node, Hinge):
+            passed[node] = flat[:, node.places]
             back, offset, curved = _through(node, row, chosen.get(node))
             total, size, pulled = total + offset, size - offset, (back,)
             parabolas += [] if curved is None else [curved]
@@ -184,7 +251,11 @@ def descend(out: Node, rows: Tensor, chosen: Mapping[Node, HingeChoice]) -> Back
 
 def lower(out: Node, rows: Tensor) -> Tensor:
     """Return (k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and simple slopes."""
-    found = descend(out, rows, {})
+    return least(descend(out, rows, {}))
+
+
+def least(found: BackwardBound) -> Tensor:
+    """Return the least value of a bound without parabolas over the images, rounded down: (rows,)."""
     ball, slope = found.ball, found.slope
     length = (norm1 if ball.boxed else norm2)(slope.mT, ball.falling)
     size = found.size + slope.abs() @ ball.centre.abs().flatten() + ball.radius * length

@@ -7,20 +7,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
+from certcli.enclosure.zonotopes.coordinates import Coordinates, coordinates_of
 from certcli.enclosure.zonotopes.executed import ExecutedNodes, ExecutedWalk, Execution
+from certcli.enclosure.zonotopes.first_map import changed, may_change, narrow_place
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.margins import linear_logits, linear_margins, normalised_margins
+from certcli.enclosure.zonotopes.margins import (
+    Further,
+    linear_logits,
+    linear_margins,
+    normalised_margins,
+    nothing_further,
+    optimised,
+)
 from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
-from certcli.engine.replay import agree, executed, noise_like, replayed, result_of
+from certcli.engine.replay import close, executed, noise_like, replayed, result_of
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of
 from certcli.engine.walk import Call, Constant, Domain, walk
 
 Watch = Callable[[fx.Node, Any, int | None], None]
+Change = Callable[[fx.Node, Any], Any]
+"""What a walk goes on with in place of a node's value."""
 _ROUNDING = 2.0**-26
 """Relative to the length of a tensor: far above rounding differences of kernels, far below a wrong tensor."""
 
@@ -30,7 +42,8 @@ class Enclosure(Domain):
 
     witnesses: images of the neighbourhood, each with its place in it. The graph runs on them beside the walk, and no node's
     value (thorough; else the last one's) may exclude what the network has there, whatever a rule believes of its arguments.
-    executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in place of the real ones.
+    executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in place of the real ones. change: of
+    coordinates.
     """
 
     rules = rules
@@ -44,8 +57,9 @@ class Enclosure(Domain):
         witnesses: Sequence[tuple[Any, Tensor]] = (),
         thorough: bool = True,
         executed_as: ExecutedWalk | None = None,
+        change: Change | None = None,
     ) -> None:
-        self.executed_as = executed_as
+        self.executed_as, self.change = executed_as, change
         self.ending, self.needed, self.start, self.watch = ending, needed, start, watch
         self.checked = set(ending.trace.graph.nodes) if thorough else {last_of(ending.trace)}
         self.runs = [(place, executed(ending.trace, image)) for place, image in witnesses]
@@ -68,16 +82,20 @@ class Enclosure(Domain):
 
     def result(self, value: Any, call: Call) -> Any:
         """Return the enclosure with room for what rounding adds in this operation."""
+        assert call.node is not None
+        value = self._executed(value, call.node)
+        return value if self.change is None else self.change(call.node, value)
+
+    def _executed(self, value: Any, node: fx.Node) -> Any:
         if self.executed_as is None:
             return value
-        assert call.node is not None
         several = isinstance(value, (list, tuple))
-        losses = self.executed_as.lost(call.node.name)
+        losses = self.executed_as.lost(node.name)
         pairs = zip(value if several else [value], losses, strict=True)
         parts = [
             part.doubted(lost.to(part.centre)) if bool(lost.any()) else part for part, lost in pairs
         ]
-        self.executed_as.found(call.node.name, [part.bounds() for part in parts])
+        self.executed_as.found(node.name, [part.bounds() for part in parts])
         return parts if several else parts[0]
 
     def context(self, call: Call) -> Any:
@@ -166,7 +184,8 @@ def prepared(
             raise NoRule("the network has one class, and no margin to another")
         ending = split(traced, NORMS)
         finished = ending.finish(result_of(ending.trace, image))
-        if not agree(finished, logits, torch.zeros_like(logits)):
+        # float64: other kernels than the network's, over its last layers alone
+        if not close(finished, logits, 2.0**-40 * logits.abs()):
             raise NoRule("the network without its last layers, and these, are not the network")
         require_rules(ending.trace, table)
     nodes = None if execution is None else execution.beside(names_of_results(ending.trace))
@@ -184,6 +203,38 @@ class LocalNetwork:
     ) -> None:
         self.size, self._seen = size, False
         self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
+        self.narrow = narrow_place(self.ending.trace)
+        self.coordinates: Coordinates | None = None
+
+    @property
+    def numbers(self) -> int:
+        """Return the most numbers on which the network depends in an l2 ball: pixels, or results of its first map."""
+        return math.prod(self.size if self.narrow is None else self.narrow.meta["shape"])
+
+    @property
+    def opens(self) -> bool:
+        """Tell whether the network has a ReLU."""
+        trace = self.ending.trace
+        modules = [
+            trace.root.get_submodule(str(node.target))
+            for node in trace.graph.nodes
+            if node.op == "call_module"
+        ]
+        functions = {node.target for node in trace.graph.nodes if node.op == "call_function"}
+        return any(isinstance(module, nn.ReLU) for module in modules) or bool(
+            functions & {F.relu, torch.relu}
+        )
+
+    def change(self, node: fx.Node, value: Any) -> Any:
+        """Return the first map's result in terms of fewer numbers than pixels, found once for all images."""
+        if node is not self.narrow or not isinstance(value, Form) or not may_change(value):
+            return value
+        if self.coordinates is None:
+            if not bool(value.ball.any()):  # radius 0 says nothing of the map
+                return value
+            self.coordinates = coordinates_of(value.ball)
+            self.narrow = None if self.coordinates is None else node
+        return value if self.coordinates is None else changed(value, self.coordinates)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all; symbols made in a block."""
@@ -221,16 +272,26 @@ class LocalNetwork:
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(
-                self.ending, self.needed, start, watch, witnesses, not self._seen, executed_as
+                self.ending,
+                self.needed,
+                start,
+                watch,
+                witnesses,
+                not self._seen,
+                executed_as,
+                self.change,
             )
             form: Form = walk(self.ending.trace, domain)
         self._seen = True
         return form
 
-    def margins(self, start: Form, label: int, watch: Watch | None = None) -> Tensor:
+    def margins(
+        self, start: Form, label: int, watch: Watch | None = None, further: Further = optimised
+    ) -> Tensor:
         """k - 1 numbers, all positive only if z_label - z_j > 0 for every j != label on all of `start`: a proof.
 
-        Unbounded when the neighbourhood is too large for a finite enclosure.
+        Unbounded when the neighbourhood is too large for a finite enclosure. further: bounds margins that walk and way
+        back do not prove.
         """
         executed_as = None if self.execution is None else self.execution.walk(1)
         form = self.last_form(start, watch, executed_as)
@@ -242,11 +303,11 @@ class LocalNetwork:
             form = self._one_row(form)
             if head is None:
                 eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
-                return linear_margins(form, eye, None, label, executed)
+                return linear_margins(form, eye, None, label, executed, further)
             if self.ending.norm is None:
-                return linear_margins(form, head.weight, head.bias, label, executed)
+                return linear_margins(form, head.weight, head.bias, label, executed, further)
             return normalised_margins(
-                form, self.ending.norm, head.weight, head.bias, label, executed
+                form, self.ending.norm, head.weight, head.bias, label, executed, further
             )
 
     def logits(self, start: Form, label: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -267,8 +328,8 @@ class LocalNetwork:
             return (
                 linear_logits(form, weight, bias),
                 -linear_logits(form, -weight, opposite),
-                linear_margins(form, weight, bias, label),
-                -linear_margins(form, -weight, opposite, label),
+                linear_margins(form, weight, bias, label, None, nothing_further),
+                -linear_margins(form, -weight, opposite, label, None, nothing_further),
             )
 
     def _one_row(self, form: Form) -> Form:

@@ -13,10 +13,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.backward import BACK, Ball, Node, Pull, adjoint
+from certcli.enclosure.zonotopes.backward import (
+    BACK,
+    Ball,
+    Node,
+    Pull,
+    adjoint,
+    rearranging,
+    transposing,
+)
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
 from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
+from certcli.enclosure.zonotopes.space import Space
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
@@ -35,25 +44,6 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
     ):
         raise NoRule("an operation that repeats a tensor")
     return constant
-
-
-@dataclass(frozen=True)
-class Space:
-    """ball: entries of e. squares: whether e e^T has columns. limit: box symbols a form may carry after a residual sum;
-    with 0 it carries none, and errors that do not come from the image stay slack.
-
-    boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T. reach: of e where images lie in [0, 1].
-    """
-
-    ball: int
-    squares: bool
-    limit: int
-    boxed: bool = False
-    reach: Reach | None = None
-
-    @property
-    def square(self) -> int:
-        return self.ball * (self.ball + 1) // 2 if self.squares else 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,8 @@ class Form:
         return self.centre + torch.tensordot(e, self.ball, dims=1)
 
     def farthest(self, e: Tensor, truth: Tensor) -> Tensor:
-        """Return how far the truth lies outside the form at symbols e, entry by entry: above 0 by rounding only."""
+        """Return how far the truth lies outside the form at the pixels' e, entry by entry: above 0 by rounding only."""
+        e = self.space.symbols(e)
         first, second = pairs(self.space.ball)
         weight = weights(self.space.ball, diagonal=1.0, beside=2**0.5, like=e, axes=0)
         columns = [e, e[first] * e[second] * weight] if self.space.squares else [e]
@@ -152,7 +143,13 @@ class Form:
         )
 
     def _moved(self, reach: Reach) -> Tensor:
-        return (norm1 if self.space.boxed else norm2)(self.ball, reach)
+        coordinates = self.space.coordinates
+        if coordinates is None:
+            return (norm1 if self.space.boxed else norm2)(self.ball, reach)
+        among_pixels = norm2(coordinates.lifted(self.ball), reach)
+        return torch.minimum(
+            up(among_pixels + coordinates.lost(self.ball_length)), self.ball_length
+        )
 
     @property
     def ball_radius(self) -> Tensor:
@@ -205,10 +202,17 @@ class Form:
         found = (norm2(rows.flatten()), rows.amax(), whole.amax(), least.clamp_min(0.0))
         return Bounds(*(part.view(1) for part in found))
 
-    def linear(self, apply: Linear, absolute: Linear | None = None, terms: int = 0) -> "Form":
+    def linear(
+        self,
+        apply: Linear,
+        absolute: Linear | None = None,
+        terms: int = 0,
+        transposed: Linear | None = None,
+    ) -> "Form":
         """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches (k, *s) -> (k, *t).
 
         terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| = L, no rounding).
+        transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is not given.
         """
         centre = apply(self.centre[None])[0]
         gens = apply(self.gens)
@@ -219,7 +223,8 @@ class Form:
         node = None
         if self.node is not None:  # going back sums over the results, at most all of them
             lost = up(absolute(gamma(terms + centre.numel() + BACK) * self.size[None])[0], terms)
-            node = self.then(tuple(centre.shape), adjoint(apply, self.shape), error=lost)
+            pull = adjoint(apply, self.shape) if transposed is None else transposing(transposed)
+            node = self.then(tuple(centre.shape), pull, error=lost)
         return Form(
             self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node
         )
@@ -239,7 +244,7 @@ class Form:
         if self.node is None:
             return None
         lost = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
-        return self.then(tuple(centre.shape), adjoint(apply, self.shape), None, lost)
+        return self.then(tuple(centre.shape), rearranging(apply, self.centre), None, lost)
 
     def doubted(self, error: Tensor | float) -> "Form":
         """Return x with an extra entrywise error of at most `error`."""
@@ -364,24 +369,28 @@ def l2_ball(
 
     tape: keep nodes; e e^T then has no columns. in_box: of the images in [0, 1] alone.
     """
-    return _around(
-        image, radius, image.numel() <= squares_up_to and not tape, limit, False, tape, in_box
-    )
+    return _around(image, radius, 0 if tape else squares_up_to, limit, False, tape, in_box)
 
 
 def linf_ball(
     image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False
 ) -> Form:
     """Return the form of all images with every pixel within `radius` of `image`'s. in_box: of those in [0, 1] alone."""
-    return _around(image, radius, False, limit, True, tape, in_box)
+    return _around(image, radius, 0, limit, True, tape, in_box)
 
 
 def _around(
-    image: Tensor, radius: float, squares: bool, limit: int, boxed: bool, tape: bool, in_box: bool
+    image: Tensor,
+    radius: float,
+    squares_up_to: int,
+    limit: int,
+    boxed: bool,
+    tape: bool,
+    in_box: bool,
 ) -> Form:
     count = image.numel()
     reach = _reach_in_box(image, radius, boxed) if in_box else None
-    space = Space(count, squares, limit, boxed, reach)
+    space = Space(count, count <= squares_up_to, limit, boxed, reach, None, squares_up_to)
     gens = image.new_zeros(count + space.square, *image.shape)
     gens[:count].view(count, count).diagonal().fill_(radius)
     first = Ball(

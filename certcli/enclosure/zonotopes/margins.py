@@ -1,40 +1,62 @@
 """Prove margins from the last form: a lower bound of every difference of logits over the neighbourhood."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import Node, lower
+from certcli.enclosure.zonotopes.branching import Limit, Search
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import signs
 from certcli.enclosure.zonotopes.parabolas import coupled
 from certcli.enclosure.zonotopes.quadratic import matrices
 from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
 
+Further = Callable[[Node, Tensor], Tensor]
+"""The last node and rows of it, least bound first -> bounds of these rows; once one is not positive, any of the others."""
 
-def lower_bounds(x: Form) -> Tensor:
-    """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down: below the form's minimum."""
+
+def optimised(node: Node, rows: Tensor) -> Tensor:
+    """Return bounds by slopes that ascent chose, in an l2 ball by parabolas too, up to the first that is not positive."""
+    search = Search(node, rows, Limit(domains=0))
+    if not search.ascent.curved:
+        return search.prove()
+    bounds = rows.new_full((len(rows),), -torch.inf)
+    for i in range(len(rows)):
+        bounds[i] = coupled(node, rows[i : i + 1])
+        if not bounds[i] > 0:
+            break
+    return bounds
+
+
+def nothing_further(node: Node, rows: Tensor) -> Tensor:
+    """Return no bound: where numbers are asked for, not signs, the walk and one way back are enough."""
+    return rows.new_full((len(rows),), -torch.inf)
+
+
+def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
+    """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down: below the form's minimum.
+
+    further: tried on entries that are not positive then, where there is a way back.
+    """
     space = x.space
     below = x.ball_fall + norm1(x.box) + x.slack
     if space.squares:
         below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
     found = x.centre - up(below + gamma(4) * x.centre.abs(), 8)
-    return found if x.node is None else _going_back(x.node, found)
+    return found if x.node is None else _going_back(x.node, found, further)
 
 
-def _going_back(node: Node, found: Tensor) -> Tensor:
-    """Return the larger of `found` and backward bounds; try parabolas where neither is positive, least entry first."""
+def _going_back(node: Node, found: Tensor, further: Further) -> Tensor:
+    """Return the larger of `found` and backward bounds, and of `further` ones where neither is positive."""
     rows = torch.eye(found.numel(), dtype=found.dtype, device=found.device).view(-1, *found.shape)
     flat = torch.maximum(found.flatten(), lower(node, rows))
-    for entry in torch.argsort(flat).tolist():
-        if flat[entry] > 0:
-            break
-        flat[entry] = torch.maximum(
-            flat[entry], flat.new_tensor(coupled(node, rows[entry : entry + 1]))
-        )
-        if not flat[entry] > 0:
-            break  # one unproven margin decides
+    order = torch.argsort(flat)
+    unproven = order[~(flat[order] > 0)]
+    if len(unproven):
+        flat[unproven] = torch.maximum(flat[unproven], further(node, rows[unproven]))
     return flat.view(found.shape)
 
 
@@ -84,18 +106,21 @@ def differences(
 def linear_logits(x: Form, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return lower bounds on z = weight x + bias: (1, d) -> (k,)."""
     z = x.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=x.shape[-1] + 2)
-    return lower_bounds(z if bias is None else z.shift(bias)).flatten()
+    return lower_bounds(z if bias is None else z.shift(bias), nothing_further).flatten()
 
 
 def linear_margins(
-    x: Form, weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None = None
+    x: Form,
+    weight: Tensor,
+    bias: Tensor | None,
+    label: int,
+    executed: Tensor | None = None,
+    further: Further = optimised,
 ) -> Tensor:
     """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
     rows, offset, doubt = differences(weight, bias, label, executed)
-    z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2).shift(
-        offset
-    )
-    return (lower_bounds(z) - up(doubt)).flatten()
+    z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2)
+    return lower_bounds(z.shift(offset).doubted(up(doubt)), further).flatten()
 
 
 def normalised_margins(
@@ -105,6 +130,7 @@ def normalised_margins(
     bias: Tensor | None,
     label: int,
     executed: Tensor | None = None,
+    further: Further = optimised,
 ) -> Tensor:
     """Return numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
     gain, beta = norm.weight, norm.bias
@@ -114,4 +140,4 @@ def normalised_margins(
         offset = offset + rows @ beta
         doubt = doubt + gamma(width + 4) * (rows.abs() @ beta.abs() + offset.abs())
     folded = rows if gain is None else rows * gain
-    return lower_bounds(signs(x, norm.eps, folded, offset, up(doubt))).flatten()
+    return lower_bounds(signs(x, norm.eps, folded, offset, up(doubt)), further).flatten()

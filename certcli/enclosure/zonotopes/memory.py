@@ -39,7 +39,8 @@ def affordable(
     A residual sum keeps at least a symbol an entry. On the way through a block every nonlinear result brings its own.
     """
     pixels, stream, largest, fresh = network.sizes()
-    squares = pixels * (pixels + 1) // 2 if pixels <= squares_up_to else 0
+    numbers = network.numbers
+    squares = numbers * (numbers + 1) // 2 if numbers <= squares_up_to else 0
     room = budget / (8 * _COPIES * largest) - pixels - squares - fresh
     count = min(symbols, int(room))
     if count >= min(symbols, stream) and room >= stream:

@@ -6,7 +6,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import RSQRT, SQRT
 from certcli.enclosure.zonotopes.pointwise import apply
-from certcli.enclosure.zonotopes.products import product, squares, times
+from certcli.enclosure.zonotopes.products import TIMES, product, squares
 from certcli.enclosure.zonotopes.rounding import gamma, up
 
 
@@ -16,7 +16,8 @@ def centred(x: Form) -> Form:
     return x.linear(
         lambda t: t - t.mean(-1, keepdim=True),
         lambda t: t + t.mean(-1, keepdim=True),
-        terms=width + 4,
+        width + 4,
+        lambda r: r - r.mean(-1, keepdim=True),
     )
 
 
@@ -47,7 +48,7 @@ def layer_norm(
     y = centred(x) if center else x
     v, low, high = mean_square(y, eps)
     inverse = apply(RSQRT, v, low, high).solid()  # one symbol a token, shared by all its features
-    out = product(y, inverse, times, 1)
+    out = product(y, inverse, TIMES, 1)
     if weight is not None:
         out = out.scale(weight)
     return out if bias is None else out.shift(bias)

@@ -15,6 +15,7 @@ from certcli.enclosure.zonotopes.backward import (
     Hinge,
     HingeChoice,
     Node,
+    ParabolaChoice,
     descend,
     simple,
 )
@@ -28,6 +29,17 @@ _RATE = 0.3
 
 def hinges(out: Node) -> list[Hinge]:
     """Return the open hinges that `out` depends on."""
+    return [hinge for hinge in every_hinge(out) if len(hinge.places)]
+
+
+def every_hinge(out: Node) -> list[Hinge]:
+    """Return the hinges that `out` depends on, in the order of execution."""
+    found = (node for node in nodes_of(out) if isinstance(node, Hinge))
+    return sorted(found, key=lambda node: node.place)
+
+
+def nodes_of(out: Node) -> set[Node]:
+    """Return all nodes that `out` depends on, itself too."""
     seen: set[Node] = set()
     waiting = [out]
     while waiting:
@@ -35,9 +47,7 @@ def hinges(out: Node) -> list[Hinge]:
         if node not in seen:
             seen.add(node)
             waiting += node.parents
-    return sorted(
-        (n for n in seen if isinstance(n, Hinge) and len(n.places)), key=lambda n: n.place
-    )
+    return seen
 
 
 @dataclass
@@ -69,7 +79,9 @@ class Free:
         made: dict[Node, HingeChoice] = {}
         for i, node in enumerate(self.hinges):
             slope, share, width, split = self.numbers[4 * i : 4 * i + 4]
-            made[node] = HingeChoice(slope.sigmoid(), share.sigmoid(), width.exp(), split.exp())
+            made[node] = HingeChoice(
+                slope.sigmoid(), ParabolaChoice(share.sigmoid(), width.exp(), split.exp())
+            )
         return made
 
     @property
@@ -88,7 +100,7 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
     if not found or descend(out, row, {}).ball.boxed:
         return -math.inf
     free = Free.start(found)
-    columns = torch.cat([node.columns for node in found], 1)
+    columns = torch.cat([node.columns for node in reversed(found)], 1)  # as they are passed
     gram = columns.mT @ columns
     best, chosen = -math.inf, free.copy()
     with torch.enable_grad():
@@ -110,23 +122,24 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
     return proven(descend(out, row, chosen.choices()), float(chosen.level.exp()))
 
 
-def _linear(descent: BackwardBound) -> tuple[Tensor, Tensor]:
-    """Return the constant and the slope in e of the bound, with the parabolas expanded around their middles.
+def linear_part(descent: BackwardBound) -> tuple[Tensor, Tensor]:
+    """Return the constants (rows,) and the slopes in e (rows, pixels), with the parabolas expanded around their middles.
 
     Directions that leave the images' box are taken from the slope: of all images, what is left is no larger.
     """
-    total = (descent.total + descent.slope @ descent.ball.centre.flatten())[0]
-    slope = descent.ball.radius * descent.slope[0]
+    total = descent.total + descent.slope @ descent.ball.centre.flatten()
+    slope = descent.ball.radius * descent.slope
     for part in descent.parabolas:
-        w, c = part.weight[0], part.hinge.middle
-        total = total - (w * c * c).sum()
-        slope = slope - 2 * (part.hinge.columns @ (w * c))
-    return total, slope if descent.ball.falling is None else reached(slope, descent.ball.falling)
+        middle = part.hinge.middle
+        total = total - (part.weight * middle * middle).sum(1)
+        slope = slope - 2 * ((part.weight * middle) @ part.hinge.columns.mT)
+    falling = descent.ball.falling
+    return total, slope if falling is None else reached(slope.mT, falling).mT
 
 
 def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tensor) -> Tensor:
     """`proven` in a differentiable way, from the small matrix of the same spectrum."""
-    total, slope = _linear(descent)
+    total, slope = (part[0] for part in linear_part(descent))
     height = slope.norm().clamp_min(TINY) * level.exp()
     root = torch.cat([part.weight[0] for part in descent.parabolas]).clamp_min(1e-300).sqrt()
     beside = root * (slope @ columns) / (2 * height).sqrt()
@@ -142,21 +155,21 @@ def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tens
 
 
 @torch.no_grad()
-def proven(descent: BackwardBound, level: float) -> float:
-    """total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2 for h = level |g|, rounded down: below the least value.
+def proven(descent: BackwardBound, level: float, row: int = 0) -> float:
+    """Of one row, total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2 for h = level |g|, rounded down: a bound.
 
     g.e - sum_k w_k (a_k.e)^2 is no less, as -g.e <= (g.e)^2 / (2 h) + h / 2 for any h > 0 and |e| <= 1.
     """
-    total, slope = _linear(descent)
-    size = descent.size[0] + descent.slope[0].abs() @ descent.ball.centre.abs().flatten()
-    size = size + descent.ball.radius * descent.slope[0].norm()
+    total, slope = (part[row] for part in linear_part(descent))
+    size = descent.size[row] + descent.slope[row].abs() @ descent.ball.centre.abs().flatten()
+    size = size + descent.ball.radius * descent.slope[row].norm()
     for part in descent.parabolas:
         reach = part.hinge.middle.abs() + part.hinge.columns.norm(dim=0)
-        size = size + 4 * (part.weight[0] * reach * reach).sum()
+        size = size + 4 * (part.weight[row] * reach * reach).sum()
     height = float(slope.norm()) * level + 1e-300
-    rows = [(part.weight[0].sqrt() * part.hinge.columns).mT for part in descent.parabolas]
+    rows = [(part.weight[row].sqrt() * part.hinge.columns).mT for part in descent.parabolas]
     stack = torch.cat([slope[None] / (2 * height) ** 0.5, *rows])
     most = spectral_norm(stack, next_up(2.0**-49 * float(stack.norm())))
-    entries = descent.entries + sum(len(part.weight[0]) for part in descent.parabolas)
+    entries = descent.entries + sum(len(part.weight[row]) for part in descent.parabolas)
     lost = float(up(gamma(entries + len(slope) + 64) * size))
     return float(total) - (height / 2 + most * most) * (1 + 2.0**-47) - lost

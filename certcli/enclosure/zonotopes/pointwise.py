@@ -10,7 +10,7 @@ from certcli.enclosure.zonotopes.backward import BACK, Hinge, Node, tightened
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import Function
 from certcli.enclosure.zonotopes.quadratic import pairs, weights
-from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, up
+from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, norm2, up
 
 _POINTS = 17
 
@@ -182,11 +182,13 @@ def relu(x: Form) -> Form:
 
 def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
     places = ((low < 0) & (high > 0)).flatten().nonzero()[:, 0]
-    columns, middle, rest = (
-        x.ball.flatten(1)[:, places],
-        x.centre.flatten()[places],
-        x.rest_radius.flatten()[places],
-    )
+    columns = x.ball.flatten(1)[:, places]
+    middle = x.centre.flatten()[places]
+    rest = x.rest_radius.flatten()[places]
+    coordinates = x.space.coordinates
+    if coordinates is not None:  # the way back ends at the pixels
+        rest = up(rest + coordinates.lost(norm2(columns)))
+        columns = coordinates.lifted(columns)
     lost = up(gamma(BACK) * x.size)  # of going back: a few products an entry
     return Hinge(
         x.shape, (node,), lambda rows: (), None, lost,

@@ -1,21 +1,36 @@
 """Products of two enclosures: exact to second order in the ball, bounded beyond it. Proofs: docs/local.md, section 5."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.backward import BACK, Node, adjoint
+from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.quadratic import folded
 from certcli.enclosure.zonotopes.rounding import gamma, up
 
 Contract = Callable[[Tensor, Tensor], Tensor]
-"""A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading dimensions."""
+
+
+@dataclass(frozen=True)
+class Bilinear:
+    """A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading dimensions.
+
+    of_first: (rows of the result, second) -> rows of the first; of_second: (first, rows) -> rows of the second.
+    """
+
+    of: Contract
+    of_first: Contract
+    of_second: Contract
+
+    def __call__(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.of(first, second)
 
 
 def product(
-    x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None = None
+    x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None = None
 ) -> Form:
     """Return the form of contract(x, y): inner products of `terms` terms.
 
@@ -42,7 +57,7 @@ def product(
     return Form(space, centre, gens, up(beyond + loss, terms + 8), x.blocks, node)
 
 
-def _both(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract | None) -> Tensor:
+def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None) -> Tensor:
     """Above |a a'|, the product of the ball parts."""
     sized = contract(x.ball_radius, y.ball_radius)
     if frobenius is None or x.space.boxed:
@@ -54,7 +69,7 @@ def _both(x: Form, y: Form, contract: Contract, terms: int, frobenius: Contract 
     return torch.minimum(up(square.sqrt(), 4), sized)
 
 
-def _paired(x: Form, y: Form, contract: Contract, terms: int, both: Tensor | None) -> Node | None:
+def _paired(x: Form, y: Form, contract: Bilinear, terms: int, both: Tensor | None) -> Node | None:
     """x y = c y + c' x - c c' + (x - c)(y - c')."""
     if x.node is None or y.node is None:
         return None
@@ -63,14 +78,17 @@ def _paired(x: Form, y: Form, contract: Contract, terms: int, both: Tensor | Non
     beyond = beyond if both is None else beyond + both
     centre = contract(far, beside)
     loss = gamma(2 * terms + centre.numel() + BACK) * contract(x.size, y.size)
-    first = adjoint(lambda t: contract(t, beside[None]), x.shape)
-    second = adjoint(lambda t: contract(far[None], t), y.shape)
-    pull = lambda rows: (*first(rows), *second(rows))  # noqa: E731
+    first, second = x.shape, y.shape
+
+    def pull(rows: Tensor) -> tuple[Tensor, Tensor]:
+        of_first = contract.of_first(rows, beside[None])
+        of_second = contract.of_second(far[None], rows)
+        return of_first.sum_to_size(len(rows), *first), of_second.sum_to_size(len(rows), *second)
+
     return Node(tuple(centre.shape), (x.node, y.node), pull, -centre, up(beyond + loss, terms + 8))
 
 
-def times(a: Tensor, b: Tensor) -> Tensor:
-    return a * b
+TIMES = Bilinear(torch.mul, torch.mul, torch.mul)
 
 
 def squares(x: Form) -> Form:

@@ -22,6 +22,7 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
+from certcli.nn.activations import ClippedReLU
 
 # sup |f'|, rounded up. GELU: Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518..., 1.12 (as published) is below it.
 GELU_SLOPE = 1.12890415
@@ -169,7 +170,7 @@ def slope_one() -> Curve:
 
 
 @activation(
-    nn.Tanh, nn.Softsign, timm_activations.Tanh, functions=(torch.tanh, functional.tanh, functional.softsign, torch.sin),
+    nn.Tanh, nn.Softsign, timm_activations.Tanh, functions=(torch.tanh, functional.softsign, torch.sin),
     methods=("tanh", "tanh_", "sin"),
 )  # fmt: skip
 def slope_one_within_one() -> Curve:
@@ -209,6 +210,11 @@ def clamped(low: Tensor | None, high: Tensor | None) -> Curve:
     return Curve(
         1.0, "clamping has slope at most 1", offset=0.0 if around_0 else largest, most=most
     )
+
+
+@activation(ClippedReLU)
+def clipped_relu(threshold: Tensor) -> Curve:
+    return clamped(torch.zeros(1, dtype=torch.float64), threshold.clamp_min(0.0))
 
 
 @activation(nn.LeakyReLU, functions=(functional.leaky_relu, functional.leaky_relu_))
@@ -259,7 +265,7 @@ def soft_shrink(lambd: float = 0.5) -> Curve:
 @activation(
     nn.Sigmoid,
     timm_activations.Sigmoid,
-    functions=(torch.sigmoid, functional.sigmoid),
+    functions=(torch.sigmoid,),
     methods=("sigmoid", "sigmoid_"),
 )
 def sigmoid() -> Curve:

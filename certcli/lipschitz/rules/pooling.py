@@ -66,8 +66,6 @@ def l2_pool(ctx: Context, module: L2Pool, x: Value) -> Value:
 
 _WINDOWS = "kernel_size", "stride", "padding", "ceil_mode"
 rules.module(nn.MaxPool2d)(with_attributes(max_pool, *_WINDOWS, "dilation", "return_indices"))
-if hasattr(functional, "_max_pool2d"):  # what functional.max_pool2d dispatches to
-    rules.function(functional._max_pool2d)(max_pool)
 
 
 @rules.function(functional.avg_pool2d, functional.avg_pool1d, torch.avg_pool1d)
@@ -183,8 +181,7 @@ def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
 
 
 @rules.function(
-    functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
-    torch.adaptive_max_pool1d,
+    functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d
 )  # fmt: skip
 def adaptive_maximum(
     ctx: Context, x: Value, output_size: Any, return_indices: bool = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form, fitting
-from certcli.enclosure.zonotopes.products import product, times
+from certcli.enclosure.zonotopes.products import TIMES, product
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
@@ -79,7 +79,7 @@ register_arithmetic(
     Form,
     lambda x, y: (x + y).reduced(),
     negative,
-    lambda x, y: product(x.worked(), y.worked(), times, 1),
+    lambda x, y: product(x.worked(), y.worked(), TIMES, 1),
 )
 
 

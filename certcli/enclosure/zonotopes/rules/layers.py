@@ -19,6 +19,7 @@ from certcli.engine.attention import attention_module, fused_attention, require_
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.build import PixelNormalize
+from certcli.nn.activations import ClippedReLU
 
 NORMS = (nn.LayerNorm, TimmLayerNorm)
 _NOTHING = (nn.Identity, nn.Dropout, DropPath)
@@ -39,7 +40,7 @@ def linear(ctx: ZonotopeContext, module: nn.Linear, x: Form) -> Form:
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """W x + b on the last axis; what single entries may be off by becomes symbols first, so that W can cancel it."""
     out = x.worked().linear(
-        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1]
+        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
     )
     return out if bias is None else out.shift(bias)
 
@@ -71,6 +72,14 @@ def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
 rules.module(nn.ReLU)(with_attributes(relu_function))
+
+
+@rules.module(ClippedReLU)
+def clipped_relu(ctx: ZonotopeContext, module: ClippedReLU, x: Form) -> Form:
+    """max(min(x, theta), 0) = relu(theta - relu(theta - x))."""
+    threshold = module.threshold.to(x.centre)
+    over = relu(x.scale(-torch.ones_like(threshold)).shift(threshold))
+    return relu(over.scale(-torch.ones_like(threshold)).shift(threshold))
 
 
 @rules.module(LayerScale)
@@ -123,7 +132,12 @@ def attention(
 
     def part(index: int, of: Form) -> Form:
         weight = module.qkv.weight[index * inner : (index + 1) * inner]
-        out = of.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=weight.shape[1])
+        out = of.linear(
+            lambda t: t @ weight.T,
+            lambda t: t @ weight.abs().T,
+            weight.shape[1],
+            lambda r: r @ weight,
+        )
         # a bias of the keys shifts whole rows of scores, which softmax cannot see
         if module.qkv.bias is not None and index != 1:
             out = out.shift(module.qkv.bias[index * inner : (index + 1) * inner])

@@ -1,0 +1,109 @@
+"""One step of a diffusion model as a denoiser: a deterministic function of the noisy pixels, built for one sigma.
+
+Source: Carlini, Tramer, Dvijotham, Rice, Sun & Kolter 2023, (Certified!!) adversarial robustness for free.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from certcli.models.diffusion import EPSILON, SAMPLE, Schedule
+from certcli.nn.schedules import noise_to_signal
+from certcli.nn.unet import UNet
+from certcli.system.errors import ArchitectureError, UsageError
+
+
+class OneShot(nn.Module):
+    """Noisy pixels x + sigma z, images in [0, 1] -> x0 in [0, 1].
+
+    x_t = a (2 (x + sigma z) - 1) with a = 1 / sqrt(1 + 4 sigma^2) and s = 2 sigma a; t is the step of the schedule whose
+    noise-to-signal ratio is nearest to 2 sigma, in the logarithm. x0 follows from the prediction and is clipped to
+    [-1, 1]. A head that also predicts the variance has twice the channels; the mean comes first.
+
+    Args:
+        digest: of the network's tensors. The attribute `digest` also covers shape, schedule and t.
+    """
+
+    def __init__(self, net: UNet, schedule: Schedule, sigma: float, digest: str) -> None:
+        super().__init__()
+        self.net = net
+        self.prediction = schedule.prediction_type
+        self.step = step_of(schedule, sigma)
+        self.signal = 1 / math.sqrt(1 + 4 * sigma**2)
+        self.noise = 2 * sigma * self.signal
+        stated = {
+            "tensors": digest,
+            "network": asdict(net.shape),
+            "schedule": asdict(schedule),
+            "step": self.step,
+        }
+        text = json.dumps(stated, sort_keys=True, separators=(",", ":"))
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Facts for the document: what the network predicts, and the step that the sigma is."""
+        parameters = sum(value.numel() for value in self.net.parameters())
+        return {
+            "denoiser_step": self.step,
+            "denoiser_prediction": self.prediction,
+            "denoiser_parameters": parameters,
+        }
+
+    def require_size(self, height: int, width: int) -> None:
+        """Raise ArchitectureError where the levels do not divide a side. Nothing is resized before the denoiser.
+
+        A resize would mix the noise of neighbouring pixels, and the UNet expects white noise.
+        """
+        factor = self.net.shape.factor
+        if height % factor or width % factor:
+            raise ArchitectureError(
+                f"the denoiser halves its images {factor.bit_length() - 1} times: sides must be multiples of "
+                f"{factor}, the network's are {height} x {width}"
+            )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        kind = self.net.conv_in.weight.dtype
+        noisy = self.signal * (2 * pixels.float() - 1)
+        steps = torch.full((len(pixels),), self.step, device=pixels.device)
+        predicted = self.net(noisy.to(kind), steps)[:, : pixels.shape[1]].float()
+        return (self._clean(noisy, predicted).clamp(-1, 1) + 1) / 2
+
+    def _clean(self, noisy: Tensor, predicted: Tensor) -> Tensor:
+        if self.prediction == EPSILON:
+            return (noisy - self.noise * predicted) / self.signal
+        if self.prediction == SAMPLE:
+            return predicted
+        return self.signal * noisy - self.noise * predicted
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """A UNet and its schedule, which become another function for each sigma; digest: of the tensors."""
+
+    net: UNet
+    schedule: Schedule
+    digest: str
+
+    def at(self, sigma: float) -> OneShot:
+        return OneShot(self.net, self.schedule, sigma, self.digest).eval()
+
+
+def step_of(schedule: Schedule, sigma: float) -> int:
+    """Return the step whose noise is nearest to 2 sigma on images in [-1, 1]; UsageError beyond the schedule."""
+    ratios = noise_to_signal(schedule.alpha_bars)
+    # the last step without signal is beyond every sigma
+    ratios = ratios[ratios.isfinite() & (ratios > 0)]
+    low = float(ratios.min()) / 2
+    high = float(ratios.max()) / 2
+    if not low <= sigma <= high:
+        raise UsageError(
+            f"--sigma {sigma:g} is outside the denoiser's schedule",
+            f"its steps are for sigma {low:.4g} to {high:.4g}",
+        )
+    return int((ratios.log() - math.log(2 * sigma)).abs().argmin())

@@ -1,0 +1,98 @@
+"""How a training run ended, against how it began: at chance, or below its start, it does not call itself done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from certcli.evaluation.intervals import chance_level, share_interval
+from certcli.system.errors import CertvitError
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.record import Record
+    from certcli.cli.shared.output import Sink
+    from certcli.images.labelled import Images
+    from certcli.models.build import PixelModel
+
+JUDGES = 256
+"""Validation images on which the start is judged."""
+
+
+class EndedAtChanceError(CertvitError):
+    """Training took a network that was better than chance to chance."""
+
+    code = 1
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Right answers on validation images."""
+
+    right: int
+    images: int
+
+    @property
+    def share(self) -> float:
+        return self.right / self.images
+
+    @property
+    def low(self) -> float:
+        """The lower end of the 95 % interval."""
+        return share_interval(self.right, self.images)[0]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """message: what is wrong. ruined: the start was better than chance, and the end is not."""
+
+    message: str
+    ruined: bool
+
+
+def accuracy(model: PixelModel, validation: Images) -> Accuracy:
+    """Judge the weights on a sample of the validation images."""
+    from certcli.evaluation.doubts import right_of
+
+    sample = validation.limit(JUDGES)
+    was_training = model.training
+    model.eval()
+    right = right_of(model, sample)
+    model.train(was_training)
+    return Accuracy(sum(right), len(sample))
+
+
+def warn_of_orthogonal(before: Accuracy, after: Accuracy, sink: Sink) -> None:
+    """Warn where making the matrices orthogonal has undone what the network had learned."""
+    if share_interval(after.right, after.images)[1] >= before.low:
+        return
+    sink.warn(
+        f"stiefel made the matrices orthogonal: validation accuracy {100 * before.share:.1f} % before, "
+        f"{100 * after.share:.1f} % now; --loss ce, or --optimiser adamw, trains the network as it is"
+    )
+
+
+def doubt(before: Accuracy | None, clean: float, images: int, record: Record) -> Doubt | None:
+    """Return why this training is not done; None where nothing speaks against it.
+
+    Args:
+        before: of the starting weights; None where it was not measured.
+        clean: accuracy at the end, of so many images.
+    """
+    right = round(clean * images)
+    at_chance = chance_level(right, images, record.classes)
+    began = "" if before is None else f" (before training {100 * before.share:.1f} %)"
+    ended = f"validation accuracy {100 * clean:.1f} %{began}"
+    if at_chance:
+        better = before is not None and before.low > 1 / max(1, record.classes)
+        return Doubt(f"not done: training ended about chance, {ended}", better)
+    if before is not None and clean < before.low:
+        return Doubt(f"not done: training ended below its start, {ended}", False)
+    return None
+
+
+def end(found: Doubt, sink: Sink) -> None:
+    """Say it in the last line. EndedAtChanceError where training ruined the network."""
+    hint = "a smaller --lr, --loss ce, weaker noise or attacks; the file is written all the same"
+    if found.ruined:
+        raise EndedAtChanceError(found.message, hint)
+    sink.warn(found.message)

@@ -1,0 +1,201 @@
+"""Bounds of domains by ascent over everything that may be chosen on the way back. Proof: docs/local.md, section 9."""
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.backward import (
+    BackwardBound,
+    HingeChoice,
+    Node,
+    ParabolaChoice,
+    chord,
+    descend,
+    least,
+    simple,
+)
+from certcli.enclosure.zonotopes.parabolas import every_hinge, linear_part, nodes_of, proven
+from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.enclosure.zonotopes.trees import Unit
+
+RATE, DECAY = 0.25, 0.93
+"""Of Adam, and its fall from step to step."""
+_NEGLIGIBLE = 1e-9
+"""Of the largest error of a node: what rounding may cost, which ascent need not see."""
+_MOST_ENTRIES = 3e7
+"""Entries of all nodes and rows together, some of which a step of ascent keeps."""
+POWER = 8
+"""Steps of the power iteration for the parabolas' largest eigenvalue, from a start of the step before."""
+
+
+class Ascent:
+    """Bounds of rows (margins, *shape) of a walk's last node, over domains of signs of its open units.
+
+    numbers, one row a domain: per unit a slope (before the sigmoid) and a multiplier (in units of `scale`); in an l2 ball
+    also share, width and split of a parabola (before sigmoid, exp, exp), and at the end log (h / |g|).
+    """
+
+    def __init__(self, out: Node, rows: Tensor) -> None:
+        self.out, self.rows = out, rows
+        every = every_hinge(out)
+        self.all = every
+        self.hinges = [hinge for hinge in every if len(hinge.places)]
+        self.units = [
+            Unit(number, entry)
+            for number, hinge in enumerate(every)
+            for entry in hinge.places.tolist()
+        ]
+        self.places = {unit: place for place, unit in enumerate(self.units)}
+        self.counts = [len(hinge.places) for hinge in self.hinges]
+        self.curved = False
+        if self.units:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        found = descend(self.out, self.rows, {})
+        self.curved = not found.ball.boxed
+        self.at_once = max(2, int(_MOST_ENTRIES / found.entries))
+        weight = torch.cat([found.passed[hinge] for hinge in self.hinges], 1).abs().amax(0)
+        self.scale = weight + 1e-3 * weight.amax() + TINY
+        self.chords = torch.cat([chord(hinge)[1] for hinge in self.hinges])
+        self.low, self.high = (
+            torch.cat([getattr(h, end).flatten()[h.places] for h in self.hinges])
+            for end in ("low", "high")
+        )
+        errors = {n: float(n.error.max()) for n in nodes_of(self.out) if n.error is not None}
+        largest = max(errors.values())
+        self.negligible = frozenset(n for n, e in errors.items() if e < _NEGLIGIBLE * largest)
+        if self.curved:
+            self.columns = torch.cat([hinge.columns for hinge in self.hinges], 1)
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """Return signs and numbers of the whole neighbourhood: (units,), (numbers,)."""
+        slope = torch.cat([simple(hinge) for hinge in self.hinges])
+        none = torch.zeros_like(slope)
+        parts = [4 * slope - 2, none]
+        if self.curved:
+            reach = torch.cat([h.columns.norm(dim=0) + h.rest for h in self.hinges])
+            parts = [
+                6 * slope - 3,
+                none,
+                none - 2,
+                (reach / 2).clamp_min(TINY).log(),
+                none,
+                none[:1],
+            ]
+        return none, torch.cat(parts)
+
+    def sign_of(self, unit: Unit) -> float:
+        """Return the sign of a unit that is not open: of one that is unknown, either."""
+        if unit.hinge >= len(self.all) or unit.entry >= self.all[unit.hinge].low.numel():
+            return 1.0
+        return 1.0 if float(self.all[unit.hinge].low.flatten()[unit.entry]) >= 0 else -1.0
+
+    def choices(self, signs: Tensor, numbers: Tensor) -> dict[Node, HingeChoice]:
+        """Return what is chosen at each hinge: (b, units), (b, numbers)."""
+        count = len(self.units)
+        slope, multiplier = numbers[:, :count].sigmoid(), numbers[:, count : 2 * count] * self.scale
+        parts = [slope, multiplier, signs]
+        if self.curved:
+            share, width, split = numbers[:, 2 * count : 5 * count].chunk(3, 1)
+            parts += [share.sigmoid(), width.exp(), split.exp()]
+        cut = [part.split(self.counts, 1) for part in parts]
+        made: dict[Node, HingeChoice] = {}
+        for i, hinge in enumerate(self.hinges):
+            own = [part[i] for part in cut]
+            parabola = ParabolaChoice(*own[3:]) if self.curved else None
+            made[hinge] = HingeChoice(own[0], parabola, own[2], own[1])
+        return made
+
+    def estimates(
+        self, margins: list[int], signs: Tensor, numbers: Tensor
+    ) -> tuple[Tensor, BackwardBound]:
+        """Return the bounds of domains as they are, without their proof: (b,); and the way back."""
+        choices = self.choices(signs, numbers)
+        found = descend(self.out, self.rows[margins], choices, self.negligible)
+        value = self._estimate(found, numbers[:, -1]) if self.curved else least(found)
+        return value, found
+
+    def climb(
+        self, margins: list[int], signs: Tensor, numbers: Tensor, steps: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the bounds (b,) that ascent found, proven; the numbers that give them; scores of open units (b, units)."""
+        best = torch.full((len(margins),), -torch.inf, dtype=numbers.dtype, device=numbers.device)
+        chosen, scores = numbers.clone(), torch.zeros_like(signs)
+        numbers, mean, square = (
+            numbers.clone(),
+            torch.zeros_like(numbers),
+            torch.zeros_like(numbers),
+        )
+        for step in range(steps):
+            (rising,) = (~(best > 0)).nonzero(as_tuple=True)
+            if not len(rising):
+                break
+            at = numbers[rising].requires_grad_(True)
+            with torch.enable_grad():
+                owners = [margins[i] for i in rising.tolist()]
+                value, found = self.estimates(owners, signs[rising], at)
+                (slope,) = torch.autograd.grad(value.sum(), at)
+            scores[rising] = self._scores(found, signs[rising], at.detach())
+            value = value.detach()
+            better = value > best[rising]
+            chosen[rising[better]] = at.detach()[better]
+            best[rising] = torch.maximum(best[rising], value)
+            mean[rising] = 0.9 * mean[rising] + 0.1 * slope
+            square[rising] = 0.999 * square[rising] + 0.001 * slope * slope
+            size = (square[rising] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12
+            move = mean[rising] / (1 - 0.9 ** (step + 1)) / size
+            numbers[rising] = self._inside(at.detach() + RATE * DECAY**step * move)
+        return self._proven(margins, signs, chosen, best), chosen, scores
+
+    def _inside(self, numbers: Tensor) -> Tensor:
+        """Return the numbers with multipliers that are not negative."""
+        count = len(self.units)
+        numbers[:, count : 2 * count] = numbers[:, count : 2 * count].clamp_min(0)
+        return numbers
+
+    @torch.no_grad()
+    def _scores(self, found: BackwardBound, signs: Tensor, numbers: Tensor) -> Tensor:
+        """Return what the bounds of each open unit may lose: (b, units)."""
+        some = torch.cat([found.passed[hinge] for hinge in self.hinges], 1)
+        slope = numbers[:, : len(self.units)].sigmoid()
+        below = torch.maximum((1 - slope) * self.high, -slope * self.low)
+        lost = -some.clamp_max(0) * self.chords + 0.5 * some.clamp_min(0) * below
+        return lost * (signs == 0)
+
+    def _estimate(self, found: BackwardBound, level: Tensor) -> Tensor:
+        """Return `proven` of each row in a differentiable way, nearly: the largest eigenvalue by power iteration."""
+        total, slope = linear_part(found)
+        height = slope.norm(dim=1).clamp_min(TINY) * level.exp()
+        weight = torch.cat([part.weight for part in found.parabolas[::-1]], 1)
+
+        def form(e: Tensor) -> tuple[Tensor, Tensor]:
+            return e @ self.columns, (slope * e).sum(1, keepdim=True) / (2 * height[:, None])
+
+        with torch.no_grad():
+            e = slope + self.columns.sum(1)
+            for _ in range(POWER):
+                e = e / e.norm(dim=1, keepdim=True).clamp_min(TINY)
+                along, beside = form(e)
+                e = (weight * along) @ self.columns.mT + beside * slope
+            e = e / e.norm(dim=1, keepdim=True).clamp_min(TINY)
+        along, beside = form(e)
+        most = (weight * along * along).sum(1) + beside[:, 0] * (slope * e).sum(1)
+        return total - height / 2 - most
+
+    @torch.no_grad()
+    def _proven(self, margins: list[int], signs: Tensor, chosen: Tensor, best: Tensor) -> Tensor:
+        """Return the bounds with a proof in place of the positive estimates; no other is above 0."""
+        bounds = best.clamp_max(0.0)
+        (positive,) = (best > 0).nonzero(as_tuple=True)
+        if len(positive):
+            numbers = chosen[positive]
+            choices = self.choices(signs[positive], numbers)
+            found = descend(self.out, self.rows[[margins[i] for i in positive.tolist()]], choices)
+            bounds[positive] = (
+                self._sure(found, numbers[:, -1].exp()) if self.curved else least(found)
+            )
+        return bounds
+
+    def _sure(self, found: BackwardBound, levels: Tensor) -> Tensor:
+        sure = [proven(found, level, row) for row, level in enumerate(levels.tolist())]
+        return found.total.new_tensor(sure)

@@ -1,0 +1,195 @@
+"""Branch and bound on the signs of open ReLU units, over what a walk kept for the way back. Proof: docs/local.md, section 9.
+
+A domain is the part of the neighbourhood in which some units have given signs. Its bound is one of the way back with slopes,
+parabolas and multipliers of the signs that ascent has chosen; whatever they are, it is sound, and it is rounded down. A
+domain whose bound is not positive is split at one open unit; its two halves cover it.
+
+Source: Wang et al. 2021 (beta-CROWN: multipliers of signs), Xu et al. 2021 (slopes by ascent), De Palma et al. 2021 (of
+several units, the one whose halves have the better bounds). Parabolas below the splits, and the way back: ours.
+"""
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.ascent import Ascent
+from certcli.enclosure.zonotopes.backward import Node
+from certcli.enclosure.zonotopes.trees import Tree, Unit
+
+BATCH = 24
+"""Domains that are split together, fewer where tensors are large."""
+FIRST_STEPS, STEPS, LAST_STEPS = 30, 6, 100
+"""Of ascent, at a whole neighbourhood, at a half, and at a domain in which there is nothing left to split."""
+CANDIDATES = 16
+"""Units of a domain whose halves are bounded before it is split at one of them."""
+
+_MOST_BYTES = 2**30
+"""Of domains that wait to be split: beyond, the margin counts as not proven."""
+
+
+@dataclass
+class Limit:
+    """What a search may take: until a time of time.monotonic, and bounds of so many domains."""
+
+    until: float = math.inf
+    domains: int = 100_000
+
+    def over(self, domains: int) -> bool:
+        return domains >= self.domains or time.monotonic() >= self.until
+
+
+@dataclass(eq=False)
+class Domain:
+    """A part of the neighbourhood, for one margin. sign (units): +1, -1, or 0 where open. numbers: what ascent chose.
+
+    score (units): what each open unit may lose. tree: its place in the margin's tree.
+    """
+
+    margin: int
+    tree: Tree
+    sign: Tensor
+    numbers: Tensor
+    bound: float = -math.inf
+    score: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def half(self, unit: int, sign: int, tree: Tree) -> "Domain":
+        """Return the half in which an open unit has this sign."""
+        signs = self.sign.clone()
+        signs[unit] = sign
+        return Domain(self.margin, tree, signs, self.numbers)
+
+
+class Search:
+    """The search over the domains of one walk's margins: rows (margins, *shape) of its last node.
+
+    trees: one a margin; their splits are taken before others. note: told of every batch, for a bar.
+    """
+
+    def __init__(
+        self,
+        out: Node,
+        rows: Tensor,
+        limit: Limit,
+        trees: Sequence[Tree] | None = None,
+        note: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.limit, self.note, self.domains = limit, note, 0
+        self.ascent = Ascent(out, rows)
+        self.trees = list(trees) if trees else [Tree() for _ in rows]
+        self.bounds = torch.full((len(rows),), math.inf, dtype=rows.dtype)
+
+    def prove(self) -> Tensor:
+        """Return the least bound of the leaves of each margin's tree, a bound of the margin: (margins,)."""
+        if not self.ascent.units:
+            return torch.full_like(self.bounds, -math.inf)
+        sign, numbers = self.ascent.start()
+        first = [Domain(margin, tree, sign, numbers) for margin, tree in enumerate(self.trees)]
+        turn = itertools.count()
+        waiting: list[tuple[float, int, Domain]] = []
+
+        def keep(domains: list[Domain]) -> None:
+            for domain in domains:
+                if domain.bound > 0:
+                    self._lower(domain.margin, domain.bound)
+                else:
+                    heapq.heappush(waiting, (domain.bound, next(turn), domain))
+
+        keep(self.climbed(first, FIRST_STEPS))
+        most = _MOST_BYTES // (8 * (len(numbers) + 2 * len(sign)))
+        while waiting and len(waiting) <= most and not self.limit.over(self.domains):
+            count = min(BATCH, self.ascent.at_once // 2, len(waiting))
+            taken = [heapq.heappop(waiting)[2] for _ in range(count)]
+            units = self._units(taken)
+            whole = [domain for domain, unit in zip(taken, units, strict=True) if unit is None]
+            keep(self.climbed(whole, LAST_STEPS))
+            if any(not domain.bound > 0 for domain in whole):
+                keep([domain for domain in taken if domain not in whole])
+                break
+            keep(self.climbed(self.halves(taken, units), STEPS))
+            self.note()
+        for bound, _, domain in waiting:
+            self._lower(domain.margin, bound)
+        return self.bounds
+
+    def _lower(self, margin: int, bound: float) -> None:
+        self.bounds[margin] = self.bounds[margin].clamp_max(bound)
+
+    def climbed(self, domains: list[Domain], steps: int) -> list[Domain]:
+        """Bound the domains by ascent, all together."""
+        if not domains:
+            return []
+        margins = [domain.margin for domain in domains]
+        signs = torch.stack([domain.sign for domain in domains])
+        numbers = torch.stack([domain.numbers for domain in domains])
+        bounds, chosen, scores = self.ascent.climb(margins, signs, numbers, steps)
+        for i, domain in enumerate(domains):
+            domain.bound, domain.numbers, domain.score = bounds[i].item(), chosen[i], scores[i]
+        self.domains += len(domains)
+        return domains
+
+    def halves(self, domains: list[Domain], units: list[int | None]) -> list[Domain]:
+        """Return the halves of the domains that have a unit at which they are split."""
+        halves = []
+        for domain, unit in zip(domains, units, strict=True):
+            if unit is None:
+                continue
+            domain.tree.unit = self.ascent.units[unit]
+            active, inactive = domain.tree.halves()
+            halves += [domain.half(unit, 1, active), domain.half(unit, -1, inactive)]
+        return halves
+
+    def _units(self, domains: list[Domain]) -> list[int | None]:
+        """Return the unit at which each domain is split: its tree's, or the best of a few candidates."""
+        found: list[int | None] = [self._planned(domain) for domain in domains]
+        free = [i for i, unit in enumerate(found) if unit is None]
+        if free:
+            for i, unit in zip(free, self._best([domains[i] for i in free]), strict=True):
+                found[i] = unit
+        return found
+
+    def _planned(self, domain: Domain) -> int | None:
+        """Return the open unit at which the domain's tree is split; past units whose signs are known here."""
+        while domain.tree.unit is not None:
+            unit = self.ascent.places.get(domain.tree.unit)
+            if unit is not None and domain.sign[unit] == 0:
+                return unit
+            active, inactive = domain.tree.halves()
+            known = self._known_sign(domain, domain.tree.unit, unit)
+            domain.tree = active if known > 0 else inactive
+        return None
+
+    def _known_sign(self, domain: Domain, unit: Unit, place: int | None) -> float:
+        if place is not None:
+            return float(domain.sign[place])
+        return self.ascent.sign_of(unit)
+
+    @torch.no_grad()
+    def _best(self, domains: list[Domain]) -> list[int | None]:
+        """Return of each domain's best-scored units the one whose worse half has the larger bound."""
+        count = min(CANDIDATES, len(self.ascent.units))
+        scores, places = torch.stack([domain.score for domain in domains]).topk(count, dim=1)
+        tried, owners = [], []
+        for domain, units in zip(domains, places.tolist(), strict=True):
+            for unit in units:
+                tried += [domain.half(unit, 1, Tree()), domain.half(unit, -1, Tree())]
+                owners += [domain.margin] * 2
+        signs = torch.stack([domain.sign for domain in tried])
+        numbers = torch.stack([domain.numbers for domain in tried])
+        size = self.ascent.at_once
+        pieces = [
+            self.ascent.estimates(owners[i : i + size], signs[i : i + size], numbers[i : i + size])
+            for i in range(0, len(owners), size)
+        ]
+        bounds = torch.cat([bound for bound, _ in pieces])
+        worse = bounds.view(len(domains), count, 2).clamp_max(0).sum(2)
+        worse = worse.masked_fill(scores <= 0, -math.inf)
+        best = worse.argmax(1)
+        chosen = places.gather(1, best[:, None])[:, 0].tolist()
+        possible = (scores.amax(1) > 0).tolist()
+        return [unit if able else None for unit, able in zip(chosen, possible, strict=True)]

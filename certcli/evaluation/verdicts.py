@@ -1,0 +1,102 @@
+"""Whether a share of images meets a demand, decided by the interval of the share and not by the share itself.
+
+A demand is met where the lower end of the interval meets it, missed where the upper end misses it, and otherwise not decided.
+
+Images that come one after the other are looked at after 50, 100, 200, ... and at their end, at places that no clock chooses.
+The first look that decides counts. Whoever has more time sees the same looks first: time can decide a verdict, and never
+change one. Of K looks each takes an interval of coverage 1 - 0.05 / K: all of them together hold with 95 % (Bonferroni).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from certcli.evaluation.intervals import Interval, counted, share_interval
+
+Verdict = Literal["passed", "failed", "not decided"]
+PASSED: Verdict = "passed"
+FAILED: Verdict = "failed"
+UNDECIDED: Verdict = "not decided"
+FEWEST = 50
+"""Images before the first look, unless there are fewer."""
+CHANCE = 0.05
+"""That the true share lies outside the interval of any look."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """At least this share of the images, or more than it."""
+
+    share: float
+    more: bool = False
+
+    def met(self, share: float) -> bool:
+        return share > self.share if self.more else share >= self.share
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Outcomes of the first images, in order. available: the images that there are to judge, whatever the time."""
+
+    outcomes: Sequence[bool]
+    available: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """A count of images and what it says. chance: that the interval misses the true share."""
+
+    hits: int
+    images: int
+    chance: float
+    verdict: Verdict
+
+    @property
+    def interval(self) -> Interval:
+        return share_interval(self.hits, self.images, self.chance)
+
+    def counted(self, digits: int = 0, *, proven: bool = True) -> str:
+        """Return "26 of 50 images (52 %, 98.3 % interval 34 to 70)"."""
+        return counted(self.hits, self.images, digits, proven=proven, chance=self.chance)
+
+
+def decided(hits: int, images: int, demand: Demand, chance: float = CHANCE) -> Verdict:
+    """Return the verdict of one look."""
+    low, high = share_interval(hits, images, chance)
+    if demand.met(low):
+        return PASSED
+    return UNDECIDED if demand.met(high) else FAILED
+
+
+def looks(available: int) -> list[int]:
+    """Return the numbers of images after which a share is looked at: 50, 100, 200, ... and all of them."""
+    counts = []
+    count = FEWEST
+    while count < available:
+        counts.append(count)
+        count *= 2
+    return [*counts, available]
+
+
+def judged(sample: Sample, demand: Demand) -> Look:
+    """Return the first look that decides; else the last one, or what there is before the first, which decides nothing."""
+    planned = looks(sample.available)
+    chance = CHANCE / len(planned)
+    found = _look(sample, min(len(sample.outcomes), planned[0]), chance, UNDECIDED)
+    for count in planned:
+        if count > len(sample.outcomes):
+            break
+        hits = sum(sample.outcomes[:count])
+        found = _look(sample, count, chance, decided(hits, count, demand, chance))
+        if found.verdict != UNDECIDED:
+            break
+    return found
+
+
+def whole(hits: int, images: int, demand: Demand) -> Look:
+    """Return the one look at images that are all judged."""
+    return Look(hits, images, CHANCE, decided(hits, images, demand))
+
+
+def _look(sample: Sample, count: int, chance: float, verdict: Verdict) -> Look:
+    return Look(sum(sample.outcomes[:count]), count, chance, verdict)

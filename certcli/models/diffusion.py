@@ -1,0 +1,236 @@
+"""A folder of diffusers becomes a UNet and its noise schedule. diffusers itself is never imported.
+
+The folder holds `config.json`, `diffusion_pytorch_model.safetensors` and `scheduler_config.json`, or the first two in
+`unet/` and the third in `scheduler/`. Each field is read, or must have the one value that leaves the function as it is.
+A field that is unknown here is refused: it may change the function.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from certcli.checkpoint.file import read_tensors, tensors_digest
+from certcli.checkpoint.schema import convert, decode
+from certcli.models.weights import load_weights
+from certcli.nn.schedules import BETAS, alpha_bars
+from certcli.nn.unet import UNet, UNetShape
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+
+T = TypeVar("T")
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+EPSILON = "epsilon"
+SAMPLE = "sample"
+VELOCITY = "v_prediction"
+PREDICTIONS = (EPSILON, SAMPLE, VELOCITY)
+SCHEDULERS = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler")
+MOST_STEPS = 100_000
+WIDEST = 1 << 14
+"""Channels of a level at most; a config file alone may not ask for more memory than its tensors have."""
+DEEPEST = 10
+
+DOWN = ("DownBlock2D", "AttnDownBlock2D", "ResnetDownsampleBlock2D")
+UP = ("UpBlock2D", "AttnUpBlock2D", "ResnetUpsampleBlock2D")
+
+FIXED: Mapping[str, tuple[Any, ...]] = {
+    "act_fn": ("silu", "swish"),
+    "class_embed_type": (None,),
+    "num_class_embeds": (None,),
+    "mid_block_type": ("UNetMidBlock2D",),
+    "time_embedding_type": ("positional",),
+}
+"""Fields of a UNet -> the values that certvit's has; absent is the first."""
+IDLE = ("sample_size", "dropout", "num_train_timesteps")
+"""Fields of a UNet that its function does not depend on."""
+IDLE_OF_SCHEDULE = (
+    "variance_type",
+    "clip_sample",
+    "sample_max_value",
+    "dynamic_thresholding_ratio",
+    "timestep_spacing",
+    "steps_offset",
+    "set_alpha_to_one",
+    "skip_prk_steps",
+)
+"""Fields of a schedule that decide later steps of sampling; one step has none. x0 is always clipped."""
+FIXED_OF_SCHEDULE: Mapping[str, tuple[Any, ...]] = {
+    "thresholding": (False,),
+    "clip_sample_range": (1.0,),
+}
+OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+"""Linear maps of an attention in files of 2022 -> their names today."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The noise of each step, and what the network predicts. Names and defaults are diffusers'."""
+
+    num_train_timesteps: int = 1000
+    beta_start: float = 0.0001
+    beta_end: float = 0.02
+    beta_schedule: str = "linear"
+    trained_betas: tuple[float, ...] | None = None
+    prediction_type: str = EPSILON
+    rescale_betas_zero_snr: bool = False
+
+    @property
+    def alpha_bars(self) -> Tensor:
+        """Return alpha_bar of each step, (steps,) float64."""
+        if self.trained_betas is not None:
+            betas = torch.tensor(self.trained_betas, dtype=torch.float64)
+        else:
+            shape = BETAS[self.beta_schedule]
+            betas = shape(self.beta_start, self.beta_end, self.num_train_timesteps)
+        return alpha_bars(betas, self.rescale_betas_zero_snr)
+
+
+def is_diffusers(path: Path) -> bool:
+    """Tell whether a folder is one of diffusers: a UNet, or a pipeline that holds one."""
+    return path.is_dir() and any(
+        (path / name).exists() for name in ("model_index.json", "unet", WEIGHTS, "config.json")
+    )
+
+
+def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
+    """Return the UNet, its schedule and the digest of its tensors.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+        ArchitectureError: the network is another one than an unconditional UNet for this number of channels.
+    """
+    inner = path / "unet" if (path / "unet").is_dir() else path
+    beside = path / "scheduler" if (path / "scheduler").is_dir() else path
+    shape = _shape(_fields(inner / "config.json"), inner / "config.json")
+    schedule = _schedule(
+        _fields(beside / "scheduler_config.json"), beside / "scheduler_config.json"
+    )
+    if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
+        raise ArchitectureError(
+            f"the denoiser {path} is for {shape.in_channels} channels (and gives {shape.out_channels}), "
+            f"the network for {channels}"
+        )
+    file = inner / WEIGHTS
+    if not file.exists() and file.with_suffix(".bin").exists():
+        raise CheckpointError(
+            f"{inner} holds its weights as a pickle",
+            "diffusers writes safetensors: UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
+        )
+    tensors = {_new_name(name): value for name, value in read_tensors(file)[0].items()}
+    try:
+        with torch.device("meta"):
+            net = UNet(shape)
+    except (ValueError, RuntimeError) as failure:
+        reason = one_line(str(failure))
+        raise ArchitectureError(f"{inner / 'config.json'} is no UNet: {reason}") from failure
+    load_weights(net, tensors)
+    return net.eval().requires_grad_(False), schedule, tensors_digest(tensors)
+
+
+def _new_name(name: str) -> str:
+    parts = name.split(".")
+    if "attentions" in parts[:-1] and parts[-2] in OLD_NAMES:
+        parts[-2] = OLD_NAMES[parts[-2]]
+    return ".".join(parts)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: without it the denoiser's function is not known",
+            "a folder of diffusers has config.json, scheduler_config.json and " + WEIGHTS,
+        )
+    try:
+        return decode(path.read_bytes(), dict[str, Any])
+    except (Refused, ValueError) as failure:
+        raise CheckpointError(f"{path} is no JSON object: {one_line(str(failure))}") from failure
+
+
+def _shape(stated: Mapping[str, Any], path: Path) -> UNetShape:
+    name = stated.get("_class_name", "UNet2DModel")
+    if name != "UNet2DModel":
+        raise ArchitectureError(
+            f"{path} is a {one_line(str(name))}: certvit reads unconditional diffusion models of pixels",
+            "a UNet2DModel; models of text or of latent images are no denoisers of pixels",
+        )
+    shape = _closed(stated, UNetShape, FIXED, IDLE, path)
+    levels = len(shape.block_out_channels)
+    sound = (
+        1 <= levels <= DEEPEST
+        and len(shape.down_block_types) == len(shape.up_block_types) == levels
+        and all(2 <= width <= WIDEST for width in shape.block_out_channels)
+        and 1 <= shape.layers_per_block <= DEEPEST
+        and shape.norm_num_groups >= 1
+        and shape.downsample_padding in (0, 1)
+        and shape.mid_block_scale_factor > 0
+        and shape.norm_eps > 0
+        and shape.block_out_channels[0] // 2 != shape.freq_shift
+    )
+    words: list[tuple[str, tuple[str, ...]]] = [
+        *((kind, DOWN) for kind in shape.down_block_types),
+        *((kind, UP) for kind in shape.up_block_types),
+        (shape.downsample_type, ("conv", "resnet")),
+        (shape.upsample_type, ("conv", "resnet")),
+        (shape.resnet_time_scale_shift, ("default", "scale_shift")),
+    ]
+    unknown = [word for word, allowed in words if word not in allowed]
+    if unknown:
+        raise ArchitectureError(f"{path} names '{one_line(unknown[0])}', which is not known here")
+    if not sound:
+        raise ArchitectureError(f"{path}: the levels and widths that it states make no UNet")
+    return shape
+
+
+def _schedule(stated: Mapping[str, Any], path: Path) -> Schedule:
+    name = stated.get("_class_name", SCHEDULERS[0])
+    if name not in SCHEDULERS:
+        raise ArchitectureError(
+            f"{path} is a {one_line(str(name))}", f"certvit reads {', '.join(SCHEDULERS)}"
+        )
+    schedule = _closed(stated, Schedule, FIXED_OF_SCHEDULE, IDLE_OF_SCHEDULE, path)
+    if schedule.prediction_type not in PREDICTIONS:
+        raise ArchitectureError(
+            f"{path} predicts '{one_line(schedule.prediction_type)}'",
+            f"certvit knows {', '.join(PREDICTIONS)}",
+        )
+    betas = schedule.trained_betas
+    steps = schedule.num_train_timesteps if betas is None else len(betas)
+    if betas is None and schedule.beta_schedule not in BETAS:
+        raise ArchitectureError(
+            f"{path} has the schedule '{one_line(schedule.beta_schedule)}'",
+            f"certvit knows {', '.join(BETAS)}",
+        )
+    if not 2 <= steps <= MOST_STEPS or steps != schedule.num_train_timesteps:
+        raise ArchitectureError(f"{path}: {steps} steps make no schedule")
+    left = schedule.alpha_bars
+    if not bool((left.diff() < 0).all() and left[0] < 1 and left[-1] >= 0):
+        raise ArchitectureError(f"{path}: the noise does not grow from step to step")
+    return schedule
+
+
+def _closed(
+    stated: Mapping[str, Any],
+    wanted: type[T],
+    fixed: Mapping[str, tuple[Any, ...]],
+    idle: tuple[str, ...],
+    path: Path,
+) -> T:
+    """Return the fields as the dataclass; every other one is fixed, idle, private or refused."""
+    names = {field.name for field in fields(wanted)}  # type: ignore[arg-type]
+    for name, value in stated.items():
+        known = name in names or name in idle or name.startswith("_")
+        if name in fixed and value not in fixed[name]:
+            raise ArchitectureError(
+                f"{path}: {name} is {one_line(str(value))}, and certvit's UNet has {fixed[name][0]}"
+            )
+        if not known and name not in fixed:
+            raise ArchitectureError(
+                f"{path} has the field '{one_line(name)}', which may change the function and is not known here"
+            )
+    try:
+        return convert({name: stated[name] for name in names & stated.keys()}, wanted)
+    except Refused as refusal:
+        raise ArchitectureError(f"{path}: {refusal}") from refusal

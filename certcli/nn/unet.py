@@ -1,0 +1,318 @@
+"""The unconditional UNet of published diffusion models, with the tensor names of diffusers' `UNet2DModel`.
+
+Source: Ho, Jain & Abbeel 2020, Denoising diffusion probabilistic models (the network); Dhariwal & Nichol 2021 (scale and
+shift by the time, residual blocks that resample); diffusers 0.42 (names, and the meaning of each field).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+RESNET_DOWN = "ResnetDownsampleBlock2D"
+RESNET_UP = "ResnetUpsampleBlock2D"
+ATTENTION_BLOCKS = ("AttnDownBlock2D", "AttnUpBlock2D")
+
+
+@dataclass(frozen=True)
+class UNetShape:
+    """What decides the function of a UNet beside its tensors. Names and defaults are diffusers'."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    center_input_sample: bool = False
+    freq_shift: int = 0
+    flip_sin_to_cos: bool = True
+    down_block_types: tuple[str, ...] = ("DownBlock2D", *("AttnDownBlock2D",) * 3)
+    up_block_types: tuple[str, ...] = (*("AttnUpBlock2D",) * 3, "UpBlock2D")
+    block_out_channels: tuple[int, ...] = (224, 448, 672, 896)
+    layers_per_block: int = 2
+    mid_block_scale_factor: float = 1.0
+    downsample_padding: int = 1
+    downsample_type: str = "conv"
+    upsample_type: str = "conv"
+    attention_head_dim: int | None = 8
+    norm_num_groups: int = 32
+    attn_norm_num_groups: int | None = None
+    norm_eps: float = 1e-5
+    resnet_time_scale_shift: str = "default"
+    add_attention: bool = True
+    time_embedding_dim: int | None = None
+
+    @property
+    def factor(self) -> int:
+        """Return the number that divides both sides of an image that the UNet can take."""
+        return 1 << (len(self.block_out_channels) - 1)
+
+    @property
+    def scales(self) -> bool:
+        """Tell whether the time scales and shifts a normalised map; else it is added before the norm."""
+        return self.resnet_time_scale_shift == "scale_shift"
+
+
+class Attention(nn.Module):
+    """Attention over all pixels of one image, added to its input: (x + out(attention(norm(x)))) / scale."""
+
+    def __init__(
+        self, width: int, shape: UNetShape, groups: int | None, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        head = shape.attention_head_dim or width
+        self.heads = width // head
+        self.scale = scale
+        self.group_norm = None if groups is None else nn.GroupNorm(groups, width, shape.norm_eps)
+        self.to_q = nn.Linear(width, self.heads * head)
+        self.to_k = nn.Linear(width, self.heads * head)
+        self.to_v = nn.Linear(width, self.heads * head)
+        self.to_out = nn.ModuleList([nn.Linear(self.heads * head, width)])
+
+    def forward(self, maps: Tensor) -> Tensor:
+        normed = maps if self.group_norm is None else self.group_norm(maps)
+        tokens = normed.flatten(2).transpose(1, 2)
+        query, key, value = (
+            layer(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.to_q, self.to_k, self.to_v)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        out: Tensor = self.to_out[0](mixed.transpose(1, 2).flatten(2))
+        return (maps + out.transpose(1, 2).unflatten(2, maps.shape[2:])) / self.scale
+
+
+class ResnetBlock(nn.Module):
+    """Two convolutions and the time, added to the input; `resample` is "", "down" or "up" by two."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        time: int,
+        shape: UNetShape,
+        resample: str = "",
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.scales = shape.scales
+        self.resample = resample
+        self.scale = scale
+        self.norm1 = nn.GroupNorm(shape.norm_num_groups, inputs, shape.norm_eps)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.time_emb_proj = nn.Linear(time, (1 + self.scales) * outputs)
+        self.norm2 = nn.GroupNorm(shape.norm_num_groups, outputs, shape.norm_eps)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.conv_shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, maps: Tensor, time: Tensor) -> Tensor:
+        hidden = self.conv1(self._resampled(functional.silu(self.norm1(maps))))
+        shift = self.time_emb_proj(functional.silu(time))[:, :, None, None]
+        if self.scales:
+            factor, shift = shift.chunk(2, dim=1)
+            hidden = self.norm2(hidden) * (1 + factor) + shift
+        else:
+            hidden = self.norm2(hidden + shift)
+        straight = self._resampled(maps)
+        if self.conv_shortcut is not None:
+            straight = self.conv_shortcut(straight)
+        out: Tensor = straight + self.conv2(functional.silu(hidden))
+        return out / self.scale
+
+    def _resampled(self, maps: Tensor) -> Tensor:
+        if self.resample == "down":
+            return functional.avg_pool2d(maps, 2)
+        if self.resample == "up":
+            return functional.interpolate(maps, scale_factor=2.0, mode="nearest")
+        return maps
+
+
+class Downsample(nn.Module):
+    """A convolution of stride 2; padding 0 pads one pixel at the right and the bottom only."""
+
+    def __init__(self, width: int, padding: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, stride=2, padding=padding)
+        self.uneven = padding == 0
+
+    def forward(self, maps: Tensor, time: Tensor) -> Tensor:
+        out: Tensor = self.conv(functional.pad(maps, (0, 1, 0, 1)) if self.uneven else maps)
+        return out
+
+
+class Upsample(nn.Module):
+    """Each pixel four times, then a convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, maps: Tensor, time: Tensor) -> Tensor:
+        out: Tensor = self.conv(functional.interpolate(maps, scale_factor=2.0, mode="nearest"))
+        return out
+
+
+class DownBlock(nn.Module):
+    """Residual blocks at one resolution, then a step to half of it; every map is a skip for the way up."""
+
+    def __init__(
+        self, kind: str, inputs: int, outputs: int, time: int, shape: UNetShape, last: bool
+    ) -> None:
+        super().__init__()
+        widths = [inputs, *(outputs,) * (shape.layers_per_block - 1)]
+        self.resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
+        attends = kind in ATTENTION_BLOCKS
+        self.attentions = (
+            nn.ModuleList(Attention(outputs, shape, shape.norm_num_groups) for _ in widths)
+            if attends
+            else None
+        )
+        by_resnet = kind == RESNET_DOWN or (attends and shape.downsample_type == "resnet")
+        self.downsamplers = nn.ModuleList()
+        if not last and by_resnet:
+            self.downsamplers.append(ResnetBlock(outputs, outputs, time, shape, "down"))
+        elif not last:
+            self.downsamplers.append(Downsample(outputs, shape.downsample_padding))
+
+    def forward(self, maps: Tensor, time: Tensor) -> list[Tensor]:
+        skips = []
+        for index, resnet in enumerate(self.resnets):
+            maps = resnet(maps, time)
+            if self.attentions is not None:
+                maps = self.attentions[index](maps)
+            skips.append(maps)
+        for layer in self.downsamplers:
+            skips.append(layer(skips[-1], time))
+        return skips
+
+
+class UpBlock(nn.Module):
+    """Residual blocks, each with a skip beside its input, then a step to twice the resolution.
+
+    skips: widths of the skips, in the order in which they are taken.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        inputs: int,
+        outputs: int,
+        skips: list[int],
+        time: int,
+        shape: UNetShape,
+        last: bool,
+    ) -> None:
+        super().__init__()
+        before = [inputs, *(outputs,) * (len(skips) - 1)]
+        widths = [width + skip for width, skip in zip(before, skips, strict=True)]
+        self.resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
+        attends = kind in ATTENTION_BLOCKS
+        self.attentions = (
+            nn.ModuleList(Attention(outputs, shape, shape.norm_num_groups) for _ in widths)
+            if attends
+            else None
+        )
+        by_resnet = kind == RESNET_UP or (attends and shape.upsample_type == "resnet")
+        self.upsamplers = nn.ModuleList()
+        if not last and by_resnet:
+            self.upsamplers.append(ResnetBlock(outputs, outputs, time, shape, "up"))
+        elif not last:
+            self.upsamplers.append(Upsample(outputs))
+
+    def forward(self, maps: Tensor, skips: list[Tensor], time: Tensor) -> Tensor:
+        for index, resnet in enumerate(self.resnets):
+            maps = resnet(torch.cat([maps, skips.pop()], dim=1), time)
+            if self.attentions is not None:
+                maps = self.attentions[index](maps)
+        for layer in self.upsamplers:
+            maps = layer(maps, time)
+        return maps
+
+
+class MidBlock(nn.Module):
+    """A residual block, attention where there is one, a residual block."""
+
+    def __init__(self, width: int, time: int, shape: UNetShape) -> None:
+        super().__init__()
+        scale = shape.mid_block_scale_factor
+        groups = shape.attn_norm_num_groups
+        if groups is None and not shape.scales:
+            groups = shape.norm_num_groups
+        self.resnets = nn.ModuleList(
+            ResnetBlock(width, width, time, shape, scale=scale) for _ in range(2)
+        )
+        self.attentions = nn.ModuleList()
+        if shape.add_attention:
+            self.attentions.append(Attention(width, shape, groups, scale))
+
+    def forward(self, maps: Tensor, time: Tensor) -> Tensor:
+        maps = self.resnets[0](maps, time)
+        for layer in self.attentions:
+            maps = layer(maps)
+        out: Tensor = self.resnets[1](maps, time)
+        return out
+
+
+class TimeEmbedding(nn.Module):
+    """t -> the vector that every residual block reads: waves of t, and two linear maps."""
+
+    def __init__(self, shape: UNetShape, width: int) -> None:
+        super().__init__()
+        self.waves = shape.block_out_channels[0]
+        self.freq_shift = shape.freq_shift
+        self.flip_sin_to_cos = shape.flip_sin_to_cos
+        self.linear_1 = nn.Linear(self.waves, width)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        half = self.waves // 2
+        powers = torch.arange(half, dtype=torch.float32, device=steps.device)
+        rates = torch.exp(-math.log(10_000) * powers / (half - self.freq_shift))
+        angles = steps.float()[:, None] * rates
+        parts = [angles.sin(), angles.cos()]
+        if self.flip_sin_to_cos:
+            parts.reverse()
+        waves = torch.cat(parts, dim=1).to(self.linear_1.weight.dtype)
+        out: Tensor = self.linear_2(functional.silu(self.linear_1(waves)))
+        return out
+
+
+class UNet(nn.Module):
+    """Noisy images (b, c, h, w) and their steps (b,) -> the prediction (b, out_channels, h, w)."""
+
+    def __init__(self, shape: UNetShape) -> None:
+        super().__init__()
+        self.shape = shape
+        widths = shape.block_out_channels
+        time = shape.time_embedding_dim or 4 * widths[0]
+        final = len(widths) - 1
+        self.conv_in = nn.Conv2d(shape.in_channels, widths[0], 3, padding=1)
+        self.time_embedding = TimeEmbedding(shape, time)
+        self.down_blocks = nn.ModuleList()
+        skips = [widths[0]]
+        width = widths[0]
+        for level, kind in enumerate(shape.down_block_types):
+            last = level == final
+            self.down_blocks.append(DownBlock(kind, width, widths[level], time, shape, last))
+            width = widths[level]
+            skips += [width] * (shape.layers_per_block + (not last))
+        self.mid_block = MidBlock(width, time, shape)
+        self.up_blocks = nn.ModuleList()
+        for level, kind in enumerate(shape.up_block_types):
+            taken = [skips.pop() for _ in range(shape.layers_per_block + 1)]
+            outputs = widths[final - level]
+            block = UpBlock(kind, width, outputs, taken, time, shape, level == final)
+            self.up_blocks.append(block)
+            width = outputs
+        self.conv_norm_out = nn.GroupNorm(shape.norm_num_groups, width, shape.norm_eps)
+        self.conv_out = nn.Conv2d(width, shape.out_channels, 3, padding=1)
+
+    def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
+        time = self.time_embedding(steps)
+        maps = self.conv_in(2 * noisy - 1 if self.shape.center_input_sample else noisy)
+        skips = [maps]
+        for down in self.down_blocks:
+            skips += down(skips[-1], time)
+        maps = self.mid_block(skips[-1], time)
+        for up in self.up_blocks:
+            maps = up(maps, skips, time)
+        out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(maps)))
+        return out

@@ -1,0 +1,155 @@
+"""Trains one small diffusion model for `certvit certify --denoiser`, for every sigma at once and without labels.
+
+    python examples/diffusion.py CKPT DATASET -o FOLDER --seconds 1800
+
+CKPT decides the size of the images alone. The folder is one of diffusers: `config.json`, `scheduler_config.json` and
+`diffusion_pytorch_model.safetensors`, a running mean of the weights. Where FOLDER holds a `training.safetensors`, the
+training goes on from it: its CPU seconds count.
+"""
+
+import argparse
+import copy
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from certcli.images.datasets import load
+from certcli.models.diffusion import WEIGHTS, Schedule
+from certcli.models.hints import Hints
+from certcli.models.open import open_checkpoint
+from certcli.nn.unet import UNet, UNetShape
+
+EVERY = 200
+"""Steps between two lines and two writes."""
+MEAN = 0.998
+"""Of the running mean of weights: how much of it stays at each step."""
+WARM = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ckpt")
+    parser.add_argument("dataset", help="its training images are used")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64], help="of each level")
+    parser.add_argument("--seconds", type=float, default=1800, help="of CPU time")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    spec = open_checkpoint(options.ckpt, Hints()).record.input
+    images = load(options.dataset, spec, "train", options.data_dir).tensors()[0]
+    levels = len(options.widths)
+    shape = UNetShape(
+        in_channels=spec.size[0],
+        out_channels=spec.size[0],
+        block_out_channels=tuple(options.widths),
+        down_block_types=("DownBlock2D",) * levels,
+        up_block_types=("UpBlock2D",) * levels,
+        layers_per_block=1,
+        norm_num_groups=8,
+    )
+    factor = shape.factor
+    if any(side % factor for side in spec.size[1:]):
+        parser.error(f"{levels} levels need sides that are multiples of {factor}: fewer --widths")
+    train(images, shape, Schedule(), options)
+
+
+def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None:  # type: ignore[no-untyped-def]
+    """Minimise |epsilon - net(a x + s epsilon, t)|^2 by Adam, t uniform; the rate falls to 0 with the time."""
+    net = UNet(shape).to(memory_format=torch.channels_last)
+    mean = copy.deepcopy(net)
+    optimiser = torch.optim.Adam(net.parameters(), lr=options.rate)
+    step, before = resume(net, mean, optimiser, options.output)
+    left = schedule.alpha_bars
+    average = 0.0
+    started = time.process_time()
+    spent = before
+    while spent < options.seconds:
+        rate = min(1.0, (step + 1) / WARM) * (1 - spent / options.seconds)
+        for group in optimiser.param_groups:
+            group["lr"] = options.rate * rate
+        loss = error(net, images[torch.randint(len(images), (options.batch,))], left)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        step += 1
+        follow(mean, net, min(MEAN, step / (step + 10)))
+        spent = before + time.process_time() - started
+        average += (loss.item() - average) / min(step, EVERY)
+        if step % EVERY == 0 or spent >= options.seconds:
+            write(net, mean, optimiser, schedule, step, spent, options.output)
+            print(f"step {step}: loss {average:.4f}, {spent:.0f} CPU s", flush=True)
+
+
+def error(net: UNet, clean: Tensor, left: Tensor) -> Tensor:
+    """Return the mean squared error of the predicted noise; clean: (b, c, h, w) in [0, 1]."""
+    steps = torch.randint(len(left), (len(clean),))
+    alpha = left[steps].float()[:, None, None, None]
+    noise = torch.randn_like(clean)
+    noisy = alpha.sqrt() * (2 * clean - 1) + (1 - alpha).sqrt() * noise
+    predicted = net(noisy.contiguous(memory_format=torch.channels_last), steps)
+    return (predicted - noise).square().mean()
+
+
+@torch.no_grad()
+def follow(mean: UNet, net: UNet, share: float) -> None:
+    for average, value in zip(mean.parameters(), net.parameters(), strict=True):
+        average.lerp_(value, 1 - share)
+
+
+def write(net, mean, optimiser, schedule, step, spent, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    """Write the model in diffusers' form, and the state of the training; each file whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"_class_name": "UNet2DModel", **asdict(net.shape)}
+    rule = {"_class_name": "DDPMScheduler", **asdict(schedule)}
+    for name, fields in (("config.json", config), ("scheduler_config.json", rule)):
+        partial = folder / f"{name}.partial"
+        partial.write_text(json.dumps(fields, indent=2) + "\n")
+        os.replace(partial, folder / name)
+    state = {f"net.{name}": value for name, value in net.state_dict().items()}
+    state |= {f"mean.{name}": value for name, value in mean.state_dict().items()}
+    for index, moments in optimiser.state_dict()["state"].items():
+        state |= {f"adam.{index}.{name}": value for name, value in moments.items()}
+    state["progress"] = torch.tensor([step, spent], dtype=torch.float64)
+    for name, tensors in ((WEIGHTS, mean.state_dict()), ("training.safetensors", state)):
+        partial = folder / f"{name}.partial"
+        save_file({key: value.contiguous() for key, value in tensors.items()}, partial)
+        os.replace(partial, folder / name)
+
+
+def resume(net, mean, optimiser, folder: Path) -> tuple[int, float]:  # type: ignore[no-untyped-def]
+    """Load the state of an interrupted training; return its steps and CPU seconds, 0 where there is none."""
+    path = folder / "training.safetensors"
+    if not path.exists():
+        return 0, 0.0
+    state = load_file(path)
+    for part, module in (("net.", net), ("mean.", mean)):
+        values = {
+            name.removeprefix(part): value for name, value in state.items() if name.startswith(part)
+        }
+        module.load_state_dict(values)
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, value in state.items():
+        if name.startswith("adam."):
+            _, index, key = name.split(".")
+            moments.setdefault(int(index), {})[key] = value
+    optimiser.load_state_dict(
+        {"state": moments, "param_groups": optimiser.state_dict()["param_groups"]}
+    )
+    step, spent = state["progress"].tolist()
+    return int(step), spent
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One step of a diffusion model before the network: its formula, its digest, and what of it a record states."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from certcli.certify.smoothing.denoiser import read_denoiser
+from certcli.certify.smoothing.diffusion import Diffusion, OneShot, step_of
+from certcli.models.diffusion import EPSILON, PREDICTIONS, SAMPLE, VELOCITY, Schedule
+from certcli.nn.unet import UNet, UNetShape
+from certcli.system.errors import ArchitectureError, UsageError
+from tests.helpers.commands import attempt, document
+from tests.helpers.diffusion_folder import folder
+
+RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "6", "-e", "0.05"]
+SIGMAS = (0.06, 0.25, 0.5, 1.0)
+
+
+class Oracle(UNet):
+    """Predicts without an error, knowing the clean image; right only at the step and the scale that training had."""
+
+    def __init__(self, clean: Tensor, schedule: Schedule, learned: bool) -> None:
+        super().__init__(
+            UNetShape(
+                block_out_channels=(8, 8),
+                norm_num_groups=4,
+                down_block_types=("DownBlock2D",) * 2,
+                up_block_types=("UpBlock2D",) * 2,
+            )
+        )
+        self.clean = 2 * clean - 1
+        self.kind = schedule.prediction_type
+        self.left = schedule.alpha_bars.float()
+        self.learned = learned
+
+    def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
+        alpha = self.left[steps][:, None, None, None]
+        noise = (noisy - alpha.sqrt() * self.clean) / (1 - alpha).sqrt()
+        answers = {
+            EPSILON: noise,
+            SAMPLE: self.clean + 0 * noise,
+            VELOCITY: alpha.sqrt() * noise - (1 - alpha).sqrt() * self.clean,
+        }
+        mean = answers[self.kind]
+        return torch.cat([mean, mean + 9], dim=1) if self.learned else mean
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("kind", PREDICTIONS)
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_a_perfect_prediction_gives_the_clean_image(sigma: float, kind: str, learned: bool) -> None:
+    """t for another sigma, pixels not moved to [-1, 1], no sqrt(alpha_bar), clipped noise or the other half all fail."""
+    torch.manual_seed(0)
+    clean = torch.rand(2, 3, 8, 8) * 0.8 + 0.1
+    schedule = Schedule(prediction_type=kind)
+    net = Oracle(clean, schedule, learned)
+    # the mean squared error of the oracle's answer measures units alone: the table's steps are 1 % apart
+    noisy = clean + sigma * torch.randn_like(clean)
+    error = float((OneShot(net, schedule, sigma, "")(noisy) - clean).square().mean())
+    assert error <= (0.02 * sigma) ** 2
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_the_step_and_the_scale_that_the_network_sees(sigma: float) -> None:
+    schedule = Schedule()
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    class Spy(Oracle):
+        def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
+            calls.append((noisy, steps))
+            return noisy
+
+    pixels = torch.tensor([-3.0, 0.0, 1.0, 4.0]).expand(1, 3, 4, 4).contiguous()
+    OneShot(Spy(pixels, schedule, False), schedule, sigma, "")(pixels)
+    noisy, steps = calls[0]
+    alpha = float(schedule.alpha_bars[int(steps[0])])
+    neighbours = schedule.alpha_bars[int(steps[0]) - 1 : int(steps[0]) + 2]
+    ratios = ((1 - neighbours) / neighbours).sqrt() / 2
+    assert float(ratios[0]) < sigma < float(ratios[2])
+    assert torch.allclose(noisy, math.sqrt(alpha) * (2 * pixels - 1), rtol=0.02)
+
+
+def test_the_clean_image_is_clipped() -> None:
+    schedule = Schedule(prediction_type=SAMPLE)
+    clean = torch.full((1, 3, 4, 4), 1.5)
+    assert bool((OneShot(Oracle(clean, schedule, False), schedule, 0.25, "")(clean) == 1).all())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"beta_end": 0.03},
+        {"prediction_type": "v_prediction"},
+        {"prediction_type": "sample"},
+        {"beta_schedule": "scaled_linear"},
+        {"rescale_betas_zero_snr": True},
+    ],
+)
+def test_the_digest_covers_the_schedule(tmp_path: Path, schedule: dict[str, Any]) -> None:
+    plain = read_denoiser(folder(tmp_path / "plain"), 1)
+    other = read_denoiser(folder(tmp_path / "other", schedule=schedule), 1)
+    assert isinstance(plain, Diffusion)
+    assert isinstance(other, Diffusion)
+    assert plain.digest == other.digest  # the tensors are the same
+    assert plain.at(0.25).digest != other.at(0.25).digest
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"flip_sin_to_cos": False},
+        {"freq_shift": 1},
+        {"norm_eps": 1e-6},
+        {"norm_num_groups": 2},
+        {"attention_head_dim": 8},
+        {"downsample_padding": 0},
+        {"center_input_sample": True},
+    ],
+)
+def test_the_digest_covers_the_fields_of_the_network(
+    tmp_path: Path, network: dict[str, Any]
+) -> None:
+    plain = read_denoiser(folder(tmp_path / "plain"), 1)
+    other = read_denoiser(folder(tmp_path / "other", network=network), 1)
+    assert plain.at(0.25).digest != other.at(0.25).digest
+    # fields that decide nothing leave it as it is
+    same = read_denoiser(folder(tmp_path / "same", network={"dropout": 0.3}), 1)
+    assert plain.at(0.25).digest == same.at(0.25).digest
+    assert plain.at(0.25).digest != plain.at(0.5).digest
+
+
+@pytest.mark.parametrize("sigma", [1e-4, 1e4])
+def test_a_sigma_outside_the_schedule_is_refused(sigma: float) -> None:
+    with pytest.raises(UsageError, match="outside the denoiser's schedule"):
+        step_of(Schedule(), sigma)
+
+
+def test_the_levels_have_to_divide_the_sides(tmp_path: Path) -> None:
+    read = read_denoiser(folder(tmp_path), 1)
+    assert isinstance(read, Diffusion)
+    read.at(0.25).require_size(8, 6)
+    with pytest.raises(ArchitectureError, match="multiples of 2"):
+        read.at(0.25).require_size(8, 7)
+
+
+@torch.no_grad()
+def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
+    shot = read_denoiser(folder(tmp_path), 1).at(0.25)
+    pixels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([shot(image[None]) for image in pixels])
+    assert torch.allclose(shot(pixels), alone, atol=1e-4)
+
+
+def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -> None:
+    net = workshop / "plain.safetensors"
+    records = tmp_path / "r.jsonl"
+    model = folder(tmp_path / "model")
+    other = folder(tmp_path / "other", schedule={"beta_end": 0.03})
+    run = ("--sigma", 0.1, "--denoiser", model)
+    said = document("certify", net, *RUN, *run, "--records", records)
+    assert said["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.1).digest
+    for path, code in ((model, (0, 7)), (other, (6,))):
+        done = attempt("certify", net, "--verify", records, "--denoiser", path)
+        assert getattr(done.exception, "code", done.exit_code) in code
+
+
+def test_sigma_auto_has_a_denoiser_for_each_sigma(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: set[int] = set()
+    run = OneShot.forward
+
+    def spied(self: OneShot, pixels: Tensor) -> Tensor:
+        steps.add(self.step)
+        return run(self, pixels)
+
+    monkeypatch.setattr(OneShot, "forward", spied)
+    model = folder(tmp_path / "model")
+    net = workshop / "plain.safetensors"
+    document("certify", net, *RUN, "--sigma", "auto", "--denoiser", model)
+    assert len(steps) == 5

@@ -1,0 +1,167 @@
+"""Fewer numbers than pixels: the same certificates, and enclosures that hold whatever the basis is."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import certcli.system.compat  # noqa: F401
+
+# isort: split
+from timm.models.vision_transformer import VisionTransformer
+
+from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
+from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.zonotopes.coordinates import Coordinates, coordinates_of
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.first_map import changed
+from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
+from certcli.models.build import PixelModel
+from tests.enclosure.test_zonotope_networks import node_values
+from tests.soundness.local_laws import share_of_form
+
+SIZE = (1, 8, 8)
+
+
+def network(act: type[nn.Module] = nn.GELU, seed: int = 0) -> PixelModel:
+    """A ViT of one block whose patches of 16 pixels become 6 numbers each: 24 for 64."""
+    torch.manual_seed(seed)
+    net = VisionTransformer(
+        img_size=8, patch_size=4, in_chans=1, num_classes=4, embed_dim=6, depth=1, num_heads=2, act_layer=act
+    )  # fmt: skip
+    for parameter in net.parameters():
+        parameter.data = parameter.data + 0.3 * torch.randn_like(parameter)
+        parameter.requires_grad_(False)
+    return PixelModel(InputSpec(size=SIZE, mean=(0.4,), std=(0.6,)), net).double().eval()
+
+
+def image(seed: int = 0) -> Tensor:
+    """Half of the pixels are at 0 or 1."""
+    pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed)).double()
+    return (2 * pixels - 0.5).clamp(0, 1)
+
+
+def moves(count: int = 40) -> Tensor:
+    e = torch.randn(count, 64, generator=torch.Generator().manual_seed(1)).double()
+    return e / e.norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("in_box", [False, True])
+@pytest.mark.parametrize(("act", "tape"), [(nn.GELU, False), (nn.ReLU, True)])
+def test_margins_are_those_of_the_pixels(act: type[nn.Module], tape: bool, in_box: bool) -> None:
+    model, pixels = network(act), image()
+    fewer, whole = (LocalNetwork(model, SIZE) for _ in range(2))
+    whole.narrow = None
+    assert (fewer.numbers, whole.numbers) == (24, 64)
+    fewer.margins(l2_ball(pixels, 0.0, squares_up_to=0, limit=400), 1)  # which shows no map
+    start = l2_ball(pixels, 0.05, squares_up_to=0, limit=400, tape=tape, in_box=in_box)
+    bounds = fewer.margins(start, 1)
+    assert fewer.coordinates is not None
+    assert fewer.coordinates.basis.shape == (4, 16, 6)
+    assert torch.allclose(bounds, whole.margins(start, 1), rtol=1e-9, atol=1e-11)
+    with_squares = fewer.margins(
+        l2_ball(pixels, 0.05, squares_up_to=24, limit=400, in_box=in_box), 1
+    )
+    assert tape or (with_squares > bounds).all()
+
+
+@pytest.mark.parametrize("squares", [0, 24, 64])
+def test_every_node_holds_at_points_of_the_ball(squares: int) -> None:
+    model, pixels = network(), image()
+    local = LocalNetwork(model, SIZE)
+    forms: dict[object, tuple[Form, int | None]] = {}
+
+    def watch(node: object, value: object, token: int | None) -> None:
+        if isinstance(value, Form):
+            forms[node] = (value, token)
+
+    start = l2_ball(pixels, 0.1, squares_up_to=squares, limit=400)
+    local.margins(start, 0, watch)
+    assert {form.space.ball for form, _ in forms.values()} == {64, 24}
+    e = moves()
+    points = [node_values(local, pixels + 0.1 * one.view_as(pixels)) for one in e]
+    for node, (form, token) in forms.items():
+        truth = torch.stack([point[node] for point in points])
+        truth = truth if token is None else truth[:, :, token : token + 1]
+        assert share_of_form(form, e, truth) <= 1
+
+
+def test_any_basis_is_sound() -> None:
+    """Also one that forgets most of the map: the slack holds what it cannot say."""
+    pixels, weight = (
+        image(),
+        torch.randn(5, 64, generator=torch.Generator().manual_seed(3)).double(),
+    )
+    x = l2_ball(pixels, 0.3, squares_up_to=0, limit=9).linear(
+        lambda t: (t.flatten(1) @ weight.T)[:, None], lambda t: (t.flatten(1) @ weight.abs().T)[:, None], 64
+    )  # fmt: skip
+    for scale, ranks in ((1.0, 3), (1e-3, 2), (7.0, 4)):
+        basis = (
+            scale * torch.randn(1, 64, ranks, generator=torch.Generator().manual_seed(4)).double()
+        )
+        form = changed(x, Coordinates.of(torch.arange(64)[None], basis, 64))
+        truth = ((pixels.flatten() + 0.3 * moves()) @ weight.T)[:, None]
+        assert share_of_form(form, moves(), truth) <= 1
+        assert float(form.space.symbols(moves()).norm(dim=1).max()) <= 1
+        assert (form.slack > 0.05 * x.radius).all()
+
+
+def test_the_stretch_is_no_less_than_the_length_of_any_image_of_the_ball() -> None:
+    basis = torch.eye(8, 4)[None].double() * (1 + 2.0**-45)
+    assert float(Coordinates.of(torch.arange(8)[None], basis, 8).stretch) > 1 + 2.0**-45
+    assert float(Coordinates.of(torch.arange(8)[None], 3 * basis, 8).stretch) > 3
+
+
+def test_patches_have_blocks_of_their_own_and_other_maps_one() -> None:
+    draw = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).double()
+    apart = torch.block_diag(draw, draw.flip(0))
+    found = coordinates_of(apart)
+    assert found is not None
+    assert found.pixels.tolist() == [list(range(8)), list(range(8, 16))]
+    uneven = torch.block_diag(draw, draw[:5])
+    found = coordinates_of(uneven)
+    assert found is not None
+    assert (found.basis.shape, found.count) == ((1, 13, 6), 6)
+    twice = coordinates_of(torch.cat([draw, draw], 1))
+    assert twice is not None
+    assert twice.count == 3  # six results of rank three
+    assert coordinates_of(torch.randn(4, 9).double()) is None
+
+
+class Twice(nn.Module):
+    """The pixels reach the logits beside their first map, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.other = model, nn.Linear(64, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) + self.other(x.flatten(1))
+
+
+def test_pixels_that_are_read_again_and_boxes_keep_their_own_symbols() -> None:
+    model = Twice(network()).eval().requires_grad_(False)
+    local = LocalNetwork(model, SIZE)
+    assert local.narrow is not None
+    assert len(local.narrow.all_input_nodes) == 2  # where the two ways have met
+    local = LocalNetwork(network(), SIZE)
+    assert local.last_form(linf_ball(image(), 1e-4, limit=400)).space.ball == 64
+
+
+def test_more_pixels_than_columns_are_enough_for_second_order() -> None:
+    """`auto` takes columns for e e^T where the first map leaves few numbers, and the way back for ReLU."""
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(256, 16), nn.GELU(), nn.Linear(16, 3)]
+    model = nn.Sequential(*layers).double().eval().requires_grad_(False)
+    certifier = LocalCertifier(model, (1, 16, 16), Local())
+    assert certifier.rung == "zonotope"
+    assert "16 numbers" in certifier.title
+    pixels = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).double()
+    label = int(model(pixels).argmax())
+    radius = certifier.radius(pixels, label)
+    assert certifier.network.coordinates is not None
+    plain = LocalCertifier(model, (1, 16, 16), Local(effort="backward"))
+    plain.network.narrow = None
+    assert radius > plain.radius(pixels, label)
+    model[2] = nn.ReLU().eval()
+    assert LocalCertifier(model, (1, 16, 16), Local()).rung == "backward"

@@ -1,0 +1,69 @@
+"""Gates by intervals: time decides a verdict and changes none, and a false one is as rare as is said."""
+
+import random
+
+import pytest
+from scipy.stats import binom
+
+from certcli.evaluation.verdicts import (
+    CHANCE,
+    FAILED,
+    PASSED,
+    UNDECIDED,
+    Demand,
+    Sample,
+    decided,
+    judged,
+    looks,
+)
+
+
+def test_the_interval_decides() -> None:
+    demand = Demand(0.4)
+    assert decided(6, 20, demand) == UNDECIDED  # 12 to 54 %
+    assert decided(49, 200, demand) == FAILED
+    assert decided(120, 200, demand) == PASSED
+    assert decided(0, 3, Demand(0.0)) == PASSED
+    assert decided(0, 3, Demand(0.0, more=True)) == UNDECIDED
+    assert decided(3, 3, Demand(1.0)) == UNDECIDED
+    assert decided(3, 3, Demand(1.0, more=True)) == FAILED  # no share is more
+
+
+@pytest.mark.parametrize(
+    ("available", "counts"),
+    [(4, [4]), (50, [50]), (60, [50, 60]), (200, [50, 100, 200]), (450, [50, 100, 200, 400, 450])],
+)
+def test_looks_come_at_places_that_no_clock_chooses(available: int, counts: list[int]) -> None:
+    assert looks(available) == counts
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.4, 0.5, 0.9])
+def test_more_time_never_changes_a_verdict(share: float) -> None:
+    draw = random.Random(round(100 * share))
+    demand = Demand(0.4)
+    for available in (7, 50, 120, 200):
+        outcomes = [draw.random() < share for _ in range(available)]
+        verdicts = [
+            judged(Sample(outcomes[:count], available), demand).verdict
+            for count in range(available + 1)
+        ]
+        first = next((v for v in verdicts if v != UNDECIDED), UNDECIDED)
+        begun = verdicts.index(first)
+        assert set(verdicts[:begun]) <= {UNDECIDED}
+        assert set(verdicts[begun:]) == {first}
+        if available > 50:
+            assert begun >= 50 or first == UNDECIDED
+
+
+@pytest.mark.parametrize("available", [50, 200, 800])
+def test_false_verdicts_are_as_rare_as_the_intervals_say(available: int) -> None:
+    """Exactly, look by look: a network whose true share is the demand passes a look with half of the chance at most."""
+    planned = looks(available)
+    chance = CHANCE / len(planned)
+    total = 0.0
+    for count in planned:
+        verdicts = [decided(hits, count, Demand(0.4), chance) for hits in range(count + 1)]
+        passing = verdicts.index(PASSED)
+        assert verdicts == sorted(verdicts, key=(FAILED, UNDECIDED, PASSED).index)
+        total += float(binom.sf(passing - 1, count, 0.4))
+    assert total <= CHANCE / 2

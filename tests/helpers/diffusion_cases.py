@@ -1,0 +1,84 @@
+"""Small diffusion models of each kind that is read, with weights that a formula gives: no file has to hold them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SMALL: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "block_out_channels": [8, 16],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+    "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+    "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+}
+NETWORKS: Mapping[str, dict[str, Any]] = {
+    "defaults": SMALL,
+    "google": {
+        **SMALL,
+        "attention_head_dim": None,
+        "downsample_padding": 0,
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+        "norm_eps": 1e-6,
+    },
+    "guided": {
+        **SMALL,
+        "out_channels": 2,
+        "down_block_types": ["ResnetDownsampleBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "ResnetUpsampleBlock2D"],
+        "downsample_type": "resnet",
+        "upsample_type": "resnet",
+        "resnet_time_scale_shift": "scale_shift",
+        "attn_norm_num_groups": 4,
+    },
+    "resampling attention": {
+        **SMALL,
+        "block_out_channels": [8, 8, 16],
+        "layers_per_block": 2,
+        "down_block_types": ["AttnDownBlock2D", "AttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D"],
+        "upsample_type": "resnet",
+        "resnet_time_scale_shift": "scale_shift",
+        "mid_block_scale_factor": 1.5,
+        "center_input_sample": True,
+    },
+    "without attention": {
+        **SMALL,
+        "down_block_types": ["DownBlock2D"] * 2,
+        "up_block_types": ["UpBlock2D"] * 2,
+        "add_attention": False,
+        "time_embedding_dim": 12,
+    },
+}
+SCHEDULES: Mapping[str, dict[str, Any]] = {
+    "linear": {},
+    "scaled linear": {"beta_schedule": "scaled_linear", "beta_end": 0.012},
+    "cosine": {"beta_schedule": "squaredcos_cap_v2", "num_train_timesteps": 400},
+    "sigmoid": {"beta_schedule": "sigmoid"},
+    "no signal": {"rescale_betas_zero_snr": True},
+    "trained": {"trained_betas": [0.01, 0.1, 0.2, 0.3], "num_train_timesteps": 4},
+}
+STEPS = (7, 640)
+SIDE = 8
+
+
+def fill(net: nn.Module) -> None:
+    """Set each weight to a wave of its index, of about the size that a trained weight has."""
+    state = net.state_dict()
+    for number, name in enumerate(sorted(state)):
+        tensor = state[name]
+        wave = torch.sin(torch.arange(tensor.numel(), dtype=torch.float64) * 1.7 + number)
+        fan = max(1, tensor[0].numel()) if tensor.dim() > 1 else 4
+        value = wave / fan**0.5 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        tensor.copy_(value.reshape(tensor.shape))
+
+
+def images() -> Tensor:
+    """Two noisy images, (2, 1, SIDE, SIDE)."""
+    count = 2 * SIDE * SIDE
+    return torch.sin(torch.arange(count, dtype=torch.float64) * 2.3).float().view(2, 1, SIDE, SIDE)

@@ -1,0 +1,64 @@
+"""Which entries of a table of rules a run reaches: what the laws over tables need to find an entry without a row."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from certcli.engine.table import RuleTable
+
+Entry = tuple[str, Any]
+"""The kind of an entry ("modules", "functions", "methods", "settlers") and its key."""
+KINDS = ("modules", "functions", "methods", "settlers")
+
+
+def entries(table: RuleTable) -> set[Entry]:
+    return {(kind, key) for kind in KINDS for key in getattr(table, kind)}
+
+
+def title(entry: Entry) -> str:
+    """Return an entry as a person reads it: "functions torch.nn.functional.relu"."""
+    kind, key = entry
+    name = getattr(key, "__qualname__", None)
+    return f"{kind} {key}" if name is None else f"{kind} {key.__module__}.{name}"
+
+
+@contextmanager
+def recorded(*tables: RuleTable) -> Iterator[set[Entry]]:
+    """Collect the entries whose rule returns a value while the block runs; the tables are restored afterwards."""
+    reached: set[Entry] = set()
+    originals = [
+        (getattr(table, kind), dict(getattr(table, kind))) for table in tables for kind in KINDS
+    ]
+    for table in tables:
+        for kind in KINDS:
+            rules = getattr(table, kind)
+            for key, rule in list(rules.items()):
+                rules[key] = _noted(rule, (kind, key), reached)
+    try:
+        yield reached
+    finally:
+        for rules, original in originals:
+            rules.clear()
+            rules.update(original)
+
+
+def _noted(rule: Any, entry: Entry, reached: set[Entry]) -> Any:
+    """Return a table's entry whose rule notes that it has returned."""
+    if entry[0] == "modules":
+        return dataclasses.replace(rule, apply=_noting(rule.apply, entry, reached))
+    return _noting(rule, entry, reached)
+
+
+def _noting(rule: Callable[..., Any], entry: Entry, reached: set[Entry]) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        value = rule(*args, **kwargs)
+        reached.add(entry)
+        return value
+
+    return noting
+
+
+def without_a_row(table: RuleTable, reached: set[Entry]) -> list[str]:
+    """Return the entries of a table that no row reaches."""
+    return sorted(title(entry) for entry in entries(table) - reached)

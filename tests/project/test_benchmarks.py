@@ -1,0 +1,32 @@
+"""Benchmarks start: each imports what the project still has, and that of attacks runs in a small form."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_benchmark_imports(name: str) -> None:
+    assert callable(importlib.import_module(f"benchmarks.{name}").main)
+
+
+def test_the_benchmark_of_attacks_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attack = importlib.import_module("benchmarks.attack")
+    first = "PGD-20, one run"
+    monkeypatch.setattr(attack, "ENOUGH", 0.2)
+    monkeypatch.setattr(attack, "WORKLOADS", {first: attack.WORKLOADS[first]})
+    monkeypatch.setattr(sys, "argv", ["attack.py", "--images", "8"])
+    threads = torch.get_num_threads()
+    try:
+        attack.main()
+    finally:
+        torch.set_num_threads(threads)
+    assert first in capsys.readouterr().out

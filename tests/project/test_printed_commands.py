@@ -1,0 +1,149 @@
+"""Every command that README, how-tos, tutorial, `--help`, CI files and `Next:` print is typed, on a small network."""
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from certcli.audit.findings import Findings
+from certcli.audit.plan import Plan, Typed
+from certcli.audit.words import next_steps
+from certcli.cli.main import app
+from certcli.report.document import CertifiedShares, Dataset, Share
+from tests.helpers.commands import attempt, certvit
+from tests.helpers.printed import NOT_HERE, of_ci, of_helps, of_pages, once, reason, shortened
+
+SHIPPED = Path(__file__).parents[2] / "certcli" / "embedded" / "photographs"
+PRINTED = once([*of_pages(), *of_helps(), *of_ci()])
+DECIDED = (0, 5, 7, 9)
+"""Codes of a command that did its work: done, no finite bound, a gate that failed or is open."""
+
+
+@pytest.fixture(scope="module")
+def files(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small networks of each kind, photos with and without labels, and the files that commands read."""
+    folder = tmp_path_factory.mktemp("printed")
+    for number, path in enumerate(sorted(SHIPPED.glob("*.jpg"))):
+        for part in ("train", "val"):
+            place = folder / "labelled" / part / f"c{number % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, place)
+    (folder / "photos").mkdir()
+    for name in ("cat", "coffee"):
+        shutil.copy(SHIPPED / f"{name}.jpg", folder / "photos")
+    small = (
+        "img_size=64",
+        "patch_size=16",
+        "embed_dim=8",
+        "depth=1",
+        "num_heads=1",
+        "num_classes=2",
+    )
+    words = [word for pair in small for word in ("--arch-arg", pair)]
+    certvit("init", "vit_tiny_patch16_224", *words, "-o", folder / "photo.safetensors")
+    return {
+        "photo": folder / "photo.safetensors",
+        "plain": workshop / "plain.safetensors",
+        "certified": workshop / "certified.safetensors",
+        "folder": folder / "labelled",
+        "photos": folder / "photos",
+    }
+
+
+@pytest.fixture
+def place(files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that commands read, as the working folder."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("certvit-audit")
+    return tmp_path
+
+
+def here(files: dict[str, Path], place: Path) -> dict[str, Path]:
+    """Return the files with the networks copied to this folder: outputs lie beside their inputs."""
+    return {
+        name: Path(shutil.copy(path, place / f"network-{name}.safetensors"))
+        if path.suffix == ".safetensors"
+        else path
+        for name, path in files.items()
+    }
+
+
+def ready(words: list[str], files: dict[str, Path]) -> None:
+    """Make the records and reports that these words read."""
+    network = words[1]
+    few = ("--dataset", "digits", "--limit", 2)
+    for option, name in (("--only-certified", "certified.jsonl"), ("--verify", "certified.jsonl")):
+        if option in words and name in words:
+            certvit("certify", network, *few, "-e", 0.001, "--records", name)
+    if "--attack-records" in words:
+        certvit("attack", network, *few, "-a", "fgsm", "--no-checks", "--records", "attack.jsonl")
+
+
+@pytest.mark.parametrize(
+    "printed", PRINTED, ids=lambda printed: f"{printed.where}: {printed.line}"[:90]
+)
+def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], place: Path) -> None:
+    if reason(printed.line) is not None:
+        words = shlex.split(printed.line.replace("[", "").replace("]", "").removesuffix("&"))
+        words = words[: words.index(">")] if ">" in words else words
+        commands = typer.main.get_command(app).commands
+        with commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False):
+            return
+    words = shortened(printed.line, here(files, place))
+    ready(words, files)
+    done = attempt(*words)
+    code = getattr(done.exception, "code", done.exit_code)
+    assert code in DECIDED, (printed, words, done.output[-600:], done.exception)
+
+
+def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
+    lines = [printed.line for printed in PRINTED]
+    assert [words for words in NOT_HERE if not any(words in line for line in lines)] == []
+    assert sum(reason(line) is None for line in lines) > 0.7 * len(lines)
+
+
+def finding(failure: float, hits: int, changed: bool) -> Findings:
+    """Findings that lead to each kind of advice."""
+    dataset = Dataset(name="digits", split="test", images=60, digest="0" * 64)
+    shares = CertifiedShares(
+        method="smoothing" if failure else "lipschitz", promise="", failure=failure, domain="", about="",
+        average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
+        parameters={"sigma": 0.12}, dataset=dataset, arithmetic="", title="", statement="", seconds=0.0,
+    )  # fmt: skip
+    return Findings(dataset=dataset, clean=Share.of(60, 60), certificates=[shares], changed=changed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "findings"),
+    [
+        ("certified", finding(0.0, 30, True)),
+        ("plain", finding(0.001, 30, False)),
+        ("plain", finding(0.001, 0, False)),
+        ("certified", finding(0.001, 0, True)),
+        ("plain", Findings()),
+    ],
+)
+def test_what_to_do_next_can_be_typed(
+    kind: str, findings: Findings, files: dict[str, Path], place: Path
+) -> None:
+    shutil.copy(files[kind], "network.safetensors")
+    steps = next_steps(findings, Plan(), Typed("network.safetensors", dataset="digits"))
+    assert steps
+    for line in steps:
+        words = shlex.split(line.replace("FOLDER", "digits"))[1:]
+        short = {
+            "audit": ("--limit", 2, "--time-budget", "1s"),
+            "certify": ("--limit", 2),
+            "attack": ("--limit", 2, "--no-checks"),
+            "finetune": ("--epochs", 1, "--limit", 20),
+            "adapt": ("--limit", 20),
+            "constrain": ("--limit", 20),
+        }[words[0]]
+        if "smoothing" in words:
+            short = (*short, "--n0", 4, "-n", 40)
+        done = attempt(*words, *short)
+        assert done.exit_code == 0, (line, done.output[-600:], done.exception)
