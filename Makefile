@@ -29,6 +29,7 @@ install: $(VENV)/.installed
 
 demo: install
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/digits.sh
+	@echo "To type certvit in this shell: source $(BIN)/activate"
 
 check: install
 	$(BIN)/ruff check .
