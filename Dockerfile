@@ -9,7 +9,7 @@ ARG CERTVIT=/certvit
 RUN pip install --no-cache-dir "$TORCH" torchvision --index-url "$TORCH_INDEX"
 COPY . /certvit
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir "$CERTVIT" && certvit doctor && useradd --create-home --uid 1000 auditor
+RUN pip install --no-cache-dir "$CERTVIT" && pip install --no-cache-dir --no-deps "torchattacks>=3.5.1" && certvit doctor && useradd --create-home --uid 1000 auditor
 USER 1000
 WORKDIR /models
 ENTRYPOINT ["certvit"]

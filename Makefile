@@ -12,12 +12,16 @@ TORCH_INDEX ?=
 # one command and one index: a torchvision built for another torch breaks every `import timm` outside certvit
 TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
+# without its dependencies, of which it imports only those that certvit has, and pins others to versions of 2021
+ATTACKS := "torchattacks>=3.5.1"
+
 .PHONY: install demo test test-elsewhere test-min check gpu soundness mutants docs test-converters tutorial release-check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet -e ".[dev]"
+	$(BIN)/pip install --quiet --no-deps $(ATTACKS)
 	-$(BIN)/certvit doctor
 	touch $@
 
@@ -25,6 +29,7 @@ install: $(VENV)/.installed
 
 demo: install
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/digits.sh
+	@echo "To type certvit in this shell: source $(BIN)/activate"
 
 check: install
 	$(BIN)/ruff check .
@@ -46,6 +51,7 @@ test-min:
 	$(PYTHON) -m venv --clear $(VENV)/min
 	$(VENV)/min/bin/pip install --quiet $$($(PYTHON) -c '$(OLDEST)') -e ".[dev]" \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(VENV)/min/bin/pip install --quiet --no-deps torchattacks==3.5.1
 	$(VENV)/min/bin/python -m pytest -n 2 --dist loadscope --ignore tests/cli/test_processes.py
 
 # what would be pushed: built, checked, installed into an empty environment, and used there; fails at the end while the
@@ -104,8 +110,7 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet diffusers
 	$(VENV)/transformers/bin/python -m tests.models.diffusers_outputs
 
-# tools of its own: mkdocs-material wants requests >= 2.33, torchattacks pins 2.25; certvit comes after them. The site
-# carries the script of mermaid, where npm has it, so that it needs no internet
+# tools of its own, beside which certvit is looked up. The site carries the script of mermaid, where npm has it, so that it needs no internet
 docs: install
 	$(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2" latex2mathml

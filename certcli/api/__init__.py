@@ -1,22 +1,25 @@
 """certvit for Python: a dozen functions on the core of the commands. Documented in docs/api.md.
 
-A network is an `nn.Module`, a path, a timm or `hf-hub:` name, or what `load` returned. Images are a tensor (n, c, h, w) with
-pixels in [0, 1] and labels (n,), the name of a dataset, or what `images` returned. Radii are pixel l2. Errors are
-CertvitError.
+A network is an `nn.Module`, a path, a timm or `hf-hub:` name, or what `load` returned. Images are a tensor or array
+(n, c, h, w) with pixels in [0, 1] beside labels (n,), batches of both (a list, `DataLoader`, `Dataset` or generator), the
+name of a dataset, or what `images` returned. Radii are pixel l2, as a number or "8/255". Errors are CertvitError.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from certcli.api.errors import in_python, require_known, speaks_python
+from certcli.api import arguments
+from certcli.api.data import images_of
+from certcli.api.door import speaks_python
+from certcli.api.errors import in_python, require_known
 from certcli.api.results import AttackCurve, AuditReport, Certificates, ProvenBound
 from certcli.attack.campaign import stages_of
+from certcli.attack.examples import collect
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import curve
@@ -26,6 +29,7 @@ from certcli.audit.compose import compose
 from certcli.audit.gates import parse
 from certcli.audit.plan import Plan, Typed
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
+from certcli.certify.logit_bounds import LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import options_of, prepare
 from certcli.certify.options import Options
@@ -33,6 +37,7 @@ from certcli.certify.patch.options import Patches
 from certcli.certify.predicting import Prediction, Predictor
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
+from certcli.evaluation.radii import Norm
 from certcli.evaluation.region import growing
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
@@ -46,16 +51,19 @@ from certcli.models.build import OpenCheckpoint, PixelModel
 from certcli.models.hints import Hints
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
 from certcli.models.open import open_checkpoint, require_classifier, require_features
-from certcli.system.errors import DataError, UsageError, plain
+from certcli.system.errors import UsageError, plain
 
 FUNCTIONS = (
-    "load", "save", "history", "network", "images", "bound", "slope", "certify", "shares", "predict", "attack", "audit",
+    "load", "save", "history", "network", "images", "bound", "bounds", "slope", "certify", "shares", "predict", "attack",
+    "audit",
 )  # fmt: skip
 """The public functions, all of them documented."""
 
 Network = nn.Module | str | Path | Checkpoint
-Data = Tensor | str | Images
-Labels = Tensor | Sequence[int] | None
+Data = Any
+"""A str, Images, or what `data.images_of` takes: arrays, tensors, loaders, data sets, generators."""
+Labels = Any
+"""None, or (n,) whole numbers: a tensor, an array or a sequence."""
 _Kind = TypeVar("_Kind", bound=Options)
 
 
@@ -170,12 +178,36 @@ def slope(
 ) -> Estimate:
     """Measure the steepest slope at these images: a lower limit of every bound."""
     checkpoint = load(source)
-    unused = [0] * len(given) if isinstance(given, Tensor) else None
-    batches = _images(checkpoint, given, unused).batches(batch_size)
-    found = list(
-        measure(network(checkpoint), (pixels for _, pixels, _ in batches), iterations, seed)
-    )
-    return found[-1]
+    batches = _images(checkpoint, given, None, labelled=False).batches(batch_size)
+    pixels = (part for _, part, _ in batches)
+    estimates = list(measure(network(checkpoint), pixels, iterations, seed))
+    return estimates[-1]
+
+
+@speaks_python
+def bounds(
+    source: Network,
+    given: Data,
+    eps: float | str,
+    labels: Labels = None,
+    *,
+    norm: Norm = "l2",
+    method: str = "best",
+    device: str = "cpu",
+) -> LogitBounds:
+    """Prove lower and upper bounds of logits and margins at all images of [0, 1] within `eps`, as tensors.
+
+    Args:
+        labels: Classes i of the margins z_i - z_j; the predicted ones where None.
+        norm: Of eps, l2 or linf.
+        method: "local" (zonotopes around each image), "lipschitz" (the global bound), or "best": the tighter of both,
+            entry by entry.
+    """
+    checkpoint = _classifier(source)
+    pixels, answers = _images(checkpoint, given, labels, labelled=False).tensors()
+    classes = None if labels is None else answers
+    near = Neighbourhood(float(eps), norm, method)
+    return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))
 
 
 @speaks_python
@@ -197,9 +229,9 @@ def certify(
     """
     checkpoint = _classifier(source)
     kind = type(options_of(method, {}))
-    chosen = _options(
-        kind, options | ({"batch_size": batch_size} if "batch_size" in _names(kind) else {}), method
-    )
+    if "batch_size" in arguments.names_of(kind):
+        options = options | {"batch_size": batch_size}
+    chosen = _options(kind, options, method)
     certifier = prepare(method, checkpoint, torch.device(device), chosen)
     found = run_certifier(certifier, _images(checkpoint, given, labels), batch_size)
     return Certificates(row for rows in found for row in rows)
@@ -210,13 +242,14 @@ def shares(
     certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]
 ) -> CertifiedAccuracy:
     """Return the certified accuracy at each radius (of l2, unless it is a `Threat`) or `Patch`, with 95 % intervals."""
+    certificates = arguments.certificates(certificates)
     return certified_accuracy(certificates, [Threat.of(size) for size in sizes])
 
 
 @speaks_python
 def predict(
     source: Network,
-    pixels: Tensor,
+    pixels: Data,
     *,
     defence: str = "none",
     prove: bool = False,
@@ -233,7 +266,7 @@ def predict(
     predictor = Predictor(
         checkpoint, torch.device(device), defence, _options(Patches, options, "predict")
     )
-    chosen = _images(checkpoint, pixels, [0] * len(pixels))
+    chosen = _images(checkpoint, pixels, None, labelled=False)
     return [
         one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)
     ]
@@ -250,23 +283,35 @@ def attack(
     norm: str = "l2",
     device: str = "cpu",
     batch_size: int = 128,
+    return_examples: bool = False,
     **settings: Any,
 ) -> AttackCurve:
-    """Return the accuracy that the attacks leave at each radius, ascending; settings: fields of `AttackSettings`."""
+    """Return the accuracy that the attacks leave at each radius, ascending.
+
+    Args:
+        return_examples: The result has `examples`, tensors of the images that fell, each at its smallest radius.
+        settings: Fields of `AttackSettings`.
+    """
     checkpoint = _classifier(source)
-    require_known(settings, _names(AttackSettings), "attack")
-    chosen = AttackSettings(**settings)
+    chosen = AttackSettings(**arguments.options(AttackSettings, settings, "attack"))
     (stage,) = stages_of(attacks, None, norm, radii, chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
-    where = next(model.parameters()).device
+    where = torch.device(device)
     batches = (
         (i, pixels.to(where), y)
         for i, pixels, y in _images(checkpoint, given, labels).batches(batch_size)
     )
-    return AttackCurve(
-        curve(attack_images(model, batches, stage.plan, growing(stage.norm, stage.radii), chosen))
+    regions = growing(stage.norm, stage.radii)
+    records = list(
+        attack_images(model, batches, stage.plan, regions, chosen, keep_images=return_examples)
     )
+    result = AttackCurve(curve(records))
+    if return_examples:
+        result.examples = collect(
+            (record for record in records if record.fell), checkpoint.record.input.size
+        )
+    return result
 
 
 @speaks_python
@@ -285,18 +330,27 @@ def audit(
     Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between its batches only.
 
     Args:
-        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, seed, batch_size, ...
+        fail_on: Gates, such as "certified@0.25<0.4".
+        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, limit, seed, batch_size, ...
     """
     checkpoint = _classifier(source)
-    require_known(settings, _names(Plan), "audit")
-    plan = Plan(**{"gates": tuple(parse(text) for text in fail_on), "budget": seconds, **settings})
-    judged = None if given is None else _images(checkpoint, given, labels).in_turn(plan.seed)
+    written = {"gates": "fail_on", "budget": "seconds"}
+    known = arguments.names_of(Plan) - written.keys() | set(written.values())
+    require_known(settings, known, "audit", written)
+    plan = Plan(
+        gates=tuple(parse(text) for text in fail_on),
+        budget=seconds,
+        **arguments.options(Plan, settings, "audit"),
+    )
+    judged = None if given is None else _images(checkpoint, given, labels)
+    judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)
     clock, where = Clock(plan.budget), torch.device(device)
 
     def calibration() -> Images:
         return calibration_images(checkpoint.record, 8, plan.seed, None, None)
 
-    findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # a stage may end within a no_grad
+        findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
     name = str(source) if isinstance(source, str | Path) else "checkpoint"
     typed = Typed(name, dataset=given if isinstance(given, str) else None)
     found = compose(checkpoint, findings, plan, clock, typed, where)
@@ -314,49 +368,17 @@ def _classifier(source: Network) -> OpenCheckpoint:
     return found
 
 
-def _names(kind: Any) -> set[str]:
-    return {item.name for item in fields(kind)}
-
-
 def _options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> _Kind:
-    """Return a method's options; UsageError for a name that they do not have."""
-    require_known(values, _names(kind), where)
-    return kind.of(values)
+    """Return a method's options; UsageError for a name that they do not have, or a value of another type."""
+    return kind.of(arguments.options(kind, values, where))
 
 
-def _images(checkpoint: Checkpoint, given: Data, labels: Labels) -> Images:
-    """Tensors, a name, or Images, as Images. DataError when they do not fit the network."""
-    if isinstance(given, Images):
-        return given
-    if isinstance(given, str):
-        return images(checkpoint, given)
-    size, classes = checkpoint.record.input.size, checkpoint.record.classes
-    pixels = given.detach().cpu().float()
-    if pixels.dim() != 4 or tuple(pixels.shape[1:]) != tuple(size) or not len(pixels):
-        raise DataError(
-            f"images of shape {tuple(given.shape)} do not fit a network of {size}",
-            "(n, c, h, w), n > 0",
-        )
-    if not bool(((pixels >= 0) & (pixels <= 1)).all()):
-        raise DataError(
-            "pixels must lie in [0, 1]", "divide by 255; the network normalises them itself"
-        )
-    if labels is None:
-        raise DataError(
-            "images without labels",
-            "give the labels (n,) beside them: only correct images are certified",
-        )
-    found = torch.as_tensor(labels).long().cpu()
-    if found.shape != (len(pixels),) or not bool(((found >= 0) & (found < max(classes, 1))).all()):
-        raise DataError(
-            f"labels of shape {tuple(found.shape)} do not fit {len(pixels)} images and {classes} classes"
-        )
-    names = checkpoint.record.class_names or tuple(str(number) for number in range(classes))
-    return Images(
-        "tensors",
-        "given",
-        names,
-        found,
-        torch.arange(len(found)),
-        lambda positions: pixels[list(positions)],
-    )
+def _images(
+    checkpoint: Checkpoint, given: Data, labels: Labels, *, labelled: bool = True
+) -> Images:
+    """Arrays, loaders, a name, or Images, as Images. DataError when they do not fit the network."""
+    if isinstance(given, (Images, str)):
+        if labels is not None:
+            raise UsageError("these images have labels of their own", "leave out labels")
+        return images(checkpoint, given) if isinstance(given, str) else given
+    return images_of(checkpoint.record, given, labels, labelled=labelled)

@@ -1,15 +1,10 @@
 """Errors of the core in Python's words: options become keyword arguments, and hints become notes of the exception."""
 
-import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import ParamSpec, TypeVar
 
-from certcli.system.errors import CertvitError, UsageError
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from certcli.system.errors import UsageError
 
 _WORDS = re.compile(
     r"(?P<features>certvit lipschitz --features)"
@@ -25,8 +20,9 @@ _NAMES = {
     "attack": "attacks",
     "patch": "patches",
     "min_certified": "at_least",
+    "time_budget": "seconds",
 }
-_LISTS = frozenset(("attacks", "patches"))
+_LISTS = frozenset(("attacks", "patches", "fail_on"))
 _LETTERS = {"a": "attacks", "e": "radii", "o": "path"}
 
 
@@ -45,7 +41,8 @@ def in_python(text: str) -> str:
         name = match["option"].replace("-", "_")
         name = _NAMES.get(name, name)
         if match["value"] and name in _LISTS:
-            return f'{name}=["{match["value"].strip(chr(39))}"]'
+            text = match["value"].strip("'\"")
+            return f'{name}=["{text}"]'
         if match["value"]:
             return f"{name}={match['value']}"
         return f"{name}=True" if name in _FLAGS else name
@@ -53,30 +50,13 @@ def in_python(text: str) -> str:
     return _WORDS.sub(argument, text)
 
 
-def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Reword the errors of a function, and add the hint to what a traceback shows."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except CertvitError as failure:
-            failure.message, failure.hint = in_python(failure.message), in_python(failure.hint)
-            failure.args = (failure.message,)
-            if failure.hint and failure.hint not in getattr(failure, "__notes__", ()):
-                failure.add_note(failure.hint)
-            raise
-
-    return call
-
-
-def require_known(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise UsageError for a keyword argument that `where` does not have."""
+def require_known(
+    given: Iterable[str], known: Iterable[str], where: str, written: Mapping[str, str] | None = None
+) -> None:
+    """Raise UsageError for a keyword argument that `where` does not have. written: names of others -> those here."""
     names = sorted(known)
     for name in sorted(set(given) - set(names)):
-        near = get_close_matches(name, names, 1)
+        near = [written[name]] if written and name in written else get_close_matches(name, names, 1)
         options = f"one of: {', '.join(names)}" if names else "it takes none"
-        raise UsageError(
-            f"{where} has no option '{name}'",
-            f"did you mean '{near[0]}'? {options}" if near else options,
-        )
+        hint = f"did you mean '{near[0]}'? {options}" if near else options
+        raise UsageError(f"{where} has no option '{name}'", hint)

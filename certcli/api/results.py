@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
+from torch import Tensor
+
 from certcli.attack.summary import RobustAccuracy
 from certcli.certify.certificate import Certificate
 from certcli.evaluation.intervals import interval_of_few, share_text
@@ -84,7 +86,12 @@ class Certificates(Shown, list[Certificate]):
 
 
 class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
-    """The accuracy that the attacks leave, one entry a radius, ascending."""
+    """The accuracy that the attacks leave, one entry a radius, ascending.
+
+    examples: tensors by name (`attack.examples.collect`), a row for each image that fell; None unless asked for.
+    """
+
+    examples: dict[str, Tensor] | None = None
 
     @property
     def headline(self) -> str:

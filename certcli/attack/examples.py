@@ -8,7 +8,9 @@ from torch import Tensor
 from certcli.attack.run import AttackRecord
 
 
-def collect(records: Iterable[AttackRecord]) -> dict[str, Tensor]:
+def collect(
+    records: Iterable[AttackRecord], size: tuple[int, int, int] = (1, 1, 1)
+) -> dict[str, Tensor]:
     """Records of images that fell, which are kept -> tensors by name, one row an image, in the order of the records.
 
     images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions, indices (n,) int64;
@@ -17,14 +19,14 @@ def collect(records: Iterable[AttackRecord]) -> dict[str, Tensor]:
 
     as_8bit (n,) bool: whether the image, rounded to 8 bits a value, still has another class than its label.
 
-    Of several records of one image (a curve) the first, that of the smallest radius.
+    Of several records of one image (a curve) the first, that of the smallest radius. size: of images where there are none.
     """
     kept: dict[int, AttackRecord] = {}
     for record in records:
         kept.setdefault(record.index, record)
     rows = list(kept.values())
-    images = torch.stack([row.image for row in rows if row.image is not None])
-    adversarial = torch.stack([row.adversarial for row in rows if row.adversarial is not None])
+    images = _stacked((row.image for row in rows), size)
+    adversarial = _stacked((row.adversarial for row in rows), size)
     return {
         "images": images,
         "adversarial": adversarial,
@@ -38,6 +40,12 @@ def collect(records: Iterable[AttackRecord]) -> dict[str, Tensor]:
         "l2_norms": _float64(row.l2 for row in rows),
         "epsilons": _float64(row.epsilon for row in rows),
     }
+
+
+def _stacked(images: Iterable[Tensor | None], size: tuple[int, int, int]) -> Tensor:
+    """Return the images that are there, (n, c, h, w)."""
+    present = [image for image in images if image is not None]
+    return torch.stack(present) if present else torch.empty(0, *size)
 
 
 def _float64(values: Iterable[float | None]) -> Tensor:

@@ -13,6 +13,8 @@ from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
 PREFIX = "torchattacks:"
+INSTALL = "pip install --no-deps torchattacks"
+"""Its other dependencies are certvit's; it pins requests to a version of 2021 and never imports it."""
 DECIDED = frozenset({"model", "eps", "max_epsilon", "norm", "seed", "n_classes", "verbose"})
 """Arguments that --epsilon, --norm, --seed and the network decide."""
 BUDGET = ("steps", "num_iter_set", "nb_iter", "max_iterations")
@@ -27,7 +29,7 @@ def library() -> ModuleType:
     except ModuleNotFoundError as failure:
         if failure.name != "torchattacks":
             raise
-        hint = "pip install --no-deps torchattacks; only torchattacks:NAME needs it"
+        hint = f"{INSTALL}; only torchattacks:NAME needs it"
         raise UsageError(
             "this attack runs code of torchattacks, which is not installed", hint
         ) from failure

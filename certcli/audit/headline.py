@@ -145,7 +145,8 @@ def _others(findings: Findings) -> list[str]:
             kept = part_of(found.certified[at].hits, found.certified[at].images)
             sure = confidence(found.failure, 100)
             parts.append(
-                f"with noise, {kept} keep their class at l2 {proven_radius(at)}, each with probability {sure} %"
+                f"deployed with smoothing (a majority vote over noisy copies), {kept} are certified at l2 "
+                f"{proven_radius(at)}; each certificate is right with probability {sure} %"
             )
     return parts
 

@@ -67,7 +67,7 @@ class ProvingCertifier(Certifier):
         traced: Trace | None = None,
     ) -> None:
         self.model = model
-        self._device = next(model.parameters()).device
+        self._device = next(model.parameters(), torch.empty(0)).device
         self._weights = PinnedWeights(model)
         self._neighbours = neighbour_errors(model, size, arithmetic, tables, traced)
         self.arithmetic = REAL if self._neighbours is None else self._neighbours.precision.name
@@ -131,14 +131,16 @@ class ProvingCertifier(Certifier):
         return self._executed
 
     def representable(self, images: Tensor) -> Tensor:
-        weight = next(self._executed.parameters())
+        weight = next(self._executed.parameters(), images)
         return images.to(weight.dtype).to(images.dtype)
 
     @torch.no_grad()
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
         """Tell whether the network as it is executed still gives the claimed class, by finite logits."""
         try:
-            logits = self._executed(nearby.to(next(self._executed.parameters()).dtype)).double()
+            logits = self._executed(
+                nearby.to(next(self._executed.parameters(), nearby).dtype)
+            ).double()
         except RuntimeError as failure:  # an operation that this machine has not in half precision
             if out_of_memory(failure):
                 raise

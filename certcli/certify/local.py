@@ -32,7 +32,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import Further, optimised
 from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
 from certcli.enclosure.zonotopes.search import certified_radius
@@ -149,6 +149,11 @@ class LocalCertifier(ProvingCertifier):
             except (NoRule, Untraceable) as reason:
                 raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
         return self._norms
+
+    @property
+    def encloses(self) -> bool:
+        """Return whether zonotopes fit: without them there are balls of norms alone."""
+        return self._zonotope is not None
 
     @property
     def network(self) -> LocalNetwork:
@@ -310,6 +315,20 @@ class LocalCertifier(ProvingCertifier):
             self._guess, self._known = found, True
         return found
 
+    def start(self, image: Tensor, radius: float, *, in_box: bool) -> Form:
+        """Return the form of the images (1, c, h, w) within `radius`, of those in [0, 1] alone where `in_box`."""
+        back = self.walked in (BACKWARD, BRANCH)
+        if self.norm == "linf":
+            return linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
+        return l2_ball(
+            image,
+            radius,
+            squares_up_to=self.squares,
+            limit=self.symbols,
+            tape=back,
+            in_box=in_box,
+        )
+
     def proven(
         self, image: Tensor, label: int, radius: float, further: Further = optimised
     ) -> bool:
@@ -318,18 +337,7 @@ class LocalCertifier(ProvingCertifier):
         further: bounds margins that are not proven without.
         """
         try:
-            back, in_box = self.walked in (BACKWARD, BRANCH), self.domain == "box"
-            if self.norm == "linf":
-                start = linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
-            else:
-                start = l2_ball(
-                    image,
-                    radius,
-                    squares_up_to=self.squares,
-                    limit=self.symbols,
-                    tape=back,
-                    in_box=in_box,
-                )
+            start = self.start(image, radius, in_box=self.domain == "box")
             return bool(
                 (self.network.margins(start, label, None, further) > 0).all()
             )  # False with NaN

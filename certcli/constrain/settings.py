@@ -41,7 +41,7 @@ class ConstrainSettings:
     ridge: Annotated[
         float | None,
         Option(
-            "Isotropic part of the statistics, a share of their mean: no direction moves freely.",
+            "Ridge added to the calibration covariance, relative to its mean eigenvalue.",
             metavar="SHARE",
             read=lambda text: float(text) or None,
         ),

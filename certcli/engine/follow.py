@@ -6,6 +6,7 @@ dispatch mode of torch sees the operations. `shadowed` hands over a tensor witho
 other threads, in copies, and where a network switches the modes off: what reads memory finds none.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -75,6 +76,15 @@ class _Record:
         self.operations: list[Operation] = []
         self.constants: list[list[Tensor]] = []
         self.reads: str | None = None
+        self.made_from_shapes: list[weakref.ref[Any]] = []
+
+    def depends_on_image(self, memory: Tensor) -> None:
+        """Take note of a write: every tensor in this memory depends on the image from here on."""
+        storage = memory.untyped_storage().data_ptr()
+        for reference in self.made_from_shapes:
+            wrapper = reference()
+            if wrapper is not None and wrapper.inner.untyped_storage().data_ptr() == storage:
+                wrapper.is_constant = False
 
     def add(self, name: str, args: tuple[Any, ...], result: Any, constants: list[Tensor]) -> None:
         """Write down one operation; refuse one that returns no tensor."""
@@ -93,15 +103,22 @@ class _Record:
 
 
 class Recorded(Tensor):
-    """A tensor that depends on the image: its numbers lie in `inner`, and it has no memory itself."""
+    """A tensor whose numbers lie in `inner`, and which has no memory itself.
+
+    Attributes:
+        is_constant: Made from shapes alone, and nothing that depends on the image written into it.
+    """
 
     inner: Tensor  # type: ignore[assignment]
     record: _Record
+    is_constant: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: type["Recorded"], inner: Tensor, record: _Record) -> "Recorded":
+    def __new__(
+        cls: type["Recorded"], inner: Tensor, record: _Record, is_constant: bool = False
+    ) -> "Recorded":
         wrapper: Recorded = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -114,6 +131,9 @@ class Recorded(Tensor):
         )
         wrapper.inner = inner
         wrapper.record = record
+        wrapper.is_constant = is_constant
+        if is_constant:
+            record.made_from_shapes.append(weakref.ref(wrapper))
         return wrapper
 
     @classmethod
@@ -122,23 +142,27 @@ class Recorded(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
-        record = next(x.record for x in given if isinstance(x, Recorded))
+        shadows = [x for x in given if isinstance(x, Recorded)]
+        record = shadows[0].record
         name = func.overloadpacket.__name__
-        if func._schema.is_mutable and not all(
-            isinstance(x, Recorded) for x in _written(func, args, kwargs)
-        ):
-            record.refuse(f"{name}, into a tensor that does not depend on the image")
+        is_constant = name in _FROM_SHAPE or all(x.is_constant for x in shadows)
+        if func._schema.is_mutable and not is_constant:
+            for target in _written(func, args, kwargs):
+                if isinstance(target, Recorded):
+                    record.depends_on_image(target.inner)
+                else:
+                    record.refuse(f"{name}, into a tensor that does not depend on the image")
         result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-        if name in _FROM_SHAPE:
-            return result
-        record.add(name, args, result, [x for x in given if not isinstance(x, Recorded)])
-        owners = {id(x.inner): x for x in given if isinstance(x, Recorded)}
+        if not is_constant:
+            constants = [x for x in given if not isinstance(x, Recorded) or x.is_constant]
+            record.add(name, args, result, [_inner(x) for x in constants])
+        owners = {id(x.inner): x for x in shadows}
 
         def wrapped(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             owner = owners.get(id(x))  # written in place: the same tensor
-            return Recorded(x, record) if owner is None else owner
+            return Recorded(x, record, is_constant) if owner is None else owner
 
         return tree_map(wrapped, result)
 
@@ -216,7 +240,10 @@ def shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
 
 def _shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, _Record]:
     record = _Record()
-    with _refusals(record), _Readers(record, lambda x: isinstance(x, Recorded)):
+    with (
+        _refusals(record),
+        _Readers(record, lambda x: isinstance(x, Recorded) and not x.is_constant),
+    ):
         result = function(Recorded(image.clone(), record))
     return tree_map(_inner, result), record
 

@@ -31,6 +31,11 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 
+def _is_image(name: str) -> bool:
+    """Return whether a file's name is an image's; "._a.png" is what macOS writes beside "a.png"."""
+    return Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
+
+
 def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """Return the image files, and those in folders, sorted; and the folders that cannot be read, each with the reason.
 
@@ -50,7 +55,7 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
             Path(parent, name)
             for parent, _, names in os.walk(path, onerror=note)
             for name in names
-            if Path(name).suffix.lower() in IMAGE_SUFFIXES
+            if _is_image(name)
         )
         if path.is_dir() and not inside:
             raise DataError(
@@ -90,13 +95,17 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
 
 def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> Images:
     listing = folder / "labels.csv"
-    loose = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+    loose = sorted(path for path in folder.iterdir() if _is_image(path.name))
     if loose and not listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
-        return unlabelled(folder.name, "all", loose, spec)
+        images = unlabelled(folder.name, "all", loose, spec)
+        no_images = [path.name for path in folder.iterdir() if not _is_image(path.name)]
+        notes = filter(None, (_left_out(no_images, loose), images.note))
+        return replace(images, note="; ".join(notes))
     if listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
         paths, labels, classes = _listed(folder, listing)
+        others: list[str] = []
     else:
-        paths, labels, classes = _foldered(folder)
+        paths, labels, classes, others = _foldered(folder)
     strange = next((name for name in classes if not name.isprintable()), None)
     if strange is not None:
         raise DataError(f"{folder} has a class whose name does not print: {strange!a}", "rename it")
@@ -104,7 +113,7 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
 
     ahead = Ahead(lambda position: decode(paths[position]))
     positions = torch.arange(len(paths))
-    note = "; ".join(filter(None, (_sizes(paths, spec), _order(classes))))
+    note = "; ".join(filter(None, (_left_out(others, paths), _sizes(paths, spec), _order(classes))))
 
     def file(position: int) -> str:
         return _printable(paths[position].relative_to(dataset))
@@ -165,7 +174,16 @@ def _order(classes: Sequence[str]) -> str:
     return "class folders named by numbers come in the order of the numbers (2 before 10), as timm has them"
 
 
-def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
+def _left_out(others: Sequence[str], images: Sequence[Path]) -> str:
+    """Return a note that counts the files that are no images, and names one."""
+    if not others:
+        return ""
+    total = len(others) + len(images)
+    example = one_line(min(others))
+    return f"{len(images)} of {total} files are images (left out: {example}{', ...' * (len(others) > 1)})"
+
+
+def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]]:
     classes = in_order(
         child.name
         for child in folder.iterdir()
@@ -175,8 +193,9 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
         raise DataError(f"{folder} holds no class folders", "one folder a class, its images inside")
     paths: list[Path] = []
     labels: list[int] = []
+    others: list[str] = []
     for label, name in enumerate(classes):
-        found = sorted(_images_below(folder / name))
+        found = sorted(_images_below(folder / name, others))
         if not found:
             raise DataError(
                 f"class folder {folder / name} holds no images",
@@ -184,7 +203,7 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str]]:
             )
         paths += found
         labels += [label] * len(found)
-    return paths, labels, classes
+    return paths, labels, classes, others
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -196,8 +215,10 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
 
 
-def _images_below(folder: Path) -> Iterator[Path]:
-    """Image files at any depth; OSError where a folder cannot be read: its images would be missing in silence."""
+def _images_below(folder: Path, others: list[str]) -> Iterator[Path]:
+    """Image files at any depth; the names of other files go into `others`.
+
+    OSError where a folder cannot be read: its images would be missing in silence."""
 
     def stop(failure: OSError) -> None:
         raise failure
@@ -205,10 +226,12 @@ def _images_below(folder: Path) -> Iterator[Path]:
     for parent, _, names in os.walk(folder, onerror=stop):
         for name in names:
             path = Path(parent, name)
-            if path.suffix.lower() in IMAGE_SUFFIXES:
-                if not path.is_file():
-                    raise DataError(f"{path} is not a regular file", "remove it")
-                yield path
+            if not _is_image(name):
+                others.append(name)
+                continue
+            if not path.is_file():
+                raise DataError(f"{path} is not a regular file", "remove it")
+            yield path
 
 
 def _lines(handle: IO[str], listing: Path) -> Iterator[str]:

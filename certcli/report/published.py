@@ -41,7 +41,7 @@ class Published(Struct, forbid_unknown_fields=True):
         told = f"{self.name} on {self.images}: {fell.hits} of {fell.images} correct images fooled at l2 "
         told += f"{attacked_radius(fell.radius)}, global bound 10^{self.log10_bound:.0f}"
         if (kept := self.smoothed) is not None:
-            told += f", with noise {kept.hits} of {kept.images} keep their class at l2 {proven_radius(kept.radius)}"
+            told += f", with smoothing {kept.hits} of {kept.images} certified at l2 {proven_radius(kept.radius)}"
         return f"{told}."
 
 

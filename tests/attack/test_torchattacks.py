@@ -11,13 +11,18 @@ from torch import nn
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
-from certcli.attack.torchattacks_spec import names, signature
+from certcli.attack.torchattacks_spec import library, names, signature
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.region import Norm, Region
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import labelled
 from tests.helpers.commands import attempt, certvit, document, record_lines
+
+try:
+    library()
+except UsageError as missing:
+    pytest.skip(f"{missing.message}: {missing.hint}", allow_module_level=True)
 
 AVAILABLE = [name for name in names() if not signature(name).missing]
 SHORT = {

@@ -99,7 +99,10 @@ LARGE, SMALL = (3, 224, 224), (1, 8, 8)
         (
             found(9, 45, 0.001, 15),
             LARGE,
-            ["with noise, 15 of 45 images keep their class at l2 0.12", "probability 99.9 %"],
+            [
+                "a majority vote over noisy copies), 15 of 45 images are certified at l2 0.12",
+                "probability 99.9 %",
+            ],
         ),
         (
             found(9, 45, 0.0, 30),

@@ -209,7 +209,6 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x.narrow(2, 1, 3),
         lambda m, x: functional.gelu(x).type_as(x),
         lambda m, x: x.detach() + x,
-        lambda m, x: x.double(),
         lambda m, x: x.to(x),
         lambda m, x: torch.select(x, 1, 2),
         lambda m, x: x.select(2, 1),

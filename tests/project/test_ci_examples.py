@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,15 @@ def test_the_hook(place: Path) -> None:
     assert run(place, [*words[:-2], "good.safetensors"]).returncode == 0
     with get_command(app).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
         pass
+
+
+def test_torchattacks_and_what_it_pins_are_nobodys_dependency() -> None:
+    """An extra names it; those who are given it get it without its dependencies, and certvit has all that it imports."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=~\[]", line)[0] for line in project["dependencies"]}
+    assert names.isdisjoint({"torchattacks", "requests", "urllib3", "idna", "chardet"})
+    assert {"torch", "numpy", "scipy"} <= names  # torchvision comes with timm
+    (needed,) = project["optional-dependencies"]["attacks"]
+    for file in ("Makefile", "Dockerfile"):
+        text = (ROOT / file).read_text().replace("$(ATTACKS)", f'"{needed}"')
+        assert re.search(rf'pip install [^&\n]*--no-deps "{re.escape(needed)}"', text), file

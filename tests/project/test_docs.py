@@ -1,5 +1,6 @@
 """What is documented exists, and what exists is documented."""
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -9,8 +10,11 @@ import pytest
 import typer
 
 from certcli.attack.catalogue import ATTACKS
+from certcli.attack.torchattacks_spec import INSTALL, PREFIX
 from certcli.certify.methods import METHODS as CERTIFICATES
+from certcli.cli.doctor import command as doctor
 from certcli.cli.main import COMMANDS, app
+from certcli.cli.shared.completion import NAMES
 from certcli.cli.shared.reference import reference
 from certcli.constrain.methods import METHODS
 from certcli.finetune.losses import LOSSES
@@ -228,3 +232,73 @@ def test_no_path_of_a_machine_in_the_repository() -> None:
             "test_docs.py",
         ):
             assert not re.search(r"/(home|root|work|Users)/", path.read_text(errors="ignore")), path
+
+
+TABLES = {
+    "Certificate methods": CERTIFICATES,
+    "Losses": LOSSES,
+    "Attacks": ATTACKS,
+    "Proximal maps": METHODS,
+    "Replacements": REPLACEMENTS,
+}
+"""Section of the glossary -> the registry whose names it lists."""
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_the_glossary_lists_what_the_registry_holds(title: str) -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    (section,) = re.findall(rf"^## {title} .*?(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.MULTILINE)
+    expected = [(entry.name, entry.summary.replace("|", "&#124;")) for entry in TABLES[title]]
+    assert rows == expected
+
+
+def test_every_registry_is_in_the_glossary() -> None:
+    assert {id(one) for one in TABLES.values()} == {id(one) for one in REGISTRIES}
+
+
+def test_contents_name_every_section() -> None:
+    pages = [page for page in DOCS if "**Contents.**" in page.read_text()]
+    assert pages
+    for page in pages:
+        text = page.read_text()
+        contents = text.partition("**Contents.**")[2].partition("\n\n")[0]
+        numbered = re.findall(r"^## (\d+)\. (.+)$", text, re.MULTILINE)
+        listed = re.findall(r"\[(\d+) ([^\]]+)\]", " ".join(contents.split()))
+        assert listed == numbered, page.name
+
+
+def _options_with_names() -> list[tuple[str, str, str, list[str]]]:
+    """Return (command, option, its help, the names it takes) where a registry or table holds the names."""
+    rows = []
+    for command, made in typer.main.get_command(app).commands.items():
+        for parameter in made.params:
+            for spelled in parameter.opts:
+                target = NAMES.get(f"{command} {spelled}", NAMES.get(spelled))
+                if target is not None:
+                    module, _, attribute = target.partition(":")
+                    table = getattr(importlib.import_module(module), attribute)
+                    names = table.names() if isinstance(table, Registry) else list(table)
+                    rows.append((command, spelled, parameter.help or "", names))
+    return rows
+
+
+def test_help_names_every_value_of_an_option() -> None:
+    """Or says which command lists them, where that does: `attack --list` is held to the registry in tests/attack."""
+    rows = _options_with_names()
+    assert len(rows) >= len(NAMES)
+    for command, option, text, names in rows:
+        absent = [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
+        assert not absent or "--list shows" in text, f"{command} {option} does not name {absent}"
+
+
+def test_what_needs_torchattacks_is_said_as_the_registry_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only torchattacks:NAME: the doctor names no attack of the registry, and pages tell how to install it."""
+    monkeypatch.setattr(doctor, "_version", lambda package: "missing")
+    (finding,) = doctor._torchattacks()
+    assert PREFIX + "NAME" in finding.remark
+    assert [name for name in ATTACKS.names() if name in re.findall(r"[\w-]+", finding.remark)] == []
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/attack.md")]
+    assert all(INSTALL in text for text in (finding.remark, *pages))

@@ -35,6 +35,7 @@ OTHER_BATCHES = (
 )  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [
+    "clipped-relu",
     "mix-matrices", "soft-pairs-partly", "sort-partly", "silu", "mish", "hard-swish", "quick-gelu", "sigmoid", "hard-mish",
     "rms-norm", "group-norm", "l2-normalize", "response-norm", "softmax", "roll-pad-flip", "constant-matrices",
     "constant-matrix", "gate", "swiglu", "product", "square", "adaptive", "clamp", "attention-windows", "attention-masked",
@@ -82,6 +83,11 @@ def test_a_row_reaches_every_entry_of_the_table() -> None:
     with recorded(rules) as reached:
         for name in QUICK:
             NeighbourErrors(network(name), IMAGE, PRECISIONS["float32"])
+        # a forward that asks for float64 is another network in float32, and is refused there
+        widened = f(lambda m, x: (m.w @ x.double().flatten(1).T).T, w=torch.randn(3, 32))
+        spec = InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2)
+        wide = PixelModel(spec, widened).double().eval()
+        NeighbourErrors(wide, IMAGE, PRECISIONS["float64"])
     assert without_a_row(rules, reached) == []
 
 

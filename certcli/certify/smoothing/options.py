@@ -75,7 +75,8 @@ class Smoothing(Options):
     decide: Annotated[
         bool,
         Option(
-            "With --enough: nor once it is unlikely (1 %) to be; for a share at R alone.",
+            "With --enough R: also stop on images that will probably (99 %) not reach R. Only the share at R is then "
+            "meaningful.",
             ("--decide",),
         ),
     ] = False

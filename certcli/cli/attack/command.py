@@ -36,7 +36,7 @@ def attack(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Share of the images that the attacks leave correctly classified: no certified accuracy can exceed it."""
+    """Accuracy under attack: an upper limit on any certified accuracy."""
     from certcli.attack.campaign import in_norm, parameters_of, tasks_of
     from certcli.attack.certified_radii import read_certified
     from certcli.evaluation.records import digested

@@ -59,7 +59,8 @@ class Attacks:
         typer.Option(
             "--attack",
             "-a",
-            help="fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, ...; may be repeated. Default: pgd.",
+            help="fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, and all that --list shows; may be "
+            "repeated. Default: pgd.",
         ),
     ] = field(default_factory=list)
     listed: Annotated[

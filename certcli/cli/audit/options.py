@@ -34,7 +34,12 @@ class AuditOptions:
     epsilon: options.Epsilons = field(default_factory=lambda: [0.12, 0.5])
     attacks: Annotated[
         list[str],
-        typer.Option("--attack", "-a", help="pgd, margin-pgd, autoattack, ...; repeated: in turn."),
+        typer.Option(
+            "--attack",
+            "-a",
+            help="pgd, margin-pgd, autoattack, and all that certvit attack --list shows; "
+            "repeated: in turn.",
+        ),
     ] = field(default_factory=lambda: ["pgd"])
     methods: Annotated[
         list[str],

@@ -147,7 +147,7 @@ def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
             f"largest parts of the bound: {', '.join(f'{block.path} {block.text}' for block in largest)}"
         )
     for item in document.skipped:
-        sink.text(f"not done: {item.stage} ({item.why})")
+        sink.text(f"skipped {item.stage}: {item.why}")
     sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {again}")
 
 

@@ -36,7 +36,8 @@ class Target:
         list[str],
         typer.Option(
             "--method",
-            help="lipschitz (global bound, proof), local (each image on its own, small networks, proof), local-lip or bcp "
+            help="lipschitz (global bound, proof), box (the same, more where pixels are 0 or 1, proof), "
+            "local (each image on its own, small networks, proof), local-lip or bcp "
             "(the same for chains of layers), smoothing (any network, probability), patch (any network behind masks, against "
             "patches, proof), auto (says which is worth having); several: side by side.",
         ),

@@ -236,7 +236,8 @@ def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
             return images
     images = judged.limit(TUNED, data.seed)
     sink.warn(
-        f"sigma is chosen on {len(images)} of the judged images, for want of others: their shares flatter a little"
+        f"sigma is chosen on {len(images)} of the reported images, so that its share is slightly optimistic; "
+        "each certificate stays valid"
     )
     return images
 

@@ -23,8 +23,8 @@ class Aim:
     keep: Annotated[
         float | None,
         typer.Option(
-            help="Share of first choices to keep, on images that take no part: the layers' eta is found by it. 0.98 "
-            "unless given; 0.95 on images made on the spot."
+            help="Fraction of top-1 predictions to preserve on held-out images (default 0.98; 0.95 on synthetic images). "
+            "Sets --eta."
         ),
     ] = None
     eta: Annotated[

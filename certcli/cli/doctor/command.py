@@ -5,6 +5,7 @@ import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from certcli.attack.torchattacks_spec import INSTALL, PREFIX
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Talk
 from certcli.cli.shared.output import Gate
@@ -78,20 +79,18 @@ def _torchvision() -> Finding:
 
 
 def _torchattacks() -> list[Finding]:
-    found, requests = _version("torchattacks"), _version("requests")
-    if found == "missing":
-        return [
-            Finding(
-                "torchattacks",
-                found,
-                "deepfool and torchattacks:NAME are refused; everything else works",
-            )
-        ]
-    pinned = "torchattacks asks for 2.25 and never imports it: pip install --upgrade requests breaks nothing"
-    return [
-        Finding("torchattacks", found),
-        Finding("requests", requests, pinned if requests.startswith("2.25") else ""),
-    ]
+    version_here = _version("torchattacks")
+    requests = _version("requests")
+    if version_here == "missing":
+        remark = f"attacks named {PREFIX}NAME are refused, all others work: {INSTALL}"
+        return [Finding("torchattacks", version_here, remark)]
+    if not requests.startswith("2.25"):
+        return [Finding("torchattacks", version_here)]
+    remark = (
+        "torchattacks asks for 2.25 and never imports it; this one and its urllib3 and idna have known "
+        "vulnerabilities: pip install --upgrade requests urllib3 idna breaks nothing"
+    )
+    return [Finding("torchattacks", version_here), Finding("requests", requests, remark)]
 
 
 def _machine() -> list[Finding]:

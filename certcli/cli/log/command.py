@@ -6,10 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from certcli.cli.log import view
+from certcli.cli.log.rows import FORMATS
 from certcli.cli.shared import options, pages
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Machine, Talk
 from certcli.cli.shared.output import Gate, Sink
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 
 @group("Verification")
@@ -48,7 +51,19 @@ class Page:
     """What is written."""
 
     html: options.Html = None
+    written: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="Write the comparison as csv, or as latex (a tabular with booktabs), to the standard output.",
+        ),
+    ] = None
     force: options.Force = False
+
+    def __post_init__(self) -> None:
+        if self.written is not None and self.written not in FORMATS:
+            raise UsageError(f"--format {self.written}", one_of(self.written, FORMATS))
 
     def claim(self, files: list[Path], folders: list[Any]) -> None:
         """Before any work: a page is new, or replaced by --force, and never a checkpoint that is read."""
@@ -127,8 +142,8 @@ def log(
         return
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     page.write(read, [], sink)
-    if len(read) > 1:
-        view.compare(read, sink)
+    if len(read) > 1 or page.written is not None:
+        view.compare(read, sink, page.written)
     else:
         view.show(*read[0], sink)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.cli.log.rows import FORMATS
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import confidence, proven_percent, proven_radius
@@ -183,8 +184,12 @@ def _images(result: Any) -> str:
 # ---- several checkpoints
 
 
-def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
-    """Fresh evidence only: what was found about another network says nothing about this one.
+def compare(
+    read: Sequence[tuple[Path, Checkpoint]], sink: Sink, written: str | None = None
+) -> None:
+    """Print a row for each checkpoint, as a table for the screen or as `written`, a name of `rows.FORMATS`.
+
+    Fresh evidence only: what was found about another network says nothing about this one.
 
     A column says its radius and its number of images where they are the same in all rows, else each cell its own. What only
     training knows (validation images, which chose the epoch) says so.
@@ -220,14 +225,18 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
             for row, text in zip(cells, column_texts, strict=True):
                 row.append(text)
     rows_with_results = [row for row in cells if set(row[1:]) - {"-"}]
-    if rows_with_results:
+    if written is not None:
+        for line in FORMATS[written](headings, cells).splitlines():
+            sink.text(line)
+    elif rows_with_results:
         sink.table(
             "Evidence (proven unless it says measured or probability; radii pixel l2)",
             headings,
             rows_with_results,
         )
         sink.text(f"Evidence: {AS_STATED}")
-    if silent := [row[0] for row in cells if row not in rows_with_results]:
+    silent = [row[0] for row in cells if row not in rows_with_results]
+    if silent and written is None:
         sink.text(
             f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)"
         )
@@ -243,7 +252,7 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
         if images
     }
     if len(seen) > 1:
-        sink.text(f"not the same images: {'; '.join(seen.values())}")
+        sink.warn(f"not the same images: {'; '.join(seen.values())}")
 
 
 class _Cell:

@@ -71,31 +71,31 @@ def fidelity_document(
 
 
 def show(kept: Mapping[str, Any], sink: Sink) -> None:
-    where = "that took part" if kept["took_part"] else "that took no part in this"
-    if kept.get("chose"):
-        where += ", but in the choice of eta"
-    if kept["trained_on"]:
-        where += ", though in training"
+    images = "calibration images" if kept["took_part"] else "held-out images"
+    uses = ["used to choose eta"] if kept.get("chose") else []
+    uses += ["seen in training"] if kept["trained_on"] else []
+    where = f"{images} of {kept['dataset']} ({', '.join([kept['split'], *uses])})"
     share = between(kept["agreement"], kept["agreement_interval"])
     sink.text(
-        f"kept, on {kept['images']} images of {kept['dataset']} ({kept['split']}) {where}: first choice on {share}, "
-        f"logits to {100 * kept['logits_error']:.1f} %"
+        f"agreement with the original on {kept['images']} {where}: same top-1 {share}, "
+        f"relative logit error {100 * kept['logits_error']:.1f} %"
     )
     if kept.get("chose") and kept["dataset"] != "synthetic photographs":
         sink.text(
             f"by the margins of these images, an estimate: {100 * kept['agreement_at_least']:.1f} % or more of such "
-            "images keep their first choice"
+            "images keep their top-1 prediction"
         )
         _say_few_judges(kept["images"], sink)
     if kept["dataset"] == "synthetic photographs":
         sink.note(
-            "synthetic photographs have no class, so their first choices are near ties: --dataset for a true agreement"
+            "synthetic photographs have no class, so their top-1 predictions are near ties: --dataset measures the agreement "
+            "on real images"
         )
         if "agreement_at_least" in kept:
             share, error = 100 * kept["agreement_at_least"], 100 * kept["logits_error_at_most"]
             sink.text(
-                f"expected on real images, by networks that were measured: first choice on at least {share:.1f} %, "
-                f"logits to at most {error:.1f} %"
+                f"expected on real images, from measured networks: same top-1 at least {share:.1f} %, "
+                f"relative logit error at most {error:.1f} %"
             )
         else:
             sink.warn(

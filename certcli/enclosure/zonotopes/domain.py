@@ -15,11 +15,14 @@ from certcli.enclosure.zonotopes.first_map import changed, may_change, narrow_pl
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import (
     Further,
+    linear_logits,
     linear_margins,
     normalised_margins,
+    nothing_further,
     optimised,
 )
 from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
+from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.replay import close, executed, noise_like, replayed, result_of
@@ -297,9 +300,7 @@ class LocalNetwork:
         if executed is not None and not bool(torch.isfinite(executed).all()):
             raise Unbounded("a result that may overflow as it is executed")
         with torch.no_grad():
-            if self.ending.token is not None and form.shape[1] > 1:
-                form = form.choose(self.ending.token)
-            form = form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))
+            form = self._one_row(form)
             if head is None:
                 eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
                 return linear_margins(form, eye, None, label, executed, further)
@@ -308,3 +309,31 @@ class LocalNetwork:
             return normalised_margins(
                 form, self.ending.norm, head.weight, head.bias, label, executed, further
             )
+
+    def logits(self, start: Form, label: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return bounds of the logits z (k,), (k,), and of z_label - z_j, j != label, (k - 1,), (k - 1,), on all of `start`.
+
+        Lower bounds are rounded down and upper bounds up; of the network in real arithmetic. Unbounded as in `margins`.
+        """
+        form = self.last_form(start)
+        head, norm = self.ending.head, self.ending.norm
+        with torch.no_grad():
+            form = self._one_row(form)
+            if norm is not None:
+                form = layer_norm(form, norm.eps, norm.weight, norm.bias)  # type: ignore[arg-type]
+            eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
+            weight = eye if head is None else head.weight
+            bias = None if head is None else head.bias
+            opposite = None if bias is None else -bias
+            return (
+                linear_logits(form, weight, bias),
+                -linear_logits(form, -weight, opposite),
+                linear_margins(form, weight, bias, label, None, nothing_further),
+                -linear_margins(form, -weight, opposite, label, None, nothing_further),
+            )
+
+    def _one_row(self, form: Form) -> Form:
+        """Return the token that the last layers read, (1, d)."""
+        if self.ending.token is not None and form.shape[1] > 1:
+            form = form.choose(self.ending.token)
+        return form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))

@@ -31,6 +31,11 @@ def optimised(node: Node, rows: Tensor) -> Tensor:
     return bounds
 
 
+def nothing_further(node: Node, rows: Tensor) -> Tensor:
+    """Return no bound: where numbers are asked for, not signs, the walk and one way back are enough."""
+    return rows.new_full((len(rows),), -torch.inf)
+
+
 def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
     """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down: below the form's minimum.
 
@@ -96,6 +101,12 @@ def differences(
         bias[label] - bias[others],
         gamma(0) * (bias[label].abs() + bias[others].abs()) + moved,
     )
+
+
+def linear_logits(x: Form, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return lower bounds on z = weight x + bias: (1, d) -> (k,)."""
+    z = x.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=x.shape[-1] + 2)
+    return lower_bounds(z if bias is None else z.shift(bias), nothing_further).flatten()
 
 
 def linear_margins(

@@ -1,0 +1,266 @@
+"""Arguments of the functions of Python, read by the name of the parameter: values, or UsageError in Python's words."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from certcli.api.errors import require_known
+from certcli.certify.certificate import Certificate
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.radii import parse_radius
+from certcli.evaluation.threat import Patch, Threat
+from certcli.system.errors import UsageError
+
+_Kind = TypeVar("_Kind")
+_RADII = frozenset(("radii", "at", "sigma"))
+"""Options that hold radii or noise in pixel units, and may be written as a quotient."""
+LARGEST = 2**63 - 1
+"""Whole numbers beyond it fit into no seed, and into no count of images."""
+_SHOWN = 40
+"""Characters of a refused value in its message."""
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: short, or its type where it is large."""
+    if isinstance(value, (Tensor, nn.Module)) or hasattr(value, "__array__"):
+        return f"a {type(value).__name__}"
+    text = repr(value) if isinstance(value, (str, int, float, list, tuple, type(None))) else ""
+    return text if 0 < len(text) <= _SHOWN else f"a {type(value).__name__}"
+
+
+def plain_value(value: Any) -> Any:
+    """Return numbers and arrays of numpy and torch as Python's numbers, lists and nested lists."""
+    if isinstance(value, Tensor) or (hasattr(value, "tolist") and hasattr(value, "dtype")):
+        return value.tolist()
+    return value
+
+
+def whole_number(name: str, value: Any, smallest: int) -> int:
+    """Return an integer from `smallest` to `LARGEST`."""
+    number = plain_value(value)
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    if not is_whole or not smallest <= number <= LARGEST:
+        raise UsageError(f"{name}={shown(value)}: a whole number from {smallest} on is needed")
+    return number
+
+
+def radius(name: str, value: Any) -> float:
+    """Return a radius: a finite number >= 0, or a quotient such as "8/255"."""
+    number = plain_value(value)
+    try:
+        if isinstance(number, (int, float, str)) and not isinstance(number, bool):
+            return parse_radius(number if isinstance(number, str) else repr(number))
+    except (ValueError, OverflowError):
+        pass
+    raise UsageError(f"{name}={shown(value)}: {_A_RADIUS}")
+
+
+_A_RADIUS = 'a radius is a finite number >= 0, or a quotient such as "8/255"'
+
+
+def radii(name: str, value: Any) -> tuple[float, ...]:
+    """Return radii: one, or several of them."""
+    several = plain_value(value)
+    if isinstance(several, (str, int, float)):
+        several = [several]
+    return tuple(radius(name, one) for one in _listed(name, several, "radii"))
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return a finite time above 0."""
+    number = plain_value(value)
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not 0 < number <= LARGEST:
+        raise UsageError(f"{name}={shown(value)}: a number of seconds above 0 is needed")
+    return float(number)
+
+
+def device(name: str, value: Any) -> str:
+    """Return the name of a device that torch knows and this machine has."""
+    try:
+        if not isinstance(value, (str, torch.device)):
+            raise TypeError
+        torch.empty(1, device=value).tolist()  # "meta" holds no values
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as failure:
+        raise UsageError(
+            f"{name}={shown(value)}: no device of this machine", '"cpu" or "cuda"'
+        ) from failure
+    return str(value)
+
+
+def word(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name}={shown(value)}: a text is needed")
+    return value
+
+
+def words(name: str, value: Any) -> tuple[str, ...]:
+    """Return texts: one, or several of them."""
+    several = [value] if isinstance(value, str) else value
+    return tuple(word(name, one) for one in _listed(name, several, "texts"))
+
+
+def answer(name: str, value: Any) -> bool:
+    """Return True or False."""
+    if plain_value(value) not in (True, False) or not isinstance(plain_value(value), (bool, int)):
+        raise UsageError(f"{name}={shown(value)}: True or False is needed")
+    return bool(value)
+
+
+def source(name: str, value: Any) -> Any:
+    """Return a network as `load` takes it."""
+    if not isinstance(value, (nn.Module, str, os.PathLike, Checkpoint)):
+        message = f"{shown(value)} is no network"
+        raise UsageError(
+            message, "an nn.Module, a path, a timm or hf-hub: name, or what load returned"
+        )
+    return value
+
+
+def path(name: str, value: Any) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise UsageError(f"{name}={shown(value)}: a path is needed")
+    return Path(value)
+
+
+def checkpoint(name: str, value: Any) -> Checkpoint:
+    if not isinstance(value, Checkpoint):
+        raise UsageError(f"{name}={shown(value)}: what load returned is needed")
+    return value
+
+
+def statistics(name: str, value: Any) -> Any:
+    """Return pixel statistics: one number, or one a channel."""
+    numbers = plain_value(value)
+    several = numbers if isinstance(numbers, (list, tuple)) else [numbers]
+    numeric = all(isinstance(one, (int, float)) and abs(one) <= LARGEST for one in several)
+    if not several or not numeric:
+        raise UsageError(f"{name}={shown(value)}: one number, or one a channel, is needed")
+    return numbers
+
+
+def size(name: str, value: Any) -> tuple[int, ...]:
+    """Return the size of an image as a tuple; `load` judges its length."""
+    several = _listed(name, plain_value(value), "numbers, (channels, height, width),")
+    return tuple(whole_number(name, one, 1) for one in several)
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise UsageError(f"{name}={shown(value)}: a dictionary of names and values is needed")
+    return value
+
+
+def sizes(name: str, value: Any) -> tuple[Any, ...]:
+    """Return radii, patches and threats: one, or several of them."""
+    single = isinstance(value, (str, int, float, Patch, Threat))
+    several = [value] if single else _listed(name, plain_value(value), "radii or patches")
+    return tuple(one if isinstance(one, (Patch, Threat)) else radius(name, one) for one in several)
+
+
+def certificates(value: Any) -> list[Certificate]:
+    """Return what `certify` returned, as a list."""
+    several = _listed("certificates", value, "certificates")
+    if not all(isinstance(one, Certificate) for one in several):
+        raise UsageError(f"certificates={shown(value)}: what certify returned is needed")
+    return list(several)
+
+
+def as_given(name: str, value: Any) -> Any:
+    """Return what another place judges: images, labels, certificates."""
+    return value
+
+
+READERS: dict[str, Callable[[str, Any], Any]] = {
+    "source": source,
+    "mean": statistics,
+    "std": statistics,
+    "input_size": size,
+    "arch": word,
+    "arch_args": mapping,
+    "as_stated": answer,
+    "weights": word,
+    "features": answer,
+    "checkpoint": checkpoint,
+    "path": path,
+    "force": answer,
+    "double": answer,
+    "device": device,
+    "dataset": word,
+    "split": word,
+    "limit": lambda name, value: whole_number(name, value, 1),
+    "seed": lambda name, value: whole_number(name, value, 0),
+    "data_dir": path,
+    "given": as_given,
+    "labels": as_given,
+    "pixels": as_given,
+    "iterations": lambda name, value: whole_number(name, value, 1),
+    "batch_size": lambda name, value: whole_number(name, value, 1),
+    "method": word,
+    "certificates": as_given,
+    "sizes": sizes,
+    "defence": word,
+    "prove": answer,
+    "radii": radii,
+    "eps": radius,
+    "attacks": words,
+    "norm": word,
+    "return_examples": answer,
+    "seconds": seconds,
+    "fail_on": words,
+}
+"""Parameter of a public function -> how its value is read. None stands for the default where that is None."""
+
+
+def options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return values for fields of an options class, in the types that its annotations name.
+
+    Raises:
+        UsageError: a name is no field, or a value has another type.
+    """
+    require_known(values, names_of(kind), where)
+    hints = get_type_hints(kind)
+    return {name: _typed(name, value, hints[name]) for name, value in values.items()}
+
+
+def names_of(kind: Any) -> set[str]:
+    return {item.name for item in fields(kind)}
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    plain = plain_value(value)
+    if name == "seed":
+        return whole_number(name, value, 0)
+    if name in _RADII and plain is not None:
+        plain = _read_quotients(name, plain)
+    if isinstance(plain, str) and "tuple" in str(hint):
+        plain = [plain]
+    try:
+        return msgspec.convert(plain, hint)
+    except (msgspec.ValidationError, TypeError) as failure:
+        reason = str(failure).replace("`", "").partition(" - at")[0]
+        message = f"{name}={shown(value)}: {reason[:1].lower()}{reason[1:]}"
+        raise UsageError(message) from failure
+
+
+def _read_quotients(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return radius(name, value)
+    if isinstance(value, (list, tuple)):
+        return [radius(name, one) if isinstance(one, str) else plain_value(one) for one in value]
+    return [value] if name != "sigma" and isinstance(value, (int, float)) else value
+
+
+def _listed(name: str, value: Any, what: str) -> Sequence[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise UsageError(f"{name}={shown(value)}: {what} are needed")
+    try:
+        return list(value)
+    except TypeError as failure:  # an array of no dimension
+        raise UsageError(f"{name}={shown(value)}: {what} are needed") from failure

@@ -1,0 +1,164 @@
+"""Images as people hold them in Python: arrays, tensors, loaders, data sets and generators become `Images`."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from certcli.api.arguments import shown
+from certcli.checkpoint.record import Record
+from certcli.images.labelled import Images
+from certcli.system.errors import DataError
+from certcli.system.memory import free_bytes
+
+_MEMORY = 0.5
+"""Share of the free memory that images from a generator may take."""
+_KNOWN = "an array or tensor (n, c, h, w), batches of (images, labels), or the name of a dataset"
+
+
+def images_of(record: Record, given: Any, labels: Any, *, labelled: bool = True) -> Images:
+    """Return images that fit the network of a record, with their labels; zeros where none are needed.
+
+    Args:
+        given: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an iterable of
+            images, batches, or pairs of them with labels: a list, DataLoader, Dataset or generator.
+        labels: (n,), beside images that do not bring their own.
+
+    Raises:
+        DataError: images or labels do not fit the network, or are no images.
+    """
+    pixels, labels = _collected(given, labels)
+    pixels = _fitting(pixels, tuple(record.input.size))
+    if labels is None and labelled:
+        hint = "give the labels (n,) beside them: only correct images are certified"
+        raise DataError("images without labels", hint)
+    classes = max(record.classes, 1)
+    answers = torch.zeros(len(pixels)) if labels is None else _array(labels, "labels")
+    answers = _fitting_labels(answers, len(pixels), classes)
+    names = record.class_names or tuple(str(number) for number in range(record.classes))
+    return Images(
+        "tensors",
+        "given",
+        names,
+        answers,
+        torch.arange(len(answers)),
+        lambda positions: pixels[list(positions)],
+    )
+
+
+def _collected(given: Any, labels: Any) -> tuple[Tensor, Any]:
+    """Return one tensor of images, and the labels beside them or among them."""
+    if _is_array(given):
+        return _array(given, "images"), labels
+    if _is_pair(given) and labels is None and _dimensions(given[0]) == 4:
+        return _array(given[0], "images"), given[1]
+    if isinstance(given, (str, bytes, Mapping)) or not _iterable(given):
+        raise DataError(f"{shown(given)} holds no images", _KNOWN)
+    batches: list[Tensor] = []
+    answers: list[Tensor] = []
+    room = _MEMORY * free_bytes()
+    for pixels, beside in _parts(given):
+        batches.append(pixels)
+        if beside is not None:
+            answers.append(beside)
+        room -= pixels.nbytes
+        if room < 0:
+            message = "the images do not fit into memory together"
+            raise DataError(message, "hand over a part of them, or the name of a dataset")
+    if not batches:
+        raise DataError("there are no images: the iterable is empty", "a generator is read once")
+    if any(one.shape[1:] != batches[0].shape[1:] for one in batches):
+        raise DataError("the images have several sizes", _KNOWN)
+    if not answers:
+        return torch.cat(batches), labels
+    if labels is not None:
+        raise DataError("there are labels beside the images and among them", "give one of the two")
+    if len(answers) != len(batches):
+        raise DataError("some of the images come without labels", _KNOWN)
+    return torch.cat(batches), torch.cat(answers)
+
+
+def _parts(given: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield images (b, c, h, w) and labels (b,) of each item."""
+    for item in _items(given):
+        pair = _is_pair(item) and _dimensions(item[0]) is not None
+        pixels = _array(item[0] if pair else item, "images")
+        single = pixels.dim() == 3
+        answers = _array(item[1], "labels") if pair else None
+        if single:
+            pixels = pixels[None]
+            answers = None if answers is None else answers.reshape(1, -1).squeeze(1)
+        yield pixels, answers
+
+
+def _items(given: Any) -> Iterator[Any]:
+    """Yield the items of an iterable, or of a map-style data set, which has a length and numbered items only."""
+    if hasattr(given, "__iter__"):
+        yield from given
+        return
+    for number in range(len(given)):
+        yield given[number]
+
+
+def _iterable(given: Any) -> bool:
+    return hasattr(given, "__iter__") or (
+        hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _dimensions(value: Any) -> int | None:
+    return value.ndim if _is_array(value) else None
+
+
+def _array(value: Any, what: str) -> Tensor:
+    """Return a tensor on the CPU of what holds numbers."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, (str, bytes, Mapping)) or type(value).__module__.startswith("PIL."):
+        hint = "transform=torchvision.transforms.ToTensor()" if what == "images" else "integers"
+        raise DataError(f"{what} are a tensor or an array, not {shown(value)}", hint)
+    try:
+        return torch.as_tensor(np.ascontiguousarray(value))
+    except (TypeError, ValueError, RuntimeError) as failure:
+        raise DataError(f"{what} are a tensor or an array, not {shown(value)}", _KNOWN) from failure
+
+
+def _fitting(pixels: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return float32 images (n, c, h, w) in [0, 1] of the network's size."""
+    pixels = pixels[None] if pixels.dim() == 3 and tuple(pixels.shape) == size else pixels
+    if pixels.dim() != 4 or tuple(pixels.shape[1:]) != size or not len(pixels):
+        turned = pixels.dim() == 4 and tuple(pixels.shape[1:]) == (*size[1:], size[0])
+        hint = "channels come first: x.transpose(0, 3, 1, 2)" if turned else "(n, c, h, w), n > 0"
+        message = f"images of shape {tuple(pixels.shape)} do not fit a network of {size}"
+        raise DataError(message, hint)
+    if not pixels.is_floating_point():
+        hint = "x / 255, as floats: pixels lie in [0, 1], and the network normalises them itself"
+        raise DataError(f"pixels of type {str(pixels.dtype).removeprefix('torch.')}", hint)
+    pixels = pixels.float()
+    if not bool(((pixels >= 0) & (pixels <= 1)).all()):
+        hint = "divide by 255; the network normalises them itself"
+        raise DataError("pixels must lie in [0, 1]", hint)
+    return pixels
+
+
+def _fitting_labels(labels: Tensor, count: int, classes: int) -> Tensor:
+    """Return int64 labels (n,), each a class of the network."""
+    fits = tuple(labels.shape) == (count,) and not labels.is_complex()
+    whole = labels.long() if fits else labels
+    if not fits or not bool(((whole == labels) & (whole >= 0) & (whole < classes)).all()):
+        one_hot = tuple(labels.shape) == (count, classes)
+        raise DataError(
+            f"labels of shape {tuple(labels.shape)} do not fit {count} images and {classes} classes",
+            "y.argmax(1) of one-hot labels" if one_hot else f"(n,), whole numbers below {classes}",
+        )
+    return whole

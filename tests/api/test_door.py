@@ -1,0 +1,234 @@
+"""Python's door: what people hold is taken, and everything else is one CertvitError in Python's words."""
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import certvit
+from certcli import api
+from certcli.api.arguments import READERS
+from certcli.models.build import OpenCheckpoint
+from certcli.system.errors import CertvitError, DataError, UsageError
+
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def network() -> OpenCheckpoint:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
+    return certvit.load(module, mean=0.5, std=0.25, input_size=(3, 2, 2))
+
+
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(COUNT, 3, 2, 2, generator=generator), torch.arange(COUNT) % 3
+
+
+class Numbered:
+    """A data set as torch's DataLoader takes it: a length and items."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index >= COUNT:
+            raise ValueError("beyond the end")
+        x, y = images()
+        return x[index], int(y[index])
+
+
+class Described(Dataset):
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.int64]:
+        x, y = images()
+        if index >= COUNT:
+            raise IndexError(index)
+        return x[index].numpy(), np.int64(y[index])
+
+
+def generated() -> Iterator[tuple[Tensor, Tensor]]:
+    x, y = images()
+    yield x[:4], y[:4]
+    yield x[4:], y[4:]
+
+
+FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "tensors": images,
+    "arrays": lambda: tuple(part.numpy() for part in images()),
+    "float64 arrays": lambda: (images()[0].double().numpy(), images()[1].tolist()),
+    "list of images": lambda: (list(images()[0]), images()[1].numpy()),
+    "list of arrays": lambda: ([x.numpy() for x in images()[0]], images()[1]),
+    "pair": lambda: (images(), None),
+    "pair of arrays": lambda: (tuple(part.numpy() for part in images()), None),
+    "DataLoader": lambda: (DataLoader(TensorDataset(*images()), batch_size=4), None),
+    "TensorDataset": lambda: (TensorDataset(*images()), None),
+    "Dataset": lambda: (Described(), None),
+    "numbered items": lambda: (Numbered(), None),
+    "list of batches": lambda: (list(generated()), None),
+    "generator": lambda: (generated(), None),
+    "generator of images": lambda: ((x for x in images()[0]), images()[1]),
+    "labels as floats": lambda: (images()[0], images()[1].double()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_are_taken_as_people_hold_them(network: OpenCheckpoint, form: str) -> None:
+    expected = certvit.certify(network, *images())
+    assert certvit.certify(network, *FORMS[form]()) == expected
+    assert certvit.attack(network, *FORMS[form](), radii="8/255", attacks="fgsm") == certvit.attack(
+        network, *images(), radii=[8 / 255], attacks=["fgsm"]
+    )
+    given, _ = FORMS[form]()
+    assert certvit.slope(network, given, iterations=2) == certvit.slope(
+        network, images()[0], iterations=2
+    )
+    given, _ = FORMS[form]()
+    assert certvit.predict(network, given) == certvit.predict(network, images()[0])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "bytes of pixels": (lambda: (images()[0] * 255).byte().numpy(), "pixels of type uint8"),
+    "channels last": (lambda: images()[0].permute(0, 2, 3, 1).numpy(), "do not fit"),
+    "nothing": (lambda: iter(()), "no images"),
+    "sizes": (lambda: [torch.rand(3, 2, 2), torch.rand(3, 3, 3)], "several sizes"),
+    "texts": (lambda: ["a", "b"], "not 'a'"),
+    "objects": (lambda: np.array([object()]), "not a ndarray"),
+    "dictionary": (lambda: {"pixel_values": images()[0]}, "holds no images"),
+    "labels twice": (lambda: generated(), "among them"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_holds_no_images_is_refused(network: OpenCheckpoint, name: str) -> None:
+    given, message = REFUSED[name]
+    with pytest.raises(DataError, match=message):
+        certvit.certify(network, given(), images()[1])
+
+
+@pytest.mark.parametrize(
+    "labels", [np.eye(3)[[0, 1, 2, 0, 1, 2]], [0.5] * COUNT, [float("nan")] * COUNT, "012012", 3j]
+)
+def test_labels_are_whole_numbers(network: OpenCheckpoint, labels: Any) -> None:
+    with pytest.raises(DataError):
+        certvit.certify(network, images()[0], labels)
+
+
+def test_an_endless_generator_ends(
+    network: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("certcli.api.data.free_bytes", lambda: 10_000)
+    with pytest.raises(DataError, match="do not fit into memory"):
+        certvit.predict(network, itertools.repeat(torch.rand(3, 2, 2)))
+
+
+ENDLESS = 10**400
+ODD: tuple[Any, ...] = (
+    None, True, -1, ENDLESS, 2.5, float("nan"), 3j, "", "nosuch", "8/0", b"x", (), [], [None], [[]], {}, {"a": 1}, {1},
+    object(), int, print, iter(()), range(3), Path("nosuch"), np.array([]), np.array("x"), np.float32(0.5), np.int64(2),
+    torch.tensor(0.5), torch.tensor([]), torch.rand(2, 2), torch.zeros(1, dtype=torch.complex64), nn.Identity(),
+    torch.device("meta"),
+)  # fmt: skip
+"""Values of many types, few of which any argument takes."""
+
+
+def calls(network: OpenCheckpoint, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return arguments with which each function runs."""
+    x, y = images()
+    whole = {"source": network}
+    return {
+        "load": {"source": nn.Flatten(), "mean": 0, "std": 1, "input_size": (3, 2, 2)},
+        "save": {"checkpoint": network, "path": folder / "x.safetensors"},
+        "history": whole,
+        "network": whole,
+        "images": {**whole, "dataset": "digits"},
+        "bound": whole,
+        "bounds": {**whole, "given": x[:1], "eps": 0.01},
+        "slope": {**whole, "given": x, "iterations": 1},
+        "certify": {**whole, "given": x, "labels": y},
+        "shares": {"certificates": certvit.certify(network, x, y), "sizes": [0.1]},
+        "predict": {**whole, "pixels": x},
+        "attack": {**whole, "given": x, "labels": y, "attacks": ["fgsm"]},
+        "audit": {**whole, "given": x, "labels": y, "seconds": 0.01},
+    }
+
+
+OPTIONS = {
+    "certify": ("arithmetic", "samples", "sigma", "at", "patches", "effort"),
+    "attack": ("steps", "step_size", "seed", "stop_early", "precision", "restarts"),
+    "audit": ("radii", "sigma", "attacks", "methods", "patches", "seed", "batch_size", "limit"),
+    "predict": ("patches", "hide"),
+}
+"""Keyword arguments that are fields of options, as a sample."""
+
+
+@pytest.mark.parametrize("name", api.FUNCTIONS)
+def test_no_argument_of_any_type_ends_in_a_raw_error(
+    network: OpenCheckpoint, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    function = getattr(certvit, name)
+    usual = calls(network, tmp_path)[name]
+    parameters = inspect.signature(function).parameters
+    names = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+    raw: list[str] = []
+    for argument, value in itertools.product((*names, *OPTIONS.get(name, ())), ODD):
+        if value is ENDLESS and argument in ("iterations", "samples", "restarts", "steps"):
+            continue  # a valid number, of more steps than anybody waits for
+        try:
+            function(**{**usual, argument: value})
+        except CertvitError as refusal:
+            shown = f"{refusal} {refusal.hint}"
+            if re.search(r"(^|\s)--?[a-z]|Traceback", shown):
+                raw.append(f"{argument}={value!r:.40}: {shown}")
+        except Exception as failure:
+            raw.append(f"{argument}={value!r:.40}: {type(failure).__name__}: {failure!s:.90}")
+    assert not raw, "\n".join(raw)
+
+
+def test_every_parameter_has_a_reader() -> None:
+    parameters: set[str] = set()
+    for name in api.FUNCTIONS:
+        signature = inspect.signature(getattr(api, name))
+        parameters |= {
+            one.name for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD
+        }
+    assert parameters == set(READERS)
+
+
+def test_gates_and_times_have_the_names_of_the_function(network: OpenCheckpoint) -> None:
+    for wrong, right in (("gates", "fail_on"), ("budget", "seconds")):
+        with pytest.raises(UsageError, match=f"no option '{wrong}'") as refusal:
+            certvit.audit(network, *images(), **{wrong: ["clean<0.1"]})
+        assert f"did you mean '{right}'" in refusal.value.hint
+    with pytest.raises(UsageError, match="is no gate") as refusal:
+        certvit.audit(network, *images(), fail_on="nosuch")
+    assert 'fail_on=["certified@0.25<0.4"]' in refusal.value.hint
+
+
+def test_examples_are_returned(network: OpenCheckpoint) -> None:
+    x, _ = images()
+    labels = certvit.network(network)(x).argmax(1)
+    curve = certvit.attack(network, x, labels, radii=[0.01, 1], attacks="pgd", return_examples=True)
+    examples = curve.examples
+    assert examples is not None
+    fallen = len(examples["indices"])
+    assert fallen == round(len(x) * (1 - curve[-1].robust)) > 0
+    answers = certvit.network(network)(examples["adversarial"]).argmax(1)
+    assert bool((answers != examples["labels"]).all())
+    assert torch.equal(x[examples["indices"]], examples["images"])
+    without = certvit.attack(network, x, labels, radii=0.0, attacks="fgsm", return_examples=True)
+    assert without.examples is not None
+    assert without.examples["adversarial"].shape == (0, 3, 2, 2)
+    assert certvit.attack(network, x, labels, attacks="fgsm").examples is None
