@@ -1,16 +1,20 @@
-"""Time of an evaluation with certvit against torchattacks called plainly on every image, both in one run.
+"""Time of an evaluation with certvit against torchattacks called plainly on every image, both in
+one run.
 
     python benchmarks/attack.py [--images 397] [--threads 1] [--device cpu]
     python benchmarks/attack.py --autoattack 128 [--radii 0.1 0.2 0.3]
 
-The net is the reference ViT for the embedded digits, its training stopped early so that it has about 75 % of the test
-images right. Each workload runs twice in turn, the shorter time counts. certvit's time includes its verdicts; the plain
-side only counts predictions. Robust accuracy: no attack of the workload changed the prediction of an image that was
-classified correctly. The two sides draw other random starts, so single images may differ.
+The net is the reference ViT for the embedded digits, its training stopped early so that it has
+about 75 % of the test images right. Each workload runs twice in turn, the shorter time counts.
+certvit's time includes its verdicts; the plain
+side only counts predictions. Robust accuracy: no attack of the workload changed the prediction of
+an image that was classified correctly. The two sides draw other random starts, so single images may
+differ.
 
-With --autoattack: torchattacks' parts with the published budgets (100 steps, 9 targets, 5,000 queries), each on what
-withstood those before, against `autoattack-full` (the same budgets) and `autoattack` (runs without prospects are left), on
-the first N test images, each once; and which images one side broke and the other did not.
+With --autoattack: torchattacks' parts with the published budgets (100 steps, 9 targets, 5,000
+queries), each on what withstood those before, against `autoattack-full` (the same budgets) and
+`autoattack` (runs without prospects are left), on the first N test images, each once; and which
+images one side broke and the other did not.
 """
 
 import argparse
@@ -43,7 +47,7 @@ def train(seed: int) -> build.PixelModel:
     checkpoint = build.initialise("certvit_vit_digits", {}, SPEC, 10, seed)
     net = build.load(checkpoint).train().requires_grad_(True)
     images, labels = datasets.load("digits", SPEC, "train").tensors()
-    held, truth = datasets.load("digits", SPEC, "val").tensors()
+    validation, truth = datasets.load("digits", SPEC, "val").tensors()
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(2000):
         rows = torch.randint(len(images), (64,))
@@ -53,7 +57,7 @@ def train(seed: int) -> build.PixelModel:
         optimiser.step()
         if step % 5 == 0:
             with torch.no_grad():
-                if (net(held).argmax(dim=1) == truth).float().mean() >= ENOUGH:
+                if (net(validation).argmax(dim=1) == truth).float().mean() >= ENOUGH:
                     break
     return net.eval()
 
@@ -89,13 +93,15 @@ def plainly(
             adversarial = attack(images, labels)
             with torch.no_grad():
                 standing &= net(adversarial).argmax(dim=1) == labels
-        robust, total = robust + int(standing.sum()), total + len(labels)
+        robust = robust + int(standing.sum())
+        total = total + len(labels)
     return robust / total
 
 
 def ensemble(net: nn.Module, region: Region, batches: list[Batch]) -> set[int]:
     """Standard AutoAttack from torchattacks' parts: indices of the images that withstand."""
-    lib, common = library(), {"norm": "L2", "eps": region.radius}
+    lib = library()
+    common = {"norm": "L2", "eps": region.radius}
     robust: set[int] = set()
     for indices, images, labels in batches:
         with torch.no_grad():
@@ -134,10 +140,10 @@ def compare(
         slow, first = timed(lambda region=region: ensemble(net, region, batches), clock)
         print(f"{radius:6g} {'torchattacks':22} {len(first):9} {slow:8.1f} {1:6.2f}", flush=True)
         for name in ("autoattack-full", "autoattack"):
-            seconds, found = timed(lambda name=name, ours=ours: ours(name), clock)
-            differs = f"{len(first - found)} broken here only, {len(found - first)} there only"
+            seconds, fooled = timed(lambda name=name, ours=ours: ours(name), clock)
+            differs = f"{len(first - fooled)} broken here only, {len(fooled - first)} there only"
             print(
-                f"{radius:6g} {name:22} {len(found):9} {seconds:8.1f} {slow / seconds:6.2f}  {differs}",
+                f"{radius:6g} {name:22} {len(fooled):9} {seconds:8.1f} {slow / seconds:6.2f}  {differs}",
                 flush=True,
             )
 
@@ -187,7 +193,8 @@ def main() -> None:
         def theirs(plain: Plain = plain) -> float:
             return plainly(plain(net, region), net, batches)
 
-        slow, fast = [], []
+        slow = []
+        fast = []
         for _ in range(2):
             seconds, robust = timed(theirs, clock)
             slow.append(seconds)

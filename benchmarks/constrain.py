@@ -1,21 +1,27 @@
-"""Constraining layers: the published per-step loop against sufficient statistics, and the maps against each other.
+"""Constraining layers: the published per-step loop against sufficient statistics, and the maps
+against each other.
 
-    python benchmarks/constrain.py [--checkpoint-dir DIR --data-dir DIR] [--parts steps norms network precision]
+    python benchmarks/constrain.py [--checkpoint-dir DIR --data-dir DIR] [--parts steps norms
+    network precision]
 
-Without arguments: a timm ViT of ViT-Tiny's layer sizes with seeded random weights, on seeded low-rank noise images. With
+Without arguments: a timm ViT of ViT-Tiny's layer sizes with seeded random weights, on seeded
+low-rank noise images. With
 a checkpoint (a file or folder that certvit reads) and a folder of images: the real thing.
 
 steps      One layer (fc1 of the middle block). "published": at every projection step the network's forward and backward
-           pass on the batch (the loop's source of activations and gradients), then one cut of Algorithm 2 with W X - Y
-           and its gradient from the activations in float32. Re-implemented from the paper, with the signs of Combettes'
-           theorem (those printed diverge). "--code-scaling" averages c over the outputs, but not its gradient, as
-           the authors' code is known to do. "Gram": the same cut from statistics in float64. "exact": one scalar root.
-           All start at the same point 2 P - Z behind the same soft threshold, in one run, in CPU seconds. That threshold is
-           far harsher than the authors' quantile, from which their loop (repaired) needs 5 to 25 cuts: "to a feasible
-           point" compares two ways back from a far point, not two programs. See docs/lab/constrain.md.
+           pass on the batch (the loop's source of activations and gradients), then one cut of
+           Algorithm 2 with W X - Y and its gradient from the activations in float32. Re-implemented
+           from the paper, with the signs of Combettes' theorem (those printed diverge).
+           "--code-scaling" averages c over the outputs, but not its gradient, as the authors' code
+           is known to do. "Gram": the same cut from statistics in float64. "exact": one scalar
+           root. All start at the same point 2 P - Z behind the same soft threshold, in one run, in
+           CPU seconds. That threshold is far harsher than the authors' quantile, from which their
+           loop (repaired) needs 5 to 25 cuts: "to a feasible point" compares two ways back from a
+           far point, not two programs. See docs/lab/constrain.md.
 norms      Geometric mean over the layers of norm after / norm before (proven bounds) at equal relative output error.
 network    Wall time for all layers: one streamed pass for the statistics, then every layer to a gap of 1e-3.
-precision  What becomes of the allowed error when the Gram matrices are summed from float32 products.
+precision  What becomes of the allowed error when the Gram matrices are summed from float32
+products.
 """
 
 import argparse
@@ -57,7 +63,9 @@ def constrainable(model: torch.nn.Module) -> list[str]:
 
 
 def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
-    """Return the exact projection onto tr((W - W0) G (W - W0)^T) <= radius: one scalar root and two products."""
+    """Return the exact projection onto tr((W - W0) G (W - W0)^T) <= radius: one scalar root and two
+    products.
+    """
     rotated = (matrix - centre) @ basis.vectors
     factors, multiplier = shrinkage(rotated, basis, radius)
     return centre + (rotated * factors) @ basis.vectors.mT if multiplier > 0 else matrix
@@ -104,22 +112,22 @@ def seconds(action: Callable[[], object], repeats: int = 5) -> float:
     """Median time of one call."""
     times = []
     for _ in range(repeats):
-        begun = clock()
+        start = clock()
         action()
-        times.append(clock() - begun)
+        times.append(clock() - start)
     return average.median(times)
 
 
 def capture(model: torch.nn.Module, path: str, images: Tensor) -> Tensor:
     """The layer's input tokens on a batch: (tokens, in)."""
-    kept: list[Tensor] = []
+    inputs: list[Tensor] = []
     handle = model.get_submodule(path).register_forward_pre_hook(
-        lambda _, args: kept.append(args[0].detach())
+        lambda _, args: inputs.append(args[0].detach())
     )
     with torch.no_grad():
         model(images)
     handle.remove()
-    return kept[0].flatten(0, -2)
+    return inputs[0].flatten(0, -2)
 
 
 def steps(
@@ -147,10 +155,11 @@ def steps(
         cut = gradient * (scale * excess / float(gradient.square().sum()))
         return _outer_step(start - weight, current, cut) if excess > 0 else current, excess
 
-    begun = clock()
+    start_of_step = clock()
     layer = collect(model, [images], [path])[path]
-    collecting = clock() - begun
-    centre, gram = layer.weight, layer.grams[0]
+    collecting = clock() - start_of_step
+    centre = layer.weight
+    gram = layer.grams[0]
     first = start.double() - centre
 
     def gram_cut(current: Tensor) -> tuple[Tensor, float]:
@@ -163,14 +172,15 @@ def steps(
         cut: Callable[[Tensor], tuple[Tensor, float]], current: Tensor
     ) -> tuple[int, float, float]:
         """(steps, final error / allowed error, seconds)"""
-        begun = clock()
+        start = clock()
         for count in range(limit + 1):
             following, excess = cut(current)
-            # a cut approaches the boundary from outside: within 1 % of the budget counts as there, for both sides
+            # a cut approaches the boundary from outside: within 1 % of the budget counts as there,
+            # for both sides
             if excess <= 0.01 * budget or count == limit:
                 break
             current = following
-        return count, math.sqrt(max(0.0, 1 + excess / budget)), clock() - begun
+        return count, math.sqrt(max(0.0, 1 + excess / budget)), clock() - start
 
     passes = seconds(forward_backward, 3)
     step, gram_step = (
@@ -182,9 +192,9 @@ def steps(
     basis_time = seconds(lambda: eigenbasis(gram))
     basis = eigenbasis(gram)
     exact = seconds(lambda: project_one(start.double(), centre, basis, budget), 15)
-    begun = clock()
+    start_of_step = clock()
     result = constrain_layer(layer, ConstrainSettings(eta=eta))
-    whole = clock() - begun
+    whole = clock() - start_of_step
     total = taken * (passes + step)
 
     def milliseconds(what: str, time: float, note: str = "") -> None:
@@ -213,7 +223,7 @@ def steps(
         f"{arrival(taken, ratio)} ({spent:.1f} s without passes)",
     )
     milliseconds("statistics, once", collecting)
-    for what, own, note in (
+    for what, seconds_of, note in (
         ("Gram cuts, to a feasible point", gram_spent, arrival(gram_taken, gram_ratio)),
         ("eigenbasis and exact projection", basis_time + exact, "feasible"),
         (
@@ -224,8 +234,8 @@ def steps(
     ):
         milliseconds(
             what,
-            own,
-            f"{note}: {total / own:.0f} x, with statistics {total / (own + collecting):.0f} x",
+            seconds_of,
+            f"{note}: {total / seconds_of:.0f} x, with statistics {total / (seconds_of + collecting):.0f} x",
         )
 
 
@@ -237,34 +247,38 @@ def norms(layers: dict[str, LayerStatistics], etas: tuple[float, ...], names: li
     for eta in etas:
         cells = []
         for name in names:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             results = [
                 constrain_layer(layer, ConstrainSettings(name, eta=eta))
                 for layer in layers.values()
             ]
-            spent = time.perf_counter() - begun
+            spent = time.perf_counter() - start
             assert all(result.feasible for result in results)
             ratio = math.exp(
                 average.fmean(math.log(result.after / result.before) for result in results)
             )
-            held = [math.log(result.held_out_error) for result in results if result.held_out_error]
-            unseen = f"{100 * math.exp(average.fmean(held)):.1f} %" if held else "-"
+            errors = [
+                math.log(result.held_out_error) for result in results if result.held_out_error
+            ]
+            unseen = f"{100 * math.exp(average.fmean(errors)):.1f} %" if errors else "-"
             cells.append(f"{ratio:.4f} ({unseen}; {spent:.0f} s)")
         print(f"  {100 * eta:4.0f} %  " + "".join(f"{cell:>26}" for cell in cells), flush=True)
 
 
 def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with torch.inference_mode():
         for part in images.split(batch):
             model(part)
-    forward = time.perf_counter() - begun
-    begun = time.perf_counter()
+    forward = time.perf_counter() - start
+    start = time.perf_counter()
     layers = collect(model, images.split(batch), constrainable(model))
-    collecting = time.perf_counter() - begun
-    begun, worked = time.perf_counter(), clock()
+    collecting = time.perf_counter() - start
+    start = time.perf_counter()
+    worked = clock()
     results = [constrain_layer(layer, ConstrainSettings()) for layer in layers.values()]
-    solving, worked = time.perf_counter() - begun, clock() - worked
+    solving = time.perf_counter() - start
+    worked = clock() - worked
     gaps = [result.gap for result in results if result.gap is not None]
     print(
         f"\nwhole network: {len(results)} layers, {len(images)} images, {torch.get_num_threads()} threads"
@@ -280,7 +294,9 @@ def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
 def precision(
     model: torch.nn.Module, images: Tensor, batch: int, layers: dict[str, LayerStatistics]
 ) -> None:
-    """Solve with Gram matrices of float32 products (summed in float64), measure with the float64 ones."""
+    """Solve with Gram matrices of float32 products (summed in float64), measure with the float64
+    ones.
+    """
     print("\nGram matrices from float32 products: error allowed 1 %, error made")
     for path, layer in layers.items():
         gram = sum(
@@ -291,10 +307,10 @@ def precision(
             replace(layer, grams=gram[None], held_out=None), ConstrainSettings(eta=0.01)
         )
         change = result.weight.double().flatten(1) - layer.weight
-        made = float((energy(change, layer.grams)[0] / layer.energies[0]).sqrt())
+        error = float((energy(change, layer.grams)[0] / layer.energies[0]).sqrt())
         lowest = float(torch.linalg.eigvalsh(gram)[0] / torch.linalg.eigvalsh(layer.grams[0])[0])
         print(
-            f"  {path:24} {100 * made:.5f} %   smallest eigenvalue float32 / float64 {lowest:.6f}",
+            f"  {path:24} {100 * error:.5f} %   smallest eigenvalue float32 / float64 {lowest:.6f}",
             flush=True,
         )
 
@@ -329,7 +345,8 @@ def main() -> None:
     if options.checkpoint_dir:
         model, images = real(options.checkpoint_dir, options.data_dir, options.images)
     else:
-        model, images = random_model(32, 8), random_images(options.images, 32)
+        model = random_model(32, 8)
+        images = random_images(options.images, 32)
     if "steps" in options.parts:
         if options.checkpoint_dir is None:
             steps(

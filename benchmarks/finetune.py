@@ -47,14 +47,17 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 
 def surgery(depth: int) -> tuple[Replacement, ...]:
     """L2 attention, centre norms and convex residuals in every block."""
-    found = []
+    replacements = []
     for block in (f"blocks.{index}" for index in range(depth)):
-        found += [
+        replacements += [
             Replacement(f"{block}.norm1", "center-norm"),
             Replacement(f"{block}.norm2", "center-norm"),
         ]
-        found += [Replacement(f"{block}.attn", "l2-attention"), Replacement(block, "convex-block")]
-    return (*found, Replacement("norm", "center-norm"))
+        replacements += [
+            Replacement(f"{block}.attn", "l2-attention"),
+            Replacement(block, "convex-block"),
+        ]
+    return (*replacements, Replacement("norm", "center-norm"))
 
 
 def build(
@@ -75,7 +78,12 @@ def random_images(count: int, size: tuple[int, int, int], seed: int) -> Images:
     labels = torch.randint(0, 10, (count,), generator=generator)
     classes = tuple(map(str, range(10)))
     return Images(
-        "random", "train", classes, labels, torch.arange(count), lambda wanted: pixels[list(wanted)]
+        "random",
+        "train",
+        classes,
+        labels,
+        torch.arange(count),
+        lambda indices: pixels[list(indices)],
     )
 
 
@@ -163,12 +171,13 @@ def main() -> None:
     if options.without_amx:
         stiefel.multiplies_bf16 = lambda device: False
     device = torch.device(options.device)
-    wanted = [name for name in VARIANTS if name in options.variants.split(",")]
-    wanted += [VARIANTS[name][0] for name in wanted if VARIANTS[name][0] not in wanted]
-    run = {name: stepper(name, options, device) for name in VARIANTS if name in wanted}
+    names = [name for name in VARIANTS if name in options.variants.split(",")]
+    names += [VARIANTS[name][0] for name in names if VARIANTS[name][0] not in names]
+    run = {name: stepper(name, options, device) for name in VARIANTS if name in names}
     for steps in run.values():
         steps()  # a warm-up: cold power iterations, allocations
-    order, seconds = random.Random(options.seed), {name: [] for name in run}
+    order = random.Random(options.seed)
+    seconds = {name: [] for name in run}
     for _ in range(options.rounds):
         for name in order.sample(list(run), len(run)):
             seconds[name].append(run[name]())

@@ -1,13 +1,17 @@
-"""What each command takes on a GPU: seconds, memory of GPU and host, images a second. `make gpu` runs it.
+"""What each command takes on a GPU: seconds, memory of GPU and host, images a second. `make gpu`
+runs it.
 
-    python -m benchmarks.gpu [--arch vit_base_patch16_224] [--images 64] [--against-cpu] [--only NAME,...]
+    python -m benchmarks.gpu [--arch vit_base_patch16_224] [--images 64] [--against-cpu] [--only
+    NAME,...]
 
-Every row is a command line as it would be typed, in a process of its own (the seconds hold its start), on random weights and
-random images in files: neither decides the time, apart from what an attack has to do. Memory of the GPU is what torch
-allocated at most, that of the host the largest resident set. --against-cpu runs the rows that prove something on the CPU
-as well and compares them record by record: bounds within 1e-9 of one another, of every image the same class, the same
-pixels and the same certificates at the radii asked about, radii within 1e-6. Without the device nothing is measured, and
-it says so.
+Every row is a command line as it would be typed, in a process of its own (the seconds hold its
+start), on random weights and
+random images in files: neither decides the time, apart from what an attack has to do. Memory of the
+GPU is what torch allocated at most, that of the host the largest resident set. --against-cpu runs
+the rows that prove something on the CPU
+as well and compares them record by record: bounds within 1e-9 of one another, of every image the
+same class, the same pixels and the same certificates at the radii asked about, radii within 1e-6.
+Without the device nothing is measured, and it says so.
 """
 
 import argparse
@@ -26,7 +30,8 @@ from PIL import Image
 CLASSES = 10
 RADIUS = 0.01
 """At which shares are shown, and certificates must be the same."""
-SAME_BOUND, SAME_RADIUS = 1e-9, 1e-6
+SAME_BOUND = 1e-9
+SAME_RADIUS = 1e-6
 """Relative, for sums in another order: a bound is a product of norms, a radius may be off as where it is found again."""
 MEASURED = ("seconds",)
 """Of a record: what differs between any two runs."""
@@ -34,7 +39,8 @@ MEASURED = ("seconds",)
 
 @dataclass(frozen=True)
 class Row:
-    """One command line. images: how many it judges or learns from; proves: whether a CPU must say the same.
+    """One command line. images: how many it judges or learns from; proves: whether a CPU must say
+    the same.
 
     records: a file of one record an image, written where there is something to compare.
     """
@@ -48,7 +54,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a row took. gpu: bytes, None on a CPU. output: its JSON, where it gives one. records: by image, in order."""
+    """What a row took. gpu: bytes, None on a CPU. output: its JSON, where it gives one. records: by
+    image, in order.
+    """
 
     seconds: float
     gpu: int | None
@@ -61,7 +69,8 @@ def rows(count: int, batch: int) -> list[Row]:
     """The chain from a fresh network on, in an order in which each finds its input."""
     data = ("--dataset", "images", "--batch-size", str(batch))
     judged = (*data, "--limit", str(count), "--json", "-e", str(RADIUS))
-    certify, norms = ("certify", "plain.safetensors", *judged), min(count, 8)
+    certify = ("certify", "plain.safetensors", *judged)
+    norms = min(count, 8)
     return [
         Row("lipschitz", ("lipschitz", "plain.safetensors", "--json"), 0, True),
         Row(
@@ -149,8 +158,8 @@ sys.exit(code)
 def take(row: Row, folder: Path, device: str) -> Taken:
     """Run a row in `folder`. RuntimeError with the command's last words when it fails."""
     files = [] if row.records is None else ["--records", row.records]
-    again = ["--force"] if files or "-o" in row.words else []
-    words = [*row.words, "--quiet", "--device", device, *files, *again]
+    options = ["--force"] if files or "-o" in row.words else []
+    words = [*row.words, "--quiet", "--device", device, *files, *options]
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", _RUN, *words],
@@ -171,18 +180,30 @@ def take(row: Row, folder: Path, device: str) -> Taken:
 
 
 def disagreement(here: object, there: object, path: str = "") -> str | None:
-    """The first place where two outputs differ by more than sums in another order; None when there is none."""
+    """The first place where two outputs differ by more than sums in another order; None when there
+    is none.
+    """
     if isinstance(here, dict) and isinstance(there, dict):
         if here.keys() != there.keys():
             return f"{path}: other fields"
         pairs = ((f"{path}.{key}", here[key], there[key]) for key in here if key not in MEASURED)
         return next(
-            (found for key, one, other in pairs if (found := disagreement(one, other, key))), None
+            (
+                difference
+                for key, one, other in pairs
+                if (difference := disagreement(one, other, key))
+            ),
+            None,
         )
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
         pairs = ((f"{path}[{number}]", one, there[number]) for number, one in enumerate(here))
         return next(
-            (found for key, one, other in pairs if (found := disagreement(one, other, key))), None
+            (
+                difference
+                for key, one, other in pairs
+                if (difference := disagreement(one, other, key))
+            ),
+            None,
         )
     if isinstance(here, float) and isinstance(there, float):
         limit = SAME_RADIUS if "radius" in path else SAME_BOUND
@@ -195,24 +216,33 @@ def disagreement(here: object, there: object, path: str = "") -> str | None:
 
 
 def proven(taken: Taken) -> dict:
-    """What a row proves: bounds, shares, and of every image whether it is certified. What was measured may differ."""
+    """What a row proves: bounds, shares, and of every image whether it is certified. What was
+    measured may differ.
+    """
     names = ("upper", "log10_upper", "clean", "certified", "bound")
-    found = {name: taken.output[name] for name in names if name in taken.output}
-    return found | {
+    values = {name: taken.output[name] for name in names if name in taken.output}
+    return values | {
         "record": [{**row, "holds": float(row["radius"]) > RADIUS} for row in taken.records]
     }
 
 
 def beside(here: Taken, there: Taken) -> str:
-    """How much faster, and whether the same was proven: else how many records differ, and where first."""
-    one, other = proven(here), proven(there)
-    found = disagreement(one, other)
-    if found is None:
+    """How much faster, and whether the same was proven: else how many records differ, and where
+    first.
+    """
+    one = proven(here)
+    other = proven(there)
+    difference = disagreement(one, other)
+    if difference is None:
         same = f"the same, {len(here.records)} records" if here.records else "the same"
     else:
         pairs = zip(one["record"], other["record"], strict=False)
-        apart = sum(disagreement(*pair) is not None for pair in pairs)
-        same = f"{apart} of {len(here.records)} records differ, {found}" if apart else found
+        differing = sum(disagreement(*pair) is not None for pair in pairs)
+        same = (
+            f"{differing} of {len(here.records)} records differ, {difference}"
+            if differing
+            else difference
+        )
     return f"{there.seconds / here.seconds:.1f} times faster, {same}"
 
 
@@ -236,9 +266,9 @@ def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
         "| command | seconds | images a second | GPU memory, GiB | host memory, GiB | beside the CPU |",
         "|---|---|---|---|---|---|",
     ]
-    wanted = None if options.only is None else options.only.split(",")
+    names = None if options.only is None else options.only.split(",")
     for row in rows(options.images, options.batch_size):
-        if wanted is not None and row.name not in wanted:
+        if names is not None and row.name not in names:
             continue
         taken = take(row, folder, device)
         compared = (

@@ -1,14 +1,17 @@
-"""Memory of commands on networks larger than it: python benchmarks/large.py make FOLDER, then run FOLDER -- COMMAND ...
+"""Memory of commands on networks larger than it: python benchmarks/large.py make FOLDER, then run
+FOLDER -- COMMAND ...
 
-Linux only. `make` writes a plain ViT with random weights (normal, of standard deviation .02) in shards with an index and a
-config.json, a tensor at a time. `run` starts certvit with FOLDER as its checkpoint and looks at it every .2 s: its own
-memory (anonymous pages, which only swap could take), and the pages of files that it has mapped, which the system drops or
-writes back when memory is short.
+Linux only. `make` writes a plain ViT with random weights (normal, of standard deviation .02) in
+shards with an index and a config.json, a tensor at a time. `run` starts certvit with FOLDER as its
+checkpoint and looks at it every .2 s: its own memory (anonymous pages, which only swap could take),
+and the pages of files that it has mapped, which the system drops or writes back when memory is
+short.
 
---limit SIZE runs it in a memory control group of that size, pages of files included (version 1, made and removed here, which
-takes root; with version 2: `systemd-run --scope -p MemoryMax=4G -p MemorySwapMax=0` before the whole line): what needs more
-is killed. FOLDER's pages are dropped first, for what was in memory before would be on another's account.
---most SIZE only has the pages dropped whenever both together are more: the command must go on with them gone.
+--limit SIZE runs it in a memory control group of that size, pages of files included (version 1,
+made and removed here, which takes root; with version 2: `systemd-run --scope -p MemoryMax=4G -p
+MemorySwapMax=0` before the whole line): what needs more is killed. FOLDER's pages are dropped
+first, for what was in memory before would be on another's account. --most SIZE only has the pages
+dropped whenever both together are more: the command must go on with them gone.
 """
 
 import argparse
@@ -34,7 +37,10 @@ ARCH = "vit_base_patch16_224"
 GROUPS = Path("/sys/fs/cgroup/memory")
 PAUSE = 0.2
 SPREAD = 0.02
-PROCESS_MADVISE, PIDFD_OPEN, PAGE_OUT = 440, 434, 21  # of Linux, on every architecture
+# of Linux, on every architecture
+PROCESS_MADVISE = 440
+PIDFD_OPEN = 434
+PAGE_OUT = 21
 
 
 def make(
@@ -52,14 +58,14 @@ def make(
         net = build.create(ARCH, arguments, initialise=False)
     shapes = {name: tuple(value.shape) for name, value in sorted(net.state_dict().items())}
     parts: list[dict[str, tuple[int, ...]]] = [{}]
-    held = 0
+    size_so_far = 0
     for name, shape in shapes.items():
         size = math.prod(shape) * dtype.itemsize
-        if parts[-1] and held + size > shard:
+        if parts[-1] and size_so_far + size > shard:
             parts.append({})
-            held = 0
+            size_so_far = 0
         parts[-1][name] = shape
-        held += size
+        size_so_far += size
     generator = torch.Generator().manual_seed(0)
     place = {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +99,8 @@ def _write(
 ) -> None:
     """One safetensors file; a tensor is made, written and forgotten."""
     kind = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    header, offset = {}, 0
+    header = {}
+    offset = 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
@@ -109,7 +116,7 @@ def _write(
             file.write(value.to(dtype).reshape(-1).view(torch.uint8).numpy().data)
 
 
-def run(folder: Path, words: list[str], most: int | None, limit: int | None) -> int:
+def run(folder: Path, words: list[str], limit_bytes: int | None, limit: int | None) -> int:
     """The command's exit code; what it needed is printed."""
     started = time.perf_counter()
     group = None if limit is None else _group(limit)
@@ -126,7 +133,7 @@ def run(folder: Path, words: list[str], most: int | None, limit: int | None) -> 
     try:
         while process.poll() is None:
             now = _memory(process.pid)
-            if most is not None and now["own"] + now["files"] > most:
+            if limit_bytes is not None and now["own"] + now["files"] > limit_bytes:
                 _drop(process.pid)
                 drops += 1
             for name, value in (*now.items(), ("both", now["own"] + now["files"])):
@@ -136,8 +143,8 @@ def run(folder: Path, words: list[str], most: int | None, limit: int | None) -> 
         process.send_signal(signal.SIGINT)
         process.wait()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = ", ".join(f"{name} {value / 1e9:.2f} GB" for name, value in peaks.items())
-    print(f"peak: {told}" + ("" if most is None else f"; pages dropped {drops} times"))
+    peak_text = ", ".join(f"{name} {value / 1e9:.2f} GB" for name, value in peaks.items())
+    print(f"peak: {peak_text}" + ("" if limit_bytes is None else f"; pages dropped {drops} times"))
     if group is not None:
         top, allowed = (_number(group, f"{name}_in_bytes") / 1e9 for name in ("max_usage", "limit"))
         print(
@@ -170,14 +177,14 @@ def _number(group: Path, name: str) -> int:
 
 def _memory(pid: int) -> dict[str, int]:
     """Bytes: its own, and of mapped files (shared memory among them)."""
-    found = {"own": 0, "files": 0}
+    usage = {"own": 0, "files": 0}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")
             kind = {"RssAnon": "own", "RssFile": "files", "RssShmem": "files"}.get(name)
             if kind is not None:
-                found[kind] += 1024 * int(value.split()[0])
-    return found
+                usage[kind] += 1024 * int(value.split()[0])
+    return usage
 
 
 class _Range(ctypes.Structure):
@@ -185,7 +192,9 @@ class _Range(ctypes.Structure):
 
 
 def _drop(pid: int) -> None:
-    """Ask the system to take the pages of the process's large mapped files, as it would were memory short."""
+    """Ask the system to take the pages of the process's large mapped files, as it would were memory
+    short.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     handle = libc.syscall(PIDFD_OPEN, pid, 0)
     if handle < 0:
@@ -216,25 +225,25 @@ def main() -> int:
     running.add_argument("--most")
     running.add_argument("--limit")
     running.add_argument("words", nargs="+")
-    given = parser.parse_args()
-    if given.part == "make":
-        shard = size_in_bytes("--shard-size", given.shard_size)
+    options = parser.parse_args()
+    if options.part == "make":
+        shard = size_in_bytes("--shard-size", options.shard_size)
         make(
-            given.folder,
-            given.width,
-            given.depth,
-            given.side,
-            given.mlp_ratio,
-            getattr(torch, given.dtype),
+            options.folder,
+            options.width,
+            options.depth,
+            options.side,
+            options.mlp_ratio,
+            getattr(torch, options.dtype),
             shard,
         )
         return 0
-    most = None if given.most is None else size_in_bytes("--most", given.most)
+    limit_bytes = None if options.most is None else size_in_bytes("--most", options.most)
     return run(
-        given.folder,
-        given.words,
-        most,
-        None if given.limit is None else size_in_bytes("--limit", given.limit),
+        options.folder,
+        options.words,
+        limit_bytes,
+        None if options.limit is None else size_in_bytes("--limit", options.limit),
     )
 
 

@@ -1,10 +1,13 @@
-"""Time and memory of what certvit computes, against the size of the network: python benchmarks/scaling.py [--axis width].
+"""Time and memory of what certvit computes, against the size of the network: python
+benchmarks/scaling.py [--axis width].
 
-Linux only. Plain ViTs (timm's, random weights; the work does not depend on them), one thread. Each point is a process of
-its own, which says its CPU seconds and how far its memory rose: `proof` (certvit lipschitz --no-estimate: the bound, and
-the graph compared with the network), `forward` (an image under noise), `gradient` (an image in one step of an attack).
-Along each axis the exponent is fitted to log time, by least squares over all points and between the last two. --named
-measures whole networks, for which the fits can be wrong. Images, samples and processes enter linearly.
+Linux only. Plain ViTs (timm's, random weights; the work does not depend on them), one thread. Each
+point is a process of
+its own, which says its CPU seconds and how far its memory rose: `proof` (certvit lipschitz
+--no-estimate: the bound, and the graph compared with the network), `forward` (an image under
+noise), `gradient` (an image in one step of an attack). Along each axis the exponent is fitted to
+log time, by least squares over all points and between the last two. --named measures whole
+networks, for which the fits can be wrong. Images, samples and processes enter linearly.
 """
 
 import argparse
@@ -39,7 +42,8 @@ NAMED = {
 """Depth, width, tokens, classes."""
 
 
-SHORT, SHORT_RUNS = 1.0, 5
+SHORT = 1.0
+SHORT_RUNS = 5
 """CPU seconds of a first run below which further runs are timed, and their number."""
 
 
@@ -82,7 +86,9 @@ WORK: Mapping[str, tuple[Callable[..., None], int]] = {
 
 
 def measure(size: Mapping[str, int], work: str, answer: Any) -> None:
-    """In a process of its own: CPU seconds an image (a proof), and MiB by which memory rose beyond the network."""
+    """In a process of its own: CPU seconds an image (a proof), and MiB by which memory rose beyond
+    the network.
+    """
     torch.set_num_threads(1)
     model, (run, images) = network(**size), WORK[work]
     for parameter in model.parameters():
@@ -91,9 +97,11 @@ def measure(size: Mapping[str, int], work: str, answer: Any) -> None:
     Path("/proc/self/clear_refs").write_text(
         "5"
     )  # forget the peak so far: that of making the network
-    before, started = memory("VmRSS"), time.process_time()
+    before = memory("VmRSS")
+    started = time.process_time()
     run(model, size["classes"])
-    spent, risen = time.process_time() - started, memory("VmHWM") - before
+    spent = time.process_time() - started
+    risen = memory("VmHWM") - before
     if spent < SHORT:  # the first time code is loaded, which takes as long
         started = time.process_time()
         for _ in range(SHORT_RUNS):
@@ -116,15 +124,17 @@ def apart(size: Mapping[str, int], work: str) -> tuple[float, float, int]:
     here, there = context.Pipe()
     process = context.Process(target=measure, args=(size, work, there))
     process.start()
-    found: tuple[float, float, int] = here.recv()
+    result: tuple[float, float, int] = here.recv()
     process.join()
-    return found
+    return result
 
 
 def slope(points: list[tuple[float, float]]) -> float:
     """The exponent e of y ~ x^e by least squares."""
-    xs, ys = [math.log(x) for x, _ in points], [math.log(max(y, 1e-9)) for _, y in points]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    xs = [math.log(x) for x, _ in points]
+    ys = [math.log(max(y, 1e-9)) for _, y in points]
+    mean_x = sum(xs) / len(xs)
+    mean_y = sum(ys) / len(ys)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys)) / sum(
         (x - mean_x) ** 2 for x in xs
     )
@@ -136,12 +146,12 @@ def main() -> None:
     parser.add_argument("--work", nargs="*", default=list(WORK), choices=list(WORK))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--named", nargs="*", default=[], choices=list(NAMED))
-    given = parser.parse_args()
-    for work in given.work:
-        for name in given.named:
+    options = parser.parse_args()
+    for work in options.work:
+        for name in options.named:
             spent, risen, _ = apart(dict(zip(BASE, NAMED[name], strict=True)), work)
             print(f"{work:<9} {name}: {spent:.3f} s, {risen:.0f} MiB", flush=True)
-        for axis in given.axis:
+        for axis in options.axis:
             times = []
             for value in AXES[axis]:
                 size = {
@@ -158,10 +168,10 @@ def main() -> None:
                     "seconds": spent,
                     "MiB": risen,
                 }
-                told = ", ".join(f"{name} {size[name]}" for name in BASE)
-                text = f"{work:<9} {told:<48} {parameters / 1e6:7.1f} M parameters: {spent:8.3f} s, {risen:7.0f} MiB"
-                print(json.dumps(row) if given.json else text, flush=True)
-            if not given.json:
+                sizes = ", ".join(f"{name} {size[name]}" for name in BASE)
+                text = f"{work:<9} {sizes:<48} {parameters / 1e6:7.1f} M parameters: {spent:8.3f} s, {risen:7.0f} MiB"
+                print(json.dumps(row) if options.json else text, flush=True)
+            if not options.json:
                 print(
                     f"{work:<9} time ~ {axis}^{slope(times):.2f}, at the end ^{slope(times[-2:]):.2f}",
                     flush=True,

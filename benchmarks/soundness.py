@@ -1,10 +1,12 @@
-"""Random networks of operations with odd options: no slope that is measured exceeds the bound, nothing crashes.
+"""Random networks of operations with odd options: no slope that is measured exceeds the bound,
+nothing crashes.
 
     python benchmarks/soundness.py [--seconds 60] [--seed 0] [--steps 5]
 
-A network is a chain of operations drawn with their options and constants; those that torch itself does not take are drawn
-again. Its slope is measured on noise, nearly constant and saturated images, by the Jacobian and between pairs of images.
-One line a network that broke its bound or made the engine crash, and a summary as JSON; exit 1 when there is one.
+A network is a chain of operations drawn with their options and constants; those that torch itself
+does not take are drawn again. Its slope is measured on noise, nearly constant and saturated images,
+by the Jacobian and between pairs of images. One line a network that broke its bound or made the
+engine crash, and a summary as JSON; exit 1 when there is one.
 """
 
 import argparse
@@ -258,7 +260,8 @@ class SelfAttention(nn.Module):
 
 
 def products(d: Draw, x: Tensor) -> Step:
-    n, width = x.shape[-2], x.shape[-1]
+    n = x.shape[-2]
+    width = x.shape[-1]
     maps = [d.normal(width, width) / 3 for _ in range(3)]
     shifts = [d.number(0.0, 3.0, 30.0) for _ in range(3)]
     mask, filling = d.mask(n, n), d.number(-math.inf, -math.inf, -5.0, 0.0, 50.0)
@@ -328,19 +331,19 @@ def network(seed: int, length: int) -> tuple[nn.Module, list[str]]:
         family = d.number(*FAMILIES)
         try:
             step = family(d, x)
-            made = step(x)
+            output = step(x)
             if (
-                made.shape[0] != 2
-                or not 0 < made.numel() <= 2 * LARGEST
-                or not made.isfinite().all()
-                or made.dim() < 2
+                output.shape[0] != 2
+                or not 0 < output.numel() <= 2 * LARGEST
+                or not output.isfinite().all()
+                or output.dim() < 2
             ):
                 continue
         except Exception:  # torch does not take these options here
             continue
-        x = made
+        x = output
         steps.append(step)
-        names.append(f"{family.__name__} -> {tuple(made.shape[1:])}")
+        names.append(f"{family.__name__} -> {tuple(output.shape[1:])}")
         if len(steps) == length:
             break
     return Chain(steps).eval(), names
@@ -350,29 +353,31 @@ def steepest(net: nn.Module, seed: int) -> float:
     """The largest slope met; nan where there is no derivative."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(3, *IMAGE, generator=generator, dtype=torch.float64)
-    found = 0.0
+    steepest_slope = 0.0
     for image in (*noise, noise[0].round(), 0.5 + 0.003 * noise[1], 0.5 + 1e-6 * noise[2]):
         try:
             jacobian = torch.autograd.functional.jacobian(
                 lambda y: net(y[None]).flatten(), image
             ).flatten(1)
             if jacobian.isfinite().all():
-                found = max(found, float(torch.linalg.matrix_norm(jacobian, 2)))
+                steepest_slope = max(steepest_slope, float(torch.linalg.matrix_norm(jacobian, 2)))
         except RuntimeError:
             pass
         with torch.no_grad():
             for step in (0.5, 1e-2, 1e-5):
                 direction = torch.randn(IMAGE, generator=generator, dtype=torch.float64)
                 other = (image + step * direction / direction.norm()).clamp(0, 1)
-                here, there = net(image[None]), net(other[None])
+                here = net(image[None])
+                there = net(other[None])
                 # rounding of the two results, so that their difference counts as what it is
                 rounding = (
                     1e-12 * float(here.abs().max() + there.abs().max()) * math.sqrt(here.numel())
                 )
-                found = max(
-                    found, (float((here - there).norm()) - rounding) / float((image - other).norm())
+                steepest_slope = max(
+                    steepest_slope,
+                    (float((here - there).norm()) - rounding) / float((image - other).norm()),
                 )
-    return found
+    return steepest_slope
 
 
 def campaign(seconds: float, seed: int, length: int) -> Iterator[dict[str, Any]]:
@@ -391,8 +396,8 @@ def campaign(seconds: float, seed: int, length: int) -> Iterator[dict[str, Any]]
             }
             if result.upper.finite:
                 record["slope"] = steepest(net, seed)
-                # 1e-8: rounding of the measured singular value, of Jacobians with a few hundred thousand entries
-                # and 1e-12: of a constant map, whose slope is rounding alone
+                # 1e-8: rounding of the measured singular value, of Jacobians with a few hundred
+                # thousand entries and 1e-12: of a constant map, whose slope is rounding alone
                 if record["slope"] > upper * (1 + 1e-8) + 1e-12 or check_proof(
                     result.bound.to_json()
                 ):

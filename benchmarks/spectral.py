@@ -1,17 +1,20 @@
-"""Proven spectral norms against float64 SVD and against power iteration, on the matrices of a timm model.
+"""Proven spectral norms against float64 SVD and against power iteration, on the matrices of a timm
+model.
 
     python benchmarks/spectral.py --model vit_base_patch16_224
     python benchmarks/spectral.py --model vit_base_patch16_224 --bound
     python benchmarks/spectral.py --growth
 
-The model is built without storage; its linear and convolution weights are drawn at random (they decide the time, not
-the model's training). All methods see the same float32 matrices in the same run, one after the other per matrix, so the
-ratios are fair on a busy machine. Looseness is bound / SVD - 1; power iteration's is negative, because it is no bound.
+The model is built without storage; its linear and convolution weights are drawn at random (they
+decide the time, not the model's training). All methods see the same float32 matrices in the same
+run, one after the other per matrix, so the ratios are fair on a busy machine. Looseness is bound /
+SVD - 1; power iteration's is negative, because it is no bound.
 
---bound: the network's proven bound against the float64 SVD of every matrix, CPU seconds, the least of three: as it is shown,
-replayed beside the network, and without that (one forward pass, the rules and their norms). One matrix of each shape is
-decomposed, and counts for all of its shape.
---growth: the exponents of the bound's time in depth (3 to 24 blocks of width 192) and width (192 to 768, 4 blocks).
+--bound: the network's proven bound against the float64 SVD of every matrix, CPU seconds, the least
+of three: as it is shown, replayed beside the network, and without that (one forward pass, the rules
+and their norms). One matrix of each shape is decomposed, and counts for all of its shape. --growth:
+the exponents of the bound's time in depth (3 to 24 blocks of width 192) and width (192 to 768, 4
+blocks).
 """
 
 import argparse
@@ -77,12 +80,12 @@ SIZE = (3, 224, 224)
 
 def least(work: Callable[[], Any], times: int = 3) -> float:
     """Return the least CPU seconds of several runs."""
-    found = math.inf
+    fastest = math.inf
     for _ in range(times):
-        begun = time.process_time()
+        start = time.process_time()
         work()
-        found = min(found, time.process_time() - begun)
-    return found
+        fastest = min(fastest, time.process_time() - start)
+    return fastest
 
 
 def alone(model: torch.nn.Module) -> Any:
@@ -100,7 +103,8 @@ def against_svd(name: str) -> None:
         if isinstance(m, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d)
     ]
     matrices = [layer.weight.detach().flatten(1) for layer in layers]
-    whole, bare = least(lambda: bound_network(model, SIZE, 1000)), least(lambda: alone(model))
+    whole = least(lambda: bound_network(model, SIZE, 1000))
+    bare = least(lambda: alone(model))
     norms = least(lambda: [spectral_norm(matrix) for matrix in matrices])
     shapes = {matrix.shape: matrix for matrix in matrices}
     count = Counter(matrix.shape for matrix in matrices)
@@ -117,16 +121,16 @@ def against_svd(name: str) -> None:
 def growth() -> None:
     """Slopes in log-log of the bound's CPU seconds, by least squares."""
     for what, sizes in (("depth", (3, 6, 12, 24)), ("width", (192, 384, 768))):
-        found = []
+        points = []
         for size in sizes:
             depth, width = (size, 192) if what == "depth" else (4, size)
             model = timm.create_model(
                 "vit_tiny_patch16_224", depth=depth, embed_dim=width, num_heads=width // 64
             ).eval()
-            found.append(
+            points.append(
                 (math.log(size), math.log(least(lambda: bound_network(model, SIZE, 1000))))  # noqa: B023
             )
-        x, y = (torch.tensor(column) for column in zip(*found))
+        x, y = (torch.tensor(column) for column in zip(*points))
         slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
         print(
             f"{what} {sizes}: {', '.join(f'{math.exp(log):.2f}' for log in y.tolist())} s, power {slope:.2f}"
@@ -166,7 +170,8 @@ def main() -> None:
     print(f"{'method':28} {'seconds':>9} {'over certvit':>13} {'looseness, least and most':>27}")
     for name in METHODS:
         ratio = seconds[name] / seconds["certvit"]
-        low, high = min(looseness[name]), max(looseness[name])
+        low = min(looseness[name])
+        high = max(looseness[name])
         print(f"{name:28} {seconds[name]:9.2f} {ratio:13.2f} {low:13.1e} {high:13.1e}")
 
 

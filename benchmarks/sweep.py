@@ -1,9 +1,11 @@
-"""Audit timm architectures with random weights: which have a finite bound, and does any measured slope exceed it?
+"""Audit timm architectures with random weights: which have a finite bound, and does any measured
+slope exceed it?
 
     python benchmarks/sweep.py run RECORDS [--only PATTERN ...] [--seconds N]    one JSON line an architecture, resumable
     python benchmarks/sweep.py table RECORDS > docs/architectures.md
 
-Weights are timm's initialisation plus noise where it starts at zero (so that no branch is switched off).
+Weights are timm's initialisation plus noise where it starts at zero (so that no branch is switched
+off).
 """
 
 import argparse
@@ -41,7 +43,9 @@ CORE = (
 
 
 def sampled() -> list[tuple[str, str]]:
-    """(family, name): the smallest variants of each family (module of timm), of the core families twice as many."""
+    """(family, name): the smallest variants of each family (module of timm), of the core families
+    twice as many.
+    """
     import timm
 
     chosen: list[tuple[int, str, str]] = []
@@ -49,10 +53,10 @@ def sampled() -> list[tuple[str, str]]:
         names = timm.list_models(module=family, pretrained=False)
         small = sorted(names, key=lambda name: (_size_hint(name), len(name), name))
         limit = PER_FAMILY * (4 if family in CORE else 1)
-        kept = [
+        sample = [
             n for i, n in enumerate(small[:limit]) if i < 2 or _size_hint(n) <= _HINTS.index("base")
         ]
-        chosen += [(number, family, name) for number, name in enumerate(kept)]
+        chosen += [(number, family, name) for number, name in enumerate(sample)]
     # the smallest of every family first: an interrupted sweep has seen all of them
     return [(family, name) for _, family, name in sorted(chosen)]
 

@@ -23,27 +23,31 @@ def assert_certified(
     method: str = "lipschitz",
     **options: Any,
 ) -> Share:
-    """Fail unless the share of images certified and correct at `radius` (pixel l2) reaches `at_least`; return the share.
+    """Fail unless the share of images certified and correct at `radius` (pixel l2) reaches
+    `at_least`; return the share.
 
-    The lower end of the share's 95 % interval must reach it. Network, images and options are those of `api.certify`.
+    The lower end of the share's 95 % interval must reach it. Network, images and options are those
+    of `api.certify`.
 
     Raises:
         AssertionError: the upper end does not reach it.
         NotDecidedError: the interval holds `at_least`.
     """
     _require_share(at_least)
-    found = api.certify(network, images, labels, method=method, **options)
-    hits = sum(row.holds_at(Threat("l2", radius)) for row in found)
-    _require(hits, len(found), at_least, f"certified at l2 {radius:g} by {method}", proven=True)
-    return Share.of(hits, len(found))
+    certificates = api.certify(network, images, labels, method=method, **options)
+    hits = sum(row.holds_at(Threat("l2", radius)) for row in certificates)
+    _require(
+        hits, len(certificates), at_least, f"certified at l2 {radius:g} by {method}", proven=True
+    )
+    return Share.of(hits, len(certificates))
 
 
 def assert_bound(network: api.Network, at_most: float) -> float:
     """Fail unless the proven Lipschitz bound is finite and at most `at_most`; return it."""
-    found = api.bound(network)
-    value = float(found.upper)
+    bound_result = api.bound(network)
+    value = float(bound_result.upper)
     assert value <= at_most, (
-        f"the proven bound is {found.upper} ({found.bound.why or 'finite'}), {at_most:g} was demanded"
+        f"the proven bound is {bound_result.upper} ({bound_result.bound.why or 'finite'}), {at_most:g} was demanded"
     )
     return value
 
@@ -56,20 +60,24 @@ def assert_robust(
     at_least: float = 0.5,
     **settings: Any,
 ) -> float:
-    """Fail unless the share of images that withstand the attacks at `radius` reaches `at_least`; return it.
+    """Fail unless the share of images that withstand the attacks at `radius` reaches `at_least`;
+    return it.
 
-    This can only show that a network is not robust. The interval decides, as in `assert_certified`. Attacks and settings
-    are those of `api.attack`.
+    This can only show that a network is not robust. The interval decides, as in `assert_certified`.
+    Attacks and settings are those of `api.attack`.
     """
     _require_share(at_least)
-    (found,) = api.attack(network, images, labels, radii=(radius,), **settings)
-    hits, what = round(found.robust * found.images), f"left by {', '.join(found.attacks)}"
-    _require(hits, found.images, at_least, f"{what} at l2 {radius:g}", proven=False)
-    return float(found.robust)
+    (result,) = api.attack(network, images, labels, radii=(radius,), **settings)
+    hits = round(result.robust * result.images)
+    what = f"left by {', '.join(result.attacks)}"
+    _require(hits, result.images, at_least, f"{what} at l2 {radius:g}", proven=False)
+    return float(result.robust)
 
 
 def _require(hits: int, images: int, at_least: float, what: str, *, proven: bool) -> None:
-    """Raise AssertionError unless the interval of hits among the images lies at or above `at_least`."""
+    """Raise AssertionError unless the interval of hits among the images lies at or above
+    `at_least`.
+    """
     look = whole(hits, images, Demand(at_least))
     if look.verdict == PASSED:
         return

@@ -1,4 +1,6 @@
-"""certvit for Python: the functions of `certcli.api` under the name of the distribution. Documented in docs/api.md."""
+"""certvit for Python: the functions of `certcli.api` under the name of the distribution. Documented
+in docs/api.md.
+"""
 
 from certcli import __version__
 from certcli.api import (

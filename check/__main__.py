@@ -1,4 +1,6 @@
-"""`python -m check CKPT PROOF`: exit code 0 agree, 1 refute, 2 cannot check something, 3 unreadable (docs/check.md)."""
+"""`python -m check CKPT PROOF`: exit code 0 agree, 1 refute, 2 cannot check something, 3 unreadable
+(docs/check.md).
+"""
 
 import argparse
 import sys
@@ -24,14 +26,14 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     images = find_images(
         rows, read_images(options.images, function["size"]) if options.images else []
     )
-    own = {
+    expected = {
         "checkpoint": digest,
         "function": function,
         "arch": function["arch"],
         "input": function["size"],
     }
     if header.get("checkpoint") != digest or any(
-        document.get(name, function) != own[name] for name in own
+        document.get(name, function) != expected[name] for name in expected
     ):
         yield Verdict(
             "checkpoint",
@@ -40,20 +42,20 @@ def verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
         )
     try:
         yield from judge_proof(document, rebuild(tensors, function).settled().node)
-        way = (header.get("norm"), dict(header.get("parameters", ())).get("arithmetic", "real"))
+        promise = (header.get("norm"), dict(header.get("parameters", ())).get("arithmetic", "real"))
         fits = [
-            way in (("l2", "real"), ("l2", "float64")) and row["method"] == "lipschitz"
+            promise in (("l2", "real"), ("l2", "float64")) and row["method"] == "lipschitz"
             for row in rows
         ]
-        given = [image if fit else None for image, fit in zip(images, fits)]
-        for row in (row for row, image in zip(rows, given) if image is None):
+        matched = [image if fit else None for image, fit in zip(images, fits)]
+        for row in (row for row, image in zip(rows, matched) if image is None):
             yield Verdict(
                 f"image {row['index']}",
                 OPEN,
                 "another method or arithmetic, or no image of its own",
             )
-        if chosen := [row for row, image in zip(rows, given) if image is not None]:
-            batch = np.stack([image for image in given if image is not None])
+        if chosen := [row for row, image in zip(rows, matched) if image is not None]:
+            batch = np.stack([image for image in matched if image is not None])
             yield from judge_radii(rebuild(tensors, function, batch), chosen)
     except Unknown as reason:
         yield Verdict("network", OPEN, str(reason))
@@ -88,11 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     counts: Counter[str] = Counter()
     try:
-        for found in verdicts(parser.parse_args(arguments)):
-            counts[found.status] += 1
+        for verdict in verdicts(parser.parse_args(arguments)):
+            counts[verdict.status] += 1
             print(
-                f"{found.status:12}",
-                f"{found.where}: {found.why}".encode("unicode_escape").decode(),
+                f"{verdict.status:12}",
+                f"{verdict.where}: {verdict.why}".encode("unicode_escape").decode(),
             )
     except SystemExit as stop:
         return 3 if stop.code else 0

@@ -52,14 +52,14 @@ def read_json(text: bytes | str, where: object) -> dict[str, Any]:
 def read_checkpoint(
     path: Path, proof: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any], str]:
-    """Return the tensors in float64, their function by the file's record (else by the proof), and the digest of both."""
-    data, hasher, tensors = (
-        (path / "model.safetensors" if path.is_dir() else path).read_bytes(),
-        sha256(),
-        {},
-    )
+    """Return the tensors in float64, their function by the file's record (else by the proof), and
+    the digest of both.
+    """
+    data = (path / "model.safetensors" if path.is_dir() else path).read_bytes()
+    hasher = sha256()
+    tensors = {}
     try:
-        found = dict(safetensors.deserialize(data))
+        entries = dict(safetensors.deserialize(data))
         header = read_json(data[8 : 8 + int.from_bytes(data[:8], "little")], path)
         text = header.get("__metadata__", {}).get("certvit")
         record = (
@@ -71,9 +71,9 @@ def read_checkpoint(
         function = {name: flat[name] for name in FUNCTION}
         if flat.get("crop_mode", "center") != "center":
             function["crop_mode"] = flat["crop_mode"]
-        for name in sorted(found):
-            kind, shape = TYPES[found[name]["dtype"]], tuple(found[name]["shape"])
-            values = np.frombuffer(found[name]["data"], "<u2" if kind == "bfloat16" else kind)
+        for name in sorted(entries):
+            kind, shape = TYPES[entries[name]["dtype"]], tuple(entries[name]["shape"])
+            values = np.frombuffer(entries[name]["data"], "<u2" if kind == "bfloat16" else kind)
             hasher.update(f"{name}\0torch.{kind}\0{shape}\0".encode() + values.tobytes())
             wide = (values.astype("<u4") << 16).view("<f4") if kind == "bfloat16" else values
             tensors[name] = wide.astype(np.float64).reshape(shape)
@@ -107,7 +107,9 @@ def read_value(pair: Any) -> Fraction | None:
 
 
 def read_text(text: Any) -> Fraction | None:
-    """Return the number that a text spells, all of it, None for "inf". ValueError for one too long to be a bound's."""
+    """Return the number that a text spells, all of it, None for "inf". ValueError for one too long
+    to be a bound's.
+    """
     if type(text) is not str or len(text) > 24 or len(text.lower().partition("e")[2]) > 7:
         raise ValueError("a bound's text has at most 24 characters, 7 of its exponent")
     return None if text.lower() == "inf" else Fraction(text)
@@ -131,15 +133,17 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def read_images(path: Path, size: list[int]) -> list[np.ndarray]:
-    """Return the images of a .npz (`images`) or of MNIST's format: (n, c, h, w) float32, once for each scale that fits."""
+    """Return the images of a .npz (`images`) or of MNIST's format: (n, c, h, w) float32, once for
+    each scale that fits.
+    """
     try:
         npz = path.suffix == ".npz"
-        found = (
+        array = (
             np.load(path)["images"] if npz else np.fromfile(path, np.uint8, offset=16)
         ).reshape(-1, *size)
         return [
-            found.astype(np.float32) / np.float32(s)
-            for s in ((255, 16) if found.dtype.kind == "u" else (1,))
+            array.astype(np.float32) / np.float32(s)
+            for s in ((255, 16) if array.dtype.kind == "u" else (1,))
         ]
     except Exception as failure:  # numpy's readers raise errors of any type
         raise Unreadable(f"{path}: no images of {size} ({failure})") from failure

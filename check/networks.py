@@ -1,4 +1,6 @@
-"""The networks that this checker rebuilds from a record: timm's ViT, DeiT and Swin, and certvit's reference networks."""
+"""The networks that this checker rebuilds from a record: timm's ViT, DeiT and Swin, and certvit's
+reference networks.
+"""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +21,9 @@ SHAPES = ("num_classes|img_size|in_chans|depths?|embed_dim|patch_size|mlp_ratio|
 
 
 def sort_pairs(t: Array, distance: int = 0, across: int = 0) -> Array:
-    """Return entries at this distance (half a token for MaxMin, and behind `across`) as maximum and minimum, by image."""
+    """Return entries at this distance (half a token for MaxMin, and behind `across`) as maximum and
+    minimum, by image.
+    """
     if across:
         return np.concatenate(
             (sort_pairs(t[..., :across], distance), sort_pairs(t[..., across:])), axis=2
@@ -31,8 +35,11 @@ def sort_pairs(t: Array, distance: int = 0, across: int = 0) -> Array:
 def rebuild(
     tensors: Mapping[str, Array], function: Mapping[str, Any], images: Array | None = None
 ) -> Tensor:
-    """Return the logits of a record's `function`, their last map pending, at images (b, c, h, w) where it can follow them."""
-    arch, layers = str(function["arch"]), Layers(tensors)
+    """Return the logits of a record's `function`, their last map pending, at images (b, c, h, w)
+    where it can follow them.
+    """
+    arch = str(function["arch"])
+    layers = Layers(tensors)
     options = {
         k: v
         for k, v in function["arch_args"].items()
@@ -42,16 +49,16 @@ def rebuild(
     if match := re.fullmatch(
         r"(?:vit|deit3?)_([a-z]+)_patch\d+_\d+|certvit_vit_([a-z]+\d*)(?:_\d_3_\d+)?", arch
     ):
-        found = vit(layers, x, function, HEADS.get(match[1] or match[2], 0), options)
+        output = vit(layers, x, function, HEADS.get(match[1] or match[2], 0), options)
     elif re.fullmatch(r"swin_(tiny|small|base|large)_patch4_window\d+_\d+", arch):
-        found = swin(layers, x, function)
+        output = swin(layers, x, function)
         options = {
             name: value
             for name, value in options.items()
             if name not in ("depths", "num_heads", "window_size")
         }
     elif re.fullmatch(r"certvit_[468]c[23]f", arch):
-        found = convnet(layers, x, function)
+        output = convnet(layers, x, function)
     elif match := re.fullmatch(
         r"certvit_(lip|sort|mix|lip_attention|lip_pyramid)_(digits|mnist|cifar10)(_small|_base|_large)?",
         arch,
@@ -69,7 +76,7 @@ def rebuild(
         views = [x, mirrored] if options.pop("mirror", False) else [x]
         paths = [f"{path}." for path in members] or [""]
         parts = [features(layers, view, function, at=path) for view in views for path in paths]
-        found = layers.linear(parts[0].beside(*parts[1:]), "head" if members else "head.out")
+        output = layers.linear(parts[0].beside(*parts[1:]), "head" if members else "head.out")
     else:
         raise Unknown(f"the architecture {arch}")
     unread = [
@@ -79,19 +86,20 @@ def rebuild(
     ]
     if strange := [*function["surgery"], *options, *unread]:
         raise Unknown(f"{strange[0]!r:.80} of {arch}")
-    fit("logits", found.width, function["classes"] or found.width)
-    return found
+    fit("logits", output.width, function["classes"] or output.width)
+    return output
 
 
 def vit(
     layers: Layers, x: Tensor, function: Mapping[str, Any], heads: int, options: dict[str, Any]
 ) -> Tensor:
-    """A pre-norm vision transformer with GELU and a class token; certvit's two without norms have ReLU and a mean."""
-    normed, eps = (
-        not re.search("_(ibp|pgd)_", function["arch"]),
-        float(options.pop("norm_eps", 1e-6)),
-    )
-    heads, act = int(options.pop("num_heads", heads)), GELU_SLOPE if normed else ONE
+    """A pre-norm vision transformer with GELU and a class token; certvit's two without norms have
+    ReLU and a mean.
+    """
+    normed = not re.search("_(ibp|pgd)_", function["arch"])
+    eps = float(options.pop("norm_eps", 1e-6))
+    heads = int(options.pop("num_heads", heads))
+    act = GELU_SLOPE if normed else ONE
     x, patches = layers.patches(x, "patch_embed.proj", function)
     prefix, position = layers.weight("cls_token", 3)[0], layers.weight("pos_embed", 3)[0]
     tokens = patches + len(prefix)
@@ -117,7 +125,9 @@ def vit(
 
 
 def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
-    """Windows and heads as the table of positions has them; every second block is shifted, if there are several windows."""
+    """Windows and heads as the table of positions has them; every second block is shifted, if there
+    are several windows.
+    """
     eps, first = 1e-5, (side := function["size"][1] // 4)
     x, patches = layers.patches(x, "patch_embed.proj", function)
     x = layers.norm(replace(x, batch=None), "patch_embed.norm", eps).settled()
@@ -130,7 +140,8 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
             table = layers.weight(
                 f"{block}.attn.relative_position_bias_table", 2
             )  # constants in the scores (5.2)
-            heads, window = table.shape[1], (round(len(table) ** 0.5) + 1) // 2
+            heads = table.shape[1]
+            window = (round(len(table) ** 0.5) + 1) // 2
             fit(
                 block,
                 (side**2 << 2 * number, side % window, len(table)),
@@ -150,7 +161,9 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
 def mixer(
     layers: Layers, x: Tensor, function: Mapping[str, Any], mixing: str, across: int, at: str
 ) -> Tensor:
-    """Patches, linear layers (placed: one a place) and MaxMin on tokens, sorted or mixed; a head on all or on their mean."""
+    """Patches, linear layers (placed: one a place) and MaxMin on tokens, sorted or mixed; a head on
+    all or on their mean.
+    """
     (x, patches), placed = layers.patches(x, f"{at}embed", function), across > 0
     fit(
         "token mixing",
@@ -183,11 +196,11 @@ def mixer(
 
 
 def rolled(x: Tensor, path: str, number: int, tokens: int) -> Tensor:
-    """Quarters of the channels move by a token, none, down, right and both; back where `number` is odd (11.4)."""
-    s, grid = (
-        (-1) ** number,
-        np.arange(tokens * x.width).reshape(round(tokens**0.5), -1, 4, x.width // 4),
-    )
+    """Quarters of the channels move by a token, none, down, right and both; back where `number` is
+    odd (11.4).
+    """
+    s = (-1) ** number
+    grid = np.arange(tokens * x.width).reshape(round(tokens**0.5), -1, 4, x.width // 4)
     order = np.stack(
         [np.roll(grid[:, :, i], (s * (i & 1), s * (i >> 1)), (0, 1)) for i in range(4)], 2
     ).ravel()
@@ -195,13 +208,16 @@ def rolled(x: Tensor, path: str, number: int, tokens: int) -> Tensor:
 
 
 def pyramid(layers: Layers, x: Tensor, function: Mapping[str, Any], at: str) -> Tensor:
-    """Stages of rolled channels, linear layers and MaxMin, between them 2 x 2 tokens merged; lengths over windows (11.6)."""
+    """Stages of rolled channels, linear layers and MaxMin, between them 2 x 2 tokens merged;
+    lengths over windows (11.6).
+    """
     x, tokens = layers.patches(x, f"{at}embed", function)
     side = round(tokens**0.5)
     for number, stage in enumerate(layers.each(f"{at}stages.{{}}")):
         if number:
             fit(stage, side % 2, 0)
-            x, side = in_windows(x, side, side // 2), side // 2
+            x = in_windows(x, side, side // 2)
+            side = side // 2
             x = layers.linear(x, f"{stage}.merge")
         x = x.shifted(layers.weight(f"{stage}.position", 2), side**2)
         x = x.curved(f"{stage}.act", ONE, sort_pairs) if number else x
@@ -213,16 +229,21 @@ def pyramid(layers: Layers, x: Tensor, function: Mapping[str, Any], at: str) -> 
     )
     windows = round((first.shape[-1] / x.width) ** 0.5)
     fit(f"{at}pool", (windows > 0 and side % windows, windows**2 * x.width), (0, first.shape[-1]))
-    plain, reach, width = in_windows(x.settled(), side, windows), side // windows, x.width
+    plain = in_windows(x.settled(), side, windows)
+    reach = side // windows
+    width = x.width
     lengths = lambda t: np.sqrt((t.reshape(*t.shape[:2], reach**2, width) ** 2).sum(axis=2))  # noqa: E731
     x = plain.charged(f"{at}pool", ONE).at(plain, lengths, reach**2, Fraction(1))
     return flat_head(layers, replace(x, width=windows**2 * width), at)
 
 
 def in_windows(x: Tensor, side: int, windows: int) -> Tensor:
-    """Put the tokens of each of windows x windows windows side by side, row by row: entries move, and tokens get longer."""
+    """Put the tokens of each of windows x windows windows side by side, row by row: entries move,
+    and tokens get longer.
+    """
     reach = side // windows
-    grid, width = (-1, windows, reach, windows, reach, x.width), reach**2 * x.width
+    grid = (-1, windows, reach, windows, reach, x.width)
+    width = reach**2 * x.width
     batch = None
     if x.batch is not None:
         batch = x.batch.reshape(grid).transpose(0, 1, 3, 2, 4, 5).reshape(-1, windows**2, width)
@@ -238,7 +259,9 @@ def flat_head(layers: Layers, x: Tensor, at: str) -> Tensor:
 
 
 def convnet(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
-    """Convolutions of kernel 3 (stride 1) and 4 (stride 2) with a border of one pixel, linear layers, ReLU."""
+    """Convolutions of kernel 3 (stride 1) and 4 (stride 2) with a border of one pixel, linear
+    layers, ReLU.
+    """
     x, (high, wide) = replace(x, width=function["size"][0]), function["size"][1:]
     for number, path in enumerate(layers.each("features.{}", 2)):
         kernel = layers.weight(f"{path}.weight", 4).shape[2:]

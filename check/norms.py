@@ -1,7 +1,9 @@
-"""Numbers >= 0 between two exact fractions, rounded outward, and norms: a residual from above, a vector from below.
+"""Numbers >= 0 between two exact fractions, rounded outward, and norms: a residual from above, a
+vector from below.
 
-Products of the library are trusted to sum k products within gamma(k) = k u/(1 - k u) of the sum of absolute values, u = 2^-53
-(Higham 2002, section 3.1), in any order. Its eigenvectors are not trusted: their residual is measured.
+Products of the library are trusted to sum k products within gamma(k) = k u/(1 - k u) of the sum of
+absolute values, u = 2^-53 (Higham 2002, section 3.1), in any order. Its eigenvectors are not
+trusted: their residual is measured.
 """
 
 from collections.abc import Callable, Iterable
@@ -82,12 +84,12 @@ def gamma(terms: int) -> Fraction:
 
 
 def length(array: Array, error: Fraction = NONE) -> Interval:
-    """Return the root of the sum of squares of every array within `error` of this one: `fsum` rounds only once."""
+    """Return the root of the sum of squares of every array within `error` of this one: `fsum`
+    rounds only once.
+    """
     square = Fraction(fsum(np.square(array.ravel()).tolist()))
-    low, high = (
-        max(NONE, square * (1 - 4 * U) - TINY),
-        square * (1 + 4 * U) + (TINY if array.any() else 0),
-    )
+    low = max(NONE, square * (1 - 4 * U) - TINY)
+    high = square * (1 + 4 * U) + (TINY if array.any() else 0)
     return Interval(root(low, False), root(high, True)).wider(error)
 
 
@@ -98,22 +100,25 @@ def frobenius(array: NDArray) -> Fraction:
 
 
 def largest_eigenvalue(grams: NDArray) -> tuple[Fraction, NDArray]:
-    """Return an upper bound of |G| over a stack of Hermitian matrices (b, m, m), and the computed eigenvectors.
+    """Return an upper bound of |G| over a stack of Hermitian matrices (b, m, m), and the computed
+    eigenvectors.
 
-    With any V, D: |G| <= |V D V*| + |G - V D V*| and |V D V*| <= max |D| |V|^2, |V|^2 <= 1 + |V*V - I|_F.
+    With any V, D: |G| <= |V D V*| + |G - V D V*| and |V D V*| <= max |D| |V|^2, |V|^2 <= 1 + |V*V -
+    I|_F.
     """
     values, vectors = np.linalg.eigh(grams)
-    adjoint, scaled = np.conj(np.swapaxes(vectors, -1, -2)), vectors * values[..., None, :]
-    rest, angle = grams - scaled @ adjoint, adjoint @ vectors - np.eye(grams.shape[-1])
-    highest, gap = (
-        NONE,
-        4 * gamma(2 * grams.shape[-1] + 8),
-    )  # 4: parts of complex products, and two more roundings
+    adjoint = np.conj(np.swapaxes(vectors, -1, -2))
+    scaled = vectors * values[..., None, :]
+    rest = grams - scaled @ adjoint
+    angle = adjoint @ vectors - np.eye(grams.shape[-1])
+    # 4: parts of complex products, and two more roundings
+    highest = NONE
+    gap = 4 * gamma(2 * grams.shape[-1] + 8)
     for d, v, s, r, a, g in zip(values, vectors, scaled, rest, angle, grams):
         size = frobenius(v)
-        lost = frobenius(r) + gap * (frobenius(s) * size + frobenius(g))
+        error = frobenius(r) + gap * (frobenius(s) * size + frobenius(g))
         highest = max(
-            highest, Fraction(float(np.abs(d).max())) * (1 + frobenius(a) + gap * size**2) + lost
+            highest, Fraction(float(np.abs(d).max())) * (1 + frobenius(a) + gap * size**2) + error
         )
     return highest, vectors
 
@@ -136,31 +141,34 @@ def spectral(matrix: Array, error: Fraction = NONE) -> Interval:
 
 
 def of_product(a: Array, b: Array, errors: tuple[Fraction, Fraction]) -> Interval:
-    """Return |A^T B| of A, B (m, d), each within its error, from |R B| with A^T = Q R + rest and Q^T Q = I + angle."""
+    """Return |A^T B| of A, B (m, d), each within its error, from |R B| with A^T = Q R + rest and
+    Q^T Q = I + angle.
+    """
     q, r = np.linalg.qr(a.T)
-    of_a, of_b, of_r, rounding = (
-        frobenius(a),
-        frobenius(b),
-        frobenius(r),
-        2 * gamma(max(a.shape) + 2),
-    )
+    of_a = frobenius(a)
+    of_b = frobenius(b)
+    of_r = frobenius(r)
+    rounding = 2 * gamma(max(a.shape) + 2)
     angle = frobenius(q.T @ q - np.eye(len(r))) + rounding * frobenius(q) ** 2
     rest = frobenius(a.T - q @ r) + rounding * (frobenius(q) * of_r + of_a) + TINY
     across = spectral(r @ b, rounding * of_r * of_b + TINY)
-    found = Interval(across.low * max(NONE, 1 - angle), across.high * (1 + angle)).wider(
+    product = Interval(across.low * max(NONE, 1 - angle), across.high * (1 + angle)).wider(
         rest * of_b
     )
-    return found.wider(errors[0] * of_b + errors[1] * of_a + errors[0] * errors[1])
+    return product.wider(errors[0] * of_b + errors[1] * of_a + errors[0] * errors[1])
 
 
 def convolution(weight: Array, stride: int, size: tuple[int, int]) -> Interval:
-    """Return the norm of a convolution of images (c, h, w) with a border of one pixel of zeros. From below: |W|, one window.
+    """Return the norm of a convolution of images (c, h, w) with a border of one pixel of zeros.
+    From below: |W|, one window.
 
-    From above |W| times the root of the number of windows of a pixel, or the norm on a torus of M pixels a side around image
-    and border, M a multiple of the stride, where Fourier's transform makes blocks, phases to 2^-49.
+    From above |W| times the root of the number of windows of a pixel, or the norm on a torus of M
+    pixels a side around image and border, M a multiple of the stride, where Fourier's transform
+    makes blocks, phases to 2^-49.
     """
     out, channels, *taps = weight.shape
-    windows, whole = prod(-(-k // stride) for k in taps), spectral(weight.reshape(out, -1))
+    windows = prod(-(-k // stride) for k in taps)
+    whole = spectral(weight.reshape(out, -1))
     sides = [-(-max(n + 1, k) // stride) for n, k in zip(size, taps)]
     shifts = list(pairs(*(range(-(-k // stride)) for k in taps)))
     polyphase = np.zeros((len(shifts), out, channels, stride, stride))
@@ -170,15 +178,12 @@ def convolution(weight: Array, stride: int, size: tuple[int, int]) -> Interval:
         ]
     matrices = polyphase.reshape(windows, out, -1)
     matrices = matrices if matrices.shape[1] <= matrices.shape[2] else np.swapaxes(matrices, 1, 2)
-    grid, common = (
-        np.array(list(pairs(range(sides[0]), range(sides[1] // 2 + 1)))),
-        lcm(*sides),
-    )  # the rest: conjugates
+    # the rest: conjugates
+    grid = np.array(list(pairs(range(sides[0]), range(sides[1] // 2 + 1))))
+    common = lcm(*sides)
     turns = (grid * [common // side for side in sides]) @ np.array(shifts).T % common
-    phases, square = (
-        np.exp(2j * np.pi * (np.where(2 * turns > common, turns - common, turns) / common)),
-        NONE,
-    )
+    phases = np.exp(2j * np.pi * (np.where(2 * turns > common, turns - common, turns) / common))
+    square = NONE
     for part in np.array_split(phases, -(-len(phases) // 64)):
         blocks = np.tensordot(part, matrices, axes=1)
         sums = 2 * gamma(2 * blocks.shape[2] + 2) * max(frobenius(block) ** 2 for block in blocks)

@@ -1,4 +1,6 @@
-"""What layers do to constant, size and values of a tensor: the formulas of docs/bounds.md, by number, written again."""
+"""What layers do to constant, size and values of a tensor: the formulas of docs/bounds.md, by
+number, written again.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -59,19 +61,18 @@ class Map:
         return length(self.bias, self.bias_error)
 
     def scaled(self, path: str, gain: Array) -> "Map":
-        matrix, bias, most = (
-            self.matrix * gain[:, None],
-            self.bias * gain,
-            Fraction(float(np.abs(gain).max())),
-        )
+        matrix = self.matrix * gain[:, None]
+        bias = self.bias * gain
+        largest = Fraction(float(np.abs(gain).max()))
         errors = (
-            self.error * most + U * frobenius(matrix),
-            self.bias_error * most + U * frobenius(bias),
+            self.error * largest + U * frobenius(matrix),
+            self.bias_error * largest + U * frobenius(bias),
         )
         return Map(path, matrix, bias, *errors)
 
     def then(self, path: str, matrix: Array, bias: Array) -> "Map":
-        rounding, size = gamma(matrix.shape[1] + 2), frobenius(matrix)
+        rounding = gamma(matrix.shape[1] + 2)
+        size = frobenius(matrix)
         carried = matrix @ self.bias
         off = (
             size * self.bias_error
@@ -119,13 +120,16 @@ class Tensor:
         factor: Fraction = NONE,
         last: Map = ZERO,
     ) -> "Tensor":
-        """Return the tensor with its values: sums of `terms` products, up to factor |x|, plus the bias of the last map."""
+        """Return the tensor with its values: sums of `terms` products, up to factor |x|, plus the
+        bias of the last map.
+        """
         if old.batch is None:
             return self
-        extent, tokens = frobenius(old.batch), norms.root(Fraction(old.batch[..., 0].size), True)
+        extent = frobenius(old.batch)
+        tokens = norms.root(Fraction(old.batch[..., 0].size), True)
         rounded = gamma(terms + 4) * (factor * extent + frobenius(last.bias) * tokens)
-        lost = self.lost + rounded + last.error * extent + last.bias_error * tokens
-        return replace(self, batch=follow(old.batch), lost=lost)
+        error = self.lost + rounded + last.error * extent + last.bias_error * tokens
+        return replace(self, batch=follow(old.batch), lost=error)
 
     def settled(self) -> "Tensor":
         """Charge the pending map: |M| (1), and |M x + b| <= |M| |x| + |b|."""
@@ -133,8 +137,8 @@ class Tensor:
         if last is None:
             return self
         plain, (_, terms) = replace(self, pending=None), last.matrix.shape
-        found = plain.charged(last.path, last.norm, lambda: last.norm * self.size() + last.shift)
-        return found.at(
+        charged = plain.charged(last.path, last.norm, lambda: last.norm * self.size() + last.shift)
+        return charged.at(
             self, lambda t: t @ last.matrix.T + last.bias, terms, frobenius(last.matrix), last
         )
 
@@ -147,12 +151,16 @@ class Tensor:
         )
 
     def curved(self, path: str, slope: Interval, follow: Follow) -> "Tensor":
-        """Act on entries with this slope, |f(t)| <= |t| (3), or move entries: MaxMin, sorting (3.2, 11.2)."""
+        """Act on entries with this slope, |f(t)| <= |t| (3), or move entries: MaxMin, sorting (3.2,
+        11.2).
+        """
         x = self.settled()
         return x.charged(path, slope).at(x, follow)
 
     def mean(self, path: str, tokens: int) -> "Tensor":
-        """Return the mean of all tokens: 1/sqrt(n) (8.5); a map that is pending on each token commutes with it."""
+        """Return the mean of all tokens: 1/sqrt(n) (8.5); a map that is pending on each token
+        commutes with it.
+        """
         share = Fraction(1, tokens)
         return self.charged(path, Interval.of(share).sqrt()).at(
             self, lambda t: t.mean(axis=1), tokens, Fraction(1)
@@ -180,13 +188,14 @@ class Tensor:
         values = (
             None if self.batch is None else np.concatenate([part.batch for part in parts], axis=1)
         )
-        lost, width = sum((part.lost for part in parts), NONE), sum(part.width for part in parts)
-        return Tensor(node, size, None, values, lost, width)
+        error = sum((part.lost for part in parts), NONE)
+        width = sum(part.width for part in parts)
+        return Tensor(node, size, None, values, error, width)
 
 
-def fit(path: str, found: object, needed: object) -> None:
-    if found != needed:
-        raise Unknown(f"{path}: {found} where {needed} is needed")
+def fit(path: str, actual: object, needed: object) -> None:
+    if actual != needed:
+        raise Unknown(f"{path}: {actual} where {needed} is needed")
 
 
 class Layers:
@@ -225,18 +234,25 @@ class Layers:
         )
 
     def norm(self, x: Tensor, path: str, eps: float) -> Tensor:
-        """LayerNorm: 1/sqrt(eps), tokens of norm below sqrt(d) (4.1); scale, centring and shift stay pending."""
-        gain, shift = self.weight(f"{path}.weight", 1), self.weight(f"{path}.bias", 1)
+        """LayerNorm: 1/sqrt(eps), tokens of norm below sqrt(d) (4.1); scale, centring and shift
+        stay pending.
+        """
+        gain = self.weight(f"{path}.weight", 1)
+        shift = self.weight(f"{path}.bias", 1)
         fit(path, (x.width, x.width, True), (len(gain), len(shift), len(gain) > 1))
         matrix = np.diag(gain) - gain[:, None] / len(gain)
-        found = x.settled().charged(
+        normed = x.settled().charged(
             path, Interval.of(1 / Fraction(eps)).sqrt(), Interval.of(len(gain)).sqrt
         )
-        return replace(found, pending=Map(path, matrix, shift, 3 * U * frobenius(matrix)))
+        return replace(normed, pending=Map(path, matrix, shift, 3 * U * frobenius(matrix)))
 
     def patches(self, x: Tensor, path: str, function: Mapping[str, Any]) -> tuple[Tensor, int]:
-        """Return tokens, linear maps of patches of normalised pixels (2.3), and the number of patches."""
-        weight, mean, std = self.weight(f"{path}.weight", 4), function["mean"], function["std"]
+        """Return tokens, linear maps of patches of normalised pixels (2.3), and the number of
+        patches.
+        """
+        weight = self.weight(f"{path}.weight", 4)
+        mean = function["mean"]
+        std = function["std"]
         (out, channels, high, wide), size = weight.shape, function["size"]
         fit(
             path,
@@ -249,12 +265,16 @@ class Layers:
             np.repeat(np.array(values, dtype=np.float64), high * wide) for values in (std, mean)
         )
         matrix = plain / deviation
-        extent, moved = frobenius(matrix), matrix @ middle
-        off = gamma(plain.shape[1] + 4) * extent * frobenius(middle) + U * frobenius(bias - moved)
+        extent = frobenius(matrix)
+        projected = matrix @ middle
+        off = gamma(plain.shape[1] + 4) * extent * frobenius(middle) + U * frobenius(
+            bias - projected
+        )
         reach = max(
             max(abs(Fraction(m)), abs(1 - Fraction(m))) / Fraction(s) for m, s in zip(mean, std)
         )
-        pending, batch = Map(path, matrix, bias - moved, 2 * U * extent, off), x.batch
+        pending = Map(path, matrix, bias - projected, 2 * U * extent, off)
+        batch = x.batch
         if batch is not None:
             grid = (
                 len(batch),
@@ -269,26 +289,27 @@ class Layers:
                 .transpose(0, 2, 4, 1, 3, 5)
                 .reshape(len(batch), -1, plain.shape[1])
             )
-        found = replace(x, pending=pending, batch=batch, width=out).settled()
-        longest, tokens = (
-            Interval.of(reach) * Interval.of(plain.shape[1]).sqrt(),
-            size[1] // high * (size[2] // wide),
-        )
-        return replace(found, size=lambda: spectral(plain) * longest + length(bias)), tokens
+        embedded = replace(x, pending=pending, batch=batch, width=out).settled()
+        longest = Interval.of(reach) * Interval.of(plain.shape[1]).sqrt()
+        tokens = size[1] // high * (size[2] // wide)
+        return replace(embedded, size=lambda: spectral(plain) * longest + length(bias)), tokens
 
     def convolution(self, x: Tensor, path: str, stride: int, size: tuple[int, int]) -> Tensor:
-        """A convolution with one pixel of zeros around the image (2.3); its values are not followed."""
+        """A convolution with one pixel of zeros around the image (2.3); its values are not
+        followed.
+        """
         weight = self.weight(f"{path}.weight", 4)
         fit(path, (x.width, len(weight)), (weight.shape[1], len(self.bias(path, len(weight)))))
         return replace(x.charged(path, norms.convolution(weight, stride, size)), width=len(weight))
 
     def mixing(self, x: Tensor, path: str, tokens: int, placed: bool = False) -> Tensor:
-        """Each head's channels times a matrix over tokens, or (placed) each token's by its own: the largest norm (11.1)."""
-        x, maps = (
-            x.settled(),
-            [self.weight(f"{part}.weight", 2) for part in self.each(f"{path}.maps.{{}}")],
-        )
-        shift, most = self.weight(f"{path}.shift", 2), extreme(max, *map(spectral, maps))
+        """Each head's channels times a matrix over tokens, or (placed) each token's by its own: the
+        largest norm (11.1).
+        """
+        x = x.settled()
+        maps = [self.weight(f"{part}.weight", 2) for part in self.each(f"{path}.maps.{{}}")]
+        shift = self.weight(f"{path}.shift", 2)
+        largest = extreme(max, *map(spectral, maps))
         axis, side, shift = (1, x.width, shift.T) if placed else (2, tokens, shift)
         fit(
             path,
@@ -298,32 +319,33 @@ class Layers:
         times = (lambda m, s: s @ m.T) if placed else np.matmul
         follow = lambda t: np.concatenate([*map(times, maps, np.split(t, len(maps), axis))], axis)  # noqa: E731
         return (
-            x.charged(path, most)
+            x.charged(path, largest)
             .at(x, follow, side, max(map(frobenius, maps)))
             .shifted(shift, tokens)
         )
 
     def attention(self, x: Tensor, path: str, heads: int, tokens: int, theorem: str) -> Tensor:
-        """Dot-product attention of tokens of norm at most R, by theorem 5.1, 5.2 or 7.2, and its output map, pending."""
+        """Dot-product attention of tokens of norm at most R, by theorem 5.1, 5.2 or 7.2, and its
+        output map, pending.
+        """
         pending = self.linear(x, f"{path}.qkv").pending
         assert pending is not None
         width = len(pending.matrix) // (3 * heads)
         fit(path, (3 * heads * width, width > 0), (len(pending.matrix), heads > 0))
-        starts, plain = (
-            range(0, 3 * heads * width, width),
-            replace(x, pending=None, width=heads * width),
-        )
+        starts = range(0, 3 * heads * width, width)
+        plain = replace(x, pending=None, width=heads * width)
         of = lambda i, j: replace(pending, matrix=pending.matrix[i:j], bias=pending.bias[i:j])  # noqa: E731
         rows = [of(start, start + width) for start in starts]
-        query, key, value = rows[:heads], rows[heads : 2 * heads], rows[2 * heads :]
+        query = rows[:heads]
+        key = rows[heads : 2 * heads]
+        value = rows[2 * heads :]
         whole = [of(k * heads * width, (k + 1) * heads * width) for k in range(3)]
         if theorem == "7.2":
             return self.linear(self._products(plain, path, whole, width, tokens), f"{path}.proj")
-        radius, scale = x.size(), Interval.of(Fraction(1, width)).sqrt().wider(U)
-        pull, constant = (
-            Interval.of(Fraction(tokens, 2)).sqrt(),
-            Interval.of(tokens).sqrt() * whole[2].norm,
-        )
+        radius = x.size()
+        scale = Interval.of(Fraction(1, width)).sqrt().wider(U)
+        pull = Interval.of(Fraction(tokens, 2)).sqrt()
+        constant = Interval.of(tokens).sqrt() * whole[2].norm
         sizes = [v.norm * radius + v.shift for v in value]
         if theorem == "5.2":
             of_query = [v.norm * radius * scale * k.norm * radius for v, k in zip(value, key)]
@@ -351,7 +373,9 @@ class Layers:
         return self.linear(plain.charged(path, constant, lambda: root_sum(sizes)), f"{path}.proj")
 
     def _products(self, x: Tensor, path: str, maps: list[Map], width: int, tokens: int) -> Tensor:
-        """Attention with a mask by windows, which stands between scores and softmax: products (7.2), softmax 1/2 (3.1)."""
+        """Attention with a mask by windows, which stands between scores and softmax: products
+        (7.2), softmax 1/2 (3.1).
+        """
         times, gain = Interval.of(tokens).sqrt(), np.full(len(maps[0].bias), width**-0.5)
         maps = [maps[0].scaled(maps[0].path, gain), *maps[1:]]
         query, key, value = (replace(x, pending=part).settled() for part in maps)

@@ -1,4 +1,6 @@
-"""Compares what is stated with what was found: agree, refute or cannot check, leaf by leaf and record by record."""
+"""Compares what is stated with what was found: agree, refute or cannot check, leaf by leaf and
+record by record.
+"""
 
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +16,9 @@ from check.documents import Unreadable, read_text, read_value
 from check.norms import Array, Interval, Unknown
 from check.tensors import Node, Tensor
 
-AGREE, REFUTE, OPEN = "agree", "refute", "cannot check"
+AGREE = "agree"
+REFUTE = "refute"
+OPEN = "cannot check"
 Verdict = namedtuple("Verdict", ("where", "status", "why"))
 
 
@@ -23,16 +27,26 @@ def shown(value: Fraction | None) -> str:
     return "inf" if value is None else f"{Decimal(value.numerator) / value.denominator:.12g}"
 
 
-def judge(where: str, stated: Fraction | None, own: Interval) -> Verdict:
-    """A stated bound agrees at or above the own upper bound, and is refuted below the own lower bound."""
-    status = AGREE if stated is None or stated >= own.high else REFUTE if stated < own.low else OPEN
+def judge(where: str, claimed: Fraction | None, proven: Interval) -> Verdict:
+    """A stated bound agrees at or above the own upper bound, and is refuted below the own lower
+    bound.
+    """
+    status = (
+        AGREE
+        if claimed is None or claimed >= proven.high
+        else REFUTE
+        if claimed < proven.low
+        else OPEN
+    )
     return Verdict(
-        where, status, f"{shown(stated)} stated, {shown(own.low)} to {shown(own.high)} found"
+        where, status, f"{shown(claimed)} stated, {shown(proven.low)} to {shown(proven.high)} found"
     )
 
 
 def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
-    """Yield a verdict on each leaf, on each node that is not the network's or breaks its law, and on the headline."""
+    """Yield a verdict on each leaf, on each node that is not the network's or breaks its law, and
+    on the headline.
+    """
     try:
         rows = [
             (str(r["path"]), str(r["law"]), read_value(r["value"]), list(r["parts"]))
@@ -42,7 +56,7 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
             read_value([document["upper"], 0]),
             read_text(document.get("upper_text", "inf")),
         ]
-        log10 = float("inf" if (stated := document.get("log10_upper")) is None else stated) + 1e-9
+        log10 = float("inf" if (claimed := document.get("log10_upper")) is None else claimed) + 1e-9
     except (KeyError, TypeError, ValueError, ArithmeticError) as failure:
         raise Unreadable(
             f"the proof cannot be read ({type(failure).__name__}: {failure})"
@@ -51,32 +65,37 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
         type(p) is not int or not 0 <= p < number for number, row in enumerate(rows) for p in row[3]
     ):
         raise Unreadable("the proof is empty, or a node refers to one that does not come before it")
-    stack, seen, top = [(len(rows) - 1, root)], set[tuple[int, int]](), rows[-1][2]
+    stack = [(len(rows) - 1, root)]
+    visited = set[tuple[int, int]]()
+    top = rows[-1][2]
     while stack:
         number, node = stack.pop()
-        (path, law, stated, parts), where = rows[number], f"node {number} ({node.path})"
-        if (number, id(node)) in seen:
+        (path, law, claimed, parts), where = rows[number], f"node {number} ({node.path})"
+        if (number, id(node)) in visited:
             continue
-        seen.add((number, id(node)))
-        if stated is not None and (path, law, len(parts)) != (node.path, node.law, len(node.parts)):
-            found = f"the network has a {node.law} of {len(node.parts)} at '{node.path}'"
-            yield Verdict(where, REFUTE, f"a {law} of {len(parts)} parts is stated, {found}")
+        visited.add((number, id(node)))
+        if claimed is not None and (path, law, len(parts)) != (
+            node.path,
+            node.law,
+            len(node.parts),
+        ):
+            network_text = f"the network has a {node.law} of {len(node.parts)} at '{node.path}'"
+            yield Verdict(where, REFUTE, f"a {law} of {len(parts)} parts is stated, {network_text}")
             continue
         stack += reversed(list(zip(parts, node.parts)))
         if law == "theorem":
-            yield judge(where, stated, node.value)
-        elif stated is not None:
+            yield judge(where, claimed, node.value)
+        elif claimed is not None:
             values = [value for part in parts if (value := rows[part][2]) is not None]
-            power, adds = (
-                1 + (law == "concatenation"),
-                law in ("sum", "concatenation"),
-            )  # side by side squares add
+            # side by side squares add
+            power = 1 + (law == "concatenation")
+            adds = law in ("sum", "concatenation")
             low = Fraction(sum(value**power for value in values) if adds else prod(values))
-            if len(values) < len(parts) or stated**power < low:
+            if len(values) < len(parts) or claimed**power < low:
                 yield Verdict(
-                    where, REFUTE, f"{shown(stated)} is stated, its law '{law}' gives more"
+                    where, REFUTE, f"{shown(claimed)} is stated, its law '{law}' gives more"
                 )
-    if len({number for number, _ in seen}) < len(rows):
+    if len({number for number, _ in visited}) < len(rows):
         yield Verdict("proof", REFUTE, "it has nodes that no part of the network leads to")
     digits = (
         float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())
@@ -91,37 +110,49 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
 def find_images(
     rows: Sequence[Mapping[str, Any]], batches: Sequence[np.ndarray]
 ) -> list[Array | None]:
-    """Return each record's image, by the digest of label and pixels that it carries; none is two records' own."""
-    wanted, labels = {(row["label"], row["pixels"]) for row in rows}, {row["label"] for row in rows}
-    found: dict[tuple[int, str], list[Array]] = {key: [] for key in wanted}
+    """Return each record's image, by the digest of label and pixels that it carries; none is two
+    records' own.
+    """
+    keys = {(row["label"], row["pixels"]) for row in rows}
+    labels = {row["label"] for row in rows}
+    pools: dict[tuple[int, str], list[Array]] = {key: [] for key in keys}
     for image in (image for batch in batches for image in batch):
         data = f"{image.dtype.str}\0{image.shape}\0".encode() + image.tobytes()
-        for key in wanted & {
+        for key in keys & {
             (label, sha256(f"{label}\0".encode() + data).hexdigest()[:16]) for label in labels
         }:
-            found[key].append(image.astype(np.float64))
-    return [pool.pop() if (pool := found[row["label"], row["pixels"]]) else None for row in rows]
+            pools[key].append(image.astype(np.float64))
+    return [pool.pop() if (pool := pools[row["label"], row["pixels"]]) else None for row in rows]
 
 
 def judge_radii(tensor: Tensor, rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
-    """Yield a verdict on each record: its radius against margin / (constant |w_i - w_j|), at the logits' tensor."""
-    last, logits, slope = tensor.pending, tensor.settled(), tensor.node.value
+    """Yield a verdict on each record: its radius against margin / (constant |w_i - w_j|), at the
+    logits' tensor.
+    """
+    last = tensor.pending
+    logits = tensor.settled()
+    slope = tensor.node.value
     if last is None or logits.batch is None:
         raise Unknown("logits behind attention, norms or convolutions")
-    off, error = float(logits.lost) * 2.01 + 1e-300, 2.01 * float(last.error) + 1e-150
+    off = float(logits.lost) * 2.01 + 1e-300
+    error = 2.01 * float(last.error) + 1e-150
     slack = (
         2.0**-40 + last.matrix.shape[1] * 2.0**-50
     )  # of lengths of rows, quotients and conversions
     for row, z in zip(rows, logits.batch):
-        top, radius, where = int(z.argmax()), float(row["radius"]), f"image {row['index']}"
+        top = int(z.argmax())
+        radius = float(row["radius"])
+        where = f"image {row['index']}"
         others = np.arange(len(z)) != top
-        margins, apart = (
-            z[top] - z[others],
-            np.linalg.norm(last.matrix[others] - last.matrix[top], axis=1),
-        )
+        margins = z[top] - z[others]
+        distances = np.linalg.norm(last.matrix[others] - last.matrix[top], axis=1)
         with np.errstate(divide="ignore", over="ignore"):
-            steepest = (apart * (1 + slack) + error) * (float(slope.high) * (1 + slack)) + 1e-290
-            gentlest = np.fmax(apart * (1 - slack) - error, 0.0) * (float(slope.low) * (1 - slack))
+            steepest = (distances * (1 + slack) + error) * (
+                float(slope.high) * (1 + slack)
+            ) + 1e-290
+            gentlest = np.fmax(distances * (1 - slack) - error, 0.0) * (
+                float(slope.low) * (1 - slack)
+            )
             low = np.fmax((margins * (1 - slack) - off) / steepest, 0.0).min() * (1 - slack)
             high = ((margins * (1 + slack) + off) / gentlest).min() * (1 + slack)
         if row.get("prediction") != top:

@@ -2,8 +2,9 @@
 
     python examples/denoiser.py CKPT DATASET --sigma 0.25 -o dncnn.safetensors
 
-No labels are read. First the mean squared error on random crops under Gaussian noise (Zhang et al. 2017), then the cross
-entropy between the classifier's answers to clean images and to cleaned ones ("stability", Salman et al. 2020).
+No labels are read. First the mean squared error on random crops under Gaussian noise (Zhang et al.
+2017), then the cross entropy between the classifier's answers to clean images and to cleaned ones
+("stability", Salman et al. 2020).
 """
 
 import argparse
@@ -20,7 +21,9 @@ from certcli.models.build import load as build
 from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
 
-CROP, CROPS, WHOLE = 64, 16, 8
+CROP = 64
+CROPS = 16
+WHOLE = 8
 """Pixels a side of a crop, crops a step, and whole images a step of the second stage."""
 EVERY = 200
 """Steps between two lines and two writes."""
@@ -74,7 +77,8 @@ def train(net: Denoiser, steps: int, rate: float, output: Path, loss_of) -> None
     """Minimise by Adam, the rate falling along a cosine, and write the file now and then."""
     optimiser = torch.optim.Adam(net.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
-    mean, started = 0.0, time.process_time()
+    mean = 0.0
+    started = time.process_time()
     for step in range(1, steps + 1):
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of()
@@ -109,11 +113,14 @@ def crops(images: Tensor) -> Tensor:
     height, width = images.shape[2:]
     side = min(CROP, height, width)
     which = torch.randint(0, len(images), (CROPS,)).tolist()
-    tops, lefts = (torch.randint(0, size - side + 1, (CROPS,)).tolist() for size in (height, width))
-    found = [
-        images[i, :, y : y + side, x : x + side] for i, y, x in zip(which, tops, lefts, strict=True)
+    rows_of, lefts = (
+        torch.randint(0, size - side + 1, (CROPS,)).tolist() for size in (height, width)
+    )
+    crops_of = [
+        images[i, :, y : y + side, x : x + side]
+        for i, y, x in zip(which, rows_of, lefts, strict=True)
     ]
-    return (torch.stack(found).float() / 255).contiguous(memory_format=torch.channels_last)
+    return (torch.stack(crops_of).float() / 255).contiguous(memory_format=torch.channels_last)
 
 
 def whole(images: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""Trains one small diffusion model for `certvit certify --denoiser`, for every sigma at once and without labels.
+"""Trains one small diffusion model for `certvit certify --denoiser`, for every sigma at once and
+without labels.
 
     python examples/diffusion.py CKPT DATASET -o FOLDER --seconds 1800
 
-CKPT decides the size of the images alone. The folder is one of diffusers: `config.json`, `scheduler_config.json` and
-`diffusion_pytorch_model.safetensors`, a running mean of the weights. Where FOLDER holds a `training.safetensors`, the
+CKPT decides the size of the images alone. The folder is one of diffusers: `config.json`,
+`scheduler_config.json` and `diffusion_pytorch_model.safetensors`, a running mean of the weights.
+Where FOLDER holds a `training.safetensors`, the
 training goes on from it: its CPU seconds count.
 """
 
@@ -65,7 +67,9 @@ def main() -> None:
 
 
 def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None:  # type: ignore[no-untyped-def]
-    """Minimise |epsilon - net(a x + s epsilon, t)|^2 by Adam, t uniform; the rate falls to 0 with the time."""
+    """Minimise |epsilon - net(a x + s epsilon, t)|^2 by Adam, t uniform; the rate falls to 0 with
+    the time.
+    """
     net = UNet(shape).to(memory_format=torch.channels_last)
     mean = copy.deepcopy(net)
     optimiser = torch.optim.Adam(net.parameters(), lr=options.rate)
@@ -109,7 +113,9 @@ def follow(mean: UNet, net: UNet, share: float) -> None:
 
 
 def write(net, mean, optimiser, schedule, step, spent, folder: Path) -> None:  # type: ignore[no-untyped-def]
-    """Write the model in diffusers' form, and the state of the training; each file whole or not at all."""
+    """Write the model in diffusers' form, and the state of the training; each file whole or not at
+    all.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"_class_name": "UNet2DModel", **asdict(net.shape)}
     rule = {"_class_name": "DDPMScheduler", **asdict(schedule)}
@@ -129,7 +135,9 @@ def write(net, mean, optimiser, schedule, step, spent, folder: Path) -> None:  #
 
 
 def resume(net, mean, optimiser, folder: Path) -> tuple[int, float]:  # type: ignore[no-untyped-def]
-    """Load the state of an interrupted training; return its steps and CPU seconds, 0 where there is none."""
+    """Load the state of an interrupted training; return its steps and CPU seconds, 0 where there is
+    none.
+    """
     path = folder / "training.safetensors"
     if not path.exists():
         return 0, 0.0

@@ -1,10 +1,11 @@
-"""Types docs/tutorial.md again and writes what came back: `python examples/tutorial.py`, or `make tutorial`.
+"""Types docs/tutorial.md again and writes what came back: `python examples/tutorial.py`, or `make
+tutorial`.
 
 The answers of `certvit audit`, in words, go into the README as well.
 
-A block of ```console holds commands ("$ certvit ...") and, below each, its output at 80 columns: what a terminal shows,
-notes included, progress left out. The commands run in one folder, in the page's order; figures that the page shows are
-copied to docs/img/.
+A block of ```console holds commands ("$ certvit ...") and, below each, its output at 80 columns:
+what a terminal shows, notes included, progress left out. The commands run in one folder, in the
+page's order; figures that the page shows are copied to docs/img/.
 """
 
 import argparse
@@ -42,16 +43,18 @@ def run(command: str, folder: Path) -> str:
 
 
 def typed_again(page: str, folder: Path, only: str = "") -> str:
-    """The page with the outputs of this run; only: of the commands that begin with it, in the folder of an earlier run."""
+    """The page with the outputs of this run; only: of the commands that begin with it, in the
+    folder of an earlier run.
+    """
     started = time.perf_counter()
 
-    def block(found: re.Match[str]) -> str:
+    def block(match: re.Match[str]) -> str:
         shown = []
-        for part in re.split(r"^\$ ", found.group(1), flags=re.MULTILINE)[1:]:
+        for part in re.split(r"^\$ ", match.group(1), flags=re.MULTILINE)[1:]:
             command, _, before = part.partition("\n")
-            again = command.startswith(only)
+            is_run = command.startswith(only)
             shown.append(
-                f"$ {command}\n{run(command, folder) if again else before.rstrip() + chr(10)}"
+                f"$ {command}\n{run(command, folder) if is_run else before.rstrip() + chr(10)}"
             )
         return "```console\n" + "\n".join(shown) + "```"
 
@@ -67,7 +70,7 @@ def typed_again(page: str, folder: Path, only: str = "") -> str:
 
 def answers(page: str) -> str:
     """Return what `certvit audit` answered first about each network, a paragraph each."""
-    told = []
+    parts = []
     for block in BLOCK.findall(page):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE):
             if part.startswith("certvit audit "):
@@ -76,15 +79,15 @@ def answers(page: str) -> str:
                     part,
                     re.DOTALL | re.MULTILINE,
                 )
-                told.append(textwrap.fill(" ".join(words.group(1).split()), 118) if words else "")
-    return "\n\n".join(told)
+                parts.append(textwrap.fill(" ".join(words.group(1).split()), 118) if words else "")
+    return "\n\n".join(parts)
 
 
 def answered(readme: str, page: str) -> str:
     """The README with these answers in its first block of them."""
     return re.sub(
         r"(made to be proven:\n\n```\n).*?(\n```)",
-        lambda found: found.group(1) + answers(page) + found.group(2),
+        lambda match: match.group(1) + answers(page) + match.group(2),
         readme,
         count=1,
         flags=re.DOTALL,

@@ -1,6 +1,8 @@
-"""Small real things that many tests share: a plain digits ViT, its adapted form, and a certified net, all trained here.
+"""Small real things that many tests share: a plain digits ViT, its adapted form, and a certified
+net, all trained here.
 
-The process that hands tests to workers reads this file, too: torch is imported where tests are collected.
+The process that hands tests to workers reads this file, too: torch is imported where tests are
+collected.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from tests.helpers.workshop import Workshop
 
-# workers of pytest-xdist are given a terminal's width, which they have not: outputs are then as wide as in a pipe
+# workers of pytest-xdist are given a terminal's width, which they have not: outputs are then as
+# wide as in a pipe
 os.environ.pop("COLUMNS", None)
 
-# compiled code is kept: without it each worker and each command in a process of its own compiles everything again
+# compiled code is kept: without it each worker and each command in a process of its own compiles
+# everything again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 gc.set_threshold(50_000)  # few objects die in cycles
@@ -36,7 +40,8 @@ def pytest_collectstart() -> None:
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # the half million objects of torch and of the tests: each full collection would walk over them
+    # the half million objects of torch and of the tests: each full collection would walk over them
+    gc.freeze()
 
 
 @functools.cache
@@ -53,7 +58,8 @@ def _prepare() -> None:
 
     Sink.clock = staticmethod(float)  # it stands at 0: no output depends on how fast a machine is
 
-    # tiny tensors: a second thread costs more than it gives; `make test-elsewhere` asks for other numbers
+    # tiny tensors: a second thread costs more than it gives; `make test-elsewhere` asks for other
+    # numbers
     torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))
     _seed()
 
@@ -118,7 +124,9 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """Fail the test that leaves the interpreter otherwise than it found it: the next one would run in another world."""
+    """Fail the test that leaves the interpreter otherwise than it found it: the next one would run
+    in another world.
+    """
     before = _surroundings()
     yield
     _seed()  # here, so that fixtures of a module find it too

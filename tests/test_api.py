@@ -1,4 +1,6 @@
-"""Python's interface: its page and its notebook run, errors name keyword arguments, and modules are bounded like files."""
+"""Python's interface: its page and its notebook run, errors name keyword arguments, and modules are
+bounded like files.
+"""
 
 import copy
 import json
@@ -129,7 +131,8 @@ def test_a_module_has_the_results_of_its_file(tiny: Checkpoint) -> None:
         opened = certvit.load(source, **({} if source is module else DIGITS))
         assert opened.record.input.size == tiny.record.input.size
         assert str(certvit.bound(opened).upper) == str(certvit.bound(tiny).upper)
-        pixels, labels = torch.rand(3, 1, 8, 8), torch.zeros(3, dtype=torch.long)
+        pixels = torch.rand(3, 1, 8, 8)
+        labels = torch.zeros(3, dtype=torch.long)
         assert torch.equal(certvit.network(opened)(pixels), module(pixels))
         assert certvit.certify(opened, pixels, labels) == certvit.certify(tiny, pixels, labels)
 
@@ -154,16 +157,18 @@ def extended(module: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("change", [hooked, patched, extended])
 def test_no_module_hides_a_factor(change: Callable[[nn.Sequential], None]) -> None:
-    """The bound stays above a slope of the module as it runs, whatever the types of its parts promise."""
+    """The bound stays above a slope of the module as it runs, whatever the types of its parts
+    promise.
+    """
     module = perceptron()
     change(module)
     opened = certvit.load(module, **DIGITS)
-    found = certvit.bound(opened)
-    assert found.upper.finite != (change is hooked)
+    bound_result = certvit.bound(opened)
+    assert bound_result.upper.finite != (change is hooked)
     x, y = torch.rand(2, 50, 1, 8, 8)
     outputs = [module((each - 0.5) / 0.5).detach() for each in (x, y)]
     slopes = (outputs[0] - outputs[1]).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
-    assert float(slopes.max()) <= float(found.upper)
+    assert float(slopes.max()) <= float(bound_result.upper)
 
 
 def test_a_module_is_copied() -> None:

@@ -1,12 +1,14 @@
-"""Runs rows of the papers' tables and writes results.json and docs/tables.md. What is there already is not run again.
+"""Runs rows of the papers' tables and writes results.json and docs/tables.md. What is there already
+is not run again.
 
     python -m benchmarks.tables --quick --data mnist=DIR --data cifar10=DIR [--jobs 2]    the quick rows, three seeds at most
     python -m benchmarks.tables --row certvit-2/vit-t16 [--row ...]                       these, and those they start from
     python -m benchmarks.tables --list                                                     every row with its commands
     python -m benchmarks.tables --render                                                   docs/tables.md again, nothing run
 
-A data set that is not given leaves its rows empty. A run can be interrupted: rows stand in the results as soon as they
-are done, finished steps of the others are kept in --work, and the same command goes on with what is lacking.
+A data set that is not given leaves its rows empty. A run can be interrupted: rows stand in the
+results as soon as they are done, finished steps of the others are kept in --work, and the same
+command goes on with what is lacking.
 """
 
 import argparse
@@ -30,23 +32,23 @@ def chosen(rows: list[str], quick: bool) -> list[Row]:
         for row in ROWS
         if (quick and row.quick) or any(fnmatch.fnmatch(row.name, p) for p in rows)
     ]
-    found: list[str] = []
+    chosen_names: list[str] = []
 
     def take(name: str) -> None:
         for other in BY_NAME[name].after:
             take(other)
-        if name not in found:
-            found.append(name)
+        if name not in chosen_names:
+            chosen_names.append(name)
 
     for name in names:
         take(name)
-    return [BY_NAME[name] for name in found]
+    return [BY_NAME[name] for name in chosen_names]
 
 
-def one(row: Row, seed: int, data: dict[str, str], work: Path, again: bool, file: Path) -> str:
+def one(row: Row, seed: int, data: dict[str, str], work: Path, repeat: bool, file: Path) -> str:
     """Runs one row with one seed and adds it to the results; what to say of it."""
     title = f"{row.name} seed {seed}"
-    if there(row, seed, results.read(file)) and not again:
+    if there(row, seed, results.read(file)) and not repeat:
         return f"{title}: there already"
     if not row.steps:
         return f"{title}: no command yet"
@@ -63,34 +65,38 @@ def one(row: Row, seed: int, data: dict[str, str], work: Path, again: bool, file
 
 
 def chains(rows: list[Row]) -> list[list[Row]]:
-    """Rows that read one another's files together, each after those it reads; the order of the list otherwise."""
-    found: list[list[Row]] = []
+    """Rows that read one another's files together, each after those it reads; the order of the list
+    otherwise.
+    """
+    groups: list[list[Row]] = []
     for row in rows:
-        joined = [chain for chain in found if any(other.name in row.after for other in chain)]
-        found = [chain for chain in found if chain not in joined]
-        found.append([*(other for chain in joined for other in chain), row])
-    return found
+        joined = [chain for chain in groups if any(other.name in row.after for other in chain)]
+        groups = [chain for chain in groups if chain not in joined]
+        groups.append([*(other for chain in joined for other in chain), row])
+    return groups
 
 
 def run_chain(
-    tasks: list[tuple[Row, int]], data: dict[str, str], work: Path, again: bool, file: Path
+    tasks: list[tuple[Row, int]], data: dict[str, str], work: Path, repeat: bool, file: Path
 ) -> int:
-    """Rows that start from one another, in order; how many failed. One that is in the results is run for its files alone."""
+    """Rows that start from one another, in order; how many failed. One that is in the results is
+    run for its files alone.
+    """
     failed = 0
-    known = results.read(file)
-    lacking = {row.name for row, seed in tasks if again or not there(row, seed, known)}
+    results_so_far = results.read(file)
+    lacking = {row.name for row, seed in tasks if repeat or not there(row, seed, results_so_far)}
     for row, seed in tasks:
-        wanted = any(row.name in other.after and other.name in lacking for other, _ in tasks)
-        made = (work / row.name / str(seed)).exists()
-        said = one(row, seed, data, work, again or (wanted and not made), file)
+        is_needed = any(row.name in other.after and other.name in lacking for other, _ in tasks)
+        exists = (work / row.name / str(seed)).exists()
+        said = one(row, seed, data, work, repeat or (is_needed and not exists), file)
         print(said, file=sys.stderr, flush=True)
         failed += "FAILED" in said
     return failed
 
 
-def there(row: Row, seed: int, known: dict[str, Any]) -> bool:
+def there(row: Row, seed: int, runs: dict[str, Any]) -> bool:
     """Whether the results hold this row, by these commands."""
-    run = known.get(results.key(row.name, seed))
+    run = runs.get(results.key(row.name, seed))
     return run is not None and run["commands"] == dict(row.steps)
 
 
@@ -121,8 +127,8 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--render", action="store_true")
-    given = parser.parse_args()
-    if given.list:
+    options = parser.parse_args()
+    if options.list:
         for row in ROWS:
             print(
                 f"\n{row.name}{' (quick)' if row.quick else ''}, seeds {', '.join(map(str, row.seeds))}"
@@ -131,35 +137,35 @@ def main() -> int:
         return 0
     data = {
         name: str(Path(path).resolve())
-        for name, _, path in (entry.partition("=") for entry in given.data)
+        for name, _, path in (entry.partition("=") for entry in options.data)
     }
     if unknown := set(data) - set(DATA):
         parser.error(f"--data knows {', '.join(DATA)}, not {', '.join(sorted(unknown))}")
-    rows = [] if given.render else chosen(given.row, given.quick)
-    if not rows and not given.render:
+    rows = [] if options.render else chosen(options.row, options.quick)
+    if not rows and not options.render:
         parser.error("no such row: --list shows them")
     jobs = []
     for chain in chains(rows):
-        wanted = {
-            row.name: given.seed or row.seeds[: QUICK_SEEDS if given.quick else None]
+        seeds_of = {
+            row.name: options.seed or row.seeds[: QUICK_SEEDS if options.quick else None]
             for row in chain
         }
-        for seed in sorted({seed for seeds in wanted.values() for seed in seeds}):
-            tasks = [(row, seed) for row in chain if seed in wanted[row.name]]
-            jobs.append((tasks, data, given.work.resolve(), given.again, given.results))
-    known = results.read(given.results)
-    whole = given.again or not any(
-        there(row, seed, known) for tasks, *_ in jobs for row, seed in tasks
+        for seed in sorted({seed for seeds in seeds_of.values() for seed in seeds}):
+            tasks = [(row, seed) for row in chain if seed in seeds_of[row.name]]
+            jobs.append((tasks, data, options.work.resolve(), options.again, options.results))
+    results_so_far = results.read(options.results)
+    whole = options.again or not any(
+        there(row, seed, results_so_far) for tasks, *_ in jobs for row, seed in tasks
     )
     started = time.perf_counter()
-    with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:
         failed = sum(pool.starmap(run_chain, jobs, chunksize=1))
-    if given.quick and whole and not failed:
-        known = results.read(given.results)
-        runs = sum(there(row, seed, known) for tasks, *_ in jobs for row, seed in tasks)
-        took = {"seconds": round(time.perf_counter() - started), "jobs": given.jobs, "runs": runs}
-        results.change(lambda runs: None, given.results, took | {"machine": results.machine()})
-    if given.results == results.PATH:
+    if options.quick and whole and not failed:
+        results_so_far = results.read(options.results)
+        runs = sum(there(row, seed, results_so_far) for tasks, *_ in jobs for row, seed in tasks)
+        took = {"seconds": round(time.perf_counter() - started), "jobs": options.jobs, "runs": runs}
+        results.change(lambda runs: None, options.results, took | {"machine": results.machine()})
+    if options.results == results.PATH:
         render.write()
     return 1 if failed else 0
 

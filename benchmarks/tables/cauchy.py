@@ -55,27 +55,29 @@ def rows() -> Iterator[Row]:
         "pgd7": "attack/parts/0/attacks/pgd-7",
         "pgd7l2": "attack/parts/1/attacks/pgd-7",
     }
-    moved = {name: where for name, where in shown.items() if "attack" not in where}
-    moved |= {"clean": "linf/clean", "fgsm": "linf/attacks/fgsm", "pgd7": "linf/attacks/pgd-7"}
-    moved |= {"pgd7l2": "l2/attacks/pgd-7", "pgd20": "l2/attacks/pgd-20"}
+    columns = {name: where for name, where in shown.items() if "attack" not in where}
+    columns |= {"clean": "linf/clean", "fgsm": "linf/attacks/fgsm", "pgd7": "linf/attacks/pgd-7"}
+    columns |= {"pgd7l2": "l2/attacks/pgd-7", "pgd20": "l2/attacks/pgd-20"}
     for small in SMALL:
         for mixing in ("vit", "covit"):
             for optimiser, (tool, options) in _OPTIMISERS.items():
-                made = small.made(options, pooled, halved=optimiser == "sam")
+                commands = small.made(options, pooled, halved=optimiser == "sam")
                 if mixing == "covit":
                     mixed = f"certvit adapt init.safetensors {small.images} --attention conv --norm keep --residual keep "
-                    made["train"] = made["train"].replace("init.safetensors", "covit.safetensors")
-                    made = {
-                        "init": made["init"],
+                    commands["train"] = commands["train"].replace(
+                        "init.safetensors", "covit.safetensors"
+                    )
+                    commands = {
+                        "init": commands["init"],
                         "mixing": mixed + "--epochs -1 --distill 0 -o covit.safetensors --force",
-                        "train": made["train"],
+                        "train": commands["train"],
                     }
                 label = small.label.replace("ViT", _LABEL[mixing])
                 row = Row(
                     f"cauchy-1/{small.name}/{mixing}-{optimiser}",
                     (label, tool),
-                    made | small.judged_as_by_cauchy(),
-                    moved if small.radius else shown,
+                    commands | small.judged_as_by_cauchy(),
+                    columns if small.radius else shown,
                     small.seeds,
                     quick=small.quick,
                 )

@@ -12,7 +12,9 @@ from benchmarks.tables.layout import Claim
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that claims compare: the folder `root` of ours, and the paper's, named as ours or `our name>their name`."""
+    """Rows that claims compare: the folder `root` of ours, and the paper's, named as ours or `our
+    name>their name`.
+    """
 
     seed: str
     root: str
@@ -220,17 +222,19 @@ _UNITS = ("upper", "sigma", "hoelder")
 
 def differences(claim: Claim, runs: Mapping[str, Any]) -> list[float]:
     """better - worse, seed by seed, of the seeds that both rows have."""
-    found = []
+    values = []
     for seed in range(MOST_SEEDS):
         pair = [runs.get(results.key(name, seed)) for name in (claim.better, claim.worse)]
         if all(run is not None and claim.column in run["figures"] for run in pair):
             better, worse = (run["figures"][claim.column] for run in pair)  # type: ignore[index]
-            found.append(better - worse)
-    return found
+            values.append(better - worse)
+    return values
 
 
 def theirs(claim: Claim, published: Mapping[str, Mapping[str, float]]) -> list[float]:
-    """The paper's differences, in points or the column's unit (its bounds are not of our kind: none)."""
+    """The paper's differences, in points or the column's unit (its bounds are not of our kind:
+    none).
+    """
     rows = [(published.get(better, {}), published.get(worse, {})) for better, worse in claim.paper]
     return [
         round(better[claim.column] - worse[claim.column], 2)
@@ -240,7 +244,8 @@ def theirs(claim: Claim, published: Mapping[str, Mapping[str, float]]) -> list[f
 
 
 def interval(claim: Claim, values: list[float]) -> tuple[float, float] | None:
-    """Mean and half width of the 95 % interval of the mean difference, as shown; None of fewer than two seeds.
+    """Mean and half width of the 95 % interval of the mean difference, as shown; None of fewer than
+    two seeds.
 
     By Student's t over the seeds, which vary training, not images.
     """
@@ -255,10 +260,10 @@ def verdict(claim: Claim, values: list[float]) -> str:
     """Reproduced and refuted: the whole interval lies on one side of 0."""
     if claim.open and values:
         return claim.open
-    found = interval(claim, values)
-    if found is None:
+    interval_of = interval(claim, values)
+    if interval_of is None:
         return "not run" if not values else "not decided: one seed"
-    mean, half = found
+    mean, half = interval_of
     if abs(mean) <= half:
         return "not decided"
     return "reproduced" if mean * claim.sign > 0 else "refuted"

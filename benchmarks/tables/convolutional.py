@@ -85,13 +85,19 @@ def trained(images: str, arch: str, options: str, arguments: str = "") -> dict[s
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of the table: its images, radius (as typed and as the documents name it), networks and short recipes.
+    """A data set of the table: its images, radius (as typed and as the documents name it), networks
+    and short recipes.
 
-    nets: name -> arguments of `certvit init`. sample: of the training images. epochs: plain, GloRo, after constraining.
-    chain: batch size, sample and epochs of losses that follow each image through the layers: as many steps as GloRo's.
-    seeds: of rows with convolutions. further: those of standard, GloRo and CertViT beyond, where three had not decided.
-    long: method -> options of a longer training. full: those which last until validation stops rising or for an hour.
-    plain, parts, certified: of the ViT, the options of its training, of `adapt`, and of its certified training.
+    nets: name -> arguments of `certvit init`. sample: of the training images. epochs: plain, GloRo,
+        after constraining.
+    chain: batch size, sample and epochs of losses that follow each image through the layers: as
+        many steps as GloRo's.
+    seeds: of rows with convolutions. further: those of standard, GloRo and CertViT beyond, where
+        three had not decided.
+    long: method -> options of a longer training. full: those which last until validation stops
+        rising or for an hour.
+    plain, parts, certified: of the ViT, the options of its training, of `adapt`, and of its
+        certified training.
     """
 
     name: str
@@ -116,7 +122,9 @@ class Data:
     certified: str = "--epochs 4 --batch-size 128 --limit 20000 --validation-limit 1000"
 
     def judged(self, method: str = "", row: str = "") -> dict[str, str]:
-        """method: of the certificate, in place of the global bound; on fewer images, since it looks at each."""
+        """method: of the certificate, in place of the global bound; on fewer images, since it looks
+        at each.
+        """
         if row in self.long:
             return judged(
                 self.test, self.radius, (" --limit 1000" if method else "", " --limit 1000"), method
@@ -180,13 +188,16 @@ def rows() -> Iterator[Row]:
 
 
 def _convolutional(data: Data, net: str) -> Iterator[Row]:
-    name, arch = f"certvit-1/{data.name}/{net}", f"certvit_{net}"
+    name = f"certvit-1/{data.name}/{net}"
+    arch = f"certvit_{net}"
     label = (data.title, net.upper())
     tool = f"{_ADAMW} --batch-size {data.batch}{data.sample}"
     plain, gloro, after = data.epochs
-    shown, judge = figures(data.shown), data.judged()
+    shown = figures(data.shown)
+    judge = data.judged()
     arguments = data.nets[net]
-    long, quick = data.long, data.quick and not data.long
+    long = data.long
+    quick = data.quick and not data.long
     yield Row(
         f"{name}/standard",
         (*label, "standard"),
@@ -209,11 +220,11 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
         if net == "8c2f" and loss == "bcp":
             continue  # the paper has none
         how = f"--loss {loss} -e {data.radius} {options}"
-        own = data.judged(f" --method {loss}" if chain else "", loss)
+        judging = data.judged(f" --method {loss}" if chain else "", loss)
         yield Row(
             f"{name}/{loss}",
             (*label, method),
-            trained(data.images, arch, how, arguments) | own,
+            trained(data.images, arch, how, arguments) | judging,
             shown | ({"upper": "train/log10_upper"} if chain else {}),
             data.seeds + (data.further if loss == "gloro" else ()),
             quick=quick and (not chain or data.name == "digits"),
@@ -256,12 +267,12 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
         return
     for source in ("standard", "gloro"):
         for method in ("bcp", "local-lip"):
-            begun = f"{name}/{source}"
+            prefix = f"{name}/{source}"
             yield Row(
-                f"{begun}-by-{method}",
+                f"{prefix}-by-{method}",
                 (*label, f"the {source} network, certificate {method} (ours)"),
                 {
-                    "certify": f"certvit certify {{{begun}}}/net.safetensors {data.test} -e {data.radius} --limit 200 "
+                    "certify": f"certvit certify {{{prefix}}}/net.safetensors {data.test} -e {data.radius} --limit 200 "
                     f"--method {method}"
                 },
                 {
@@ -269,7 +280,7 @@ def _convolutional(data: Data, net: str) -> Iterator[Row]:
                     for key, where in shown.items()
                     if key in ("clean", "certified", "radius")
                 },
-                after=(begun,),
+                after=(prefix,),
                 quick=quick,
                 note="200 images",
             )
@@ -363,7 +374,8 @@ def _ours() -> Iterator[Row]:
         figures("1.58"),
         note="no attention",
     )
-    plain, certified = "certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"
+    plain = "certvit-1/digits/4c3f/standard"
+    certified = "certvit-1/digits/4c3f/gloro"
     tested = "--dataset digits -e 0.5 -a pgd-50 --no-checks"
     yield Row(
         "certvit-f1/digits/4c3f",

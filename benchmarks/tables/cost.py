@@ -1,9 +1,10 @@
-"""What a training step costs beside a plain ViT's, plain and on attacked images (PGD-10), in CPU time; one JSON document.
+"""What a training step costs beside a plain ViT's, plain and on attacked images (PGD-10), in CPU
+time; one JSON document.
 
     python -m benchmarks.tables.cost [--method specformer]
 
-Every round makes a step of each kind one after the other; a ratio divides two times of one round, the result is the median.
-The network is certvit_vit_cifar10, images and weights are random.
+Every round makes a step of each kind one after the other; a ratio divides two times of one round,
+the result is the median. The network is certvit_vit_cifar10, images and weights are random.
 """
 
 import argparse
@@ -52,7 +53,12 @@ def stepper(method: str, attacked: bool, batch: int) -> Callable[[], float]:
     labels = torch.randint(0, 10, (batch,), generator=generator)
     classes = tuple(map(str, range(10)))
     images = Images(
-        "random", "train", classes, labels, torch.arange(batch), lambda wanted: pixels[list(wanted)]
+        "random",
+        "train",
+        classes,
+        labels,
+        torch.arange(batch),
+        lambda indices: pixels[list(indices)],
     )
     positions, number = torch.arange(batch), iter(range(10**9))
 
@@ -65,7 +71,8 @@ def stepper(method: str, attacked: bool, batch: int) -> Callable[[], float]:
 
 
 def ratio(method: str, attacked: bool, batch: int, rounds: int) -> float:
-    plain, other = stepper("vit", attacked, batch), stepper(method, attacked, batch)
+    plain = stepper("vit", attacked, batch)
+    other = stepper(method, attacked, batch)
     plain(), other()  # a warm-up: cold power iterations, allocations
     return statistics.median(other() / plain() for _ in range(rounds))
 

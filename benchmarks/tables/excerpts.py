@@ -1,4 +1,6 @@
-"""Sentences of the papers that claims and findings judge: short quotations, word for word, in excerpts.txt."""
+"""Sentences of the papers that claims and findings judge: short quotations, word for word, in
+excerpts.txt.
+"""
 
 import re
 from pathlib import Path

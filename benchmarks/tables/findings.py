@@ -1,4 +1,6 @@
-"""What the papers say that no pair of our rows can judge: contributions, sentences, columns, and baselines of others."""
+"""What the papers say that no pair of our rows can judge: contributions, sentences, columns, and
+baselines of others.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +9,8 @@ from dataclasses import dataclass
 class Finding:
     """A sentence of a paper, judged by a proof, by the paper's own figures or by a page of ours.
 
-    sentence: a line of excerpts.txt. contribution: its number in the paper's list, 0: of no list. verdict: one of VERDICTS.
+    sentence: a line of excerpts.txt. contribution: its number in the paper's list, 0: of no list.
+        verdict: one of VERDICTS.
     why: what decides it, in Markdown.
     """
 

@@ -1,4 +1,6 @@
-"""What a table, a row and a claim are. The rows themselves: a file a paper (rows.py names them), claims in claims.py."""
+"""What a table, a row and a claim are. The rows themselves: a file a paper (rows.py names them),
+claims in claims.py.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +17,9 @@ QUICK_SEEDS = 3
 class Column:
     """One figure of a table.
 
-    kind: percent (stored as a share), power (stored as log10), number, count (whole). promise: what it is. against: a column
-    whose published figure it has to equal, or the paper contradicts itself.
+    kind: percent (stored as a share), power (stored as log10), number, count (whole). promise: what
+    it is. against: a column whose published figure it has to equal, or the paper contradicts
+    itself.
     """
 
     key: str
@@ -30,12 +33,14 @@ class Column:
 class Row:
     """One row: the commands that give it, in order, and where its figures stand in what they print.
 
-    name: table/.../row, also its folder. steps: name -> command; {seed} and the names of data sets are filled in, files are
-    of the row's own folder or, through {name/of/a/row}, of another row's that it starts from. figures: column -> step and
-    the keys of its JSON document, "certify/certified/1.58". after: rows whose files it reads. same: the row whose runs it
-    shows, with the columns of its own table. quick: part of `--quick`, which takes the first three seeds; only rows whose
-    time is known. full: trained until validation stopped rising or an hour of CPU time was over, so that its figures stand
-    beside the paper's.
+    name: table/.../row, also its folder. steps: name -> command; {seed} and the names of data sets
+    are filled in, files are of the row's own folder or, through {name/of/a/row}, of another row's
+    that it starts from. figures: column -> step and the keys of its JSON document,
+    "certify/certified/1.58". after: rows whose files it reads. same: the row whose runs it
+    shows, with the columns of its own table. quick: part of `--quick`, which takes the first three
+    seeds; only rows whose
+    time is known. full: trained until validation stopped rising or an hour of CPU time was over, so
+    that its figures stand beside the paper's.
     """
 
     name: str
@@ -61,9 +66,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """heads: of the cells that name a row. about: what was done otherwise than in the paper, in Markdown.
+    """heads: of the cells that name a row. about: what was done otherwise than in the paper, in
+    Markdown.
 
-    apart: why figures that were run beside the paper's decide nothing by themselves, in a word or two.
+    apart: why figures that were run beside the paper's decide nothing by themselves, in a word or
+        two.
     """
 
     name: str
@@ -76,10 +83,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published sentence as an inequality: `better` exceeds `worse` in `column` (sign +1) or falls below it (-1).
+    """A published sentence as an inequality: `better` exceeds `worse` in `column` (sign +1) or
+    falls below it (-1).
 
-    paper: the paper's rows of the same comparison, in pairs. seed: the paper, a key of `excerpts.PAPERS`. sentence: what it
-    says, word for word, a line of excerpts.txt. open: why the runs decide nothing, whatever their interval.
+    paper: the paper's rows of the same comparison, in pairs. seed: the paper, a key of
+        `excerpts.PAPERS`. sentence: what it
+    says, word for word, a line of excerpts.txt. open: why the runs decide nothing, whatever their
+    interval.
     """
 
     text: str

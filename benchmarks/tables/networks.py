@@ -12,10 +12,12 @@ TABLE_4 = {
 
 
 def network_row(data: str, title: str, net: str, arch: str) -> Row:
-    """Count the network that the paper counts, without weights; a ViT also as its Table 4 describes it.
+    """Count the network that the paper counts, without weights; a ViT also as its Table 4 describes
+    it.
 
     Args:
-        data: name of the data set in rows. title: its name on the page. net: 4c3f, 6c2f, 8c2f or vit.
+        data: name of the data set in rows. title: its name on the page. net: 4c3f, 6c2f, 8c2f or
+            vit.
     """
     count = f"python -m benchmarks.tables.count {arch}"
     steps = {"count": count}

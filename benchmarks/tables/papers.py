@@ -1,4 +1,6 @@
-"""The part of docs/tables.md on what the papers say: claims by rows, findings, columns, baselines of others."""
+"""The part of docs/tables.md on what the papers say: claims by rows, findings, columns, baselines
+of others.
+"""
 
 import textwrap
 from collections import Counter
@@ -41,7 +43,9 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def claim_row(claim: Claim, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    """What is compared, the sentence, our difference with its interval, the paper's, and the verdict."""
+    """What is compared, the sentence, our difference with its interval, the paper's, and the
+    verdict.
+    """
     values = claims.differences(claim, runs)
     interval = claims.interval(claim, values)
     paper = claims.theirs(claim, published)

@@ -73,7 +73,8 @@ def rows() -> Iterator[Row]:
 
 
 def _pipeline(name: str, label: str, arch: str) -> Iterator[Row]:
-    start, images = f"{{weights}}/{arch}", "--dataset {imagenette}"
+    start = f"{{weights}}/{arch}"
+    images = "--dataset {imagenette}"
     root = f"certvit-3/{name}"
     stages = {
         "dp": ("dot-product attention", "", start),
@@ -101,14 +102,18 @@ def _pipeline(name: str, label: str, arch: str) -> Iterator[Row]:
             "attack": f"certvit attack {net} {images} --split val -a pgd-20 -e 36/255 --limit 20 --no-checks",
             "bound": f"certvit lipschitz {net} --no-estimate --formula certvit",
         }
-        found = {"clean": "attack/clean", "attacked": "attack/robust", "upper": "bound/log10_upper"}
+        columns = {
+            "clean": "attack/clean",
+            "attacked": "attack/robust",
+            "upper": "bound/log10_upper",
+        }
         if stage != "dp":  # the paper's formula speaks of L2 attention
-            found["formula"] = "bound/formulas/0/log10_total"
+            columns["formula"] = "bound/formulas/0/log10_total"
         yield Row(
             f"{root}/{stage}",
             (label, what),
             steps,
-            found,
+            columns,
             after=(f"{root}/l2",) if stage in ("certvit", "spectral") else (),
             note="20 images, PGD-20",
         )

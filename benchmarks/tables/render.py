@@ -1,4 +1,6 @@
-"""results.json and published.json -> docs/tables.md. Nothing on that page is written by hand but each table's description."""
+"""results.json and published.json -> docs/tables.md. Nothing on that page is written by hand but
+each table's description.
+"""
 
 import statistics
 import textwrap
@@ -90,9 +92,9 @@ def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping
     for column in table.columns:
         cells += [ours(column, mine), theirs(column, published.get(row.name, {}))]
     seconds = [sum(run["cpu_seconds"].values()) for run in mine]
-    found = status(table, row, runs, published.get(row.name, {}))
+    status_text = status(table, row, runs, published.get(row.name, {}))
     cells += [
-        found,
+        status_text,
         f"{statistics.fmean(seconds):.0f}" if any(seconds) else "",
         row.note,
         f"`{row.same or row.name}`",
@@ -102,8 +104,10 @@ def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping
 
 def own_runs(row: Row, runs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Of every seed, also of the row whose runs it shows."""
-    found = (runs.get(results.key(row.same or row.name, seed)) for seed in range(claims.MOST_SEEDS))
-    return [run for run in found if run is not None]
+    runs_of = (
+        runs.get(results.key(row.same or row.name, seed)) for seed in range(claims.MOST_SEEDS)
+    )
+    return [run for run in runs_of if run is not None]
 
 
 def status(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[str, float]) -> str:
@@ -158,13 +162,13 @@ def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, A
         heads += [column.heading + sound, "paper"]
     heads += ["verdict", "CPU s", "note", "row"]
     rows = [row for row in ROWS if row.table == table.name]
-    found = published.get(table.name, {"source": "", "rows": {}})
+    reported = published.get(table.name, {"source": "", "rows": {}})
     lines = [f"## {table.title}", "", *textwrap.wrap(table.about, 118), ""]
-    if found["source"]:
-        lines += textwrap.wrap(f"The paper's figures: {found['source']}.", 118) + [""]
+    if reported["source"]:
+        lines += textwrap.wrap(f"The paper's figures: {reported['source']}.", 118) + [""]
     lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    lines += [row_line(table, row, runs, found["rows"]) for row in rows]
-    return [*lines, "", *agreement_lines(table, runs, found["rows"])]
+    lines += [row_line(table, row, runs, reported["rows"]) for row in rows]
+    return [*lines, "", *agreement_lines(table, runs, reported["rows"])]
 
 
 def agreement_lines(
@@ -202,7 +206,9 @@ VERDICTS = (
 
 
 def summary_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    """How many rows of each table have which verdict; of several the first in the order of VERDICTS."""
+    """How many rows of each table have which verdict; of several the first in the order of
+    VERDICTS.
+    """
     text = "Rows of each table by verdict; a row with several counts under the first of them."
     lines = [
         "## In short",
@@ -233,7 +239,9 @@ def summary_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list
 
 
 def quick_lines(runs: Mapping[str, Any], whole: Mapping[str, Any] | None) -> list[str]:
-    """What `--quick` takes, by the CPU seconds that its rows recorded, and from end to end where that was run."""
+    """What `--quick` takes, by the CPU seconds that its rows recorded, and from end to end where
+    that was run.
+    """
     keys = [results.key(row.name, seed) for row in ROWS if row.steps for seed in row.quick_seeds]
     done = [runs[key] for key in keys if key in runs and "earlier" not in runs[key]]
     seconds = sum(sum(run["cpu_seconds"].values()) for run in done)
@@ -252,10 +260,10 @@ def quick_lines(runs: Mapping[str, Any], whole: Mapping[str, Any] | None) -> lis
 
 
 def machine_lines(runs: Mapping[str, Any]) -> list[str]:
-    found = {tuple(sorted(run["machine"].items())) for run in runs.values() if "machine" in run}
+    machines = {tuple(sorted(run["machine"].items())) for run in runs.values() if "machine" in run}
     lines = [
         ", ".join(f"{name} {value}" for name, value in machine)
-        for machine in sorted(found, key=str)
+        for machine in sorted(machines, key=str)
     ]
     return [
         "## Machines",
@@ -267,7 +275,8 @@ def machine_lines(runs: Mapping[str, Any]) -> list[str]:
 def page(runs: Mapping[str, Any] | None = None, quick: Mapping[str, Any] | None = None) -> str:
     """The whole page."""
     if runs is None:
-        runs, quick = results.read(), results.quick()
+        runs = results.read()
+        quick = results.quick()
     published = results.published()
     figures = {name: entry for table in published.values() for name, entry in table["rows"].items()}
     lines = [INTRODUCTION, "", *summary_lines(runs, published)]

@@ -1,4 +1,6 @@
-"""The file of results: what was run, with which commands, on which machine. Rows are added, never silently replaced."""
+"""The file of results: what was run, with which commands, on which machine. Rows are added, never
+silently replaced.
+"""
 
 import fcntl
 import json
@@ -25,12 +27,13 @@ def read(path: Path = PATH) -> dict[str, Any]:
 
 
 def quick(path: Path = PATH) -> dict[str, Any] | None:
-    """What the last `--quick` took that ran every row of it: seconds by the clock, jobs, runs; None before the first.
+    """What the last `--quick` took that ran every row of it: seconds by the clock, jobs, runs; None
+    before the first.
 
     note, by hand: what else the clock saw.
     """
-    found: dict[str, Any] | None = _document(path).get("quick")
-    return found
+    document: dict[str, Any] | None = _document(path).get("quick")
+    return document
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -55,7 +58,9 @@ def _locked(folder: Path) -> Iterator[None]:
 def change(
     edit: Callable[[dict[str, Any]], None], path: Path = PATH, quick: dict[str, Any] | None = None
 ) -> None:
-    """Read, edit the runs, write at once; several processes may do so side by side. quick: of the function of that name."""
+    """Read, edit the runs, write at once; several processes may do so side by side. quick: of the
+    function of that name.
+    """
     with _locked(path.parent):
         document = _document(path)
         edit(document["runs"])

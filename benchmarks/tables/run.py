@@ -1,4 +1,6 @@
-"""Runs rows: each step in a forked process, its CPU time counted, its document kept so that a row can be resumed."""
+"""Runs rows: each step in a forked process, its CPU time counted, its document kept so that a row
+can be resumed.
+"""
 
 import contextlib
 import json
@@ -42,11 +44,11 @@ def _filled(word: str, names: Mapping[str, str]) -> str:
     return word
 
 
-def missing_data(row: Row, data: Mapping[str, str], known: tuple[str, ...]) -> list[str]:
+def missing_data(row: Row, data: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
     """Data sets that the row needs and that were not given."""
     return [
         name
-        for name in known
+        for name in names
         if name not in data and any("{" + name + "}" in step for step in row.steps.values())
     ]
 
@@ -54,17 +56,21 @@ def missing_data(row: Row, data: Mapping[str, str], known: tuple[str, ...]) -> l
 def step(
     commands: Sequence[str], names: Mapping[str, str], folder: Path, name: str
 ) -> dict[str, Any]:
-    """{"commands", "document", "cpu_seconds"} of the last of the commands, from its file when all were the same there.
+    """{"commands", "document", "cpu_seconds"} of the last of the commands, from its file when all
+    were the same there.
 
     commands: those that made the files which the step reads, then its own.
     """
-    kept, command = folder / f"{name}.json", commands[-1]
-    if kept.exists():
-        earlier = json.loads(kept.read_text())
+    output_file = folder / f"{name}.json"
+    command = commands[-1]
+    if output_file.exists():
+        earlier = json.loads(output_file.read_text())
         if earlier.get("commands") == list(commands):
             return dict(earlier)
-    out, err = folder / f"{name}.out", folder / f"{name}.err"
-    child = os.fork()  # torch is imported once, here: a process started anew spends more on that than most steps take
+    out = folder / f"{name}.out"
+    err = folder / f"{name}.err"
+    # torch is imported once, here: a process started anew spends more on that than most steps take
+    child = os.fork()
     if child == 0:
         _child(*arguments(command, names), folder, out, err)
     _, status, usage = os.wait4(child, 0)
@@ -73,19 +79,21 @@ def step(
         raise RowFailed(
             f"{command}\nended with {code}: {(err.read_text() or out.read_text())[-800:]}"
         )
-    found = {
+    record = {
         "commands": list(commands),
         "document": json.loads(out.read_text().strip().splitlines()[-1]),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
     }
-    partial = kept.with_suffix(".partial")
-    partial.write_text(json.dumps(found))
-    os.replace(partial, kept)  # whole or not at all: a run may be interrupted here as well
-    return found
+    partial = output_file.with_suffix(".partial")
+    partial.write_text(json.dumps(record))
+    os.replace(partial, output_file)  # whole or not at all: a run may be interrupted here as well
+    return record
 
 
 def _child(module: str, words: list[str], folder: Path, out: Path, err: Path) -> NoReturn:
-    """The forked process: runs the module in the folder as `python -m` would, its output in files, and ends."""
+    """The forked process: runs the module in the folder as `python -m` would, its output in files,
+    and ends.
+    """
     code: Any = 1
     try:
         for path, number in ((out, 1), (err, 2)):
@@ -108,15 +116,17 @@ def _child(module: str, words: list[str], folder: Path, out: Path, err: Path) ->
 
 
 def figure(documents: Mapping[str, Any], where: str) -> Any:
-    """A figure by step and keys: "certify/certified/1.58"; of a list by its index, or * for the mean over it."""
-    found: Any = documents
+    """A figure by step and keys: "certify/certified/1.58"; of a list by its index, or * for the
+    mean over it.
+    """
+    value: Any = documents
     parts = where.split("/")
     for place, part in enumerate(parts):
         if part == "*":
-            values = [figure({"": entry}, "/".join(["", *parts[place + 1 :]])) for entry in found]
+            values = [figure({"": entry}, "/".join(["", *parts[place + 1 :]])) for entry in value]
             return sum(values) / len(values)
-        found = found[int(part)] if isinstance(found, list) else found[part]
-    return found
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    return value
 
 
 def made_by(row: Row) -> list[str]:
@@ -138,13 +148,13 @@ def run_row(row: Row, seed: int, data: Mapping[str, str], work: Path) -> dict[st
         name: step(commands[: first + place], names, folder, name)
         for place, name in enumerate(row.steps, start=1)
     }
-    documents = {name: found["document"] for name, found in steps.items()}
+    documents = {name: record["document"] for name, record in steps.items()}
     return {
         "figures": {column: figure(documents, where) for column, where in row.figures.items()},
         "images": {
             name: document["images"] for name, document in documents.items() if "images" in document
         },
         "commands": dict(row.steps),
-        "cpu_seconds": {name: found["cpu_seconds"] for name, found in steps.items()},
+        "cpu_seconds": {name: record["cpu_seconds"] for name, record in steps.items()},
         "machine": results.machine(),
     }

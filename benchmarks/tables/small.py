@@ -12,7 +12,9 @@ _MLP = "--arch-arg depth=2 --arch-arg embed_dim=64 --arch-arg num_heads=4 --arch
 
 @dataclass(frozen=True)
 class Small:
-    """A small network on a small data set, on which a comparison of many runs can be made. epochs: of one gradient each."""
+    """A small network on a small data set, on which a comparison of many runs can be made. epochs:
+    of one gradient each.
+    """
 
     name: str
     label: str

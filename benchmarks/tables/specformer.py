@@ -1,4 +1,6 @@
-"""SpecFormer's Tables 1 to 3 and 5: standard and adversarial training of small ViTs, cost, weights of the penalty."""
+"""SpecFormer's Tables 1 to 3 and 5: standard and adversarial training of small ViTs, cost, weights
+of the penalty.
+"""
 
 from collections.abc import Iterator
 
@@ -85,12 +87,12 @@ def rows() -> Iterator[Row]:
                 quick=small.quick,
             )
         for name, (label, parts) in _REPLACED.items():
-            made = small.made()
+            commands = small.made()
             adapt = f"certvit adapt init.safetensors {small.images} {parts} --epochs 0 --distill 0 --limit 100 "
             steps = {
-                "init": made["init"],
+                "init": commands["init"],
                 "adapt": adapt + "-o adapted.safetensors --force",
-                "train": made["train"].replace("init.safetensors", "adapted.safetensors"),
+                "train": commands["train"].replace("init.safetensors", "adapted.safetensors"),
             } | small.judged("specformer-standard")
             yield Row(f"{root}/{name}", (small.label, label), steps, _SHOWN, quick=small.quick)
     for backbone, label in (("vit-s", "ViT-S"), ("deit-ti", "DeiT-Ti"), ("convit-ti", "ConViT-Ti")):

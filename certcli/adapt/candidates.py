@@ -1,4 +1,6 @@
-"""Candidate changes of one part of a network, each placed by a call: a higher floor, or an attention of smaller constant."""
+"""Candidate changes of one part of a network, each placed by a call: a higher floor, or an
+attention of smaller constant.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +64,9 @@ class Candidate:
 
 @dataclass
 class PartInputs:
-    """The deviations of the rows that reached a norm, or (args, kwargs, output) of the calls of an attention."""
+    """The deviations of the rows that reached a norm, or (args, kwargs, output) of the calls of an
+    attention.
+    """
 
     deviations: list[Tensor] = field(default_factory=list)
     calls: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = field(default_factory=list)
@@ -72,12 +76,12 @@ def record_inputs(
     run: Callable[[Tensor], Tensor], rows: Tensor, parts: Mapping[str, nn.Module], batch_size: int
 ) -> tuple[Tensor, dict[str, PartInputs]]:
     """Return run(rows), and the inputs of each part that it called."""
-    found: dict[str, PartInputs] = {}
+    inputs_of: dict[str, PartInputs] = {}
 
     def record(
         path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        inputs = found.setdefault(path, PartInputs())
+        inputs = inputs_of.setdefault(path, PartInputs())
         if isinstance(module, FloorNorm):
             inputs.deviations.append(deviations(args[0]))
         else:
@@ -86,17 +90,19 @@ def record_inputs(
     with ExitStack() as hooks:
         for path, part in parts.items():
             hooks.enter_context(part.register_forward_hook(partial(record, path), with_kwargs=True))
-        return torch.cat([run(part) for part in rows.split(batch_size)]), found
+        return torch.cat([run(part) for part in rows.split(batch_size)]), inputs_of
 
 
 def floor_candidates(path: str, norm: FloorNorm, inputs: PartInputs) -> Iterator[Candidate]:
     """Yield floors at quantiles of the deviations that lie above the present floor."""
-    order, present = torch.cat(inputs.deviations).sort().values, float(norm.floor)
+    order = torch.cat(inputs.deviations).sort().values
+    present = float(norm.floor)
     for share in QUANTILES:
         floor = float(order[int(share * (len(order) - 1))])
         if floor > present:
             family = f"floor above {100 * share:.0f} % of rows"
-            digits, place = math.log10(floor / present), partial(norm.floor.fill_, floor)
+            digits = math.log10(floor / present)
+            place = partial(norm.floor.fill_, floor)
             yield Candidate(
                 path, FLOOR, f"floor {floor:.3g}", digits, place, family=family, floor=floor
             )
@@ -120,7 +126,8 @@ def replacement(attention: str) -> str:
 
 def fit_attention(attention: str, old: nn.Module, inputs: PartInputs) -> Any:
     """Return a new attention whose output map is fitted to the old outputs on the same inputs."""
-    weights, new = AttentionWeights.of(old), new_attention(attention, old)
+    weights = AttentionWeights.of(old)
+    new = new_attention(attention, old)
     new.start(weights)
     solver = LeastSquares(
         new.proj.in_features, new.proj.out_features, weights.query.device, new.proj.bias is not None

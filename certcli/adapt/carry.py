@@ -1,8 +1,8 @@
 """Start new parts from the old weights alone, without images.
 
-On a scaled stream the convex residual (1 - t) y + t f(y) computes the old function exactly, for any t: with y_k = x_k / s_k
-and s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y) = g(s_k y) (1 - t) / (t s_k). The scale is 1
-again after a norm that divides.
+On a scaled stream the convex residual (1 - t) y + t f(y) computes the old function exactly, for any
+t: with y_k = x_k / s_k and s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t) y + t f(y) for f(y)
+= g(s_k y) (1 - t) / (t s_k). The scale is 1 again after a norm that divides.
 """
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
@@ -37,7 +37,9 @@ _LINEAR_READERS = (
 
 @dataclass(frozen=True)
 class HalfScale:
-    """One residual half of a block: y -> keep y + share f(y), from a stream of scale 1/before to one of scale 1/after."""
+    """One residual half of a block: y -> keep y + share f(y), from a stream of scale 1/before to
+    one of scale 1/after.
+    """
 
     keep: float
     share: float
@@ -58,10 +60,10 @@ def carry_over(
     Args:
         tokens: path of a block -> the number of tokens that its attention mixes.
     """
-    own = new_net.state_dict()
+    new_state = new_net.state_dict()
     for name, tensor in old_net.state_dict().items():
-        if name in own and own[name].shape == tensor.shape:
-            own[name].copy_(tensor)
+        if name in new_state and new_state[name].shape == tensor.shape:
+            new_state[name].copy_(tensor)
     scales: Scales = {}
     scale = 1.0
     halves = 2 * sum(step.kind == "block" for step in family.body(new_net))
@@ -90,13 +92,15 @@ def carry_over(
 
 def heads(net: Any) -> list[nn.Linear]:
     """Return the linear layers that read the network's last features."""
-    found = [getattr(net, "head", None), getattr(net, "head_dist", None)]
-    found[0] = getattr(found[0], "fc", found[0])
-    return [layer for layer in found if isinstance(layer, nn.Linear)]
+    layers = [getattr(net, "head", None), getattr(net, "head_dist", None)]
+    layers[0] = getattr(layers[0], "fc", layers[0])
+    return [layer for layer in layers if isinstance(layer, nn.Linear)]
 
 
 def start_norm(new: Any, old: Any, scale: float, floor: float | None) -> None:
-    """Copy the LayerNorm's gain and offset for inputs of scale 1/scale; unknown deviations count as 1."""
+    """Copy the LayerNorm's gain and offset for inputs of scale 1/scale; unknown deviations count as
+    1.
+    """
     if not isinstance(new, (CenterNorm, FloorNorm)):
         return
     gain = torch.ones_like(new.weight) if old.weight is None else old.weight.detach()
@@ -127,8 +131,9 @@ def _carry_block(
         residual = getattr(new.module, f"residual{half}", None)
         keep = share = 1.0
         if isinstance(residual, ConvexResidual):
-            # At unit norms this share gives trunk and attention equal parts of the bound. A LayerNorm's eps matters on a
-            # small stream, so there the stream shrinks only by two over the whole network.
+            # At unit norms this share gives trunk and attention equal parts of the bound. A
+            # LayerNorm's eps matters on a small stream, so there the stream shrinks only by two
+            # over the whole network.
             share = 1 / (1 + l2_mixing_constant(tokens)) if half == 1 else 0.5
             if isinstance(norm, nn.LayerNorm):
                 share = 1 - 0.5 ** (1 / halves)
@@ -164,7 +169,9 @@ def input_maps(block: Any, half: Half) -> list[nn.Linear]:
 
 
 def reads_linearly(block: Any, half: Half) -> bool:
-    """Return whether only the input maps read the normed stream (a mixing of raw tokens also reads it)."""
+    """Return whether only the input maps read the normed stream (a mixing of raw tokens also reads
+    it).
+    """
     if half == 2:
         return True
     padded = False

@@ -16,7 +16,9 @@ COMPARED = 256  # images that compare two epochs
 
 
 def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractContextManager[Any]:
-    """Use bfloat16 products on GPUs and on CPUs with matrix tiles, for streams long enough to gain from it."""
+    """Use bfloat16 products on GPUs and on CPUs with matrix tiles, for streams long enough to gain
+    from it.
+    """
     if size < 2**14 or not multiplies_bf16(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -25,9 +27,11 @@ def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractConte
 def make_optimiser(
     parameters: list[nn.Parameter], lr: float, steps: int, unit: float = 1.0
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Return AdamW with steps relative to each tensor's size (at least 1 % of `unit`), a warm-up, then a cosine.
+    """Return AdamW with steps relative to each tensor's size (at least 1 % of `unit`), a warm-up,
+    then a cosine.
 
-    Least squares leaves output maps a thousand times larger than query maps, so one rate cannot suit both.
+    Least squares leaves output maps a thousand times larger than query maps, so one rate cannot
+    suit both.
     """
     groups = [
         {"params": [p], "lr": lr * max(float(p.detach().square().mean().sqrt()), 1e-2 * unit)}
@@ -55,15 +59,17 @@ def descend(
     settings: AdaptSettings,
     generator: torch.Generator,
 ) -> None:
-    """Fit block(inputs) to targets / scale, and keep the best weights, those before the first epoch included.
+    """Fit block(inputs) to targets / scale, and keep the best weights, those before the first epoch
+    included.
 
-    Every feature is weighted by its own variance: a few features of pre-trained vision transformers are a hundred times
-    larger than the rest.
+    Every feature is weighted by its own variance: a few features of pre-trained vision transformers
+    are a hundred times larger than the rest.
 
     Args:
         inputs, targets: rows of each lot of this process.
     """
-    epochs, batch_size = settings.epochs, settings.batch_size
+    epochs = settings.epochs
+    batch_size = settings.batch_size
     if epochs <= 0:
         return
     parameters = list(module.parameters())
@@ -76,12 +82,13 @@ def descend(
     deviation = _feature_deviations(lots, targets, scale)
     weight = (1 / deviation.clamp_min(1e-2 * float(deviation.mean()) + 1e-12)).to(some.dtype)
 
-    def distance(found: Tensor, goal: Tensor) -> Tensor:
-        return ((found.float() - goal / scale) * weight).square().mean()
+    def distance(prediction: Tensor, goal: Tensor) -> Tensor:
+        return ((prediction.float() - goal / scale) * weight).square().mean()
 
     def error() -> float:
         def per_lot(lot: int) -> list[Tensor]:
-            total, judged = 0.0, lots.size(lot, COMPARED)
+            total = 0.0
+            judged = lots.size(lot, COMPARED)
             with torch.no_grad(), cast:
                 parts = zip(
                     inputs[lot][:judged].split(batch_size),
@@ -94,22 +101,24 @@ def descend(
 
         return float(lots.total(per_lot, [torch.zeros(1, dtype=torch.float64)])[0])
 
-    best, best_state = error(), state_of(module)
+    best = error()
+    best_state = state_of(module)
     for _ in range(epochs):
         for batch in lots.batches(batch_size, generator):
             images = sum(map(len, batch.values()))
 
             def loss(lot: int, rows: Tensor, images: int = images) -> Tensor:
                 with cast:
-                    found = distance(block(inputs[lot][rows]), targets[lot][rows])
-                return found * (len(rows) / images)
+                    error = distance(block(inputs[lot][rows]), targets[lot][rows])
+                return error * (len(rows) / images)
 
             set_gradients(parameters, lots, batch, loss)
             optimiser.step()
             schedule.step()
-        found = error()
-        if found < best:
-            best, best_state = found, state_of(module)
+        new_error = error()
+        if new_error < best:
+            best = new_error
+            best_state = state_of(module)
     module.load_state_dict(best_state)
     for parameter in parameters:
         parameter.grad = None
@@ -127,8 +136,8 @@ def set_gradients(
     def per_lot(lot: int) -> Sequence[Tensor] | None:
         if not len(batch[lot]):
             return None
-        found = torch.autograd.grad(loss(lot, batch[lot]), parameters, allow_unused=True)
-        pairs = zip(found, parameters, strict=True)
+        gradients = torch.autograd.grad(loss(lot, batch[lot]), parameters, allow_unused=True)
+        pairs = zip(gradients, parameters, strict=True)
         return [torch.zeros_like(parameter) if each is None else each for each, parameter in pairs]
 
     for parameter, gradient in zip(parameters, lots.total(per_lot, parameters), strict=True):
@@ -136,7 +145,9 @@ def set_gradients(
 
 
 def _feature_deviations(lots: Lots, targets: Mapping[int, Tensor], scale: float) -> Tensor:
-    """Return the standard deviation (d,) float64 of each feature of targets / scale, on COMPARED images."""
+    """Return the standard deviation (d,) float64 of each feature of targets / scale, on COMPARED
+    images.
+    """
 
     def per_lot(lot: int) -> list[Tensor]:
         rows = targets[lot][: lots.size(lot, COMPARED)].flatten(0, -2).double() / scale

@@ -1,4 +1,6 @@
-"""Distil end to end: train all parts together on the old network's logits of augmented calibration images."""
+"""Distil end to end: train all parts together on the old network's logits of augmented calibration
+images.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,13 +15,17 @@ from certcli.adapt.pixels import as_pixels, augment, draw_augmentation
 from certcli.adapt.settings import AdaptSettings
 
 _BATCH = 32
-_WORSE, _SLOWER, _TRIES = 1.1, 0.25, 3
+_WORSE = 1.1
+_SLOWER = 0.25
+_TRIES = 3
 
 
 class Distiller:
-    """Train the student an epoch at a time, and keep the best weights, those before the first epoch included.
+    """Train the student an epoch at a time, and keep the best weights, those before the first epoch
+    included.
 
-    Adapted networks can be steep: an epoch whose loss grows by more than a tenth is repeated at a quarter of the rate.
+    Adapted networks can be steep: an epoch whose loss grows by more than a tenth is repeated at a
+    quarter of the rate.
     """
 
     def __init__(
@@ -30,13 +36,11 @@ class Distiller:
         images: Mapping[int, Tensor],
         lots: Lots,
     ) -> None:
-        self.teacher, self.student, self.settings, self.images, self.lots = (
-            teacher,
-            student,
-            settings,
-            images,
-            lots,
-        )
+        self.teacher = teacher
+        self.student = student
+        self.settings = settings
+        self.images = images
+        self.lots = lots
         self.batch_size = min(settings.batch_size, _BATCH)
         self.batches = -(-lots.count // self.batch_size)
         self.epoch = 0
@@ -60,7 +64,8 @@ class Distiller:
                 loss, error = self._pass()
             self.epoch += 1
             if loss < self.best_loss:
-                self.best, self.best_loss = state_of(self.student.net), loss
+                self.best = state_of(self.student.net)
+                self.best_loss = loss
             if self.epoch == self.settings.distill:
                 self.student.net.load_state_dict(self.best)
                 _, error = self.judge()
@@ -96,8 +101,8 @@ class Distiller:
 
         def loss(lot: int, rows: Tensor) -> Tensor:
             with self.cast:
-                found = self.student(pixels[lot]).float()
-            return _loss(found, target[lot], size) * (len(rows) / images)
+                logits = self.student(pixels[lot]).float()
+            return _loss(logits, target[lot], size) * (len(rows) / images)
 
         set_gradients(self.parameters, self.lots, batch, loss)
         self.optimiser.step()
@@ -125,10 +130,11 @@ class Distiller:
             ):
                 pixels = as_pixels(part)
                 with self.cast:
-                    target, found = self.teacher(pixels).double(), self.student(pixels).double()
+                    target = self.teacher(pixels).double()
+                    logits = self.student(pixels).double()
                 squares = float(target.square().sum())
-                loss += float(_loss(found, target, squares / len(part))) * len(part)
-                difference += float((found - target).square().sum())
+                loss += float(_loss(logits, target, squares / len(part))) * len(part)
+                difference += float((logits - target).square().sum())
                 size += squares
             return [torch.tensor([loss, difference, size], dtype=torch.float64)]
 
@@ -158,28 +164,29 @@ class Distiller:
         self._set_rates(tensors["rates"].tolist())
         for index, parameter in enumerate(self.parameters):
             prefix = f"adam.{index}."
-            found = {
+            saved = {
                 name.removeprefix(prefix): v
                 for name, v in tensors.items()
                 if name.startswith(prefix)
             }
-            if found:
+            if saved:
                 self.optimiser.state[parameter] = {
                     name: value if name == "step" else value.to(parameter.device)
-                    for name, value in found.items()
+                    for name, value in saved.items()
                 }
 
 
-def _loss(found: Tensor, target: Tensor, size: float) -> Tensor:
-    """Return the mean over images of KL(softmax(target) | softmax(found)) plus |found - target|^2 / size.
+def _loss(logits: Tensor, target: Tensor, size: float) -> Tensor:
+    """Return the mean over images of KL(softmax(target) | softmax(found)) plus |found - target|^2 /
+    size.
 
     Args:
         size: the mean |target|^2 of an image.
     """
     divergence = functional.kl_div(
-        functional.log_softmax(found, dim=1),
+        functional.log_softmax(logits, dim=1),
         functional.log_softmax(target, dim=1),
         log_target=True,
         reduction="batchmean",
     )
-    return divergence + (found - target).square().sum() / (len(found) * max(size, 1e-12))
+    return divergence + (logits - target).square().sum() / (len(logits) * max(size, 1e-12))

@@ -57,15 +57,19 @@ class EndFitter:
         return len(heads(net)) if getattr(net, "global_pool", "") == "token" else None
 
     def _end_error(self, path: str | None) -> float:
-        """Return the relative error of a norm's outputs at the tokens that the head reads; None: of the logits."""
+        """Return the relative error of a norm's outputs at the tokens that the head reads; None: of
+        the logits.
+        """
 
         def judged(model: Any, stream: Tensor) -> Tensor:
             if path is None:
                 return end(model.net, stream)
             norm = model.net.get_submodule(path)
             reached = capture_input(norm, partial(end, model.net, stream))
-            found: Tensor = norm(reached[:, : self._tokens_read] if reached.dim() == 3 else reached)
-            return found
+            normalised: Tensor = norm(
+                reached[:, : self._tokens_read] if reached.dim() == 3 else reached
+            )
+            return normalised
 
         streams = self.streams
         return streams.relative_error(
@@ -85,12 +89,16 @@ class EndFitter:
                 yield after.flatten(0, -2), before.flatten(0, -2)
 
         # there are only as many rows as images: the fewer rows a feature has, the larger the ridge
-        found = streams.accumulate(partial(between_inputs, [new]), pairs)
-        compose_inputs([new], found, _HEAD_RIDGE * new.in_features / streams.lots.count)
+        sums = streams.accumulate(partial(between_inputs, [new]), pairs)
+        compose_inputs([new], sums, _HEAD_RIDGE * new.in_features / streams.lots.count)
 
     def _distil_head(self, head: FlatHead) -> None:
-        """Start hidden layers orthogonal, fit the last one to the old logits by least squares, then run AdamW."""
-        streams, net, settings = self.streams, self.streams.student.net, self.streams.settings
+        """Start hidden layers orthogonal, fit the last one to the old logits by least squares, then
+        run AdamW.
+        """
+        streams = self.streams
+        net = self.streams.student.net
+        settings = self.streams.settings
         generator = torch.Generator().manual_seed(settings.seed * 10_007 + 9_999)
         hidden: list[Any] = list(head.hidden)
         for layer in hidden:

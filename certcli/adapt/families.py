@@ -1,7 +1,7 @@
 """Families of networks that adapt can take apart: the embedding, the sections of the body, the end.
 
-A block of every family has norm1, attn, norm2 and mlp. Its stream is (b, n, d), or (b, h, w, d) in Swin; each half adds a
-branch of the normed stream.
+A block of every family has norm1, attn, norm2 and mlp. Its stream is (b, n, d), or (b, h, w, d) in
+Swin; each half adds a branch of the normed stream.
 """
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
@@ -31,7 +31,9 @@ Half = Literal[1, 2]
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the body, stream -> stream: a block, a patch merging, or the class token joining the stream."""
+    """One section of the body, stream -> stream: a block, a patch merging, or the class token
+    joining the stream.
+    """
 
     path: str
     kind: Literal["block", "merge", "tokens"]
@@ -41,7 +43,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Family:
-    """The map of normalised pixels to the stream, the sections, and the paths of the norms before and after them."""
+    """The map of normalised pixels to the stream, the sections, and the paths of the norms before
+    and after them.
+    """
 
     embed: Callable[[Any, Tensor], Tensor]
     body: Callable[[Any], list[Section]]
@@ -124,7 +128,8 @@ def family_of(net: nn.Module) -> Family:
     """Return the family of a network, adapted or not. ArchitectureError names the unknown part."""
     family = FAMILIES.get(type(net))
     if family is None:
-        kind, known = type(net).__name__, ", ".join(each.__name__ for each in FAMILIES)
+        kind = type(net).__name__
+        names = ", ".join(each.__name__ for each in FAMILIES)
         paths = attentions(net)
         if not paths:
             raise ArchitectureError(
@@ -132,7 +137,7 @@ def family_of(net: nn.Module) -> Family:
             )
         what = type(net.get_submodule(paths[0])).__name__
         raise ArchitectureError(
-            f"adapt replaces attention and residuals in {known}; it does not know how the blocks of {kind} are put together, "
+            f"adapt replaces attention and residuals in {names}; it does not know how the blocks of {kind} are put together, "
             f"nor a replacement for its {what} ({paths[0]})",
             KEEP,
         )
@@ -196,24 +201,30 @@ def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
 
 
 def attention_input(block: Any, x: Tensor) -> Tensor:
-    """Return the attention's input: (b, n, d), or Swin's shifted windows (b * w, n, d) with padding."""
+    """Return the attention's input: (b, n, d), or Swin's shifted windows (b * w, n, d) with
+    padding.
+    """
     if not isinstance(block, SwinTransformerBlock):
         return x
-    shift, window = block.shift_size, block.window_size
+    shift = block.shift_size
+    window = block.window_size
     x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
-    height, width = x.shape[1], x.shape[2]
+    height = x.shape[1]
+    width = x.shape[2]
     x = functional.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
     return window_partition(x, window).flatten(1, 2)
 
 
 def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
-    """Return, by path, the number of tokens that each block's attention mixes on an image of size (c, h, w)."""
+    """Return, by path, the number of tokens that each block's attention mixes on an image of size
+    (c, h, w).
+    """
     parameter = next(model.parameters())
     pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def note(path: str, _: Any, inputs: tuple[Tensor, ...]) -> None:
-        found[path] = int(inputs[0].shape[-2])
+        counts[path] = int(inputs[0].shape[-2])
 
     with ExitStack() as hooks, torch.no_grad():
         for step in family_of(model.net).body(model.net):
@@ -222,4 +233,4 @@ def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
                     step.module.attn.register_forward_pre_hook(partial(note, step.path))
                 )
         model(pixels)
-    return found
+    return counts

@@ -1,7 +1,8 @@
-"""Fit the new parts in order: each learns the output of the old part, on inputs from the parts already adapted.
+"""Fit the new parts in order: each learns the output of the old part, on inputs from the parts
+already adapted.
 
-Parts that are linear in their parameters have a closed form; AdamW fits the rest. The streams of all calibration images,
-old and new, stay in memory; the streams inside a block do not.
+Parts that are linear in their parameters have a closed form; AdamW fits the rest. The streams of
+all calibration images, old and new, stay in memory; the streams inside a block do not.
 """
 
 from collections.abc import Iterator
@@ -23,14 +24,15 @@ from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
 
 HALVES: tuple[Half, Half] = (1, 2)
 RIDGE = 1e-4
-_ROWS, _FEWEST = (
-    64,
-    128,
-)  # rows for each unknown of a least-squares problem, and its least number of images
+# rows for each unknown of a least-squares problem, and its least number of images
+_ROWS = 64
+_FEWEST = 128
 
 
 class Fitter(Streams):
-    """Fit the sections of both networks side by side; `position` counts the finished sections of the body."""
+    """Fit the sections of both networks side by side; `position` counts the finished sections of
+    the body.
+    """
 
     def __init__(
         self,
@@ -43,12 +45,15 @@ class Fitter(Streams):
         lots: Lots,
     ) -> None:
         super().__init__(teacher, student, family, settings, lots)
-        self.scales, self.images = scales, images
+        self.scales = scales
+        self.images = images
         self.position = 0
 
     @torch.no_grad()
     def advance(self, done: int) -> None:
-        """Embed the images, and move both streams past the first `done` sections, which are adapted already."""
+        """Embed the images, and move both streams past the first `done` sections, which are adapted
+        already.
+        """
         self._embed(start_norms=done == 0)
         steps = zip(
             self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True
@@ -133,7 +138,9 @@ class Fitter(Streams):
                 stream[lot] = torch.cat([embed(model, part) for part in images.split(size)])
 
     def _half(self, old: Any, new: Any, half: Half, scale: HalfScale, x: Stream, y: Stream) -> None:
-        """Fit norm, input maps and output map of one residual branch, and move both streams past it."""
+        """Fit norm, input maps and output map of one residual branch, and move both streams past
+        it.
+        """
         old_norm, new_norm = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
 
         def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -143,11 +150,11 @@ class Fitter(Streams):
         self.start_norm(new_norm, norm_pairs)
         readers = input_maps(new, half)
         if readers:
-            found = self.accumulate(
+            sums = self.accumulate(
                 partial(between_inputs, readers),
                 lambda lot: ((new_norm(rows), goal) for rows, goal in norm_pairs(lot)),
             )
-            compose_inputs(readers, found, RIDGE)
+            compose_inputs(readers, sums, RIDGE)
         output = output_map(new, half)
 
         def output_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,13 +170,13 @@ class Fitter(Streams):
                 yield features, target.flatten(0, -2)
                 before.copy_(goal)
 
-        kept = (
+        fixed = (
             type(new.attn) is type(old.attn)
             if half == 1
             else type(new.mlp.act) is type(old.mlp.act)
         )
         self.accumulate(partial(_least_squares_onto, output), output_pairs).solve_into(
-            output, RIDGE, keep=kept
+            output, RIDGE, keep=fixed
         )
         for lot in self.lots.own:
             for (after,) in self.chunks(y[lot]):

@@ -1,7 +1,9 @@
-"""Put a floor below the deviations that reach a LayerNorm, with ROOM for images not seen: the function stays the same.
+"""Put a floor below the deviations that reach a LayerNorm, with ROOM for images not seen: the
+function stays the same.
 
-The deviations come from the old network on the calibration images and on blank ones (black, grey, white). On a ViT-Tiny,
-blank images have the least deviations at the first norms, and synthetic photographs at the last norms.
+The deviations come from the old network on the calibration images and on blank ones (black, grey,
+white). On a ViT-Tiny, blank images have the least deviations at the first norms, and synthetic
+photographs at the last norms.
 """
 
 import math
@@ -28,11 +30,13 @@ ROOM = 0.7
 def least_floors(
     teacher: Any, student: Any, images: Tensor, batch_size: int, team: Team = ALONE
 ) -> Iterator[AdaptedPart]:
-    """Set every floor of the student to ROOM times the least deviation that reaches it; yield a record for each.
+    """Set every floor of the student to ROOM times the least deviation that reaches it; yield a
+    record for each.
 
     A floor is at least 1e-6.
 
-    The error of a record is eps / (2 floor^2): above a floor the two norms differ by LayerNorm's eps alone.
+    The error of a record is eps / (2 floor^2): above a floor the two norms differ by LayerNorm's
+    eps alone.
 
     Args:
         images: pixels (n, c, h, w), float in [0, 1] or uint8.
@@ -41,8 +45,8 @@ def least_floors(
     for path, new in student.net.named_modules():
         if isinstance(new, FloorNorm):
             pairs.append((path, teacher.net.get_submodule(path), new))
-    least = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
-    for (path, old, new), floor in zip(pairs, least, strict=True):
+    deviations = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
+    for (path, old, new), floor in zip(pairs, deviations, strict=True):
         floor = (
             max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0
         )  # a norm that is never called
@@ -55,15 +59,16 @@ def least_floors(
 def least_deviations(
     teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_size: int, team: Team = ALONE
 ) -> list[float]:
-    """Return the least standard deviation of the rows that reach each norm, on the images and blank ones.
+    """Return the least standard deviation of the rows that reach each norm, on the images and blank
+    ones.
 
     Several processes share the batches.
     """
-    least = [float("inf")] * len(norms)
+    smallest = [float("inf")] * len(norms)
 
     def note(index: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        least[index] = min(
-            least[index], float(inputs[0].double().var(dim=-1, correction=0).min().sqrt())
+        smallest[index] = min(
+            smallest[index], float(inputs[0].double().var(dim=-1, correction=0).min().sqrt())
         )
 
     with ExitStack() as hooks:
@@ -74,4 +79,4 @@ def least_deviations(
         )
         for part in images.split(batch_size)[team.rank :: team.size]:
             teacher(as_pixels(part))
-    return [min(found) for found in zip(*team.everyone(least), strict=True)]
+    return [min(deviations) for deviations in zip(*team.everyone(smallest), strict=True)]

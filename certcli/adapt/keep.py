@@ -1,4 +1,5 @@
-"""`--goal keep`: raise floors under every LayerNorm, then make other changes that keep enough first choices.
+"""`--goal keep`: raise floors under every LayerNorm, then make other changes that keep enough first
+choices.
 
 Each LayerNorm of the network becomes a norm with a floor. All other tensors keep their values.
 """
@@ -26,9 +27,11 @@ from certcli.system.processes import ALONE, Team
 
 
 class Keeper:
-    """Own the original network (teacher) and the changed one (student); `run` changes it, `result` is its checkpoint.
+    """Own the original network (teacher) and the changed one (student); `run` changes it, `result`
+    is its checkpoint.
 
-    Unless `choose_by` is called, only norms change, and on the calibration images they act as before.
+    Unless `choose_by` is called, only norms change, and on the calibration images they act as
+    before.
 
     Args:
         images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
@@ -42,7 +45,9 @@ class Keeper:
         device: torch.device,
         team: Team = ALONE,
     ) -> None:
-        self.checkpoint, self.settings, self.team = checkpoint, settings, team
+        self.checkpoint = checkpoint
+        self.settings = settings
+        self.team = team
         self.reference: ReferenceLogits | None = None
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
         self.images = images[order].to(device)
@@ -130,7 +135,9 @@ class Keeper:
 
 
 def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelModel:
-    """Return the network after the record's surgery: floors of 1 in its norms, every other tensor as in the teacher."""
+    """Return the network after the record's surgery: floors of 1 in its norms, every other tensor
+    as in the teacher.
+    """
     net = build.build(record, initialise=True).requires_grad_(False)
     tensors = dict(teacher.net.state_dict())
     for name, value in net.state_dict().items():

@@ -1,6 +1,7 @@
 """Divide the calibration images into lots, so that any number of processes gets the same bits.
 
-A process works on whole lots. Sums over lots (Gram matrices, gradients, squared errors) follow one tree in every process.
+A process works on whole lots. Sums over lots (Gram matrices, gradients, squared errors) follow one
+tree in every process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,8 @@ from torch import Tensor
 from certcli.system.errors import UsageError
 from certcli.system.processes import ALONE, Team
 
-LOTS, FEW = 8, 2
+LOTS = 8
+FEW = 2
 """Lots of photographs and of small images: the most processes that find the same bytes. More lots mean more passes with
 fewer images each: on small images (28 x 28 pixels, width 64) eight lots take twice as long as two."""
 
@@ -29,7 +31,8 @@ class Lots:
                 f"{count} calibration images are too few for {team.size} processes",
                 "a larger --limit, or fewer processes",
             )
-        self.count, self.team = count, team
+        self.count = count
+        self.team = team
         self.number = min(max(lots, team.size), count)
         self.own = self._lots_of(team.rank)
 
@@ -60,7 +63,9 @@ class Lots:
             }
 
     def total(self, per_lot: PerLot, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of `per_lot` over all lots, in every process. like: tensors shaped as the sums, one dtype."""
+        """Return the sums of `per_lot` over all lots, in every process. like: tensors shaped as the
+        sums, one dtype.
+        """
         spans = [
             list(_cover((0, self.number), self._lots_of(rank))) for rank in range(self.team.size)
         ]
@@ -90,26 +95,30 @@ class Lots:
         if span[1] - span[0] > 1:
             first, second = _halves(span)
             return self._added(first, per_lot, like).add_(self._added(second, per_lot, like))
-        found = per_lot(span[0])
-        given = [torch.zeros_like(tensor) for tensor in like] if found is None else found
+        tensors = per_lot(span[0])
+        summands = [torch.zeros_like(tensor) for tensor in like] if tensors is None else tensors
         return torch.cat(
-            [tensor.detach().to(kind).reshape(-1) for tensor, kind in zip(given, like, strict=True)]
+            [
+                tensor.detach().to(kind).reshape(-1)
+                for tensor, kind in zip(summands, like, strict=True)
+            ]
         )
 
     def _exchanged(
         self, mine: dict[Span, Tensor], spans: list[list[Span]], like: Sequence[Tensor]
     ) -> dict[Span, Tensor]:
-        own, found = list(mine.values()), dict[Span, Tensor]()
+        partial_sums = list(mine.values())
+        received = dict[Span, Tensor]()
         for turn in range(max(map(len, spans))):
-            sent = (
-                own[turn]
-                if turn < len(own)
+            payload = (
+                partial_sums[turn]
+                if turn < len(partial_sums)
                 else torch.cat([torch.zeros_like(tensor).reshape(-1) for tensor in like])
             )
-            for theirs, part in zip(spans, self.team.gather(sent), strict=True):
+            for theirs, part in zip(spans, self.team.gather(payload), strict=True):
                 if turn < len(theirs):
-                    found[theirs[turn]] = part
-        return found
+                    received[theirs[turn]] = part
+        return received
 
 
 def _halves(span: Span) -> tuple[Span, Span]:
@@ -126,9 +135,9 @@ def _cover(span: Span, lots: range) -> Iterator[Span]:
             yield from _cover(half, lots)
 
 
-def _combined(span: Span, known: dict[Span, Tensor]) -> Tensor:
+def _combined(span: Span, sums_of: dict[Span, Tensor]) -> Tensor:
     """Return the sum over a span from the sums over its branches."""
-    if span in known:
-        return known[span]
-    first, second = (_combined(half, known) for half in _halves(span))
+    if span in sums_of:
+        return sums_of[span]
+    first, second = (_combined(half, sums_of) for half in _halves(span))
     return first + second

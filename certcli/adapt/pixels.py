@@ -10,7 +10,9 @@ _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror ima
 
 
 def compact(batches: Iterable[Tensor]) -> Tensor:
-    """Join batches of pixels in [0, 1]: uint8 where every pixel is a multiple of 1/255, else float32."""
+    """Join batches of pixels in [0, 1]: uint8 where every pixel is a multiple of 1/255, else
+    float32.
+    """
     whole: list[Tensor] = []
     small = True
     for batch in batches:
@@ -50,9 +52,12 @@ def augment(images: Tensor, draws: Tensor) -> Tensor:
     def between(low: float, high: float, drawn: Tensor) -> Tensor:
         return low + (high - low) * drawn
 
-    area, ratio = between(0.35, 1.0, draws[1]), between(-0.29, 0.29, draws[2]).exp()
-    across, down = (area * ratio).sqrt().clamp_max(1), (area / ratio).sqrt().clamp_max(1)
-    move_x, move_y = between(-1, 1, draws[3]) * (1 - across), between(-1, 1, draws[4]) * (1 - down)
+    area = between(0.35, 1.0, draws[1])
+    ratio = between(-0.29, 0.29, draws[2]).exp()
+    across = (area * ratio).sqrt().clamp_max(1)
+    down = (area / ratio).sqrt().clamp_max(1)
+    move_x = between(-1, 1, draws[3]) * (1 - across)
+    move_y = between(-1, 1, draws[4]) * (1 - down)
     zero = torch.zeros(count)
     rows = [
         torch.stack([torch.where(mirrored, -across, across), zero, move_x], dim=1),

@@ -1,4 +1,6 @@
-"""Decide which module is replaced by which: before any computation, printable, stored as the record's surgery."""
+"""Decide which module is replaced by which: before any computation, printable, stored as the
+record's surgery.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +17,9 @@ from certcli.system.errors import ArchitectureError
 
 
 def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, ...]:
-    """Return the replacements for this architecture, in order. ArchitectureError names an unknown part."""
+    """Return the replacements for this architecture, in order. ArchitectureError names an unknown
+    part.
+    """
     record = checkpoint.record
     if record.surgery:
         raise ArchitectureError(
@@ -30,28 +34,30 @@ def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, 
     # a mixing matrix has the size of the sequence
     sized = settings.attention == "orthogonal"
     tokens = token_counts(build.PixelModel(record.input, net), record.input.size) if sized else {}
-    found: list[Replacement] = []
+    replacements: list[Replacement] = []
     for step in family.body(net):
         if step.kind == "block":
-            found += _block_plan(step, settings, {"tokens": tokens[step.path]} if sized else {})
+            replacements += _block_plan(
+                step, settings, {"tokens": tokens[step.path]} if sized else {}
+            )
         elif step.kind == "merge":
-            found += _norm_plan(step.module, f"{step.path}.norm", "norm", settings)
+            replacements += _norm_plan(step.module, f"{step.path}.norm", "norm", settings)
     for path in (*family.embed_norms, *family.end_norms):
-        found += _norm_plan(net, path, path, settings)
+        replacements += _norm_plan(net, path, path, settings)
     if settings.head is not None:
-        found.append(Replacement("", "flat-head", {"widths": list(settings.head)}))
-    _try_out(net, found)
-    return tuple(found)
+        replacements.append(Replacement("", "flat-head", {"widths": list(settings.head)}))
+    _try_out(net, replacements)
+    return tuple(replacements)
 
 
 def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
     """Return a floor norm for each LayerNorm over the last dimension, in any network."""
-    found = [
+    replacements = [
         Replacement(path, "floor-norm")
         for path, part in net.named_modules()
         if path and floor_fits(part)
     ]
-    if not found:
+    if not replacements:
         norms = {
             type(part).__name__ for part in net.modules() if "norm" in type(part).__name__.lower()
         }
@@ -59,15 +65,18 @@ def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
             f"this {type(net).__name__} has no LayerNorm over the last dimension, so there is nothing to put a floor under"
             + (f"; its norms: {', '.join(sorted(norms))}" if norms else "")
         )
-    _try_out(net, found)
-    return tuple(found)
+    _try_out(net, replacements)
+    return tuple(replacements)
 
 
 def _norm_plan(
     parent: nn.Module, path: str, name: str, settings: AdaptSettings
 ) -> list[Replacement]:
-    """Return a norm's replacement; an Identity stays. The builder refuses other norms than LayerNorm."""
-    kind, norm = NORMS[settings.norm], part_at(parent, name)
+    """Return a norm's replacement; an Identity stays. The builder refuses other norms than
+    LayerNorm.
+    """
+    kind = NORMS[settings.norm]
+    norm = part_at(parent, name)
     return (
         []
         if kind is None or norm is None or isinstance(norm, nn.Identity)
@@ -78,24 +87,26 @@ def _norm_plan(
 def _block_plan(
     step: Section, settings: AdaptSettings, attention_args: Mapping[str, Any]
 ) -> list[Replacement]:
-    path, block = step.path, step.module
-    found = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
-    found += _norm_plan(block, f"{path}.norm2", "norm2", settings)
-    attention, activation = ATTENTIONS[settings.attention], ACTIVATIONS[settings.activation]
+    path = step.path
+    block = step.module
+    replacements = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
+    replacements += _norm_plan(block, f"{path}.norm2", "norm2", settings)
+    attention = ATTENTIONS[settings.attention]
+    activation = ACTIVATIONS[settings.activation]
     residual = RESIDUALS[settings.residual]
     if attention is not None:
-        found.append(Replacement(f"{path}.attn", attention, attention_args))
+        replacements.append(Replacement(f"{path}.attn", attention, attention_args))
     if activation is not None:
-        found.append(Replacement(f"{path}.mlp.act", activation))
+        replacements.append(Replacement(f"{path}.mlp.act", activation))
     # LayerScale is multiplied into the fitted output maps
-    found += [
+    replacements += [
         Replacement(f"{path}.{name}", "identity")
         for name in ("ls1", "ls2")
         if not isinstance(getattr(block, name, nn.Identity()), nn.Identity)
     ]
     if residual is not None:
-        found.append(Replacement(path, residual))
-    return found
+        replacements.append(Replacement(path, residual))
+    return replacements
 
 
 def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:

@@ -1,4 +1,6 @@
-"""Preview an adaptation: replaced modules, and parameters, multiply-adds and bounds before and after."""
+"""Preview an adaptation: replaced modules, and parameters, multiply-adds and bounds before and
+after.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters, multiply-adds an image, log10 of the proven bound; None where `why` says that there is none."""
+    """Parameters, multiply-adds an image, log10 of the proven bound; None where `why` says that
+    there is none.
+    """
 
     parameters: int
     multiply_adds: int
@@ -39,7 +43,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Preview:
-    """`after` describes the network after surgery, started from the weights alone, before any fitting."""
+    """`after` describes the network after surgery, started from the weights alone, before any
+    fitting.
+    """
 
     changes: tuple[Change, ...]
     before: Cost
@@ -66,20 +72,23 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
 
 
 def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:
-    """Return (path with block numbers as *, count, before, after), in the order of first appearance."""
+    """Return (path with block numbers as *, count, before, after), in the order of first
+    appearance.
+    """
     patterns = (
         ".".join("*" if part.isdigit() else part for part in change.path.split("."))
         for change in changes
     )
-    found = Counter(
+    counts = Counter(
         (pattern, each.before, each.after) for pattern, each in zip(patterns, changes, strict=True)
     )
-    return [(pattern, count, before, after) for (pattern, before, after), count in found.items()]
+    return [(pattern, count, before, after) for (pattern, before, after), count in counts.items()]
 
 
 def _cost(model: build.PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost:
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
-    log10, why = None, "not asked for"
+    log10 = None
+    why = "not asked for"
     if bounds:
         bound = prove(model, checkpoint.record.classes)
         log10, why = (bound.upper.log10(), "") if bound.upper.finite else (None, bound.bound.why)

@@ -1,4 +1,6 @@
-"""Adapt a network: surgery, closed forms, blocks, distillation. A run yields records and can be resumed."""
+"""Adapt a network: surgery, closed forms, blocks, distillation. A run yields records and can be
+resumed.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -29,7 +31,8 @@ from certcli.system.seeds import seed_all
 
 
 class Adapter:
-    """Own the original network (teacher) and the new one (student); `run` fits it, `result` is its checkpoint.
+    """Own the original network (teacher) and the new one (student); `run` fits it, `result` is its
+    checkpoint.
 
     Several processes share the images by lots (`lots.py`) and end with the same networks.
 
@@ -47,7 +50,8 @@ class Adapter:
         device: torch.device,
         team: Team = ALONE,
     ) -> None:
-        self.checkpoint, self.settings = checkpoint, settings
+        self.checkpoint = checkpoint
+        self.settings = settings
         # datasets are sorted by class, and closed forms and comparisons use the first images only
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
         # many small passes are slow on a GPU, where equal bytes are not promised anyway
@@ -72,7 +76,9 @@ class Adapter:
 
     @property
     def steps(self) -> int:
-        """Return about the number of records of a whole run: sections of the body, the end, epochs of distillation."""
+        """Return about the number of records of a whole run: sections of the body, the end, epochs
+        of distillation.
+        """
         return self._fitting_steps + self.settings.distill
 
     @property
@@ -84,7 +90,9 @@ class Adapter:
         return self.fitter.position + (0 if self._resumed is None else self._resumed.epoch)
 
     def run(self) -> Iterator[AdaptedPart]:
-        """Fit closed forms, then blocks, then distil, as the settings say; continue from a restored state."""
+        """Fit closed forms, then blocks, then distil, as the settings say; continue from a restored
+        state.
+        """
         state = self._resumed
         if self.settings.epochs < 0:
             return
@@ -120,11 +128,11 @@ class Adapter:
 
     def restore(self, state: AdaptState) -> None:
         """Continue after `state`, to the same bytes on a CPU."""
-        own = self.student.net.state_dict()
+        tensors_of_student = self.student.net.state_dict()
         try:
             self.records = [AdaptedPart(**record) for record in state.records]
             for name, tensor in state.net.items():
-                own[name].copy_(tensor)
+                tensors_of_student[name].copy_(tensor)
         except (TypeError, KeyError, RuntimeError) as failure:
             raise CheckpointError(
                 f"the state does not fit this network ({one_line(failure)})", "drop --resume"
@@ -133,7 +141,9 @@ class Adapter:
         self.fitter.position = state.done
 
     def result(self) -> Checkpoint:
-        """Return the adapted checkpoint; --norm fold multiplies centre norms into the next linear maps."""
+        """Return the adapted checkpoint; --norm fold multiplies centre norms into the next linear
+        maps.
+        """
         surgery = self.record.surgery
         if self.settings.norm == "fold":
             folded = _fold_norms(self.student.net)
@@ -152,7 +162,9 @@ class Adapter:
 def perform_surgery(
     record: Record, settings: AdaptSettings, teacher: build.PixelModel
 ) -> tuple[Any, Scales]:
-    """Return the network after the record's surgery and the scales of its stream; new parts start from the old weights."""
+    """Return the network after the record's surgery and the scales of its stream; new parts start
+    from the old weights.
+    """
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         seed_all(settings.seed)  # for weights without a start
@@ -165,12 +177,15 @@ def perform_surgery(
 
 
 def _fold_norms(net: Any) -> list[str]:
-    """Multiply the centre norms of all blocks into the next linear maps, and return the paths of these norms."""
+    """Multiply the centre norms of all blocks into the next linear maps, and return the paths of
+    these norms.
+    """
     paths = []
     for step in family_of(net).body(net):
         half: Half
         for half in (1, 2) if step.kind == "block" else ():
-            norm, readers = getattr(step.module, f"norm{half}"), input_maps(step.module, half)
+            norm = getattr(step.module, f"norm{half}")
+            readers = input_maps(step.module, half)
             # an offset moves into biases, and only linear maps may read the normed stream
             foldable = (
                 bool(readers)

@@ -1,4 +1,6 @@
-"""A network cut into consecutive segments, so that a change in one costs only the segments after it."""
+"""A network cut into consecutive segments, so that a change in one costs only the segments after
+it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ from certcli.system.errors import ArchitectureError
 
 @dataclass(frozen=True)
 class Segment:
-    """A map stream -> stream, and the paths of its modules. The first segment reads pixels, the last gives logits."""
+    """A map stream -> stream, and the paths of its modules. The first segment reads pixels, the
+    last gives logits.
+    """
 
     run: Callable[[Tensor], Tensor]
     inside: tuple[str, ...]
@@ -39,12 +43,13 @@ def segments_of(model: Any) -> list[Segment]:
 
 def replaceable_attentions(net: nn.Module) -> dict[str, nn.Module]:
     """Return the attentions that can be replaced, by path: those in blocks of known families."""
-    family, found = FAMILIES.get(type(net)), {}
+    family = FAMILIES.get(type(net))
+    attentions = {}
     for section in () if family is None else family.body(net):
         attention = getattr(section.module, "attn", None) if section.kind == "block" else None
         try:
             if attention is not None and AttentionShape.of(attention):
-                found[f"{section.path}.attn"] = attention
+                attentions[f"{section.path}.attn"] = attention
         except ArchitectureError:
             continue
-    return found
+    return attentions

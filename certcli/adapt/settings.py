@@ -28,7 +28,8 @@ GOALS = {"keep": ("keep", "floor", "keep"), "certify": ("l2", "center", "convex"
 keep: the network keeps its answers. A floor bounds the rows that dot-product attention reads, which makes it Lipschitz.
 certify: parts of small constants, for networks that are then trained against their bound.
 """
-EPOCHS, DISTILL = 3, 5
+EPOCHS = 3
+DISTILL = 5
 
 _fitting = partial(Option, panel="Fitting")
 
@@ -53,15 +54,17 @@ def _widths(text: str) -> tuple[int, ...] | None:
 class AdaptSettings:
     """The parts that are replaced, and how the new parts are fitted to the old ones.
 
-    Where a part is None the goal names it. Named parts win over the goal, and then the new parts are fitted.
+    Where a part is None the goal names it. Named parts win over the goal, and then the new parts
+    are fitted.
 
     Args:
         keep: None where the images decide.
-        head: None keeps the head; a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths
-            (() is one linear layer).
-        epochs: AdamW epochs a block after the closed forms; 0 takes closed forms only, -1 starts from the weights alone
-            and needs no images.
-        refit: False where floors below every deviation seen are the only change, which leaves nothing to fit.
+        head: None keeps the head; a tuple of widths puts the tokens side by side into a MaxMin MLP
+            of these widths (() is one linear layer).
+        epochs: AdamW epochs a block after the closed forms; 0 takes closed forms only, -1 starts
+            from the weights alone and needs no images.
+        refit: False where floors below every deviation seen are the only change, which leaves
+            nothing to fit.
 
     Raises:
         UsageError: a value is unknown or out of its range.
@@ -137,14 +140,14 @@ class AdaptSettings:
         self._default(refit=not (self.goal == "keep" and floors_alone and self.epochs is None))
         self._default(epochs=EPOCHS if self.refit else 0)
         self._default(distill=DISTILL if self.epochs > 0 else 0)
-        for name, value, known in (
+        for name, value, choices in (
             ("--attention", self.attention, ATTENTIONS),
             ("--norm", self.norm, NORMS),
             ("--residual", self.residual, RESIDUALS),
             ("--activation", self.activation, ACTIVATIONS),
         ):
-            if value not in known:
-                raise UsageError(f"unknown {name} '{value}'", one_of(value, known))
+            if value not in choices:
+                raise UsageError(f"unknown {name} '{value}'", one_of(value, choices))
         if self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1:
             raise UsageError(
                 "--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive"
@@ -178,7 +181,9 @@ class AdaptSettings:
                 object.__setattr__(self, name, value)
 
     def parameters(self) -> dict[str, Any]:
-        """Return what the lineage records, and what a resumed run must share with the run that it continues."""
+        """Return what the lineage records, and what a resumed run must share with the run that it
+        continues.
+        """
         left_out = {"seed", "goal", "keep"}
         left_out |= {"norm_floor"} if self.norm_floor is None else set()
         left_out |= {"refit"} if self.refit else set()

@@ -12,14 +12,17 @@ FLOOR_QUANTILE = 0.05
 
 
 class CenterStart:
-    """Fit a gain and an offset for each feature, from centred inputs (t, d) to an old norm's outputs (t, d)."""
+    """Fit a gain and an offset for each feature, from centred inputs (t, d) to an old norm's
+    outputs (t, d).
+    """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.sums = [torch.zeros(width, dtype=torch.float64, device=device) for _ in range(4)]
         self.sums.append(torch.zeros(1, dtype=torch.float64, device=device))
 
     def add(self, inputs: Tensor, targets: Tensor) -> None:
-        rows, goals = inputs.double(), targets.double()
+        rows = inputs.double()
+        goals = targets.double()
         centred = rows - rows.mean(dim=-1, keepdim=True)
         for total, term in zip(
             self.sums, (centred, goals, centred.square(), centred * goals), strict=False
@@ -41,14 +44,15 @@ def deviations(inputs: Tensor) -> Tensor:
     return inputs.double().var(dim=-1, correction=0).sqrt().flatten()
 
 
-def floor_start(new: FloorNorm, seen: Tensor) -> None:
+def floor_start(new: FloorNorm, input_deviations: Tensor) -> None:
     """Set the floor to the 5 % quantile of the deviations (t,) seen."""
-    order = seen.sort().values
+    order = input_deviations.sort().values
     new.floor.fill_(max(float(order[int(FLOOR_QUANTILE * (len(order) - 1))]), 1e-6))
 
 
 class LeastSquares:
-    """Minimise sum |W x + b - y|^2 + ridge |(W, b) - prior|^2 over (W, b), from batches x (t, m), y (t, n).
+    """Minimise sum |W x + b - y|^2 + ridge |(W, b) - prior|^2 over (W, b), from batches x (t, m), y
+    (t, n).
 
     Products keep the precision of the rows; sums are float64.
     """
@@ -74,9 +78,9 @@ class LeastSquares:
     def solve(self, ridge: float, prior: Tensor | None = None) -> Tensor:
         """Return the solution (m [+ 1], n), its last row the offset.
 
-        The ridge, relative to the mean eigenvalue, holds directions that the images hardly excite at the prior (or 0).
-        On a digits ViT 1e-4 against 1e-6 costs one point of relative error a block, and the bound is 400 to 4,000 times
-        smaller.
+        The ridge, relative to the mean eigenvalue, holds directions that the images hardly excite
+        at the prior (or 0). On a digits ViT 1e-4 against 1e-6 costs one point of relative error a
+        block, and the bound is 400 to 4,000 times smaller.
         """
         strength = ridge * self.gram.diagonal().mean().clamp_min(1e-30)
         cross = self.cross if prior is None else self.cross + strength * prior.to(self.cross)
@@ -101,7 +105,8 @@ class LeastSquares:
 
 
 def between_inputs(layers: Sequence[nn.Linear]) -> LeastSquares:
-    """Return the solver for `compose_inputs`, which takes pairs (new inputs (t, d), old inputs (t, d)) of the layers.
+    """Return the solver for `compose_inputs`, which takes pairs (new inputs (t, d), old inputs (t,
+    d)) of the layers.
 
     It has no offset where a layer has no bias.
     """
@@ -135,7 +140,9 @@ def fold_gain(layer: nn.Linear, gain: Tensor | float) -> None:
 
 
 def fold_center_norm(norm: CenterNorm, layer: nn.Linear) -> None:
-    """Set W <- d/(d-1) W diag(weight) P, b <- b + W bias: fold the norm into the layer that reads it."""
+    """Set W <- d/(d-1) W diag(weight) P, b <- b + W bias: fold the norm into the layer that reads
+    it.
+    """
     weight = layer.weight.detach().double()
     scaled = weight * norm.weight.detach().double() * (norm.width / (norm.width - 1))
     if layer.bias is not None:

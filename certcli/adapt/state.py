@@ -20,7 +20,9 @@ KEY = "certvit-adapt-state"
 
 @dataclass(frozen=True)
 class AdaptState:
-    """Adapted sections of the body (`done`), epochs of distillation, records reported so far, and tensors."""
+    """Adapted sections of the body (`done`), epochs of distillation, records reported so far, and
+    tensors.
+    """
 
     identity: str
     done: int
@@ -31,7 +33,9 @@ class AdaptState:
 
 
 def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
-    """Return a digest of the starting checkpoint, the settings and the images; a resumed run must have the same."""
+    """Return a digest of the starting checkpoint, the settings and the images; a resumed run must
+    have the same.
+    """
     about = [
         parent_digest,
         settings.parameters(),

@@ -1,4 +1,6 @@
-"""The streams of all calibration images in both networks, and the operations that every fitting step shares."""
+"""The streams of all calibration images in both networks, and the operations that every fitting
+step shares.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,7 +21,9 @@ from certcli.nn.norms import CenterNorm, FloorNorm
 
 @dataclass(frozen=True)
 class AdaptedPart:
-    """One adapted part: its path, its description before and after, its relative output error on the images."""
+    """One adapted part: its path, its description before and after, its relative output error on
+    the images.
+    """
 
     path: str
     before: str
@@ -51,13 +55,11 @@ class Streams:
     def __init__(
         self, teacher: Any, student: Any, family: Family, settings: AdaptSettings, lots: Lots
     ) -> None:
-        self.teacher, self.student, self.family, self.settings, self.lots = (
-            teacher,
-            student,
-            family,
-            settings,
-            lots,
-        )
+        self.teacher = teacher
+        self.student = student
+        self.family = family
+        self.settings = settings
+        self.lots = lots
         self.old: Stream = {}
         self.new: Stream = {}
 
@@ -66,10 +68,13 @@ class Streams:
         yield from zip(*(stream.split(size) for stream in streams), strict=True)
 
     def forget(self) -> None:
-        self.old, self.new = {}, {}
+        self.old = {}
+        self.new = {}
 
     def agree_on(self, module: nn.Module) -> None:
-        """Copy the leader's weights to all processes: different processors would let them drift apart."""
+        """Copy the leader's weights to all processes: different processors would let them drift
+        apart.
+        """
         self.lots.team.copy_from_leader(list(module.state_dict().values()))
 
     def move(
@@ -114,8 +119,8 @@ class Streams:
 
         def per_lot(lot: int) -> list[Tensor]:
             difference = size = 0.0
-            for found, target in pairs(lot):
-                difference += float((found - target).double().square().sum())
+            for output, target in pairs(lot):
+                difference += float((output - target).double().square().sum())
                 size += float(target.double().square().sum())
             return [torch.tensor([difference, size], dtype=torch.float64)]
 
@@ -139,7 +144,8 @@ class Streams:
         new_inputs: Stream,
         first: int | None = None,
     ) -> Any:
-        """Start the student's new norm at `path` on its inputs during `run`; return it, or None where there is none.
+        """Start the student's new norm at `path` on its inputs during `run`; return it, or None
+        where there is none.
 
         Args:
             first: the number of leading tokens that count; None: all.
@@ -153,7 +159,8 @@ class Streams:
                 inputs = capture_input(new, partial(run, self.student, after))
                 reached = capture_input(old, partial(run, self.teacher, before))
                 if first is not None and inputs.dim() == 3:
-                    inputs, reached = inputs[:, :first], reached[:, :first]
+                    inputs = inputs[:, :first]
+                    reached = reached[:, :first]
                 yield inputs.flatten(0, -2), old(reached).flatten(0, -2)
 
         self.start_norm(new, pairs)

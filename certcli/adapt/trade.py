@@ -26,14 +26,18 @@ _NEAR = 1.15
 
 @dataclass(frozen=True)
 class Trade:
-    """The candidates tried, the one placed at each changed path, and the rungs measured on the choosing images."""
+    """The candidates tried, the one placed at each changed path, and the rungs measured on the
+    choosing images.
+    """
 
     candidates: tuple[Candidate, ...] = ()
     placed: Mapping[str, Candidate] = field(default_factory=dict)
     rungs: tuple[Rung, ...] = ()
 
     def summary(self) -> list[tuple[str, ...]]:
-        """Return a table row for each family: tried, placed, mean digits, logit error, digits per squared error."""
+        """Return a table row for each family: tried, placed, mean digits, logit error, digits per
+        squared error.
+        """
         rows: list[tuple[str, ...]] = []
         for family in dict.fromkeys(candidate.family for candidate in self.candidates):
             members = [candidate for candidate in self.candidates if candidate.family == family]
@@ -59,14 +63,16 @@ def search_moves(
 ) -> tuple[list[Rung], int]:
     """Take as many moves, in order, as keep the share `keep` of first choices.
 
-    The squared errors of single moves nearly add up. The line from the original logits to a rung's logits predicts where
-    the next rung should be. With several processes the leader compares logits while the last process proves the bound.
+    The squared errors of single moves nearly add up. The line from the original logits to a rung's
+    logits predicts where the next rung should be. With several processes the leader compares logits
+    while the last process proves the bound.
 
     Args:
         reference: the original logits of the choosing images; None except in the leading process.
 
     Returns:
-        The rungs in order (bounds of a trace, not replayed), and the number of moves that the student now has.
+        The rungs in order (bounds of a trace, not replayed), and the number of moves that the
+        student now has.
     """
     team = trials.team
     expected = [0.0]
@@ -90,7 +96,9 @@ def search_moves(
         return sum(each <= error for each in expected) - 1
 
     measure(0)
-    best, refused, aim = 0, len(moves) + 1, START
+    best = 0
+    refused = len(moves) + 1
+    aim = START
     for _ in range(ROUNDS):
         count = min(max(within(aim), best + 1), refused - 1)
         if count <= best:

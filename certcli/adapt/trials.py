@@ -1,7 +1,8 @@
 """Try each candidate change of each part alone, and measure the network's logits.
 
-A candidate raises a norm's floor to a quantile of its deviations, or replaces dot-product attention by a fitted attention
-of smaller constant. The segments before the changed part are not computed again.
+A candidate raises a norm's floor to a quantile of its deviations, or replaces dot-product attention
+by a fitted attention of smaller constant. The segments before the changed part are not computed
+again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +32,16 @@ from certcli.lipschitz.network import trial_upper
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
 
-COMPARED_IMAGES, FITTING_IMAGES = 12, 48
+COMPARED_IMAGES = 12
+FITTING_IMAGES = 48
 """Number of images whose logits are compared, and of images that give quantiles and closed forms."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """The step of one part to its next candidate: the digits that it gains and the squared logit error that it adds."""
+    """The step of one part to its next candidate: the digits that it gains and the squared logit
+    error that it adds.
+    """
 
     candidate: Candidate
     digits: float
@@ -54,18 +58,18 @@ class SegmentRunner:
     """Run the network segment by segment; each segment runs once, when its first part is needed."""
 
     def __init__(self, trials: "Trials", parts: Mapping[str, nn.Module]) -> None:
-        self.segments, self.parts, self.batch_size = (
-            segments_of(trials.student),
-            parts,
-            trials.batch_size,
-        )
+        self.segments = segments_of(trials.student)
+        self.parts = parts
+        self.batch_size = trials.batch_size
         self.rows = self.after = trials.fitting
         self.compared = trials.compared
         self.number, self.inputs = -1, dict[str, PartInputs]()
         self.reference = trials.student(as_pixels(trials.compared))
 
     def inputs_at(self, number: int) -> dict[str, PartInputs]:
-        """Return the inputs of the parts in this segment, which must not precede the last one asked for."""
+        """Return the inputs of the parts in this segment, which must not precede the last one asked
+        for.
+        """
         while self.number < number:
             if self.number >= 0:
                 self.rows, self.compared = self.after, self.segments[self.number].run(self.compared)
@@ -76,7 +80,9 @@ class SegmentRunner:
         return self.inputs
 
     def error(self) -> float:
-        """Return the relative error of the compared logits, with the network as it is from this segment on."""
+        """Return the relative error of the compared logits, with the network as it is from this
+        segment on.
+        """
         stream = self.compared
         for segment in self.segments[self.number :]:
             stream = segment.run(stream)
@@ -85,7 +91,9 @@ class SegmentRunner:
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured candidate, its place, the attention's name ("" for a floor), and the process that tried it."""
+    """A measured candidate, its place, the attention's name ("" for a floor), and the process that
+    tried it.
+    """
 
     order: Order
     candidate: Candidate
@@ -113,14 +121,19 @@ _PLAIN_FIELDS = ("path", "kind", "change", "digits", "error", "family", "floor")
 
 
 class Trials:
-    """Try every candidate of every part of `student`, whose floors already lie below every deviation seen.
+    """Try every candidate of every part of `student`, whose floors already lie below every
+    deviation seen.
 
-    Several processes share the candidates, and all get every result: the same errors, the same attentions to the bit.
+    Several processes share the candidates, and all get every result: the same errors, the same
+    attentions to the bit.
     """
 
     def __init__(self, student: Any, images: Tensor, batch_size: int, team: Team = ALONE) -> None:
-        self.student, self.batch_size, self.team = student, batch_size, team
-        self.fitting, self.compared = images[:FITTING_IMAGES], images[-COMPARED_IMAGES:]
+        self.student = student
+        self.batch_size = batch_size
+        self.team = team
+        self.fitting = images[:FITTING_IMAGES]
+        self.compared = images[-COMPARED_IMAGES:]
         self.norms = {
             path: part for path, part in student.net.named_modules() if isinstance(part, FloorNorm)
         }
@@ -140,7 +153,8 @@ class Trials:
             path: partial(norm.floor.fill_, float(norm.floor)) for path, norm in self.norms.items()
         }
         self.undo |= {path: partial(self._put, path, old) for path, old in self.attentions.items()}
-        parts, fitted = {**self.norms, **self.attentions}, dict[tuple[str, str], nn.Module]()
+        parts = {**self.norms, **self.attentions}
+        fitted = dict[tuple[str, str], nn.Module]()
         runner, trials = SegmentRunner(self, parts), list[Trial]()
         pieces = [
             (number, path, name)
@@ -159,14 +173,16 @@ class Trials:
             yield from (trial.candidate for trial in some)
         trials.sort(key=lambda trial: trial.order)
         if self.team.several:
-            known = unpack(self.team.agree(lambda: packed(trials)))
-            trials = [replace(trial, candidate=self._placeable(trial, fitted)) for trial in known]
+            agreed = unpack(self.team.agree(lambda: packed(trials)))
+            trials = [replace(trial, candidate=self._placeable(trial, fitted)) for trial in agreed]
         self.candidates = [trial.candidate for trial in trials]
 
     def _try(
         self, runner: SegmentRunner, piece: Piece, fitted: dict[tuple[str, str], nn.Module]
     ) -> Iterator[Trial]:
-        """Try the candidates of one piece, and store an attention that this process fits in `fitted`."""
+        """Try the candidates of one piece, and store an attention that this process fits in
+        `fitted`.
+        """
         number, path, name = piece
         inputs = runner.inputs_at(number)
         if path not in inputs:
@@ -174,7 +190,8 @@ class Trials:
         if name:
             new = fitted[path, name] = fit_attention(name, self.attentions[path], inputs[path])
             place = partial(self._put, path, new)
-            kind, change = replacement(name), type(new).__name__
+            kind = replacement(name)
+            change = type(new).__name__
             candidates = [Candidate(path, kind, change, 1.0, place, family=f"{name} attention")]
         else:
             candidates = list(floor_candidates(path, self.norms[path], inputs[path]))
@@ -190,8 +207,11 @@ class Trials:
             yield Trial(order, measured, name, self.team.rank)
 
     def _placeable(self, trial: Trial, fitted: Mapping[tuple[str, str], nn.Module]) -> Candidate:
-        """Return the candidate with a call that places it here; an attention's weights come from its own process."""
-        path, name = trial.candidate.path, trial.name
+        """Return the candidate with a call that places it here; an attention's weights come from
+        its own process.
+        """
+        path = trial.candidate.path
+        name = trial.name
         if not name:
             return replace(
                 trial.candidate, place=partial(self.norms[path].floor.fill_, trial.candidate.floor)
@@ -210,7 +230,9 @@ class Trials:
         setattr(self.student.net.get_submodule(parent), name, attention)
 
     def moves(self) -> list[Move]:
-        """Return the moves, the cheapest digit first. All parts of a kind are measured together for its gain."""
+        """Return the moves, the cheapest digit first. All parts of a kind are measured together for
+        its gain.
+        """
         gains = self._gains()
         self.candidates = [
             replace(each, digits=each.digits * gains[each.kind]) for each in self.candidates
@@ -221,7 +243,9 @@ class Trials:
         return sorted(moves, key=lambda move: move.cost / move.digits)
 
     def _gains(self) -> dict[str, float]:
-        """Return, for each kind, the digits that the bound gains per digit claimed, all its candidates placed; >= 0."""
+        """Return, for each kind, the digits that the bound gains per digit claimed, all its
+        candidates placed; >= 0.
+        """
         kinds = list(dict.fromkeys(candidate.kind for candidate in self.candidates))
         chosen = {
             kind: {each.path: each for each in self.candidates if each.kind == kind}

@@ -1,8 +1,9 @@
 """certvit for Python: a dozen functions on the core of the commands. Documented in docs/api.md.
 
-A network is an `nn.Module`, a path, a timm or `hf-hub:` name, or what `load` returned. Images are a tensor or array
-(n, c, h, w) with pixels in [0, 1] beside labels (n,), batches of both (a list, `DataLoader`, `Dataset` or generator), the
-name of a dataset, or what `images` returned. Radii are pixel l2, as a number or "8/255". Errors are CertvitError.
+A network is an `nn.Module`, a path, a timm or `hf-hub:` name, or what `load` returned. Images are a
+tensor or array (n, c, h, w) with pixels in [0, 1] beside labels (n,), batches of both (a list,
+`DataLoader`, `Dataset` or generator), the name of a dataset, or what `images` returned. Radii are
+pixel l2, as a number or "8/255". Errors are CertvitError.
 """
 
 import warnings
@@ -80,11 +81,13 @@ def load(
     weights: str | None = None,
     features: bool = False,
 ) -> OpenCheckpoint:
-    """Open a network; its modules are built or copied once. What casts doubt on reading a file is a warning.
+    """Open a network; its modules are built or copied once. What casts doubt on reading a file is a
+    warning.
 
     Args:
         source: A module in memory, a file, a folder, a timm or `hf-hub:` name.
-        mean, std: Pixel statistics, one value or one a channel, where the source does not hold them.
+        mean, std: Pixel statistics, one value or one a channel, where the source does not hold
+            them.
         input_size: (c, h, w), for a module without a timm configuration.
         arch, arch_args: Name and arguments of the architecture, for a file without a record.
         as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
@@ -137,13 +140,17 @@ def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> No
 
 @speaks_python
 def history(source: Network) -> Record:
-    """Return the record: architecture, input, surgery, lineage, evidence. The file states it; nothing is verified."""
+    """Return the record: architecture, input, surgery, lineage, evidence. The file states it;
+    nothing is verified.
+    """
     return load(source).record
 
 
 @speaks_python
 def network(source: Network, *, double: bool = False, device: str = "cpu") -> PixelModel:
-    """Return the network as a module in eval mode: pixels in [0, 1] -> logits; its first layer normalises."""
+    """Return the network as a module in eval mode: pixels in [0, 1] -> logits; its first layer
+    normalises.
+    """
     return (build.load_double if double else build.load)(load(source), torch.device(device))
 
 
@@ -157,28 +164,32 @@ def images(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Images:
-    """Return images of a dataset in the network's input size, with labels of its classes where it has any."""
+    """Return images of a dataset in the network's input size, with labels of its classes where it
+    has any.
+    """
     record = load(source).record
     folder = None if data_dir is None else Path(data_dir)
-    found = datasets.load(dataset, record.input, split, folder)
+    split_images = datasets.load(dataset, record.input, split, folder)
     if record.classes:
-        found = datasets.require_classes(found, record.classes, record.class_names)
-    return found.limit(limit, seed)
+        split_images = datasets.require_classes(split_images, record.classes, record.class_names)
+    return split_images.limit(limit, seed)
 
 
 @speaks_python
 def bound(source: Network, *, device: str = "cpu") -> ProvenBound:
-    """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` is a Real that only rounds up."""
+    """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` is a Real that only rounds
+    up.
+    """
     return ProvenBound(**vars(prove_checkpoint(load(source), torch.device(device))))
 
 
 @speaks_python
 def slope(
-    source: Network, given: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8
+    source: Network, data: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8
 ) -> Estimate:
     """Measure the steepest slope at these images: a lower limit of every bound."""
     checkpoint = load(source)
-    batches = _images(checkpoint, given, None, labelled=False).batches(batch_size)
+    batches = _images(checkpoint, data, None, labelled=False).batches(batch_size)
     pixels = (part for _, part, _ in batches)
     estimates = list(measure(network(checkpoint), pixels, iterations, seed))
     return estimates[-1]
@@ -195,13 +206,14 @@ def bounds(
     method: str = "best",
     device: str = "cpu",
 ) -> LogitBounds:
-    """Prove lower and upper bounds of logits and margins at all images of [0, 1] within `eps`, as tensors.
+    """Prove lower and upper bounds of logits and margins at all images of [0, 1] within `eps`, as
+    tensors.
 
     Args:
         labels: Classes i of the margins z_i - z_j; the predicted ones where None.
         norm: Of eps, l2 or linf.
-        method: "local" (zonotopes around each image), "lipschitz" (the global bound), or "best": the tighter of both,
-            entry by entry.
+        method: "local" (zonotopes around each image), "lipschitz" (the global bound), or "best":
+            the tighter of both, entry by entry.
     """
     checkpoint = _classifier(source)
     pixels, answers = _images(checkpoint, given, labels, labelled=False).tensors()
@@ -213,7 +225,7 @@ def bounds(
 @speaks_python
 def certify(
     source: Network,
-    given: Data,
+    data: Data,
     labels: Labels = None,
     *,
     method: str = "lipschitz",
@@ -224,7 +236,8 @@ def certify(
     """Return one certificate an image.
 
     Args:
-        method: lipschitz, local, local-lip, bcp, smoothing (options: sigma, samples, ...), patch (patches, ...).
+        method: lipschitz, local, local-lip, bcp, smoothing (options: sigma, samples, ...), patch
+            (patches, ...).
         options: Fields of the method's options.
     """
     checkpoint = _classifier(source)
@@ -233,15 +246,17 @@ def certify(
         options = options | {"batch_size": batch_size}
     chosen = _options(kind, options, method)
     certifier = prepare(method, checkpoint, torch.device(device), chosen)
-    found = run_certifier(certifier, _images(checkpoint, given, labels), batch_size)
-    return Certificates(row for rows in found for row in rows)
+    batches = run_certifier(certifier, _images(checkpoint, data, labels), batch_size)
+    return Certificates(row for rows in batches for row in rows)
 
 
 @speaks_python
 def shares(
     certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]
 ) -> CertifiedAccuracy:
-    """Return the certified accuracy at each radius (of l2, unless it is a `Threat`) or `Patch`, with 95 % intervals."""
+    """Return the certified accuracy at each radius (of l2, unless it is a `Threat`) or `Patch`,
+    with 95 % intervals.
+    """
     certificates = arguments.certificates(certificates)
     return certified_accuracy(certificates, [Threat.of(size) for size in sizes])
 
@@ -275,7 +290,7 @@ def predict(
 @speaks_python
 def attack(
     source: Network,
-    given: Data,
+    data: Data,
     labels: Labels = None,
     *,
     radii: Sequence[float] = (0.5,),
@@ -289,7 +304,8 @@ def attack(
     """Return the accuracy that the attacks leave at each radius, ascending.
 
     Args:
-        return_examples: The result has `examples`, tensors of the images that fell, each at its smallest radius.
+        return_examples: The result has `examples`, tensors of the images that fell, each at its
+            smallest radius.
         settings: Fields of `AttackSettings`.
     """
     checkpoint = _classifier(source)
@@ -300,7 +316,7 @@ def attack(
     where = torch.device(device)
     batches = (
         (i, pixels.to(where), y)
-        for i, pixels, y in _images(checkpoint, given, labels).batches(batch_size)
+        for i, pixels, y in _images(checkpoint, data, labels).batches(batch_size)
     )
     regions = growing(stage.norm, stage.radii)
     records = list(
@@ -317,7 +333,7 @@ def attack(
 @speaks_python
 def audit(
     source: Network,
-    given: Data | None = None,
+    data: Data | None = None,
     labels: Labels = None,
     *,
     seconds: float = 120.0,
@@ -327,11 +343,13 @@ def audit(
 ) -> AuditReport:
     """Return the findings of `certvit audit` within `seconds`, in words and figures.
 
-    Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between its batches only.
+    Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between
+    its batches only.
 
     Args:
         fail_on: Gates, such as "certified@0.25<0.4".
-        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, limit, seed, batch_size, ...
+        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, limit, seed,
+            batch_size, ...
     """
     checkpoint = _classifier(source)
     written = {"gates": "fail_on", "budget": "seconds"}
@@ -342,9 +360,10 @@ def audit(
         budget=seconds,
         **arguments.options(Plan, settings, "audit"),
     )
-    judged = None if given is None else _images(checkpoint, given, labels)
+    judged = None if data is None else _images(checkpoint, data, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)
-    clock, where = Clock(plan.budget), torch.device(device)
+    clock = Clock(plan.budget)
+    where = torch.device(device)
 
     def calibration() -> Images:
         return calibration_images(checkpoint.record, 8, plan.seed, None, None)
@@ -352,9 +371,9 @@ def audit(
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # a stage may end within a no_grad
         findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
     name = str(source) if isinstance(source, str | Path) else "checkpoint"
-    typed = Typed(name, dataset=given if isinstance(given, str) else None)
-    found = compose(checkpoint, findings, plan, clock, typed, where)
-    return AuditReport(**{name: getattr(found, name) for name in found.__struct_fields__})
+    typed = Typed(name, dataset=data if isinstance(data, str) else None)
+    report = compose(checkpoint, findings, plan, clock, typed, where)
+    return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 
 def _given(values: Mapping[str, Any]) -> list[str]:
@@ -363,22 +382,22 @@ def _given(values: Mapping[str, Any]) -> list[str]:
 
 def _classifier(source: Network) -> OpenCheckpoint:
     """Open a network; ArchitectureError where it ends in features."""
-    found = load(source)
-    require_classifier(found, "the network")
-    return found
+    checkpoint = load(source)
+    require_classifier(checkpoint, "the network")
+    return checkpoint
 
 
 def _options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> _Kind:
-    """Return a method's options; UsageError for a name that they do not have, or a value of another type."""
+    """Return a method's options; UsageError for a name that they do not have, or a value of another
+    type.
+    """
     return kind.of(arguments.options(kind, values, where))
 
 
-def _images(
-    checkpoint: Checkpoint, given: Data, labels: Labels, *, labelled: bool = True
-) -> Images:
+def _images(checkpoint: Checkpoint, data: Data, labels: Labels, *, labelled: bool = True) -> Images:
     """Arrays, loaders, a name, or Images, as Images. DataError when they do not fit the network."""
-    if isinstance(given, (Images, str)):
+    if isinstance(data, (Images, str)):
         if labels is not None:
             raise UsageError("these images have labels of their own", "leave out labels")
-        return images(checkpoint, given) if isinstance(given, str) else given
-    return images_of(checkpoint.record, given, labels, labelled=labelled)
+        return images(checkpoint, data) if isinstance(data, str) else data
+    return images_of(checkpoint.record, data, labels, labelled=labelled)

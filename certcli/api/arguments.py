@@ -1,4 +1,6 @@
-"""Arguments of the functions of Python, read by the name of the parameter: values, or UsageError in Python's words."""
+"""Arguments of the functions of Python, read by the name of the parameter: values, or UsageError in
+Python's words.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

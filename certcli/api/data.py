@@ -1,4 +1,6 @@
-"""Images as people hold them in Python: arrays, tensors, loaders, data sets and generators become `Images`."""
+"""Images as people hold them in Python: arrays, tensors, loaders, data sets and generators become
+`Images`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,10 +21,12 @@ _KNOWN = "an array or tensor (n, c, h, w), batches of (images, labels), or the n
 
 
 def images_of(record: Record, given: Any, labels: Any, *, labelled: bool = True) -> Images:
-    """Return images that fit the network of a record, with their labels; zeros where none are needed.
+    """Return images that fit the network of a record, with their labels; zeros where none are
+    needed.
 
     Args:
-        given: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an iterable of
+        given: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an
+            iterable of
             images, batches, or pairs of them with labels: a list, DataLoader, Dataset or generator.
         labels: (n,), beside images that do not bring their own.
 
@@ -94,7 +98,9 @@ def _parts(given: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def _items(given: Any) -> Iterator[Any]:
-    """Yield the items of an iterable, or of a map-style data set, which has a length and numbered items only."""
+    """Yield the items of an iterable, or of a map-style data set, which has a length and numbered
+    items only.
+    """
     if hasattr(given, "__iter__"):
         yield from given
         return

@@ -14,7 +14,9 @@ R = TypeVar("R")
 
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Read the arguments of a function, reword its errors, and add the hint to what a traceback shows."""
+    """Read the arguments of a function, reword its errors, and add the hint to what a traceback
+    shows.
+    """
     signature = inspect.signature(function)
     variable = {name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD}
 

@@ -1,4 +1,6 @@
-"""Errors of the core in Python's words: options become keyword arguments, and hints become notes of the exception."""
+"""Errors of the core in Python's words: options become keyword arguments, and hints become notes of
+the exception.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -27,7 +29,9 @@ _LETTERS = {"a": "attacks", "e": "radii", "o": "path"}
 
 
 def in_python(text: str) -> str:
-    """Return a message with keyword arguments in place of options; commands to type stay as they are."""
+    """Return a message with keyword arguments in place of options; commands to type stay as they
+    are.
+    """
 
     def argument(match: re.Match[str]) -> str:
         if match["features"]:
@@ -51,11 +55,16 @@ def in_python(text: str) -> str:
 
 
 def require_known(
-    given: Iterable[str], known: Iterable[str], where: str, written: Mapping[str, str] | None = None
+    names_given: Iterable[str],
+    allowed: Iterable[str],
+    where: str,
+    written: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise UsageError for a keyword argument that `where` does not have. written: names of others -> those here."""
-    names = sorted(known)
-    for name in sorted(set(given) - set(names)):
+    """Raise UsageError for a keyword argument that `where` does not have. written: names of others
+    -> those here.
+    """
+    names = sorted(allowed)
+    for name in sorted(set(names_given) - set(names)):
         near = [written[name]] if written and name in written else get_close_matches(name, names, 1)
         options = f"one of: {', '.join(names)}" if names else "it takes none"
         hint = f"did you mean '{near[0]}'? {options}" if near else options

@@ -15,7 +15,9 @@ from certcli.report.document import Audit
 
 
 class Shown:
-    """The representations of a result: `headline` in one line, and `rows` (the first one a header) below it."""
+    """The representations of a result: `headline` in one line, and `rows` (the first one a header)
+    below it.
+    """
 
     @property
     def headline(self) -> str:
@@ -65,10 +67,10 @@ class Certificates(Shown, list[Certificate]):
         if not self:
             return "no certificates"
         hits = sum(one.correct for one in self)
-        held = sorted((one.radius for one in self if one.correct), reverse=True)
+        radii = sorted((one.radius for one in self if one.correct), reverse=True)
         middle = (
-            f", median certified radius {proven_radius(held[len(held) // 2], 3)}"
-            if any(held)
+            f", median certified radius {proven_radius(radii[len(radii) // 2], 3)}"
+            if any(radii)
             else ""
         )
         right = f"{hits} images are classified correctly{interval_of_few(hits, len(self))}"
@@ -78,17 +80,18 @@ class Certificates(Shown, list[Certificate]):
     def rows(self) -> Sequence[Sequence[str]]:
         cells = []
         for one in self:
-            held = (
+            certified = (
                 ", ".join(one.held) if isinstance(one.held, tuple) else proven_radius(one.held, 4)
             )
-            cells.append((str(one.index), str(one.label), str(one.prediction), held))
+            cells.append((str(one.index), str(one.label), str(one.prediction), certified))
         return _table(("image", "label", "prediction", "certified"), cells)
 
 
 class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     """The accuracy that the attacks leave, one entry a radius, ascending.
 
-    examples: tensors by name (`attack.examples.collect`), a row for each image that fell; None unless asked for.
+    examples: tensors by name (`attack.examples.collect`), a row for each image that fell; None
+        unless asked for.
     """
 
     examples: dict[str, Tensor] | None = None
@@ -96,12 +99,12 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     @property
     def headline(self) -> str:
         last = self[-1]
-        left = ", ".join(
+        shares = ", ".join(
             f"{share_text(one.robust, one.images)} at {attacked_radius(one.epsilon)}"
             for one in self
         )
         right = f"{last.images} images, {share_text(last.clean, last.images)} right"
-        return f"{right}; under {', '.join(last.attacks)} in {last.kind}: {left}"
+        return f"{right}; under {', '.join(last.attacks)} in {last.kind}: {shares}"
 
     @property
     def rows(self) -> Sequence[Sequence[str]]:
@@ -131,11 +134,11 @@ class AuditReport(Audit, Shown):
 
 
 def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], most: int = 12
+    header: Sequence[str], rows: Sequence[Sequence[str]], limit: int = 12
 ) -> Sequence[Sequence[str]]:
     """Return the header and the first rows; () without rows."""
-    more = [(f"and {len(rows) - most} more",)] if len(rows) > most else []
-    return [header, *rows[:most], *more] if rows else ()
+    more = [(f"and {len(rows) - limit} more",)] if len(rows) > limit else []
+    return [header, *rows[:limit], *more] if rows else ()
 
 
 def _percent(share: float) -> str:

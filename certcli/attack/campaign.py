@@ -1,4 +1,6 @@
-"""An evaluation as stages: which attacks run together, in which norm, at which radii, on which images."""
+"""An evaluation as stages: which attacks run together, in which norm, at which radii, on which
+images.
+"""
 
 import hashlib
 import json
@@ -25,12 +27,15 @@ RECORD_KEYS = ("task", "epsilon", "index")
 Portion = tuple[int, list[int]]
 """What is attacked together: the number of the task, positions among its images."""
 
-DEFAULT_ATTACK, DEFAULT_RADIUS = "pgd", 0.5
+DEFAULT_ATTACK = "pgd"
+DEFAULT_RADIUS = 0.5
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Attacks that share a norm, in order, at radii that ascend. No radius: each image at its certified one."""
+    """Attacks that share a norm, in order, at radii that ascend. No radius: each image at its
+    certified one.
+    """
 
     norm: Norm
     radii: tuple[float, ...]
@@ -38,8 +43,10 @@ class Stage:
     independent: bool
 
     def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
-        """The same stage with the seed of its draws, the crafting precision, and k, else read off the model."""
-        known = [
+        """The same stage with the seed of its draws, the crafting precision, and k, else read off
+        the model.
+        """
+        plans = [
             replace(
                 entry,
                 settings=replace(
@@ -48,7 +55,7 @@ class Stage:
             )
             for entry in self.plan
         ]
-        return replace(self, plan=tuple(known))
+        return replace(self, plan=tuple(plans))
 
 
 def stages_of(
@@ -61,10 +68,12 @@ def stages_of(
     independent: bool = False,
     certified: bool = False,
 ) -> tuple[Stage, ...]:
-    """Attacks by name, or a preset, -> the stages. What was left out (None, empty) takes its default.
+    """Attacks by name, or a preset, -> the stages. What was left out (None, empty) takes its
+    default.
 
-    A preset runs its attacks independently and fixes what they may spend; one of a single part may move to other radii.
-    With `certified`, no radius means each image's own. UsageError on an unknown name or on wishes that contradict.
+    A preset runs its attacks independently and fixes what they may spend; one of a single part may
+    move to other radii. With `certified`, no radius means each image's own. UsageError on an
+    unknown name or on wishes that contradict.
     """
     chosen = tuple(sorted(set(radii)))
     for radius in chosen:
@@ -122,9 +131,11 @@ def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Sta
 
 @dataclass(frozen=True)
 class Task:
-    """A stage and the images it runs on; `own`: image index -> the radius at which it alone is attacked.
+    """A stage and the images it runs on; `own`: image index -> the radius at which it alone is
+    attacked.
 
-    `certified`: all of the images are certified, so the network must at least classify them correctly.
+    `certified`: all of the images are certified, so the network must at least classify them
+    correctly.
     """
 
     stage: Stage
@@ -142,7 +153,9 @@ class Task:
             yield list(range(start, min(start + batch_size, len(self.images))))
 
     def rounds(self, indices: Sequence[int]) -> list[tuple[Region, list[float]]]:
-        """The regions to the images of one batch, in order, and the radius of each image under them."""
+        """The regions to the images of one batch, in order, and the radius of each image under
+        them.
+        """
         norm = self.stage.norm
         if self.own is not None:
             radii = [self.own[index] for index in indices]
@@ -155,45 +168,49 @@ def tasks_of(
     images: Images,
     certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> tuple[Task, ...]:
-    """Stages on images. With certificates: only images certified beyond each radius, or all at their own radius.
+    """Stages on images. With certificates: only images certified beyond each radius, or all at
+    their own radius.
 
     DataError when none is certified there, or when the certificates speak of other images.
     """
     if certificates is None:
         return tuple(Task(stage, images) for stage in stages)
-    found: list[Task] = []
+    tasks: list[Task] = []
     for stage in stages:
         if not stage.radii:
             chosen = select(images, certificates, 0.0)
-            # the whole box lies within its diagonal, so an unbounded radius asks for no more than that
+            # the whole box lies within its diagonal, so an unbounded radius asks for no more than
+            # that
             entries = float(chosen.fetch([0])[0].numel()) if len(chosen) else 0.0
             diagonal = entries**0.5 if stage.norm == "l2" else 1.0
             indices = chosen.indices.tolist()
-            found.append(
+            tasks.append(
                 Task(
                     stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}, True
                 )
             )
         for radius in stage.radii:
-            found.append(
+            tasks.append(
                 Task(
                     replace(stage, radii=(radius,)),
                     select(images, certificates, radius),
                     certified=True,
                 )
             )
-    empty = next((task for task in found if not len(task.images)), None)
+    empty = next((task for task in tasks if not len(task.images)), None)
     if empty is not None:
         at = f" beyond {proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
         raise DataError(
             f"none of the {len(images)} images is certified{at}",
             "certify more of them, or another radius",
         )
-    return tuple(found)
+    return tuple(tasks)
 
 
 def parameters_of(tasks: Sequence[Task], settings: AttackSettings, **more: Any) -> dict[str, Any]:
-    """What decides the numbers, as plain values, for evidence: images, attacks and their order, radii, budget; `more`."""
+    """What decides the numbers, as plain values, for evidence: images, attacks and their order,
+    radii, budget; `more`.
+    """
     images = tasks[0].images
     about = {"dataset": images.name, "split": images.split, "images": len(images)}
     return {**about, **_stages(tasks), "settings": asdict(settings), **more}
@@ -225,13 +242,14 @@ def run_of(
     chosen = {
         f"task {number} images": {
             "attacked": _digest(task.images.indices.tolist()),
-            "at": _digest(sorted(own.items())),
+            "at": _digest(sorted(radii.items())),
         }
         for number, task in enumerate(tasks)
-        if (own := task.own or {}) or task.certified
+        if (radii := task.own or {}) or task.certified
     }
     stages = _stages(tasks)
-    method, independent = stages.pop("attacks"), stages.pop("independent")
+    method = stages.pop("attacks")
+    independent = stages.pop("independent")
     decided = {"independent": independent, "batch_size": batch_size, **more, **chosen, **spent}
     return Run.of(
         "attack", checkpoint, images, method, **stages, parameters={**asdict(settings), **decided}
@@ -244,9 +262,11 @@ def _digest(values: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Tasks made ready for a model: source crafts in its place; `keep_images` keeps those of an image's first success only.
+    """Tasks made ready for a model: source crafts in its place; `keep_images` keeps those of an
+    image's first success only.
 
-    Each portion draws from its own seed, in every process and order: resumed records are those of an uninterrupted run.
+    Each portion draws from its own seed, in every process and order: resumed records are those of
+    an uninterrupted run.
     """
 
     model: nn.Module
@@ -277,13 +297,16 @@ class Campaign:
         ]
 
     def attack(self, portion: Portion, ahead: int = 1) -> list[AttackRecord]:
-        """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the model's device and dtype.
+        """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the
+        model's device and dtype.
 
         DataError when an image that is certified is misclassified as it stands.
         """
         number, positions = portion
-        task, like = self.tasks[number], next(self.model.parameters())
-        pixels, labels = task.images.fetch(positions), task.images.labels[positions]
+        task = self.tasks[number]
+        like = next(self.model.parameters())
+        pixels = task.images.fetch(positions)
+        labels = task.images.labels[positions]
         task.images.expect_at(positions[0] + ahead * self.batch_size, self.batch_size)
         indices = task.images.indices[positions]
         rows: list[AttackRecord] = []
@@ -310,13 +333,14 @@ class Campaign:
         team: Team = ALONE,
         aside: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[int, list[AttackRecord]]]:
-        """(number of the task, records of one portion), in order; what `file` holds already is read, not attacked again.
+        """(number of the task, records of one portion), in order; what `file` holds already is
+        read, not attacked again.
 
-        Only the leader of several processes is handed records, without images; what it does `aside` keeps the others from
-        nothing.
+        Only the leader of several processes is handed records, without images; what it does `aside`
+        keeps the others from nothing.
         """
 
-        def known(portion: Portion) -> list[AttackRecord] | None:
+        def cached(portion: Portion) -> list[AttackRecord] | None:
             earlier = file.take(self.keys(portion)) if file is not None else None
             return (
                 None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
@@ -326,7 +350,7 @@ class Campaign:
             return self.attack(portion, team.size)
 
         dealt = team.deal(
-            self.portions, find, known, packed, partial(unpacked, AttackRecord), aside
+            self.portions, find, cached, packed, partial(unpacked, AttackRecord), aside
         )
         for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
             if new and file is not None:
@@ -337,7 +361,9 @@ class Campaign:
 def read_again(
     rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None
 ) -> list[AttackRecord]:
-    """Records of a file as they were; DataError where one is of another norm or other attacks than the stage's."""
+    """Records of a file as they were; DataError where one is of another norm or other attacks than
+    the stage's.
+    """
     labels = [entry.label for entry in stage.plan]
     for row in rows:
         if row["kind"] != stage.norm or list(row["robust"]) != labels:
@@ -352,7 +378,9 @@ def read_again(
 
 
 def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A class-balanced sample for the checks of the evaluation: (b, c, h, w) pixels, (b,) labels, b <= count."""
+    """A class-balanced sample for the checks of the evaluation: (b, c, h, w) pixels, (b,) labels, b
+    <= count.
+    """
     sample = task.images.limit(count, seed)
     pixels, labels = sample.tensors()
     return pixels.to(like.device, like.dtype), labels

@@ -15,8 +15,10 @@ class Attack(Entry):
 
     Args:
         norms: in which its results mean something.
-        random: False for an attack that draws nothing at random: a restart would repeat the same work.
-        needs_attention: it looks at the attention maps of a vision transformer, and refuses other networks.
+        random: False for an attack that draws nothing at random: a restart would repeat the same
+            work.
+        needs_attention: it looks at the attention maps of a vision transformer, and refuses other
+            networks.
     """
 
     norms: tuple[Norm, ...] = ("l2", "linf")

@@ -1,4 +1,6 @@
-"""Certificates as `certify` wrote them: which images may be attacked, and how far, so that no attack may succeed."""
+"""Certificates as `certify` wrote them: which images may be attacked, and how far, so that no
+attack may succeed.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ from certcli.system.errors import DataError, UsageError, one_line
 
 @dataclass(frozen=True)
 class CertifiedImage:
-    """An image that is classified correctly, provably, within `radius` (may be inf); pixels: its digest."""
+    """An image that is classified correctly, provably, within `radius` (may be inf); pixels: its
+    digest.
+    """
 
     index: int
     label: int
@@ -31,8 +35,10 @@ class CertifiedImage:
 def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, CertifiedImage]]:
     """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions.
 
-    DataError when they are no such records, or of another network than `checkpoint` (its digest). UsageError for statements
-    with a chance of failure (smoothing): they speak of the smoothed classifier, which is not the network that is attacked.
+    DataError when they are no such records, or of another network than `checkpoint` (its digest).
+    UsageError for statements
+    with a chance of failure (smoothing): they speak of the smoothed classifier, which is not the
+    network that is attacked.
     """
     run, rows = read_records(path, "certify")
     require_same_network(run, checkpoint, path)
@@ -42,23 +48,27 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
             f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}",
             "certify in l2 or linf; --norm patch attacks within patches",
         )
-    found: dict[int, CertifiedImage] = {}
+    certified: dict[int, CertifiedImage] = {}
     for number, row in enumerate(rows, start=2):
-        index, failure_share, radius = row["index"], row["failure"], float(row["radius"])
+        index = row["index"]
+        failure_share = row["failure"]
+        radius = float(row["radius"])
         if failure_share > 0:
             raise UsageError(
                 f"line {number} of {path} holds with probability {confidence(failure_share)}, of the smoothed classifier",
                 "attack with records of certify --method lipschitz or local",
             )
-        if index in found:
+        if index in certified:
             raise DataError(f"{path} speaks twice of image {index}")
         if row["prediction"] == row["label"]:
-            found[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
-    return norm, found
+            certified[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
+    return norm, certified
 
 
 def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: float) -> Images:
-    """The images that are certified beyond `radius`; DataError when pixels or label disagree: these are other images."""
+    """The images that are certified beyond `radius`; DataError when pixels or label disagree: these
+    are other images.
+    """
     require_same_images(
         (
             {"index": entry.index, "label": entry.label, PIXELS: entry.pixels}
@@ -74,7 +84,9 @@ def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: f
 
 
 def require_correct(records: Iterable[AttackRecord]) -> None:
-    """DataError when a certified image is misclassified as it stands: the records are those of another checkpoint."""
+    """DataError when a certified image is misclassified as it stands: the records are those of
+    another checkpoint.
+    """
     for record in records:
         if not record.correct:
             raise DataError(

@@ -1,6 +1,8 @@
-"""Checks of the evaluation itself: signs that a robust accuracy says more about the attack than about the net.
+"""Checks of the evaluation itself: signs that a robust accuracy says more about the attack than
+about the net.
 
-The idea is auto-attack's (Croce & Hein 2020, `other_utils` and `checks`; Athalye et al. 2018, Carlini et al. 2019).
+The idea is auto-attack's (Croce & Hein 2020, `other_utils` and `checks`; Athalye et al. 2018,
+Carlini et al. 2019).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +20,9 @@ from certcli.evaluation.region import Region
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that can be wrong with an evaluation. fatal: it proves a bug, in the tool or in the certificate."""
+    """One thing that can be wrong with an evaluation. fatal: it proves a bug, in the tool or in the
+    certificate.
+    """
 
     name: str
     raised_if: str
@@ -39,7 +43,8 @@ _SUM_TOLERANCE = (
     1e-3  # k float32 softmax values rounded once each: 1,000 classes sum to 1 within 1e-4
 )
 _ZERO_SHARE = 0.05
-_RISE_SHARE, _RISE_IMAGES = 0.02, 2
+_RISE_SHARE = 0.02
+_RISE_IMAGES = 2
 
 CHECKS = {
     check.name: check
@@ -90,7 +95,8 @@ CHECKS = {
 def inspect_model(
     model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0
 ) -> tuple[Flag, ...]:
-    """Flags about the net on one batch: probabilities, zero gradients, randomness. (b, c, h, w), (b,).
+    """Flags about the net on one batch: probabilities, zero gradients, randomness. (b, c, h, w),
+    (b,).
 
     Needs a few dozen images to mean anything. UsageError in training mode.
     """
@@ -104,11 +110,11 @@ def inspect_model(
         )
         logits = logits.detach()
         with torch.no_grad():
-            again = model(images)
+            repeated = model(images)
     return (
         _probabilities(logits),
         _zero_gradients(slope, logits.argmax(dim=1) == labels),
-        _randomness(logits, again),
+        _randomness(logits, repeated),
     )
 
 
@@ -119,13 +125,15 @@ def _probabilities(logits: Tensor) -> Flag:
             ((values >= 0) & (values <= 1)).all() and ((sums - 1).abs() < _SUM_TOLERANCE).all()
         )
 
-    plain, logarithmic = are_shares(logits.double()), are_shares(logits.double().exp())
+    plain = are_shares(logits.double())
+    logarithmic = are_shares(logits.double().exp())
     spread = f"outputs from {logits.min().item():.4g} to {logits.max().item():.4g}"
     return Flag(CHECKS["probabilities"], plain or logarithmic, spread)
 
 
 def _zero_gradients(slope: Tensor | None, correct: Tensor) -> Flag:
-    check, of = CHECKS["zero gradients"], int(correct.sum())
+    check = CHECKS["zero gradients"]
+    of = int(correct.sum())
     if slope is None:
         return Flag(check, True, "the output does not depend on the image by any gradient")
     length = slope.flatten(1).abs().amax(dim=1)
@@ -133,8 +141,8 @@ def _zero_gradients(slope: Tensor | None, correct: Tensor) -> Flag:
     return Flag(check, dead > _ZERO_SHARE * of, f"{dead} of {of} correctly classified images")
 
 
-def _randomness(logits: Tensor, again: Tensor) -> Flag:
-    difference = (logits - again).abs().max().item()
+def _randomness(logits: Tensor, repeated: Tensor) -> Flag:
+    difference = (logits - repeated).abs().max().item()
     largest = logits.abs().max().item()
     return Flag(
         CHECKS["randomness"],
@@ -146,10 +154,12 @@ def _randomness(logits: Tensor, again: Tensor) -> Flag:
 def inspect_attacks(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> tuple[Flag, ...]:
-    """Flags about gradient attacks on one batch: FGSM and PGD alone at the radius, PGD at twice and half the radius.
+    """Flags about gradient attacks on one batch: FGSM and PGD alone at the radius, PGD at twice and
+    half the radius.
 
-    (b, c, h, w), (b,). Accuracy can only have risen from half the radius where images withstand a larger one: these are
-    attacked there first, and the others where some of these fall. UsageError in training mode.
+    (b, c, h, w), (b,). Accuracy can only have risen from half the radius where images withstand a
+    larger one: these are attacked there first, and the others where some of these fall. UsageError
+    in training mode.
     """
 
     def standing(names: Sequence[str], factor: float, rows: Sequence[int]) -> list[set[int]]:
@@ -167,11 +177,12 @@ def inspect_attacks(
     beyond = (
         standing(("pgd",), 2.0, sorted(every))[0] if at != every else at
     )  # nothing rises above all
-    firm, most = at | beyond, max(len(at), len(beyond))
+    firm = at | beyond
+    largest = max(len(at), len(beyond))
     within = firm
-    if _exceeds(most, len(images)):
+    if _exceeds(largest, len(images)):
         (within,) = standing(("pgd",), 0.5, sorted(firm))
-        if firm != every and _exceeds(most - len(within), len(images)):
+        if firm != every and _exceeds(largest - len(within), len(images)):
             within |= standing(("pgd",), 0.5, sorted(every - firm))[0]
     counts = {0.5: len(within), 1.0: len(at), 2.0: len(beyond)}
     return (
@@ -183,7 +194,9 @@ def inspect_attacks(
 
 
 def rising_accuracy(shares: Mapping[float, float], images: int) -> Flag:
-    """max over r < r' of robust(r') - robust(r), independent runs at each radius, against the allowance."""
+    """max over r < r' of robust(r') - robust(r), independent runs at each radius, against the
+    allowance.
+    """
     radii = sorted(shares)
     rises = [
         (shares[large] - shares[small], small, large)
@@ -200,7 +213,9 @@ def rising_accuracy(shares: Mapping[float, float], images: int) -> Flag:
 
 
 def weak_iteration(after_fgsm: int, after_pgd: int, images: int) -> Flag:
-    """robust images after PGD - robust images after FGSM, each attack run alone, against the allowance."""
+    """robust images after PGD - robust images after FGSM, each attack run alone, against the
+    allowance.
+    """
     measured = f"{after_fgsm} of {images} images withstand FGSM, {after_pgd} PGD"
     return Flag(CHECKS["weak iteration"], _exceeds(after_pgd - after_fgsm, images), measured)
 
@@ -211,9 +226,11 @@ def _exceeds(difference: int, images: int) -> bool:
 
 
 def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int, float]) -> Flag:
-    """Is |x' - x|_2 < the certified l2 radius for some image? `radii`: image index -> certified radius, pixel l2.
+    """Is |x' - x|_2 < the certified l2 radius for some image? `radii`: image index -> certified
+    radius, pixel l2.
 
-    Records of either norm count, by the l2 norm of what they found. Misclassified images carry no counterexample.
+    Records of either norm count, by the l2 norm of what they found. Misclassified images carry no
+    counterexample.
     """
     broken: list[tuple[int, float, float]] = []
     for record in records:

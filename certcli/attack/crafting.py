@@ -1,4 +1,6 @@
-"""The model as torchattacks is allowed to see it: undisturbed, seeded, and watched for points that already succeed."""
+"""The model as torchattacks is allowed to see it: undisturbed, seeded, and watched for points that
+already succeed.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,10 +25,13 @@ class AllSolved(Exception):
 
 
 class Successes:
-    """Which images of a batch were seen to fall, and where: what flips is judged at once, by the model itself."""
+    """Which images of a batch were seen to fall, and where: what flips is judged at once, by the
+    model itself.
+    """
 
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, region: Region) -> None:
-        self._model, self._threat = model, region
+        self._model = model
+        self._threat = region
         self._images, self._labels = images.detach(), labels.to(images.device)
         self.solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
         self.count = 0
@@ -34,7 +39,9 @@ class Successes:
         self._kept = self._images.clone()
 
     def note(self, owner: Tensor, points: Tensor, logits: Tensor) -> None:
-        """points (r, c, h, w), logits (r, k) of images `owner` (r,), of which several may be the same."""
+        """points (r, c, h, w), logits (r, k) of images `owner` (r,), of which several may be the
+        same.
+        """
         flipped = (
             (logits.argmax(dim=1) != self._labels[owner])
             & logits.isfinite().all(dim=1)
@@ -44,7 +51,8 @@ class Successes:
         if not len(rows):
             return
         at = owner[rows]
-        labels, images = self._labels[at], self._images[at]
+        labels = self._labels[at]
+        images = self._images[at]
         verdict = judge(
             self._model, images, labels, points[rows], self._threat.of(at), prediction=labels
         )
@@ -61,7 +69,9 @@ class Successes:
         self.count += len(first)
 
     def harvest(self, adversarial: Tensor) -> Tensor:
-        """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
+        """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w)
+        -> (b, c, h, w).
+        """
         solved = along(self.solved, adversarial)
         return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
 
@@ -69,15 +79,19 @@ class Successes:
 class Watched(nn.Module):
     """f, with a memory: a row that was seen to succeed is judged, kept, and costs nothing more.
 
-    torchattacks returns the last iterate of a run and computes all rows to the end. A forward pass of the whole batch
-    here evaluates the unsolved rows only; solved ones get the constant logits they had, hence no gradient. A forward
-    pass of another batch size comes from an attack that keeps its own books, and is passed through.
+    torchattacks returns the last iterate of a run and computes all rows to the end. A forward pass
+    of the whole batch here evaluates the unsolved rows only; solved ones get the constant logits
+    they had, hence no gradient. A forward pass of another batch size comes from an attack that
+    keeps its own books, and is passed through.
 
-    With precision "bf16" the passes of the attack run in bfloat16, two to three times as fast where the hardware has it.
-    That can only weaken the attack: what it finds is judged by the model itself, in the model's own precision.
+    With precision "bf16" the passes of the attack run in bfloat16, two to three times as fast where
+    the hardware has it.
+    That can only weaken the attack: what it finds is judged by the model itself, in the model's own
+    precision.
 
-    The model is held outside `nn.Module`'s registration, so that train(), eval() and zero_grad() calls of the library
-    end here, and the anchor tells the library the device even when the model has no parameter.
+    The model is held outside `nn.Module`'s registration, so that train(), eval() and zero_grad()
+    calls of the library end here, and the anchor tells the library the device even when the model
+    has no parameter.
     """
 
     def __init__(
@@ -92,20 +106,21 @@ class Watched(nn.Module):
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(0, device=images.device), requires_grad=False)
         self._hidden = (model,)
-        self._images, self._watching = images, watching
+        self._images = images
+        self._watching = watching
         self._half = precision == "bf16"
         self._successes = Successes(model, images, labels, region)
         self.harvest = self._successes.harvest
         self._all = torch.arange(len(images), device=images.device)
-        self._rows, self._known = (
-            self._all,
-            0,
-        )  # images that stand, and how many had fallen when they were counted
+        # images that stand, and how many had fallen when they were counted
+        self._rows = self._all
+        self._known = 0
         self._last: Tensor | None = None
         self.eval()
 
     def _logits(self, images: Tensor) -> Tensor:
-        # the model keeps the dtype of the caller's images, the library keeps its own (FAB insists on float32)
+        # the model keeps the dtype of the caller's images, the library keeps its own (FAB insists
+        # on float32)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self._half):
             return self._hidden[0](images.to(self._images.dtype)).to(images.dtype)
 
@@ -116,10 +131,8 @@ class Watched(nn.Module):
             logits = self._logits(images)
         else:
             if self._known != self._successes.count:
-                self._rows, self._known = (
-                    (~self._successes.solved).nonzero().flatten(),
-                    self._successes.count,
-                )
+                self._rows = (~self._successes.solved).nonzero().flatten()
+                self._known = self._successes.count
             rows = self._rows
             if not len(rows):
                 raise AllSolved
@@ -133,7 +146,9 @@ class Watched(nn.Module):
 
 @contextmanager
 def seeded(images: Tensor, seed: int) -> Iterator[None]:
-    """Global random numbers from `seed`, on the images' device and the CPU; the caller's are put back afterwards."""
+    """Global random numbers from `seed`, on the images' device and the CPU; the caller's are put
+    back afterwards.
+    """
     devices = [images.device] if images.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         seed_all(seed)
@@ -142,10 +157,11 @@ def seeded(images: Tensor, seed: int) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
-    """Gradients on, parameters without gradients, random numbers from `seed`; all put back afterwards.
+    """Gradients on, parameters without gradients, random numbers from `seed`; all put back
+    afterwards.
 
-    torchattacks draws from the global generators, some attacks reseed them, and those that call `backward` would leave
-    gradients in the model's parameters (and pay for them).
+    torchattacks draws from the global generators, some attacks reseed them, and those that call
+    `backward` would leave gradients in the model's parameters (and pay for them).
     """
     if model.training:
         raise UsageError("the model is in training mode", "call model.eval() before an attack")
@@ -162,7 +178,9 @@ def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _unfused(model: nn.Module) -> Iterator[None]:
-    """timm's attention written out as two products: in bfloat16 on a CPU its fused gradient is three times slower."""
+    """timm's attention written out as two products: in bfloat16 on a CPU its fused gradient is
+    three times slower.
+    """
     layers: list[Any] = [
         layer for layer in model.modules() if getattr(layer, "fused_attn", False) is True
     ]
@@ -185,10 +203,12 @@ def craft_with(
     *,
     watch: bool = True,
 ) -> Tensor:
-    """Run `search` on the watched model: images (b, c, h, w), labels (b,) -> points (b, c, h, w), to be judged.
+    """Run `search` on the watched model: images (b, c, h, w), labels (b,) -> points (b, c, h, w),
+    to be judged.
 
     Args:
-        watch: False for attacks that look for the smallest perturbation, which must not stop at the first success.
+        watch: False for attacks that look for the smallest perturbation, which must not stop at the
+            first success.
     """
     images, labels = images.detach(), labels.to(images.device)
     if not len(images) or region.radius == 0:
@@ -205,7 +225,8 @@ def craft_with(
 
 @dataclass(frozen=True)
 class Search:
-    """What an attack that keeps its own books works on: images (b, c, h, w), labels (b,), the watched network, random draws.
+    """What an attack that keeps its own books works on: images (b, c, h, w), labels (b,), the
+    watched network, random draws.
 
     successes: None where nothing may stop early, because only the end of the run is judged.
     """
@@ -224,9 +245,11 @@ class Search:
         return everyone if self.successes is None else everyone[~self.successes.solved]
 
     def aimed(self, targets: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield runs against the `targets` likeliest wrong classes, as many classes m at once as are small.
+        """Yield runs against the `targets` likeliest wrong classes, as many classes m at once as
+        are small.
 
-        (r,) images that have not fallen, (m r,) the image and (m r,) the class of each run, of which each class has r.
+        (r,) images that have not fallen, (m r,) the image and (m r,) the class of each run, of
+        which each class has r.
         """
         with torch.no_grad():
             others = self.net(self.images).scatter(1, self.labels[:, None], float("-inf"))
@@ -268,5 +291,7 @@ def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) ->
 
 
 def count_targets(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:
-    """Return how many wrong classes a targeted attack tries: `targets`, at most all; 0 without images."""
+    """Return how many wrong classes a targeted attack tries: `targets`, at most all; 0 without
+    images.
+    """
     return min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0

@@ -1,4 +1,6 @@
-"""Images with 8 bits a value, as files and cameras hold them: what is left of an attack there, and attacks among them."""
+"""Images with 8 bits a value, as files and cameras hold them: what is left of an attack there, and
+attacks among them.
+"""
 
 import torch
 from torch import Tensor
@@ -12,15 +14,19 @@ LONGEST = 256.0
 
 
 def rounded(images: Tensor) -> Tensor:
-    """Return the nearest images with 8 bits a value: (b, c, h, w) in [0, 1] -> multiples of 1 / 255."""
+    """Return the nearest images with 8 bits a value: (b, c, h, w) in [0, 1] -> multiples of 1 /
+    255.
+    """
     return (images * LEVELS).round() / LEVELS
 
 
 def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor:
-    """Return images with 8 bits a value in the region, in the direction of the candidates: (b, c, h, w) x 2 -> (b, c, h, w).
+    """Return images with 8 bits a value in the region, in the direction of the candidates: (b, c,
+    h, w) x 2 -> (b, c, h, w).
 
-    x + round(s 255 (x' - x)) / 255 with the largest factor s, by bisection, that stays in the region. A change that is
-    spread below half a level would vanish; a larger factor keeps its largest values.
+    x + round(s 255 (x' - x)) / 255 with the largest factor s, by bisection, that stays in the
+    region. A change that is spread below half a level would vanish; a larger factor keeps its
+    largest values.
 
     Args:
         images: with 8 bits a value.
@@ -29,8 +35,8 @@ def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor
     base = (images * LEVELS).round()
 
     def point(factor: Tensor) -> Tensor:
-        moved = (base + (along(factor, images) * change).round()).clamp(0, LEVELS)
-        return moved / LEVELS
+        furthest = (base + (along(factor, images) * change).round()).clamp(0, LEVELS)
+        return furthest / LEVELS
 
     low = torch.zeros(len(images), dtype=images.dtype, device=images.device)
     high = torch.full_like(low, LONGEST)

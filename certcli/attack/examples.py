@@ -11,20 +11,24 @@ from certcli.attack.run import AttackRecord
 def collect(
     records: Iterable[AttackRecord], size: tuple[int, int, int] = (1, 1, 1)
 ) -> dict[str, Tensor]:
-    """Records of images that fell, which are kept -> tensors by name, one row an image, in the order of the records.
+    """Records of images that fell, which are kept -> tensors by name, one row an image, in the
+    order of the records.
 
-    images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions, indices (n,) int64;
-    norms, l2_norms, epsilons (n,) float64. norms are measured in float64 on exactly the saved tensors, so the
-    perturbation (a float32 difference, which rounds) is for the eye and `adversarial` for the proof.
+    images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions,
+    indices (n,) int64; norms, l2_norms, epsilons (n,) float64. norms are measured in float64 on
+    exactly the saved tensors, so the perturbation (a float32 difference, which rounds) is for the
+    eye and `adversarial` for the proof.
 
-    as_8bit (n,) bool: whether the image, rounded to 8 bits a value, still has another class than its label.
+    as_8bit (n,) bool: whether the image, rounded to 8 bits a value, still has another class than
+    its label.
 
-    Of several records of one image (a curve) the first, that of the smallest radius. size: of images where there are none.
+    Of several records of one image (a curve) the first, that of the smallest radius. size: of
+    images where there are none.
     """
-    kept: dict[int, AttackRecord] = {}
+    first_records: dict[int, AttackRecord] = {}
     for record in records:
-        kept.setdefault(record.index, record)
-    rows = list(kept.values())
+        first_records.setdefault(record.index, record)
+    rows = list(first_records.values())
     images = _stacked((row.image for row in rows), size)
     adversarial = _stacked((row.adversarial for row in rows), size)
     return {

@@ -1,4 +1,6 @@
-"""What an evaluation found: shares of every task, flags about the evaluation, and one document for programs."""
+"""What an evaluation found: shares of every task, flags about the evaluation, and one document for
+programs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,16 +19,19 @@ from certcli.evaluation.radii import radius_key
 from certcli.evaluation.region import Region
 from certcli.evaluation.resumed import Resumed
 
-MODEL_CHECKED, ATTACK_CHECKED = 32, (8, 32)
+MODEL_CHECKED = 32
+ATTACK_CHECKED = (8, 32)
 """Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""
 
 
 def inspect(
     model: nn.Module, source: nn.Module | None, task: Task, settings: AttackSettings
 ) -> tuple[checks.Flag, ...]:
-    """Flags about the net whose gradients are used, on a class-balanced sample; attacks at the smallest radius above 0.
+    """Flags about the net whose gradients are used, on a class-balanced sample; attacks at the
+    smallest radius above 0.
 
-    The checks of attacks are left out where images have radii of their own, and with a `source`: a transfer may be weak.
+    The checks of attacks are left out where images have radii of their own, and with a `source`: a
+    transfer may be weak.
     """
     like = next(model.parameters())
     pixels, labels = checked_batch(task, MODEL_CHECKED, settings.seed, like)
@@ -34,8 +39,8 @@ def inspect(
     radii = [radius for radius in task.stage.radii if radius > 0]
     if task.own is not None or source is not None or not radii:
         return flags
-    least, most = ATTACK_CHECKED
-    count = min(most, max(least, len(task.images) // 10))
+    minimum, maximum = ATTACK_CHECKED
+    count = min(maximum, max(minimum, len(task.images) // 10))
     pixels, labels = checked_batch(task, count, settings.seed, like)
     return flags + checks.inspect_attacks(
         model, pixels, labels, Region(task.stage.norm, radii[0]), settings
@@ -44,8 +49,9 @@ def inspect(
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """The summaries of one stage, one a radius, ascending. `own`: smallest, middle and largest radius of the images
-    where each was attacked at its own; the summary then bears the smallest, which all of them were attacked at or beyond.
+    """The summaries of one stage, one a radius, ascending. `own`: smallest, middle and largest
+    radius of the images where each was attacked at its own; the summary then bears the smallest,
+    which all of them were attacked at or beyond.
     """
 
     stage: Stage
@@ -54,7 +60,9 @@ class TaskSummary:
 
     def to_json(self) -> list[dict[str, Any]]:
         names = ("smallest", "median", "largest")
-        own = {} if self.own is None else {"own_radii": dict(zip(names, self.own, strict=True))}
+        own_radii = (
+            {} if self.own is None else {"own_radii": dict(zip(names, self.own, strict=True))}
+        )
         return [
             {
                 "norm": self.stage.norm,
@@ -68,7 +76,7 @@ class TaskSummary:
                 "fooled": summary.fooled,
                 "fooled_8bit": summary.fooled_8bit,
                 "independent": self.stage.independent,
-                **own,
+                **own_radii,
             }
             for summary in self.summaries
         ]
@@ -102,7 +110,8 @@ class Findings:
         return next((flag for flag in self.flags if flag.raised and flag.check.fatal), None)
 
     def to_json(self) -> dict[str, Any]:
-        """clean, robust, epsilon, norm, images, attacks and more of `first`; `curve` of the first norm; `parts` of all.
+        """clean, robust, epsilon, norm, images, attacks and more of `first`; `curve` of the first
+        norm; `parts` of all.
 
         `flags` are those that are raised, `checks` the names of all that were made.
         """
@@ -122,7 +131,9 @@ class Findings:
         }
 
     def _curve(self) -> list[dict[str, Any]]:
-        """Rows of the first stage's attacks; with certificates each radius has a part and images of its own."""
+        """Rows of the first stage's attacks; with certificates each radius has a part and images of
+        its own.
+        """
         stage = self.parts[0].stage
         same = [
             part
@@ -138,7 +149,9 @@ def findings_of(
     flags: Sequence[checks.Flag],
     certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> Findings:
-    """Records by number of the task -> the outcome; with certificates, their records may hold no success at all."""
+    """Records by number of the task -> the outcome; with certificates, their records may hold no
+    success at all.
+    """
     if certificates is not None:
         every = [record for rows in records.values() for record in rows]
         radii = {index: certificate.radius for index, certificate in certificates.items()}

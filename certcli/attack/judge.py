@@ -1,4 +1,6 @@
-"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says about itself."""
+"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says about
+itself.
+"""
 
 from dataclasses import dataclass
 
@@ -8,8 +10,9 @@ from torch import Tensor, nn
 from certcli.evaluation.region import Region, along, image_norms, per_image
 from certcli.system.errors import ArchitectureError, DataError
 
-# A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie just outside it.
-# The first shrink is one part in a million; each further one is twice as strong; sixteen reach 6 %.
+# A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie
+# just outside it. The first shrink is one part in a million; each further one is twice as strong;
+# sixteen reach 6 %.
 _FIRST_SHRINK = 1e-6
 _SHRINKS = 16
 
@@ -18,10 +21,11 @@ _SHRINKS = 16
 class Judgement:
     """What is true of a batch after an attack; every tensor has one row an image.
 
-    success: the image was classified correctly, and a point inside ball and box is not. robust: it was, and none was
-    shown. adversarial: that point, else the image itself. prediction, adversarial_prediction: classes of the image and
-    of `adversarial`. norm: |adversarial - image| in the region's norm, float64; 0 for an image that is misclassified
-    as it stands, inf where nothing was found.
+    success: the image was classified correctly, and a point inside ball and box is not. robust: it
+        was, and none was
+    shown. adversarial: that point, else the image itself. prediction, adversarial_prediction:
+    classes of the image and of `adversarial`. norm: |adversarial - image| in the region's norm,
+    float64; 0 for an image that is misclassified as it stands, inf where nothing was found.
     """
 
     success: Tensor
@@ -36,7 +40,8 @@ class Judgement:
 def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
     """argmax_j of the logits, averaged over `samples` forward passes: (b, c, h, w) -> (b,).
 
-    Raises ArchitectureError when the model does not return (b, k >= 2) logits or returns NaN: no verdict exists then.
+    Raises ArchitectureError when the model does not return (b, k >= 2) logits or returns NaN: no
+    verdict exists then.
     """
     if not len(images):
         return torch.zeros(0, dtype=torch.long, device=images.device)
@@ -55,10 +60,12 @@ def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
 
 
 def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
-    """Nearest point of ball and box that `Region.contains` accepts: (b, c, h, w) x 2 -> (b, c, h, w).
+    """Nearest point of ball and box that `Region.contains` accepts: (b, c, h, w) x 2 -> (b, c, h,
+    w).
 
-    Clipping rounds, and may leave a point 1e-8 outside the ball; there the perturbation is shrunk by a factor slightly
-    below 1 until it is inside. A point that never is, such as one with a NaN, becomes the image itself.
+    Clipping rounds, and may leave a point 1e-8 outside the ball; there the perturbation is shrunk
+    by a factor slightly below 1 until it is inside. A point that never is, such as one with a NaN,
+    becomes the image itself.
     """
     point = region.project(adversarial.to(images.dtype), images)
     shrink = _FIRST_SHRINK
@@ -84,11 +91,14 @@ def judge(
     samples: int = 1,
     exactly: bool = False,
 ) -> Judgement:
-    """Is argmax f(x') != y for the clipped x' with |x' - x| <= radius? images, adversarial (b, c, h, w), labels (b,).
+    """Is argmax f(x') != y for the clipped x' with |x' - x| <= radius? images, adversarial (b, c,
+    h, w), labels (b,).
 
-    `prediction` (b,) spares the forward pass on the clean images when their classes are known already; `samples`
-    forward passes are averaged for nets that are random. exactly: a point outside the region is none, and is not clipped:
-    clipping would leave the images with 8 bits. Raises DataError when images leave [0, 1] or shapes disagree.
+    `prediction` (b,) spares the forward pass on the clean images when their classes are known
+    already; `samples`
+    forward passes are averaged for nets that are random. exactly: a point outside the region is
+    none, and is not clipped: clipping would leave the images with 8 bits. Raises DataError when
+    images leave [0, 1] or shapes disagree.
     """
     if adversarial.shape != images.shape or labels.shape != images.shape[:1]:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (images, adversarial, labels))
@@ -106,9 +116,9 @@ def judge(
     if not exactly:
         point = tuck_in(point, images, region)
     success = correct & region.contains(point, images)
-    found = prediction.clone()
-    found[success] = predict(model, point[success], samples)
-    success = success & (found != labels)
+    adversarial_prediction = prediction.clone()
+    adversarial_prediction[success] = predict(model, point[success], samples)
+    success = success & (adversarial_prediction != labels)
     point = torch.where(along(success, images), point, images)
     norm = torch.where(
         success, image_norms(point.double() - images.double(), region.norm), float("inf")
@@ -118,7 +128,7 @@ def judge(
         robust=correct & ~success,
         adversarial=point,
         prediction=prediction,
-        adversarial_prediction=torch.where(success, found, prediction),
+        adversarial_prediction=torch.where(success, adversarial_prediction, prediction),
         norm=torch.where(correct, norm, 0.0),
     )
 
@@ -133,17 +143,23 @@ def refine(
     steps: int = 12,
     samples: int = 1,
 ) -> Judgement:
-    """Bisection of the segment from image to adversarial point: the smaller norm at which the label still flips.
+    """Bisection of the segment from image to adversarial point: the smaller norm at which the label
+    still flips.
 
-    Each of the `steps` halves the interval (12: a 4,096th of the segment). Every point kept was judged itself, so the
-    result is a success wherever `verdict` was, and no norm grows.
+    Each of the `steps` halves the interval (12: a 4,096th of the segment). Every point kept was
+    judged itself, so the result is a success wherever `verdict` was, and no norm grows.
     """
     rows = verdict.success.nonzero().flatten()
     if not len(rows):
         return verdict
-    clean, truth, best = images[rows], labels.to(images.device)[rows], verdict.adversarial[rows]
-    norm, found = verdict.norm[rows], verdict.adversarial_prediction[rows]
-    delta, low, high = best - clean, torch.zeros_like(norm), torch.ones_like(norm)
+    clean = images[rows]
+    truth = labels.to(images.device)[rows]
+    best = verdict.adversarial[rows]
+    norm = verdict.norm[rows]
+    prediction = verdict.adversarial_prediction[rows]
+    delta = best - clean
+    low = torch.zeros_like(norm)
+    high = torch.ones_like(norm)
     for _ in range(steps):
         middle = (low + high) / 2
         trial = judge(
@@ -155,19 +171,17 @@ def refine(
             prediction=verdict.prediction[rows],
             samples=samples,
         )
-        high, low = (
-            torch.where(trial.success, middle, high),
-            torch.where(trial.success, low, middle),
-        )
+        high = torch.where(trial.success, middle, high)
+        low = torch.where(trial.success, low, middle)
         better = trial.success & (trial.norm < norm)
         best = torch.where(along(better, clean), trial.adversarial, best)
         norm = torch.where(better, trial.norm, norm)
-        found = torch.where(better, trial.adversarial_prediction, found)
+        prediction = torch.where(better, trial.adversarial_prediction, prediction)
     return Judgement(
         verdict.success,
         verdict.robust,
         verdict.adversarial.index_copy(0, rows, best),
         verdict.prediction,
-        verdict.adversarial_prediction.index_copy(0, rows, found),
+        verdict.adversarial_prediction.index_copy(0, rows, prediction),
         verdict.norm.index_copy(0, rows, norm),
     )

@@ -1,7 +1,9 @@
-"""Patches that are looked for: PGD on the pixels of a patch, the best of many places, then restarts there.
+"""Patches that are looked for: PGD on the pixels of a patch, the best of many places, then restarts
+there.
 
-What is climbed on and who gives the verdict are handed in: the network itself, or a defended classifier, whose procedure
-judges and whose passes that see the patch are climbed on (an adaptive attack).
+What is climbed on and who gives the verdict are handed in: the network itself, or a defended
+classifier, whose procedure judges and whose passes that see the patch are climbed on (an adaptive
+attack).
 Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et al. 2022, section 5.
 """
 
@@ -23,14 +25,17 @@ Corner = tuple[int, int]
 """(top, left) of a patch, pixels."""
 PLACES = 5
 """A side: corners from border to border, evenly."""
-SCOUT_STEPS, STEPS = 5, 40
+SCOUT_STEPS = 5
+STEPS = 40
 FINALISTS = 3
 """Places of each image at which the full attack runs."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """climbed: corner -> pixels to logits, with gradients. classify: pixels (b, c, h, w) -> the classes that count."""
+    """climbed: corner -> pixels to logits, with gradients. classify: pixels (b, c, h, w) -> the
+    classes that count.
+    """
 
     climbed: Callable[[Corner], nn.Module]
     classify: Callable[[Tensor], list[int | None]]
@@ -38,7 +43,9 @@ class Target:
 
 @dataclass(frozen=True)
 class PatchRecord:
-    """One image at one size. found: the class of the patched image, None where no patch was found; corner: its place."""
+    """One image at one size. found: the class of the patched image, None where no patch was found;
+    corner: its place.
+    """
 
     patch: Patch
     index: int
@@ -83,47 +90,52 @@ def attack_patches(
     settings: AttackSettings,
     places: Sequence[Corner] | None = None,
 ) -> list[PatchRecord]:
-    """One row an image (b, c, h, w) in [0, 1]. Images that are misclassified as they stand are not attacked.
+    """One row an image (b, c, h, w) in [0, 1]. Images that are misclassified as they stand are not
+    attacked.
 
-    Every place is tried by a few steps; the full attack then runs at those with the largest margin lost, with restarts. All
-    that is found is judged as it is, clipped to patch and box. Several patches at once are looked for one by one.
+    Every place is tried by a few steps; the full attack then runs at those with the largest margin
+    lost, with restarts. All that is found is judged as it is, clipped to patch and box. Several
+    patches at once are looked for one by one.
     """
-    found = [
+    records = [
         PatchRecord(patch, *row)
         for row in zip(indices, labels, target.classify(images), strict=True)
     ]
     chosen = list(places or corners(patch, (images.shape[-2], images.shape[-1])))
-    lost = torch.full((len(found), len(chosen)), -torch.inf)
+    lost_margins = torch.full((len(records), len(chosen)), -torch.inf)
 
     def run(rows: list[int], place: int, turn: AttackSettings) -> None:
         """Attack these rows at one place, and write down what fell and how far each came."""
-        standing = [row for row in rows if found[row].withstood]
+        standing = [row for row in rows if records[row].withstood]
         if not standing:
             return
-        part, corner = images[standing], chosen[place]
-        truth = torch.tensor([found[row].label for row in standing], device=images.device)
+        part = images[standing]
+        corner = chosen[place]
+        truth = torch.tensor([records[row].label for row in standing], device=images.device)
         region = Region.within(patch, [corner] * len(part), part)
         net = target.climbed(corner)
         point = region.project(margin_pgd(net, part, truth, region, turn), part)
         with torch.no_grad():
-            lost[standing, place] = torch.maximum(
-                lost[standing, place], lost_margin(net(point), truth).float().cpu()
+            lost_margins[standing, place] = torch.maximum(
+                lost_margins[standing, place], lost_margin(net(point), truth).float().cpu()
             )
         inside = region.contains(point, part).tolist()
-        for row, top, held, image in zip(
+        for row, top, covered, image in zip(
             standing, target.classify(point), inside, point, strict=True
         ):
-            if held and top != found[row].label:
-                found[row] = replace(found[row], found=top, corner=corner, adversarial=image.cpu())
+            if covered and top != records[row].label:
+                records[row] = replace(
+                    records[row], found=top, corner=corner, adversarial=image.cpu()
+                )
 
-    everything = list(range(len(found)))
+    everything = list(range(len(records)))
     scouting = replace(
         settings, steps=SCOUT_STEPS, restart=settings.targets + 1
     )  # from a random start
     for place in range(len(chosen)):
         run(everything, place, scouting)
-    best = lost.topk(min(FINALISTS, len(chosen)), dim=1).indices.tolist()
+    best = lost_margins.topk(min(FINALISTS, len(chosen)), dim=1).indices.tolist()
     for restart, place in itertools.product(range(settings.restarts), range(len(chosen))):
         rows = [row for row in everything if place in best[row]]
         run(rows, place, replace(settings, steps=settings.steps or STEPS, restart=restart))
-    return found
+    return records

@@ -10,7 +10,9 @@ from certcli.system.registry import one_of
 
 @dataclass(frozen=True)
 class PresetPart:
-    """Attacks that share one region. `attack_images(..., part.plan, part.region, ..., independent=True)` runs them."""
+    """Attacks that share one region. `attack_images(..., part.plan, part.region, ...,
+    independent=True)` runs them.
+    """
 
     region: Region
     plan: tuple[Planned, ...]
@@ -18,7 +20,8 @@ class PresetPart:
 
 @dataclass(frozen=True)
 class Preset:
-    """A paper's evaluation. The papers report each attack alone, so its parts are run with `independent`.
+    """A paper's evaluation. The papers report each attack alone, so its parts are run with
+    `independent`.
 
     open_choices says what the paper leaves unsaid and what is done here.
     """

@@ -21,10 +21,13 @@ from certcli.system.errors import UsageError
 class AttackRecord:
     """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
 
-    robust: per attack, did the image withstand it? False for a misclassified image; None where the attack was not run,
-    because an earlier one had broken the image. norm: smallest |x' - x| found in the region's norm, None if none; 0 for
-    a misclassified image. l2: the same perturbation in l2. as_8bit: whether the adversarial image still has another class
-    than the label once it is rounded to 8 bits a value, as a file holds it; None where there is none. image,
+    robust: per attack, did the image withstand it? False for a misclassified image; None where the
+        attack was not run,
+    because an earlier one had broken the image. norm: smallest |x' - x| found in the region's norm,
+    None if none; 0 for
+    a misclassified image. l2: the same perturbation in l2. as_8bit: whether the adversarial image
+    still has another class than the label once it is rounded to 8 bits a value, as a file holds it;
+    None where there is none. image,
     adversarial: (c, h, w) on the CPU, when kept.
     """
 
@@ -81,15 +84,18 @@ def attack_images(
     source: nn.Module | None = None,
     keep_images: bool = False,
 ) -> Iterator[AttackRecord]:
-    """One record an image and region: is there an attack among `names` with argmax f(x') != y, |x' - x| <= radius?
+    """One record an image and region: is there an attack among `names` with argmax f(x') != y, |x'
+    - x| <= radius?
 
-    Misclassified images are not attacked; an image that one attack breaks is not shown to the next, unless
-    `independent` asks for the share of each attack alone. `refine_steps` bisects each success towards its image.
-    `source` crafts the images that `model` is tested on (transfer). A name may carry steps: "pgd-20".
+    Misclassified images are not attacked; an image that one attack breaks is not shown to the next,
+    unless `independent` asks for the share of each attack alone. `refine_steps` bisects each
+    success towards its image. `source` crafts the images that `model` is tested on (transfer). A
+    name may carry steps: "pgd-20".
 
-    Several regions are of one norm and grow (`growing`): what breaks an image at one radius breaks it at all larger
-    ones, so the curve falls by construction, and each image is attacked until its first failure only. A region with a
-    radius for each image fits one batch only. UsageError when no attack is named or a model is in training mode.
+    Several regions are of one norm and grow (`growing`): what breaks an image at one radius breaks
+    it at all larger ones, so the curve falls by construction, and each image is attacked until its
+    first failure only. A region with a radius for each image fits one batch only. UsageError when
+    no attack is named or a model is in training mode.
     """
     regions = [regions] if isinstance(regions, Region) else regions
     planned = planned_attacks(names, settings)
@@ -125,11 +131,14 @@ class _Standing:
         settings: AttackSettings,
         refine_steps: int,
     ) -> None:
-        self.model, self.labels = model, labels
+        self.model = model
+        self.labels = labels
         self.among_8bit = settings.pixels == "8bit"
         self.images = images = rounded(images) if self.among_8bit else images
         self.as_8bit: list[bool | None] = [None] * len(images)
-        self.samples, self.refine_steps, self.seed = settings.samples, refine_steps, settings.seed
+        self.samples = settings.samples
+        self.refine_steps = refine_steps
+        self.seed = settings.seed
         with seeded(images, self.seed):
             self.prediction = predict(model, images, self.samples)
         self.correct = self.prediction == labels
@@ -144,9 +153,11 @@ class _Standing:
         """Of each attack: the last radius, and how far it came at it without success."""
 
     def widen(self, region: Region, independent: bool) -> None:
-        """A larger radius: what fell has fallen, what withstood the smaller one is open again, and may fall at once.
+        """A larger radius: what fell has fallen, what withstood the smaller one is open again, and
+        may fall at once.
 
-        Where an attack ended at the smaller radius, stretched to the new one, costs one forward pass to look at.
+        Where an attack ended at the smaller radius, stretched to the new one, costs one forward
+        pass to look at.
         """
         for outcome in self.outcome.values():
             outcome[:] = [False if passed is False else None for passed in outcome]
@@ -164,7 +175,9 @@ class _Standing:
         return standing if independent else [row for row in standing if self.broken_by[row] is None]
 
     def _verdict(self, rows: Tensor, candidates: Tensor, limit: Region) -> Judgement:
-        images, labels, before = self.images[rows], self.labels[rows], self.prediction[rows]
+        images = self.images[rows]
+        labels = self.labels[rows]
+        before = self.prediction[rows]
         if self.among_8bit:
             candidates = nearest_within(candidates, images, limit)
         with seeded(images, self.seed):  # a random net draws in the verdict too
@@ -187,9 +200,12 @@ class _Standing:
     def attack(
         self, entry: Planned, region: Region, source: nn.Module | None, independent: bool
     ) -> None:
-        """Run one attack with its restarts on the rows that it may still break, and write down what it broke."""
+        """Run one attack with its restarts on the rows that it may still break, and write down what
+        it broke.
+        """
         craft: Craft = ATTACKS.load(entry.attack)
-        outcome, standing = self.outcome[entry.label], self._open(entry.label, independent)
+        outcome = self.outcome[entry.label]
+        standing = self._open(entry.label, independent)
         for row in standing:
             outcome[row] = True
         # the crafting model, or the image before it is rounded, cannot say what is solved
@@ -199,7 +215,8 @@ class _Standing:
             if not standing:
                 return
             rows = torch.tensor(standing, device=self.images.device)
-            images, labels = self.images[rows], self.labels[rows]
+            images = self.images[rows]
+            labels = self.labels[rows]
             turn = replace(settings, restart=restart)
             limit = region.of(rows)
             candidates = craft(source or self.model, images, labels, limit, turn)
@@ -236,19 +253,18 @@ class _Standing:
 
     def records(self, indices: Tensor, region: Region, keep_images: bool) -> Iterator[AttackRecord]:
         lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
-        norms, radii = self.norm.tolist(), region.radii(self.images).tolist()
-        labels, predictions, found = (
-            self.labels.tolist(),
-            self.prediction.tolist(),
-            self.found.tolist(),
-        )
+        norms = self.norm.tolist()
+        radii = region.radii(self.images).tolist()
+        labels = self.labels.tolist()
+        predictions = self.prediction.tolist()
+        adversarial_predictions = self.found.tolist()
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
             yield AttackRecord(
                 index=index,
                 label=labels[row],
                 prediction=predictions[row],
-                adversarial_prediction=found[row],
+                adversarial_prediction=adversarial_predictions[row],
                 robust={label: outcome[row] for label, outcome in self.outcome.items()},
                 norm=norms[row] if fallen else None,
                 l2=lengths[row] if fallen else None,

@@ -18,18 +18,26 @@ PIXELS = ("float", "8bit")
 
 @dataclass(frozen=True)
 class AttackSettings:
-    """Budget and choices of one attack; None means the attack's own default, named in its docstring.
+    """Budget and choices of one attack; None means the attack's own default, named in its
+    docstring.
 
-    steps: gradient steps of one run. restarts: independent runs, made by `run`, on the images that are still unsolved.
-    step_size: length of a step in pixel units; None is `relative_step * radius / steps`. seed: of every draw.
-    classes: number of classes k; None asks the model. targets: classes tried by targeted attacks, at most k - 1.
-    queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the verdict on random nets.
-    searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa, first c, and Adam's rate.
-    restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows that are solved cost nothing
-    more; off for transfer, where the crafting model is not the judge. give_up: AutoAttack's parts leave a run that is
-    less than half way to success at a checkpoint. precision: of the forward and backward passes that craft; the verdict
-    is always taken on the network as it is. pixels: "8bit" rounds the images to 8 bits a value, and counts only adversarial
-    images of that kind.
+    steps: gradient steps of one run. restarts: independent runs, made by `run`, on the images that
+        are still unsolved.
+    step_size: length of a step in pixel units; None is `relative_step * radius / steps`. seed: of
+        every draw.
+    classes: number of classes k; None asks the model. targets: classes tried by targeted attacks,
+        at most k - 1.
+    queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the
+        verdict on random nets.
+    searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa, first
+        c, and Adam's rate.
+    restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows that are
+    solved cost nothing more; off for transfer, where the crafting model is not the judge. give_up:
+    AutoAttack's parts leave a run that is
+    less than half way to success at a checkpoint. precision: of the forward and backward passes
+    that craft; the verdict
+    is always taken on the network as it is. pixels: "8bit" rounds the images to 8 bits a value, and
+    counts only adversarial images of that kind.
     """
 
     steps: int | None = None
@@ -76,11 +84,15 @@ class AttackSettings:
 
     @property
     def stops(self) -> bool:
-        """Whether a success ends a run. On a random net one lucky draw is none: the end is judged, on the average."""
+        """Whether a success ends a run. On a random net one lucky draw is none: the end is judged,
+        on the average.
+        """
         return self.stop_early and self.samples == 1
 
     def step(self, region: Region, steps: int, images: Tensor) -> Tensor:
-        """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is Madry et al.'s choice)."""
+        """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is
+        Madry et al.'s choice).
+        """
         radii = region.radii(images)
         usual = self.relative_step * radii / steps
         return per_image(
@@ -104,7 +116,9 @@ class Planned:
 def planned_attacks(
     names: Sequence[str | Planned], settings: AttackSettings
 ) -> tuple[Planned, ...]:
-    """("fgsm", "pgd-20") -> a plan; a trailing number is a step count. UsageError on an unknown or repeated name."""
+    """("fgsm", "pgd-20") -> a plan; a trailing number is a step count. UsageError on an unknown or
+    repeated name.
+    """
     planned = [name if isinstance(name, Planned) else _parse(name, settings) for name in names]
     labels = [entry.label for entry in planned]
     if not planned:

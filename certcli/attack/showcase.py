@@ -20,9 +20,10 @@ ROWS = 4
 class Exhibit:
     """One image before one network. image, adversarial (c, h, w).
 
-    `crafted_here`: the perturbation was found on this network; else it is that of the first network, which this one
-    withstands. as_8bit: whether it is adversarial as an 8-bit file, too. norm: of the perturbation, in the norm and
-    within the radius that `kind` and `epsilon` name.
+    `crafted_here`: the perturbation was found on this network; else it is that of the first
+    network, which this one
+    withstands. as_8bit: whether it is adversarial as an 8-bit file, too. norm: of the perturbation,
+    in the norm and within the radius that `kind` and `epsilon` name.
     """
 
     index: int
@@ -40,7 +41,9 @@ class Exhibit:
 
 
 def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
-    """The first `count` images that fell, those before others that fall as 8-bit files too, at the radius of their fall."""
+    """The first `count` images that fell, those before others that fall as 8-bit files too, at the
+    radius of their fall.
+    """
     chosen: dict[int, Exhibit] = {}
     for record in sorted(records, key=lambda record: record.as_8bit is not True):
         if len(chosen) == count:
@@ -72,7 +75,7 @@ def beside(
     Where `other` withstands, the first network's adversarial image is shown to it instead.
     """
     like = next(other.parameters())
-    found: list[Exhibit] = []
+    pictures: list[Exhibit] = []
     for shown in exhibits:
         pixels, point = (
             part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial)
@@ -81,25 +84,28 @@ def beside(
         region = Region(shown.kind, shown.epsilon)
         settings = AttackSettings(seed=seed)
         (record,) = attack_images(other, batch, stage.plan, region, settings, keep_images=True)
-        own = choose([record], network)
-        if own:
-            found += own
+        own_exhibits = choose([record], network)
+        if own_exhibits:
+            pictures += own_exhibits
             continue
         with torch.no_grad():
-            before, after = int(other(pixels).argmax()), int(other(point).argmax())
+            before = int(other(pixels).argmax())
+            after = int(other(point).argmax())
             filed = int(other(rounded(point)).argmax())
         norm = float(image_norms(point.double() - pixels.double(), shown.kind))
         other_net = replace(
             shown, network=network, prediction=before, adversarial_prediction=after, norm=norm
         )
-        found.append(replace(other_net, crafted_here=False, as_8bit=filed != shown.label))
-    return found
+        pictures.append(replace(other_net, crafted_here=False, as_8bit=filed != shown.label))
+    return pictures
 
 
-def class_names(images: Images, classes: int, known: Sequence[str] | None = None) -> list[str]:
-    """A name for each of the k classes: as the checkpoint says, else ImageNet's, else the dataset's, else numbers."""
-    if known is not None and len(known) == classes:
-        return list(known)
+def class_names(images: Images, classes: int, names: Sequence[str] | None = None) -> list[str]:
+    """A name for each of the k classes: as the checkpoint says, else ImageNet's, else the
+    dataset's, else numbers.
+    """
+    if names is not None and len(names) == classes:
+        return list(names)
     if classes == 1000:
         import certcli.system.compat  # noqa: F401
 

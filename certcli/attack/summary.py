@@ -10,12 +10,14 @@ from certcli.system.errors import DataError
 
 @dataclass(frozen=True)
 class RobustAccuracy:
-    """Shares of images, as fractions, with 95 % Clopper-Pearson intervals for "clean", "robust" and each attack's label.
+    """Shares of images, as fractions, with 95 % Clopper-Pearson intervals for "clean", "robust" and
+    each attack's label.
 
-    robust: withstood every attack. attacks: withstood this one (and, when solved images left the batch, all that ran
-    before it, those at smaller radii among them). median_norm: of the smallest perturbations found among correctly
-    classified images; None when none was found. fooled: of the correct images, how many fell; fooled_8bit: of these, how many
-    adversarial images are some as 8-bit files, too.
+    robust: withstood every attack. attacks: withstood this one (and, when solved images left the
+        batch, all that ran
+    before it, those at smaller radii among them). median_norm: of the smallest perturbations found
+    among correctly classified images; None when none was found. fooled: of the correct images, how
+    many fell; fooled_8bit: of these, how many adversarial images are some as 8-bit files, too.
     """
 
     clean: float
@@ -31,7 +33,9 @@ class RobustAccuracy:
 
 
 def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
-    """The summary of records of one radius; DataError when there is none, or when radii or attacks are mixed."""
+    """The summary of records of one radius; DataError when there is none, or when radii or attacks
+    are mixed.
+    """
     rows = list(records)
     if not rows:
         raise DataError("no image was attacked")

@@ -1,4 +1,6 @@
-"""Attacks of torchattacks as `-a torchattacks:NAME,key=value` spells them, checked against the library's own signatures."""
+"""Attacks of torchattacks as `-a torchattacks:NAME,key=value` spells them, checked against the
+library's own signatures.
+"""
 
 import inspect
 import re
@@ -22,7 +24,9 @@ BUDGET = ("steps", "num_iter_set", "nb_iter", "max_iterations")
 
 
 def library() -> ModuleType:
-    """Return torchattacks, behind the shim that lets its torchvision import; UsageError where it is not installed."""
+    """Return torchattacks, behind the shim that lets its torchvision import; UsageError where it is
+    not installed.
+    """
     import_module("certcli.system.compat")
     try:
         return import_module("torchattacks")
@@ -37,7 +41,9 @@ def library() -> ModuleType:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an attack: its default, the type of its values, and the words that it knows, where they are listed."""
+    """One argument of an attack: its default, the type of its values, and the words that it knows,
+    where they are listed.
+    """
 
     default: Any
     kind: type
@@ -78,8 +84,10 @@ class Signature:
     """What an attack takes.
 
     Args:
-        measures: the norms in which the library measures it (l0, l1, l2, linf); empty where it names none.
-        radius: its default radius, to which a default step size belongs; None for attacks without one.
+        measures: the norms in which the library measures it (l0, l1, l2, linf); empty where it
+            names none.
+        radius: its default radius, to which a default step size belongs; None for attacks without
+            one.
         arguments: those that a person may give.
         takes: all arguments, those that certvit decides too.
         missing: required arguments that no option gives.
@@ -93,7 +101,9 @@ class Signature:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """Norms in which its images are judged; changes of few pixels, or small in l1, have an l2 norm."""
+        """Norms in which its images are judged; changes of few pixels, or small in l1, have an l2
+        norm.
+        """
         l2 = not self.measures or bool({"l0", "l1", "l2"} & set(self.measures))
         linf = not self.measures or "linf" in self.measures
         return (*(("l2",) if l2 else ()), *(("linf",) if linf else ()))
@@ -116,7 +126,9 @@ def names() -> list[str]:
 
 @cache
 def signature(name: str) -> Signature:
-    """Read an attack's signature, its norms and the types of its arguments from the library; UsageError for no attack."""
+    """Read an attack's signature, its norms and the types of its arguments from the library;
+    UsageError for no attack.
+    """
     if name not in names():
         raise UsageError(f"torchattacks has no attack '{name}'", one_of(name, names()))
     kind = getattr(library(), name)
@@ -127,7 +139,7 @@ def signature(name: str) -> Signature:
         if argument in DECIDED or parameter.default is inspect.Parameter.empty:
             continue
         line = re.search(rf"^\s*{argument} \((\w+)\)(.*)$", page, re.MULTILINE)
-        stated = (
+        is_float = (
             line is not None
             and line[1] == "float"
             and type(parameter.default) is int
@@ -139,13 +151,13 @@ def signature(name: str) -> Signature:
             else ()
         )
         arguments[argument] = Argument(
-            parameter.default, float if stated else type(parameter.default), words
+            parameter.default, float if is_float else type(parameter.default), words
         )
     measures = re.search(r"Distance Measure : (.*)", page)
-    given = [p.default for n, p in parameters.items() if n in ("eps", "max_epsilon")]
+    defaults = [p.default for n, p in parameters.items() if n in ("eps", "max_epsilon")]
     return Signature(
-        measures=tuple(found.lower() for found in re.findall(r"L(?:inf|0|1|2)\b", measures[1])) if measures else (),
-        radius=given[0] if given else None,
+        measures=tuple(norm.lower() for norm in re.findall(r"L(?:inf|0|1|2)\b", measures[1])) if measures else (),
+        radius=defaults[0] if defaults else None,
         arguments=arguments,
         takes=tuple(parameters),
         missing=tuple(
@@ -169,13 +181,15 @@ class Spec:
 
     @staticmethod
     def read(text: str) -> "Spec":
-        """Understand "torchattacks:PGD,steps=5"; UsageError for unknown names, unknown arguments and wrong types."""
+        """Understand "torchattacks:PGD,steps=5"; UsageError for unknown names, unknown arguments
+        and wrong types.
+        """
         library()  # refuses where signatures are known from before
         name, *pairs = text.removeprefix(PREFIX).split(",")
-        known = signature(name)
-        if known.missing:
+        signature_of_attack = signature(name)
+        if signature_of_attack.missing:
             raise UsageError(
-                f"{PREFIX}{name} needs {', '.join(known.missing)}, which no option gives",
+                f"{PREFIX}{name} needs {', '.join(signature_of_attack.missing)}, which no option gives",
                 "another attack",
             )
         values: dict[str, Any] = {}
@@ -186,16 +200,19 @@ class Spec:
                     f"{text}: '{key}' follows --epsilon, --norm, --seed and the network",
                     "leave it out",
                 )
-            if not equals or key in values or key not in known.arguments:
+            if not equals or key in values or key not in signature_of_attack.arguments:
                 raise UsageError(
                     f"{text}: '{pair}' is no argument of {name}",
-                    f"it takes {known.words() or 'none'}",
+                    f"it takes {signature_of_attack.words() or 'none'}",
                 )
             try:
-                values[key] = known.arguments[key].read(value)
+                values[key] = signature_of_attack.arguments[key].read(value)
             except ValueError as failure:
                 raise UsageError(f"{text}: {key} cannot be '{value}'", str(failure)) from failure
-        return Spec(name, tuple((key, values[key]) for key in known.arguments if key in values))
+        return Spec(
+            name,
+            tuple((key, values[key]) for key in signature_of_attack.arguments if key in values),
+        )
 
 
 def _spelled(value: Any) -> str:

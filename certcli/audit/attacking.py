@@ -1,4 +1,6 @@
-"""Attacks of an audit: within l2 balls, and within patches. Each takes the first n images that its time allows."""
+"""Attacks of an audit: within l2 balls, and within patches. Each takes the first n images that its
+time allows.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +53,8 @@ PATCHED = 50
 
 
 class Attacking:
-    """The attacks in turn at ascending radii, image after image; `go` continues where the last call ended.
+    """The attacks in turn at ascending radii, image after image; `go` continues where the last call
+    ended.
 
     most: images at a time at most.
     """
@@ -64,7 +67,7 @@ class Attacking:
         radii: Sequence[float],
         settings: AttackSettings,
         classes: int,
-        most: int,
+        limit: int,
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
@@ -77,14 +80,17 @@ class Attacking:
         steps = [entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan]
         parameters = sum(weight.numel() for weight in model.parameters())
         together_at_most = int(AT_ONCE / (max(1, parameters) * sum(steps) * settings.restarts))
-        self.size = max(1, min(most, together_at_most, -(-len(images) // team.size)))
+        self.size = max(1, min(limit, together_at_most, -(-len(images) // team.size)))
         self.records: list[AttackRecord] = []
         self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
-        self.longest, self.seconds = 0.0, 0.0
+        self.longest = 0.0
+        self.seconds = 0.0
 
     @property
     def count(self) -> int:
-        """Images that were attacked at every radius; from the records alone, which grow in one piece."""
+        """Images that were attacked at every radius; from the records alone, which grow in one
+        piece.
+        """
         return len(self.records) // len(self.radii)
 
     @property
@@ -107,7 +113,9 @@ class Attacking:
         }
 
     def go(self, part: StageTime, enough: Callable[[], bool] = lambda: False) -> None:
-        """Further images until the time is over, or they are enough; a batch that was broken off is not counted."""
+        """Further images until the time is over, or they are enough; a batch that was broken off is
+        not counted.
+        """
         broken = False
         while self.rest and not broken:
             if not self.team.agree(lambda: self._fits(part) and not enough()):
@@ -128,26 +136,30 @@ class Attacking:
                 return []
             pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
             batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
-            plan, regions = self.stage.plan, growing("l2", self.radii)
+            plan = self.stage.plan
+            regions = growing("l2", self.radii)
             mine.extend(
                 attack_images(self.model, batch, plan, regions, self.settings, keep_images=True)
             )
             return mine
 
-        found, broken = together(self.team, part, find, packed, partial(unpacked, AttackRecord))
-        for rank, rows in enumerate(found):
+        batches, broken = together(self.team, part, find, packed, partial(unpacked, AttackRecord))
+        for rank, rows in enumerate(batches):
             self.records += [replace(row, image=None, adversarial=None) for row in rows]
             for number, row in enumerate(rows):
-                known = any(other.index == row.index for _, other in self._shown)
-                if row.fell and not known:
+                is_shown = any(other.index == row.index for _, other in self._shown)
+                if row.fell and not is_shown:
                     self._show(rank, mine[number] if rank == self.team.rank else row)
         took = time.perf_counter() - began
-        if found:
-            self.longest, self.seconds = max(self.longest, took), self.seconds + took
+        if batches:
+            self.longest = max(self.longest, took)
+            self.seconds = self.seconds + took
         return broken
 
     def _show(self, rank: int, row: AttackRecord) -> None:
-        """Keep a fooled image; where there are enough, it takes the place of one that is none as an 8-bit file."""
+        """Keep a fooled image; where there are enough, it takes the place of one that is none as an
+        8-bit file.
+        """
         if len(self._shown) < EXHIBITS:
             self._shown.append((rank, row))
         elif row.as_8bit:
@@ -156,10 +168,12 @@ class Attacking:
                 self._shown[places[0]] = (rank, row)
 
     def exhibits(self) -> list[AttackRecord]:
-        """A few fooled images with their pixels, which come from the process that attacked them. All processes call it."""
+        """A few fooled images with their pixels, which come from the process that attacked them.
+        All processes call it.
+        """
         if not self.team.several:
             return [row for _, row in self._shown]
-        found = []
+        exhibits = []
         for rank, row in self._shown:
             pictures = [row.image, row.adversarial]
             if rank != self.team.rank:
@@ -167,8 +181,8 @@ class Attacking:
             for picture in pictures:
                 assert picture is not None
                 self.team.spread(picture, rank)
-            found.append(replace(row, image=pictures[0], adversarial=pictures[1]))
-        return found
+            exhibits.append(replace(row, image=pictures[0], adversarial=pictures[1]))
+        return exhibits
 
     @property
     def shares(self) -> AttackShares | None:
@@ -177,7 +191,7 @@ class Attacking:
             return None
         summaries = curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
-        left = {
+        withstood = {
             radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon)
             for s in summaries
         }
@@ -186,8 +200,8 @@ class Attacking:
             norm="l2",
             dataset=dataset_of(first(self.images, self.count)),
             clean=Share.of(clean, self.count),
-            robust={name: Share.of(hits, self.count) for name, hits in left.items()},
-            fooled={name: clean - hits for name, hits in left.items()},
+            robust={name: Share.of(hits, self.count) for name, hits in withstood.items()},
+            fooled={name: clean - hits for name, hits in withstood.items()},
             fooled_8bit={radius_key(s.epsilon): s.fooled_8bit for s in summaries},
             median_norm=summaries[-1].median_norm,
             settings={**asdict(self.settings), "batch_size": self.size},
@@ -205,10 +219,10 @@ class Attacking:
             why = f"{self.count} of {len(self.images)} images fitted into {self.seconds:.0f} s"
             findings.skip("attack, further images", why, True)
         for row in self.records:
-            kept = findings.row(row.index, row.label)
-            kept.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
-            if row.fell and "norm" not in kept:
-                kept |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
+            entry = findings.row(row.index, row.label)
+            entry.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
+            if row.fell and "norm" not in entry:
+                entry |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
 
 
 def attack_by_patch(
@@ -217,18 +231,20 @@ def attack_by_patch(
     """Search a patch for image after image until the time is over.
 
     Returns:
-        What the network itself, without masks, withstood, None where no image was finished; the first fooled image, without
-        and with its patch.
+        What the network itself, without masks, withstood, None where no image was finished; the
+        first fooled image, without and with its patch.
     """
     device = next(model.parameters()).device
 
     @torch.no_grad()
     def classify(pixels: Tensor) -> list[int | None]:
-        found: list[int | None] = model(pixels).argmax(1).tolist()
-        return found
+        classes: list[int | None] = model(pixels).argmax(1).tolist()
+        return classes
 
     target = Target(lambda corner: model, classify)
-    rows, pair, longest = [], None, 0.0
+    rows = []
+    pair = None
+    longest = 0.0
     try:
         with part.ended():
             for position in range(min(PATCHED, len(images))):
@@ -252,5 +268,6 @@ def attack_by_patch(
         for values in zip(*((row.withstood, row.prediction == row.label) for row in rows))
     )
     shares = {"clean": Share.of(correct, len(rows)), "robust": Share.of(withstood, len(rows))}
-    dataset, seconds = dataset_of(first(images, len(rows))), round(part.spent, 2)
+    dataset = dataset_of(first(images, len(rows)))
+    seconds = round(part.spent, 2)
     return PatchAttack(patch=str(patch), dataset=dataset, seconds=seconds, **shares), pair

@@ -1,4 +1,6 @@
-"""A time budget: the time left, the share of a stage, and an end to stages that do not stop by themselves."""
+"""A time budget: the time left, the share of a stage, and an end to stages that do not stop by
+themselves.
+"""
 
 import contextlib
 import signal
@@ -16,7 +18,9 @@ AGAIN = 5.0
 
 
 class OutOfTime(BaseException):
-    """A stage's time is over. Not an Exception: no handler of a room may take it for a failure of its own."""
+    """A stage's time is over. Not an Exception: no handler of a room may take it for a failure of
+    its own.
+    """
 
 
 @dataclass
@@ -64,7 +68,9 @@ class StageTime:
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """The block is broken off by OutOfTime when the time is over, by a signal: in the main thread alone."""
+        """The block is broken off by OutOfTime when the time is over, by a signal: in the main
+        thread alone.
+        """
         if self.left <= 0:
             raise OutOfTime
         if threading.current_thread() is not threading.main_thread():

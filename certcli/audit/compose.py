@@ -1,4 +1,6 @@
-"""From findings to the document: the answer in words, the gates, the lineage, and the command that repeats the audit."""
+"""From findings to the document: the answer in words, the gates, the lineage, and the command that
+repeats the audit.
+"""
 
 import os
 import platform
@@ -27,7 +29,9 @@ def compose(
     device: torch.device,
 ) -> Audit:
     """Return the document. Documents travel, so they name files without their folders."""
-    record, size, clean = checkpoint.record, checkpoint.record.input.size, findings.clean
+    record = checkpoint.record
+    size = checkpoint.record.input.size
+    clean = findings.clean
     doubts = [*findings.seen, *checkpoint.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
     named = typed.travelling()
@@ -42,9 +46,9 @@ def compose(
         "patch_attack",
         "skipped",
     )
-    found: dict[str, Any] = {name: getattr(findings, name) for name in (*same, "attention_weight")}
+    fields: dict[str, Any] = {name: getattr(findings, name) for name in (*same, "attention_weight")}
     if findings.own:
-        found["clean"] = None
+        fields["clean"] = None
     return Audit(
         schema=1,
         command="audit",
@@ -81,14 +85,18 @@ def compose(
         date=now(),
         machine=Machine(cpu=processor(), threads=torch.get_num_threads(), device=str(device)),
         records=findings.records(),
-        **found,
+        **fields,
     )
 
 
 def now() -> str:
     """Return the time in UTC, ISO 8601; SOURCE_DATE_EPOCH overrides it, as in reproducible builds."""
-    given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    moment = datetime.fromtimestamp(int(given), UTC) if given.isdecimal() else datetime.now(UTC)
+    epoch_text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    moment = (
+        datetime.fromtimestamp(int(epoch_text), UTC)
+        if epoch_text.isdecimal()
+        else datetime.now(UTC)
+    )
     return moment.strftime("%Y-%m-%dT%H:%M:%S")
 
 
@@ -103,7 +111,9 @@ def processor() -> str:
 
 
 def path_in_repository(file: Path) -> str | None:
-    """Return the path below the folder that holds .git, None for a file outside every repository, or no file."""
+    """Return the path below the folder that holds .git, None for a file outside every repository,
+    or no file.
+    """
     if not file.exists():
         return None
     whole = file.resolve()

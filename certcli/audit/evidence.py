@@ -1,4 +1,6 @@
-"""What an audit found, as the evidence that the commands would have written, for `log` and `log --verify`."""
+"""What an audit found, as the evidence that the commands would have written, for `log` and `log
+--verify`.
+"""
 
 from typing import Any
 
@@ -27,10 +29,10 @@ def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint
         checkpoint = checkpoint.with_evidence("lipschitz", about, result)
     shares: list[CertifiedShares | PatchShares] = [*sorted(audit.certificates, key=_worth)]
     shares += [] if audit.patched is None else [audit.patched]
-    for found in shares:
-        result = _certified(found)
-        about = _images(found.dataset) | {
-            "limit": found.dataset.images,
+    for shares_of in shares:
+        result = _certified(shares_of)
+        about = _images(shares_of.dataset) | {
+            "limit": shares_of.dataset.images,
             "seed": seed,
             "method": result["method"],
         }
@@ -51,40 +53,42 @@ def _images(dataset: Dataset) -> dict[str, Any]:
     return {"dataset": dataset.name, "split": dataset.split}
 
 
-def _worth(found: CertifiedShares) -> tuple[bool, float]:
-    """Proofs that certify something after statements of chance, statements of chance after proofs that certify nothing."""
-    best = max((share.share for share in found.certified.values()), default=0.0)
-    return found.failure == 0 and best > 0, best
+def _worth(shares: CertifiedShares) -> tuple[bool, float]:
+    """Proofs that certify something after statements of chance, statements of chance after proofs
+    that certify nothing.
+    """
+    best = max((share.share for share in shares.certified.values()), default=0.0)
+    return shares.failure == 0 and best > 0, best
 
 
-def _certified(found: CertifiedShares | PatchShares) -> dict[str, Any]:
-    if isinstance(found, PatchShares):
+def _certified(shares: CertifiedShares | PatchShares) -> dict[str, Any]:
+    if isinstance(shares, PatchShares):
         special: dict[str, Any] = {"method": "patch", "failure": 0.0, "promise": "proof"}
     else:
         special = {
-            name: getattr(found, name)
+            name: getattr(shares, name)
             for name in ("method", "failure", "promise", "average_radius")
         }
     return special | {
-        "dataset": to_json(found.dataset),
-        "clean": found.clean.share,
-        "certified": {size: share.share for size, share in found.certified.items()},
-        "images": found.clean.images,
-        "arithmetic": found.arithmetic,
-        "parameters": found.parameters,
+        "dataset": to_json(shares.dataset),
+        "clean": shares.clean.share,
+        "certified": {size: share.share for size, share in shares.certified.items()},
+        "images": shares.clean.images,
+        "arithmetic": shares.arithmetic,
+        "parameters": shares.parameters,
     }
 
 
-def _attacked(found: AttackShares) -> dict[str, Any]:
-    first = next(iter(found.robust))
+def _attacked(shares: AttackShares) -> dict[str, Any]:
+    first = next(iter(shares.robust))
     return {
-        "dataset": to_json(found.dataset),
-        "clean": found.clean.share,
-        "robust": found.robust[first].share,
+        "dataset": to_json(shares.dataset),
+        "clean": shares.clean.share,
+        "robust": shares.robust[first].share,
         "epsilon": float(first),
-        "norm": found.norm,
-        "images": found.clean.images,
-        "attacks": {", ".join(found.attacks): found.robust[first].share},
-        "curve": {radius: share.share for radius, share in found.robust.items()},
-        "median_norm": found.median_norm,
+        "norm": shares.norm,
+        "images": shares.clean.images,
+        "attacks": {", ".join(shares.attacks): shares.robust[first].share},
+        "curve": {radius: share.share for radius, share in shares.robust.items()},
+        "median_norm": shares.median_norm,
     }

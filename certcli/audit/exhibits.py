@@ -14,8 +14,10 @@ EACH = "Each: the image, what changes (around grey, magnified), the changed imag
 
 
 def pictures_of(findings: Findings, names: Sequence[str]) -> dict[str, Gallery]:
-    """Return galleries: one fooled image under "first", a patch under "patch", all under "fooled". names: of the classes."""
-    found: dict[str, Gallery] = {}
+    """Return galleries: one fooled image under "first", a patch under "patch", all under "fooled".
+    names: of the classes.
+    """
+    galleries: dict[str, Gallery] = {}
     examples: list[Figure] = []
     if findings.patched_pair is not None and findings.patch_attack is not None:
         before, after = findings.patched_pair
@@ -27,18 +29,19 @@ def pictures_of(findings: Findings, names: Sequence[str]) -> dict[str, Gallery]:
         caption = f"A patch of {size} pixels: at this place it changes the class that the network gives without masks."
         examples.append(Figure(caption, pair, _large(before)))
     if examples:
-        found["patch"] = Gallery("What such a patch looks like", "", examples)
+        galleries["patch"] = Gallery("What such a patch looks like", "", examples)
     if findings.exhibits:
         shown = next((row for row in findings.exhibits if row.as_8bit), findings.exhibits[0])
-        found["first"] = Gallery("", "", [_first(shown, names)])
+        galleries["first"] = Gallery("", "", [_first(shown, names)])
         fooled = [_fooled(row, names, findings.images) for row in findings.exhibits]
-        found["fooled"] = Gallery("Images that were fooled", EACH, fooled)
-    return found
+        galleries["fooled"] = Gallery("Images that were fooled", EACH, fooled)
+    return galleries
 
 
 def _first(row: Any, names: Sequence[str]) -> Figure:
     """Return one image and its changed copy, with both answers."""
-    before, after = names[row.prediction], names[row.adversarial_prediction]
+    before = names[row.prediction]
+    after = names[row.adversarial_prediction]
     files = "" if row.as_8bit else f" Saved with 8 bits a value it is answered {before} again."
     caption = f"An image, and a copy changed by l2 {row.norm:.3g}.{files}"
     pair = [
@@ -50,7 +53,8 @@ def _first(row: Any, names: Sequence[str]) -> Figure:
 
 def _fooled(row: Any, names: Sequence[str], images: Images | None) -> Figure:
     uris, factor = triple(row.image, row.adversarial)
-    before, after = names[row.prediction], names[row.adversarial_prediction]
+    before = names[row.prediction]
+    after = names[row.adversarial_prediction]
     image = f"image {row.index}" if images is None else images.named(row.index)
     words = (
         f"{image}, classified {before}",

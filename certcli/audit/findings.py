@@ -18,7 +18,9 @@ from certcli.report.document import (
     Slope,
 )
 
-CLEAN, ROBUST, PATCHED = "clean", "robust", "patched"
+CLEAN = "clean"
+ROBUST = "robust"
+PATCHED = "patched"
 Key = tuple[str, str]
 """CLEAN, ROBUST, PATCHED or a method of certificates, and the radius or patch, as keys of shares spell it."""
 
@@ -27,9 +29,12 @@ Key = tuple[str, str]
 class Findings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
-    exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image without and with a patch.
-    images: that are judged. samples: of each share the outcome of its images, in the order in which they were judged.
-    failing: why the figures say little about the network, so that the other stages are not worth their time.
+    exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image
+        without and with a patch.
+    images: that are judged. samples: of each share the outcome of its images, in the order in which
+        they were judged.
+    failing: why the figures say little about the network, so that the other stages are not worth
+        their time.
     statistics: options that give the pixel statistics with which it is more often right.
     """
 

@@ -1,13 +1,16 @@
-"""Gates of an audit: `certified@0.25<0.4` fails where less than 40 % of the images are certified at radius 0.25.
+"""Gates of an audit: `certified@0.25<0.4` fails where less than 40 % of the images are certified at
+radius 0.25.
 
     GATE = SHARE "@" RADIUS ("<" | "<=") NUMBER | "patched@" PATCH ("<" | "<=") NUMBER |
            "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER
 
-SHARE is `certified` (the best method, whatever it promises), `proven` (proofs only) or `robust` (what attacks left);
-`patched` is the share that no patch (32, 16x64, 2%) changes behind masks. A number may be a quotient, 36/255.
+SHARE is `certified` (the best method, whatever it promises), `proven` (proofs only) or `robust`
+(what attacks left); `patched` is the share that no patch (32, 16x64, 2%) changes behind masks. A
+number may be a quotient, 36/255.
 
-The interval of a share decides (`certcli.evaluation.verdicts`). A gate whose quantity was not measured fails, and says why;
-where time was short it is not decided. Gates are written as failures and reported as requirements.
+The interval of a share decides (`certcli.evaluation.verdicts`). A gate whose quantity was not
+measured fails, and says why; where time was short it is not decided. Gates are written as failures
+and reported as requirements.
 """
 
 import math
@@ -47,7 +50,9 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class FailOn:
-    """One expression, read. radius: None for `clean`, `upper` and `patched`, which alone has a patch, as it is spelled."""
+    """One expression, read. radius: None for `clean`, `upper` and `patched`, which alone has a
+    patch, as it is spelled.
+    """
 
     text: str
     quantity: str
@@ -92,7 +97,8 @@ def parse(text: str) -> FailOn:
     match = _FORM.fullmatch(text)
     if match is None:
         raise UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
-    quantity, sign = match["quantity"], match["sign"]
+    quantity = match["quantity"]
+    sign = match["sign"]
     if quantity not in QUANTITIES:
         raise UsageError(
             f"--fail-on '{text}': unknown quantity '{quantity}'", one_of(quantity, QUANTITIES)
@@ -127,14 +133,16 @@ def parse(text: str) -> FailOn:
 def _number(text: str, gate: str) -> float:
     above, _, below = text.partition("/")
     divisor = float(below) if below else 1.0
-    found = float(above) / divisor if divisor else math.inf
-    if not math.isfinite(found):
+    number = float(above) / divisor if divisor else math.inf
+    if not math.isfinite(number):
         raise UsageError(f"--fail-on '{gate}': {text} is not a finite number", EXAMPLE)
-    return found
+    return number
 
 
 def judge(gates: Sequence[FailOn], findings: Findings, image: tuple[int, int]) -> GateReport:
-    """Compare every gate with the measured figures. image: (height, width), for patches given as a share."""
+    """Compare every gate with the measured figures. image: (height, width), for patches given as a
+    share.
+    """
     rows = [_judged(gate, findings, image) for gate in gates]
     verdicts = [row.verdict for row in rows]
     verdict = next((v for v in (FAILED, UNDECIDED) if v in verdicts), PASSED)
@@ -212,7 +220,9 @@ def _judged_bound(gate: FailOn, findings: Findings) -> GateResult:
 
 
 def _unmeasured(gate: FailOn, why: str, for_time: bool) -> GateResult:
-    """Return the result of a gate whose quantity is not there: not decided where more time would have found it."""
+    """Return the result of a gate whose quantity is not there: not decided where more time would
+    have found it.
+    """
     verdict = UNDECIDED if for_time else FAILED
     reason = f"{gate.requirement}, not measured ({why}): {verdict}"
     return GateResult(
@@ -225,7 +235,9 @@ def _share(look: Look) -> float:
 
 
 def _told(look: Look) -> str:
-    """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images without the percentage."""
+    """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images without the
+    percentage.
+    """
     percent = "" if look.images < FEW else f"{proven_percent(_share(look))}, "
     between = f"({interval_text(look.hits, look.images, look.chance)} %)"
     return f"{percent}{look.hits} of {look.images} images {between}"

@@ -1,4 +1,6 @@
-"""The answer for everyone: one sentence, the size of the change that it speaks of, and a published network beside it."""
+"""The answer for everyone: one sentence, the size of the change that it speaks of, and a published
+network beside it.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ smallest step of an 8-bit image."""
 
 
 def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
-    """Return the answer in one sentence, after what training saw of the images. size: (channels, height, width)."""
+    """Return the answer in one sentence, after what training saw of the images. size: (channels,
+    height, width).
+    """
     return " ".join(
         text if text[-1] in ".?" else f"{text}."
         for text in (*findings.seen, _answer(findings, plan, size))
@@ -32,22 +36,24 @@ def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     if findings.clean is None:
         return "The time was too short to judge one image"
     proof = best_proof(findings, plan)
-    least = radius_key(plan.least)
+    smallest = radius_key(plan.least)
     parts = [_attacked(findings, size), *_others(findings)]
     if proof is not None:
-        kept = proof.certified[least]
+        share = proof.certified[smallest]
         parts.insert(
             0,
-            f"proven: {part_of(kept.hits, kept.images)} keep their class under {every_change(least)}",
+            f"proven: {part_of(share.hits, share.images)} keep their class under {every_change(smallest)}",
         )
     elif findings.patched is None or not any(
-        kept.hits for kept in findings.patched.certified.values()
+        share.hits for share in findings.patched.certified.values()
     ):
-        known = findings.bound is not None or any(
-            found.failure == 0 for found in findings.certificates
+        is_proven = findings.bound is not None or any(
+            shares.failure == 0 for shares in findings.certificates
         )
         nothing = "nothing useful was proven about it as it is"
-        parts.insert(1, nothing if known else "the time was too short to prove anything about it")
+        parts.insert(
+            1, nothing if is_proven else "the time was too short to prove anything about it"
+        )
     text = "; ".join(filter(None, parts))
     text = f"{text[:1].upper()}{text[1:]}"
     return f"{_first(findings)}{text}"
@@ -65,7 +71,9 @@ def _first(findings: Findings) -> str:
 
 
 def points(findings: Findings, plan: Plan, size: Sequence[int]) -> list[str]:
-    """Return the answer as three lines: what attacks did, what is proven, and what else holds. None where it was stopped."""
+    """Return the answer as three lines: what attacks did, what is proven, and what else holds. None
+    where it was stopped.
+    """
     if findings.failing is not None or findings.dataset is None or findings.clean is None:
         return []
     lines = [f"Attacked: {_told(findings, size)}.", f"Proven: {_proven(findings, plan)}."]
@@ -85,7 +93,8 @@ def _told(findings: Findings, size: Sequence[int]) -> str:
 
 
 def _proven(findings: Findings, plan: Plan) -> str:
-    proof, least = best_proof(findings, plan), radius_key(plan.least)
+    proof = best_proof(findings, plan)
+    least = radius_key(plan.least)
     if proof is None:
         bound = findings.bound
         if bound is None or bound.log10_upper is None:
@@ -105,23 +114,23 @@ def _attacked(findings: Findings, size: Sequence[int]) -> str:
         at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < INVISIBLE
     ]
     at = (unseen or list(attack.fooled))[-1]
-    fooled, correct, names = (
-        attack.fooled[at],
-        attack.clean.hits,
-        ", ".join(name.upper() for name in attack.attacks),
-    )
+    fooled = attack.fooled[at]
+    correct = attack.clean.hits
+    names = ", ".join(name.upper() for name in attack.attacks)
     where = f"at l2 {attacked_radius(at)}"
     if not fooled:
         none = f"none of {correct} {noun}{interval_of_few(0, correct)}"
         return f"{names} fooled {none} {where}, which proves nothing"
-    seen = (
+    attacks = (
         "changes nobody sees"
         if unseen
         else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
     )
     filed = attack.fooled_8bit.get(at)
     files = "" if filed is None else f" ({_how_many(filed, fooled)} also as 8-bit files)"
-    return f"this network can be fooled by {seen}: {part_of(fooled, correct, noun)} {where}{files}"
+    return (
+        f"this network can be fooled by {attacks}: {part_of(fooled, correct, noun)} {where}{files}"
+    )
 
 
 def _how_many(some: int, of: int) -> str:
@@ -131,28 +140,32 @@ def _how_many(some: int, of: int) -> str:
 
 
 def _others(findings: Findings) -> list[str]:
-    """Return what holds about other classifiers than the network itself: with noise, and behind masks."""
+    """Return what holds about other classifiers than the network itself: with noise, and behind
+    masks.
+    """
     parts = []
     if findings.patched is not None:
         parts += [
-            f"behind masks, no {size.replace('x', ' x ')} patch changes the class of {part_of(kept.hits, kept.images)}"
-            for size, kept in findings.patched.certified.items()
-            if kept.hits
+            f"behind masks, no {size.replace('x', ' x ')} patch changes the class of {part_of(part.hits, part.images)}"
+            for size, part in findings.patched.certified.items()
+            if part.hits
         ]
-    for found in findings.certificates:
-        if found.failure > 0:
-            at = max(found.certified, key=float)
-            kept = part_of(found.certified[at].hits, found.certified[at].images)
-            sure = confidence(found.failure, 100)
+    for shares in findings.certificates:
+        if shares.failure > 0:
+            at = max(shares.certified, key=float)
+            part = part_of(shares.certified[at].hits, shares.certified[at].images)
+            sure = confidence(shares.failure, 100)
             parts.append(
-                f"deployed with smoothing (a majority vote over noisy copies), {kept} are certified at l2 "
+                f"deployed with smoothing (a majority vote over noisy copies), {part} are certified at l2 "
                 f"{proven_radius(at)}; each certificate is right with probability {sure} %"
             )
     return parts
 
 
 def grey_levels(radius: float, size: Sequence[int]) -> float:
-    """Return the change of each pixel value, of 255 levels, that has this l2 length over all of them."""
+    """Return the change of each pixel value, of 255 levels, that has this l2 length over all of
+    them.
+    """
     return 255 * radius / math.sqrt(math.prod(size))
 
 
@@ -167,6 +180,8 @@ def scale(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
 
 
 def reference(findings: Findings, size: Sequence[int]) -> str:
-    """Return the same figures of a known network; nothing where none sees such images, or the audit stopped before them."""
-    known = None if findings.stopped else nearest(size)
-    return "" if known is None else f"For comparison, {known.sentence}"
+    """Return the same figures of a known network; nothing where none sees such images, or the audit
+    stopped before them.
+    """
+    published = None if findings.stopped else nearest(size)
+    return "" if published is None else f"For comparison, {published.sentence}"

@@ -1,7 +1,9 @@
-"""Stages that judge images: clean accuracy and certificates. Each takes the first n images that its time allows.
+"""Stages that judge images: clean accuracy and certificates. Each takes the first n images that its
+time allows.
 
-The images come class by class in turn, so any first n of them are a balanced sample, the same as `--limit n`. A batch begins
-only if the longest one so far would fit into the time again, so slow images are not left out for being slow.
+The images come class by class in turn, so any first n of them are a balanced sample, the same as
+`--limit n`. A batch begins only if the longest one so far would fit into the time again, so slow
+images are not left out for being slow.
 """
 
 import time
@@ -44,16 +46,19 @@ def first(images: Images, count: int) -> Images:
 def predictions(
     model: PixelModel, images: Images, batch_size: int, part: StageTime, team: Team = ALONE
 ) -> tuple[list[int], float]:
-    """The class of each of the first n images, and seconds an image at worst. DataError when the network gives NaN."""
+    """The class of each of the first n images, and seconds an image at worst. DataError when the
+    network gives NaN.
+    """
     device = next(model.parameters()).device
-    found: list[int] = []
-    longest, broken = 0.0, False
+    classes_so_far: list[int] = []
+    longest = 0.0
+    broken = False
 
     @torch.no_grad()
     def classify() -> tuple[list[int], float]:
-        positions = own(team, images, len(found), batch_size)
+        positions = own(team, images, len(classes_so_far), batch_size)
         pixels = images.fetch(positions) if positions else None
-        images.expect_at(len(found) + (team.size + team.rank) * batch_size, batch_size)
+        images.expect_at(len(classes_so_far) + (team.size + team.rank) * batch_size, batch_size)
         if pixels is None:
             return [], 0.0
         started = time.perf_counter()
@@ -65,17 +70,19 @@ def predictions(
     def enough() -> bool:
         return part.left < CAREFUL * longest
 
-    while len(found) < len(images) and not broken:
+    while len(classes_so_far) < len(images) and not broken:
         parts, broken = together(team, part, classify)
         for classes, seconds in parts:
-            found += classes
+            classes_so_far += classes
             longest = max(longest, seconds)
         broken = team.agree(enough) or broken
-    return found, longest / max(1, min(batch_size, len(found)))
+    return classes_so_far, longest / max(1, min(batch_size, len(classes_so_far)))
 
 
 def own(team: Team, images: Images, done: int, size: int) -> list[int]:
-    """Positions of this process's batch of the next ones, after the first `done` images; none where they are not enough."""
+    """Positions of this process's batch of the next ones, after the first `done` images; none where
+    they are not enough.
+    """
     start = done + team.rank * size
     return list(range(start, min(start + size, len(images))))
 
@@ -84,8 +91,8 @@ def own(team: Team, images: Images, done: int, size: int) -> list[int]:
 class Certifying:
     """Certificates of one method, image after image; `go` continues where the last call ended.
 
-    about: which network the statement is about. longest: seconds of a batch; at first what one may take. broken: whether a
-    batch was broken off, which does not count.
+    about: which network the statement is about. longest: seconds of a batch; at first what one may
+    take. broken: whether a batch was broken off, which does not count.
     """
 
     certifier: Certifier
@@ -130,10 +137,8 @@ class Certifying:
             positions = own(self.team, self.images, len(self.rows), step)
             if not positions:
                 return []
-            indices, labels = (
-                self.images.indices[positions].tolist(),
-                self.images.labels[positions].tolist(),
-            )
+            indices = self.images.indices[positions].tolist()
+            labels = self.images.labels[positions].tolist()
             return self.certifier.batch(indices, self.images.fetch(positions), labels)
 
         unpack = partial(unpacked, self.certifier.certificate)
@@ -142,11 +147,12 @@ class Certifying:
             if not self.team.agree(lambda: self._fits(part) and not enough()):
                 break
             began = time.perf_counter()
-            found, broken = together(self.team, part, find, packed, unpack)
-            self.rows += [row for rows in found for row in rows]
+            batches, broken = together(self.team, part, find, packed, unpack)
+            self.rows += [row for rows in batches for row in rows]
             took = time.perf_counter() - began
-            if found:
-                self.longest, self.seconds = max(self.longest, took), self.seconds + took
+            if batches:
+                self.longest = max(self.longest, took)
+                self.seconds = self.seconds + took
         self.broken |= broken
 
     def _fits(self, part: StageTime) -> bool:
@@ -154,7 +160,8 @@ class Certifying:
 
     def write_down(self, findings: Findings) -> None:
         """Add shares, records, and what did not fit into the time."""
-        method, rows = self.certifier.method, self.rows
+        method = self.certifier.method
+        rows = self.rows
         if not rows:
             findings.skip(method, "no image was finished in its time", True)
             return

@@ -20,9 +20,10 @@ class Plan:
         radii: pixel l2, ascending, at which images are certified and attacked; gates add theirs.
         sigma: of smoothing; None takes the smallest radius above 0, or what the gates need.
         methods: of certificates; none takes those that suit the network.
-        patches: sizes as --patch spells them; none takes 2 % of a photograph, where no proof of the network is useful.
-        precision: of smoothing and of the attacks' own passes; "auto" takes bf16 for large networks where the machine
-            multiplies matrices in it, else float32.
+        patches: sizes as --patch spells them; none takes 2 % of a photograph, where no proof of the
+            network is useful.
+        precision: of smoothing and of the attacks' own passes; "auto" takes bf16 for large networks
+            where the machine multiplies matrices in it, else float32.
         budget: wall seconds. limit: images at most, as it was typed.
     """
 
@@ -73,7 +74,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Typed:
-    """The words that name the network and its images. hints: further words that reading the network needs."""
+    """The words that name the network and its images. hints: further words that reading the network
+    needs.
+    """
 
     source: str
     hints: Sequence[str] = ()
@@ -87,16 +90,17 @@ class Typed:
 
     def without(self, *options: str) -> list[str]:
         """Return the words that name the network, less these options and their values."""
-        words, left = iter(self.hints), [self.source]
+        words = iter(self.hints)
+        words_left = [self.source]
         for word in words:
-            left += [] if word in options and next(words) else [word]
-        return left
+            words_left += [] if word in options and next(words) else [word]
+        return words_left
 
     def images(self, judged: bool = True) -> list[str]:
         """judged: for a command that judges a network, which knows splits."""
-        found = [] if self.dataset is None else ["--dataset", self.dataset]
-        found += [] if self.data_dir is None else ["--data-dir", self.data_dir]
-        return found + (["--split", self.split] if self.split is not None and judged else [])
+        options = [] if self.dataset is None else ["--dataset", self.dataset]
+        options += [] if self.data_dir is None else ["--data-dir", self.data_dir]
+        return options + (["--split", self.split] if self.split is not None and judged else [])
 
     def travelling(self) -> "Typed":
         """Return the words for documents that others read: paths without their folders."""
@@ -111,7 +115,9 @@ class Typed:
 
 
 def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
-    """Return the command that repeats the audit, in the precision it ran in. How many images fit depends on the machine."""
+    """Return the command that repeats the audit, in the precision it ran in. How many images fit
+    depends on the machine.
+    """
     words = ["certvit", "audit", *typed.network, *typed.images()]
     options = [
         ("-e", [radius_key(radius) for radius in plan.radii]),

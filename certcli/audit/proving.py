@@ -1,4 +1,6 @@
-"""The stages that need no images: the proven bound and what drives it, and a measured slope beside it."""
+"""The stages that need no images: the proven bound and what drives it, and a measured slope beside
+it.
+"""
 
 import time
 from collections.abc import Iterator
@@ -42,7 +44,9 @@ def found(proven: NetworkBound, seconds: float) -> GlobalBound:
 
 
 def drivers(proven: NetworkBound) -> str:
-    """ "each of 25 LayerNorms alone contributes 1000", for the kinds of layer that carry the bound's logarithm."""
+    """ "each of 25 LayerNorms alone contributes 1000", for the kinds of layer that carry the
+    bound's logarithm.
+    """
     if not proven.upper > 0.0 or proven.upper.log10() < LOOSE:
         return ""
     whole = proven.upper.log10()
@@ -51,21 +55,22 @@ def drivers(proven: NetworkBound) -> str:
         if charge.constant.finite and charge.constant > 0.0:
             kinds.setdefault(charge.kind, []).append(charge.constant.log10())
     heaviest = sorted(kinds.items(), key=lambda item: -sum(item[1]))[:2]
-    told = []
+    sentences = []
     for kind, logs in heaviest:
         if sum(logs) < DRIVER_SHARE * whole:
             continue
-        low, high = _round(min(logs)), _round(max(logs))
+        low = _round(min(logs))
+        high = _round(max(logs))
         size = high if low == high else f"{low} to {high}"
-        told.append(
+        sentences.append(
             f"the {kind} contributes {size}"
             if len(logs) == 1
             else f"each of {len(logs)} {kind}s {size}"
         )
-    if told and told[0].startswith("each"):
-        head, _, tail = told[0].partition("s ")
-        told[0] = f"{head}s alone contributes {tail}"
-    return ", ".join(told)
+    if sentences and sentences[0].startswith("each"):
+        head, _, tail = sentences[0].partition("s ")
+        sentences[0] = f"{head}s alone contributes {tail}"
+    return ", ".join(sentences)
 
 
 def _round(log10: float) -> str:
@@ -74,7 +79,9 @@ def _round(log10: float) -> str:
 
 
 def _blocks(proven: NetworkBound) -> Iterator[Block]:
-    """The outermost parts of the network and what stands outside all of them, in order of execution."""
+    """The outermost parts of the network and what stands outside all of them, in order of
+    execution.
+    """
     rows: list[Block] = []
     inside = [path for path, *_ in proven.blocks if path]
     containers = {path for path in inside if any(other.startswith(f"{path}.") for other in inside)}
@@ -144,7 +151,8 @@ def _why(proven: NetworkBound, path: str) -> str:
 def slope(
     model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE
 ) -> Slope | None:
-    """The steepest slope found at a few images, one by one, until the time is over; None when not one was finished.
+    """The steepest slope found at a few images, one by one, until the time is over; None when not
+    one was finished.
 
     Of several processes all but the leader measure, who is busy with the proof meanwhile.
     """
@@ -153,15 +161,15 @@ def slope(
         return _slope(model, few, seed, part)
     others = range(team.rank - 1, len(few), team.size - 1) if not team.leads else ()
     mine = _slope(model, few.select(others), seed, part) if others else None
-    found = [
+    estimates = [
         row
         for row in team.everyone(None if mine is None else [mine.lower, mine.images, mine.seconds])
         if row
     ]
-    if not found:
+    if not estimates:
         return None
-    lowers, seen, seconds = zip(*found, strict=True)
-    return Slope(lower=max(lowers), images=sum(seen), of=_images_of(images), seconds=max(seconds))
+    lowers, counts, seconds = zip(*estimates, strict=True)
+    return Slope(lower=max(lowers), images=sum(counts), of=_images_of(images), seconds=max(seconds))
 
 
 def _images_of(images: Images) -> str:
@@ -171,17 +179,21 @@ def _images_of(images: Images) -> str:
 def _slope(model: PixelModel, few: Images, seed: int, part: StageTime) -> Slope | None:
     device = next(model.parameters()).device
     started = time.perf_counter()
-    seen, best = 0, 0.0
+    count = 0
+    best = 0.0
     batches = (pixels.to(device) for _, pixels, _ in few.batches(1))
     try:
         with part.ended():
             for estimate in measure(model, batches, seed=seed):
-                seen, best = seen + 1, float(estimate.value)
-                if part.left < 1.2 * part.spent / seen:
+                count, best = count + 1, float(estimate.value)
+                if part.left < 1.2 * part.spent / count:
                     break
     except OutOfTime:
-        if not seen:
+        if not count:
             return None
     return Slope(
-        lower=best, images=seen, of=_images_of(few), seconds=round(time.perf_counter() - started, 2)
+        lower=best,
+        images=count,
+        of=_images_of(few),
+        seconds=round(time.perf_counter() - started, 2),
     )

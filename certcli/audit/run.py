@@ -43,7 +43,8 @@ def run(
 ) -> Findings:
     """Return the results of all stages.
 
-    Of several processes (`clock.team`) each judges a part of the images; the leader's results are whole.
+    Of several processes (`clock.team`) each judges a part of the images; the leader's results are
+    whole.
 
     Args:
         images: labelled images, class by class in turn; None when there are none.
@@ -113,7 +114,9 @@ def _precision(plan: Plan, model: build.PixelModel, parameters: int) -> str:
 def _prove(
     model: build.PixelModel, classes: int, clock: Clock, findings: Findings
 ) -> tuple[build.PixelModel, NetworkBound] | None:
-    """Return the network in float64 and its bound; None where the time was over, and in processes that do not lead."""
+    """Return the network in float64 and its bound; None where the time was over, and in processes
+    that do not lead.
+    """
     part = clock.part(0.4)
     if not clock.team.leads:  # it proves; the others measure slopes
         return None
@@ -136,7 +139,9 @@ def _classify(
     clock: Clock,
     findings: Findings,
 ) -> float:
-    """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an image."""
+    """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an
+    image.
+    """
     findings.dataset, findings.images, findings.sample = (
         judging.dataset_of(images),
         images,
@@ -144,23 +149,24 @@ def _classify(
     )
     gated = any(gate.quantity == CLEAN for gate in plan.gates)
     part = clock.part(0.6 if gated else 0.2)
-    found, seconds = judging.predictions(
+    predictions, seconds = judging.predictions(
         model, images, min(plan.batch_size, CLASSIFIED), part, clock.team
     )
-    if not found:
+    if not predictions:
         findings.skip("clean", f"no batch of images was classified in {part}", True)
         return seconds
-    labels, indices = images.labels.tolist(), images.indices.tolist()
-    right = [a == b for a, b in zip(found, labels)]
-    findings.clean = Share.of(sum(right), len(found))
+    labels = images.labels.tolist()
+    indices = images.indices.tolist()
+    right = [a == b for a, b in zip(predictions, labels)]
+    findings.clean = Share.of(sum(right), len(predictions))
     findings.samples[(CLEAN, "")] = Sample(right, len(images))
-    if len(found) < len(images):
+    if len(predictions) < len(images):
         findings.skip(
             "clean, further images",
-            f"{len(found)} of {len(images)} images fitted into {part}",
+            f"{len(predictions)} of {len(images)} images fitted into {part}",
             True,
         )
-    for index, label, prediction in zip(indices, labels, found):
+    for index, label, prediction in zip(indices, labels, predictions):
         findings.row(index, label)["prediction"] = prediction
     chance = chance_doubt(sum(right), len(right), checkpoint.record.classes)
     if (
@@ -174,6 +180,7 @@ def _classify(
                 findings.doubts.append(order)
             else:
                 for better, options in better_statistics(model, images, right[:READ_OTHERWISE]):
-                    findings.doubts, findings.statistics = [better], options
+                    findings.doubts = [better]
+                    findings.statistics = options
     findings.failing = next(filter(None, [*findings.doubts, chance]), None)
     return seconds

@@ -1,6 +1,8 @@
-"""A stage of an audit by several processes: a piece of work each at the same time, and all know what all found.
+"""A stage of an audit by several processes: a piece of work each at the same time, and all know
+what all found.
 
-The leader's clock rules (`Clock.part`), and the others follow its decisions, so all take the same way and meet again.
+The leader's clock rules (`Clock.part`), and the others follow its decisions, so all take the same
+way and meet again.
 """
 
 from collections.abc import Callable
@@ -27,13 +29,14 @@ def together(
     team: Team,
     part: StageTime,
     work: Callable[[], Piece],
-    pack: Callable[[Piece], Any] = lambda found: found,
+    pack: Callable[[Piece], Any] = lambda piece: piece,
     unpack: Callable[[Any], Piece] = lambda plain: plain,
 ) -> tuple[list[Piece], bool]:
-    """(what the processes found, by rank, up to the first that was broken off; whether one was). pack: to plain values.
+    """(what the processes found, by rank, up to the first that was broken off; whether one was).
+    pack: to plain values.
 
-    What was found behind one that took too long is dropped: else images that take long would be left out for taking long.
-    A refusal of one process is raised in all of them.
+    What was found behind one that took too long is dropped: else images that take long would be
+    left out for taking long. A refusal of one process is raised in all of them.
     """
     if not team.several:
         try:
@@ -50,13 +53,13 @@ def together(
         if type(refusal).__name__ not in REFUSALS:
             raise
         mine = ["refused", type(refusal).__name__, refusal.message, refusal.hint]
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     everyone = team.everyone(mine)
     for kind, *rest in everyone:
         if kind == "refused":
             raise REFUSALS[rest[0]](*rest[1:])
     for kind, *rest in everyone:
         if kind == "over":
-            return found, True
-        found.append(unpack(rest[0]))
-    return found, False
+            return pieces, True
+        pieces.append(unpack(rest[0]))
+    return pieces, False

@@ -1,4 +1,6 @@
-"""Stages of an audit that need labelled images: which certificates suit this network, attacks, and time left over."""
+"""Stages of an audit that need labelled images: which certificates suit this network, attacks, and
+time left over.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +36,11 @@ from certcli.lipschitz.numerics.real import INF
 from certcli.models import build
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
 
-LOCAL_PIXELS, LOCAL_PARAMETERS = 1024, 500_000
+LOCAL_PIXELS = 1024
+LOCAL_PARAMETERS = 500_000
 """Networks that local certificates are tried on: beyond, one image takes minutes."""
-DRAWS_FIRST, DRAWS = 16, 256
+DRAWS_FIRST = 16
+DRAWS = 256
 """Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
 FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
@@ -73,7 +77,8 @@ class Stages:
 
     def run(self, proven: Proven | None) -> None:
         """Certify and attack; proven: None where there is no bound."""
-        plan, skip = self.plan, self.findings.skip
+        plan = self.plan
+        skip = self.findings.skip
         for method in ("lipschitz", "local", "smoothing"):
             if not plan.tries(method):
                 skip(method, "not among the --method named")
@@ -94,7 +99,9 @@ class Stages:
         self.finish()
 
     def lipschitz(self, proven: Proven | None) -> bool:
-        """Certify by the bound, where some logits could reach it; return whether it certifies enough."""
+        """Certify by the bound, where some logits could reach it; return whether it certifies
+        enough.
+        """
         refusal = self.clock.team.agree(lambda: self._refusal(proven))
         if refusal is not None:
             self.findings.skip("lipschitz", refusal)
@@ -106,18 +113,19 @@ class Stages:
             self.findings.skip("lipschitz", failure.message)
             return False
         rows = self._certify(certifier, 0.3, self.plan.certified_radii)[:FEWEST]
-        held = sum(row.holds_at(Threat("l2", self.plan.least)) for row in rows)
-        return held > USEFUL * sum(row.correct for row in rows)
+        certified = sum(row.holds_at(Threat("l2", self.plan.least)) for row in rows)
+        return certified > USEFUL * sum(row.correct for row in rows)
 
     def _refusal(self, proven: Proven | None) -> str | None:
         """Return why no certificate of the bound is tried."""
-        bound, least = self.findings.bound, self.plan.least
+        bound = self.findings.bound
+        smallest = self.plan.least
         if proven is None or bound is None:
             return "there is no bound yet"
         if proven[1].pairs is None:
             return f"no finite bound: {proven[1].bound.why}"
         named = "lipschitz" in self.plan.methods
-        return None if named else hopeless(bound.log10_upper, least)
+        return None if named else hopeless(bound.log10_upper, smallest)
 
     def _for_all(self, proven: Proven | None) -> Proven:
         """Return the leader's proof in every process."""
@@ -167,7 +175,9 @@ class Stages:
 
     def smoothing(self) -> None:
         """Certify the smoothed network in the time that is left."""
-        plan, precision, reach = self.plan, self.findings.precision, self.plan.reach
+        plan = self.plan
+        precision = self.findings.precision
+        reach = self.plan.reach
         sigma = plan.sigma if plan.sigma is not None else max(plan.least, reach / FARTHEST)
         radii = [radius for radius in plan.certified_radii if 0 < radius <= reach]
         size = plan.batch_size if self.device.type == "cuda" else min(plan.batch_size, NOISY)
@@ -193,8 +203,11 @@ class Stages:
         )
 
     def patch(self) -> None:
-        """Certify the network behind masks against patches, then search a patch that fools it without masks."""
-        plan, size = self.plan, self.checkpoint.record.input.size
+        """Certify the network behind masks against patches, then search a patch that fools it
+        without masks.
+        """
+        plan = self.plan
+        size = self.checkpoint.record.input.size
         named = bool(plan.tried_patches) or "patch" in plan.methods
         if not named and (plan.methods or min(size[1:]) < PHOTOGRAPH):
             return
@@ -210,7 +223,8 @@ class Stages:
         if self.clock.team.several:
             self.findings.skip("attack by patches", "only in one process")
             return
-        part, settings = self.clock.part(0.15), AttackSettings(seed=plan.seed)
+        part = self.clock.part(0.15)
+        settings = AttackSettings(seed=plan.seed)
         findings, (first, *_) = self.findings, certifier.patches
         findings.patch_attack, findings.patched_pair = attack_by_patch(
             self.model, self.images, first, settings, part
@@ -228,7 +242,8 @@ class Stages:
     ) -> list[Certificate]:
         """Certify images for this share of the time left; expected: seconds of a batch."""
         part = self.clock.part(share)
-        size, team = self.plan.batch_size, self.clock.team
+        size = self.plan.batch_size
+        team = self.clock.team
         stage = judging.Certifying(certifier, self.images, size, radii, about, expected, team)
         try:
             stage.go(part)
@@ -267,7 +282,9 @@ class Stages:
         )
 
     def finish(self) -> None:
-        """Give time left over to further images, first where a gate waits for them; then write everything down."""
+        """Give time left over to further images, first where a gate waits for them; then write
+        everything down.
+        """
         team = self.clock.team
         awaited = team.agree(lambda: [self._awaited(stage) for stage in self._judging])
         waiting = [stage for stage, wanted in zip(self._judging, awaited, strict=True) if wanted]

@@ -17,12 +17,15 @@ LITTLE_ATTENTION = 0.01
 
 
 def verdict(findings: Findings, plan: Plan) -> list[str]:
-    """Return the proofs, the certificates by noise, the attacks and the gaps, a sentence or two each."""
+    """Return the proofs, the certificates by noise, the attacks and the gaps, a sentence or two
+    each.
+    """
     sentences = [_proof(findings, plan), *_patched(findings)]
-    sentences += [_smoothed(found) for found in findings.certificates if found.failure > 0]
+    sentences += [_smoothed(shares) for shares in findings.certificates if shares.failure > 0]
     if (attack := findings.attack) is not None:
         names = ", then ".join(name.upper() for name in attack.attacks)
-        at, correct = list(attack.fooled)[-1], attack.clean.hits
+        at = list(attack.fooled)[-1]
+        correct = attack.clean.hits
         noun = "images" if findings.own else CORRECT
         if correct:
             sentences.append(
@@ -36,8 +39,10 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
         sentences.append(f"Correct without any attack: {right}. It was not attacked.")
     if (tried := findings.patch_attack) is not None and tried.clean.hits:
         noun = "images" if findings.own else CORRECT
-        fell = part_of(tried.clean.hits - tried.robust.hits, tried.clean.hits, noun)
-        sentences.append(f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fell}.")
+        fooled = part_of(tried.clean.hits - tried.robust.hits, tried.clean.hits, noun)
+        sentences.append(
+            f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fooled}."
+        )
     weight = findings.attention_weight
     if weight is not None and weight < LITTLE_ATTENTION:
         sentences.append(
@@ -59,40 +64,47 @@ def _size_of(patch: str) -> str:
 
 
 def _patched(findings: Findings) -> list[str]:
-    """Return what no patch changes, for each size: about the classifier behind masks, which is another one."""
-    found = findings.patched
-    if found is None:
+    """Return what no patch changes, for each size: about the classifier behind masks, which is
+    another one.
+    """
+    patched = findings.patched
+    if patched is None:
         return []
-    way, right = found.procedure.replace("-", " "), part_of(found.clean.hits, found.clean.images)
+    name = patched.procedure.replace("-", " ")
+    right = part_of(patched.clean.hits, patched.clean.images)
     return [
-        f"Proven: with {way} no {_size_of(size)} patch changes the answer for {counted(kept.hits, kept.images)}; without a "
+        f"Proven: with {name} no {_size_of(size)} patch changes the answer for {counted(part.hits, part.images)}; without a "
         f"patch it is right on {right}."
-        for size, kept in found.certified.items()
+        for size, part in patched.certified.items()
     ]
 
 
 def best_proof(findings: Findings, plan: Plan) -> CertifiedShares | None:
-    """Return the proofs that certify most images at the smallest radius, None where no image is certified."""
+    """Return the proofs that certify most images at the smallest radius, None where no image is
+    certified.
+    """
     at = radius_key(plan.least)
-    held = [
-        found
-        for found in findings.certificates
-        if found.failure == 0 and found.certified[at].hits > 0
+    candidates = [
+        shares
+        for shares in findings.certificates
+        if shares.failure == 0 and shares.certified[at].hits > 0
     ]
-    return max(held, key=lambda found: found.certified[at].share, default=None)
+    return max(candidates, key=lambda shares: shares.certified[at].share, default=None)
 
 
 def _proof(findings: Findings, plan: Plan) -> str:
-    bound, best, least = findings.bound, best_proof(findings, plan), radius_key(plan.least)
+    bound = findings.bound
+    best = best_proof(findings, plan)
+    radius = radius_key(plan.least)
     driven = f" ({bound.drivers})" if bound is not None and bound.drivers else ""
     large = "" if bound is None else f"{magnitude(bound.log10_upper, bound.upper_text)}{driven}"
     if best is not None:
         by_bound = best.method == "lipschitz" and bound is not None
-        way = f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
-        kept = best.certified[least]
-        sentence = (
-            f"Proven at l2 {proven_radius(least)}: {counted(kept.hits, kept.images)} ({way})."
+        source = (
+            f"the global bound is {bound.upper_text}" if by_bound and bound else "image by image"
         )
+        certified = best.certified[radius]
+        sentence = f"Proven at l2 {proven_radius(radius)}: {counted(certified.hits, certified.images)} ({source})."
         return sentence if by_bound or bound is None or not bound.upper_finite else (
             f"{sentence} The global bound proves nothing: {large}."
         )  # fmt: skip
@@ -100,13 +112,13 @@ def _proof(findings: Findings, plan: Plan) -> str:
         return "The global bound was not finished in its time: whether there is a usable proof is not known."
     if not bound.upper_finite:
         return f"No proof: the network has no finite global bound ({bound.why})."
-    proofs = [found for found in findings.certificates if found.failure == 0]
+    proofs = [shares for shares in findings.certificates if shares.failure == 0]
     if proofs:
         return f"No usable proof: the global bound is {large}. {_none(proofs[-1], plan.least)}"
     if findings.dataset is None and bound.log10_upper is not None:
         usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
-        apart = _margin(bound.log10_upper, plan.least)
-        return f"{usable} certificate at l2 {proven_radius(least)} needs logits {apart} apart: the global bound is {large}."
+        margin = _margin(bound.log10_upper, plan.least)
+        return f"{usable} certificate at l2 {proven_radius(radius)} needs logits {margin} apart: the global bound is {large}."
     return f"No usable proof: the global bound is {large}."
 
 
@@ -114,15 +126,16 @@ def every_change(radius: str) -> str:
     return f"every change of the pixels of l2 length at most {proven_radius(radius)}"
 
 
-def _none(found: CertifiedShares, radius: float) -> str:
+def _none(shares: CertifiedShares, radius: float) -> str:
     """Return that proofs certify no image, and of how many."""
-    right, correct = found.clean.hits, "" if found.dataset.split == OWN else "correct "
+    right = shares.clean.hits
+    correct = "" if shares.dataset.split == OWN else "correct "
     if right == 0:
-        return f"Correct images among those tried: {_none_of(found.clean.images, 'images')}."
-    way = "By it" if found.method == "lipschitz" else "Image by image"
+        return f"Correct images among those tried: {_none_of(shares.clean.images, 'images')}."
+    source = "By it" if shares.method == "lipschitz" else "Image by image"
     if right == 1:
-        return f"{way}, the one {correct}image tried is not certified at {proven_radius(radius)}{interval_of_few(0, 1)}."
-    return f"{way}, {_none_of(right, f'{correct}images tried')} is certified at {proven_radius(radius)}."
+        return f"{source}, the one {correct}image tried is not certified at {proven_radius(radius)}{interval_of_few(0, 1)}."
+    return f"{source}, {_none_of(right, f'{correct}images tried')} is certified at {proven_radius(radius)}."
 
 
 def _none_of(images: int, noun: str) -> str:
@@ -138,13 +151,14 @@ def _margin(log10: float, radius: float) -> str:
     return f"{10**need:.2g}" if need < 5 else f"10^{need:.0f}"
 
 
-def _smoothed(found: CertifiedShares) -> str:
-    at = max(found.certified, key=float)
-    reached = found.certified[at]
-    sigma, held = found.parameters["sigma"], counted(reached.hits, reached.images)
+def _smoothed(shares: CertifiedShares) -> str:
+    at = max(shares.certified, key=float)
+    reached = shares.certified[at]
+    sigma = shares.parameters["sigma"]
+    certified = counted(reached.hits, reached.images)
     return (
-        f"Smoothing at sigma {sigma:g} certifies {held} at l2 {proven_radius(at)}, each with probability "
-        f"{confidence(found.failure, 100)} %: a statement about the smoothed network."
+        f"Smoothing at sigma {sigma:g} certifies {certified} at l2 {proven_radius(at)}, each with probability "
+        f"{confidence(shares.failure, 100)} %: a statement about the smoothed network."
     )
 
 
@@ -155,7 +169,7 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         "".join(f" {shlex.quote(word)}" for word in typed.images(judged))
         for judged in (True, False)
     )
-    found: list[str] = []
+    commands: list[str] = []
     if findings.dataset is None or findings.own:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
@@ -171,11 +185,11 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         "attack",
         "smoothing",
     }
-    seen = [
+    counts = [
         one.clean.images for one in (*findings.certificates, findings.attack) if one is not None
     ]
-    if short or min(seen, default=0) < min(FEW, findings.dataset.images):
-        found.append(f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s")
+    if short or min(counts, default=0) < min(FEW, findings.dataset.images):
+        commands.append(f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s")
     smoothed = [item for item in findings.certificates if item.failure > 0]
     proven = [
         item
@@ -184,28 +198,28 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
     ]
     radius = radius_key(plan.least)
     if proven:
-        found.append(
+        commands.append(
             f"certvit certify {ckpt}{images} --method {proven[0].method} -e {radius} --records certified.jsonl"
         )
-        found.append(
+        commands.append(
             f"certvit attack {ckpt}{images} --only-certified certified.jsonl -a margin-pgd"
         )
     elif smoothed and any(item.share for item in smoothed[0].certified.values()):
         sigma = f"{smoothed[0].parameters['sigma']:g}"
         fast = " --precision bf16" if findings.precision == "bf16" else ""
-        found.append(
+        commands.append(
             f"certvit certify {ckpt}{images} --method smoothing --sigma {sigma} -e {radius} --limit 500{fast}"
         )
-        found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {2 * float(sigma):g}")
+        commands.append(f"certvit finetune {ckpt}{training} --loss ce --noise {2 * float(sigma):g}")
     elif (
         findings.changed
     ):  # its parts have small constants: training against the bound is what they are for
-        found.append(
+        commands.append(
             f"certvit finetune {ckpt}{training} --loss margin -e {radius_key(plan.certified_radii[-1])}"
         )
-        found.append(f"certvit constrain {ckpt}")
+        commands.append(f"certvit constrain {ckpt}")
     else:
         noise = f"{2 * plan.least:g}"
-        found.append(f"certvit finetune {ckpt}{training} --loss ce --noise {noise}")
-        found.append(f"certvit adapt {ckpt}")
-    return found[:3]
+        commands.append(f"certvit finetune {ckpt}{training} --loss ce --noise {noise}")
+        commands.append(f"certvit adapt {ckpt}")
+    return commands[:3]

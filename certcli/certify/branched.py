@@ -1,4 +1,6 @@
-"""The radius of one image by branch and bound: as far as its seconds last, the best radius so far kept."""
+"""The radius of one image by branch and bound: as far as its seconds last, the best radius so far
+kept.
+"""
 
 import itertools
 import time
@@ -23,7 +25,9 @@ Proof = Callable[[float, Further], bool]
 
 @dataclass
 class Splits:
-    """The trees of the margins that a proof had to split, by class; open_units: whether there was anything to split."""
+    """The trees of the margins that a proof had to split, by class; open_units: whether there was
+    anything to split.
+    """
 
     trees: dict[int, Tree] = field(default_factory=dict)
     open_units: bool = False
@@ -53,7 +57,8 @@ class Splits:
 
 @dataclass
 class Branched:
-    """The search of one image. radius, splits: the best so far. interrupted: by Ctrl-C, which ends it.
+    """The search of one image. radius, splits: the best so far. interrupted: by Ctrl-C, which ends
+    it.
 
     note: told how much of the seconds is over.
     """
@@ -85,7 +90,8 @@ class Branched:
         holds = self.proof(radius, splits.further(self.label, limit, self._tell))
         self.open_units |= splits.open_units
         if holds and radius > self.radius:
-            self.radius, self.splits = radius, splits
+            self.radius = radius
+            self.splits = splits
         self._tell()
         return holds
 

@@ -27,8 +27,10 @@ OPTIONAL = ("rung", "seconds", "splits")
 class Certificate:
     """radius: pixel l2, rounded down. failure: 0.0 for a proof, alpha for a Monte Carlo statement.
 
-    prediction: None when the method abstains. rung: which of a method's ways it was that gave the radius. seconds: what this
-    image took, 0.0 where images are certified a batch at a time. splits: of the neighbourhood, at signs of units, that its
+    prediction: None when the method abstains. rung: which of a method's ways it was that gave the
+        radius. seconds: what this
+    image took, 0.0 where images are certified a batch at a time. splits: of the neighbourhood, at
+    signs of units, that its
     proof takes: class -> tree.
     """
 
@@ -52,7 +54,9 @@ class Certificate:
         return self.radius
 
     def holds_at(self, threat: Threat) -> bool:
-        """Certified and correct at this radius (0: correct); False against patches, of which it does not speak."""
+        """Certified and correct at this radius (0: correct); False against patches, of which it
+        does not speak.
+        """
         return (
             self.correct
             and isinstance(threat.size, (int, float))
@@ -60,15 +64,17 @@ class Certificate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields; rung, seconds and splits only where the method gives them. An infinite radius is "inf"."""
+        """Return all fields; rung, seconds and splits only where the method gives them. An infinite
+        radius is "inf".
+        """
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
         return {key: value for key, value in row.items() if key not in OPTIONAL or value}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`, of a row that `record_lines` let in."""
-        known = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
-        return cls(**{**known, "radius": float(row["radius"])})
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
+        return cls(**{**fields, "radius": float(row["radius"])})
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,8 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Doubt:
-    """How claims are checked. seed: of noise that nobody who wrote them can have known. level: chance, at most, that one
-    test of one claim refutes it although it is true.
+    """How claims are checked. seed: of noise that nobody who wrote them can have known. level:
+    chance, at most, that one test of one claim refutes it although it is true.
     """
 
     seed: int
@@ -92,16 +98,22 @@ class Doubt:
 class Certifier(ABC):
     """A method made ready for one network: images in, certificates out.
 
-    promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the network that the statement is
-    about ("real", "float64", "float32", "tf32", "bf16", "fp16"). domain: the images around x it speaks of, "all" or the
-    "box" [0, 1]. failure: of each certificate, as it states it.
-    parameters: what decides its certificates beside network and images. about: facts for the document. title, statement:
-    what a person reads above and below the table. at_once: images it takes together; None leaves that to the caller.
-    norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records. reach: no radius beyond it
-    can be certified, whatever the network. drawn_to: beyond this radius it ends its search, so that a share says nothing.
-    kept_back: relative, how much less than it found a method states, so that a search on another machine finds it; who
-    checks sets it to 0. remark: what happened on the way that a person should know. within: called in a batch, with the
-    images' worth done.
+    promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the
+    network that the statement is about ("real", "float64", "float32", "tf32", "bf16", "fp16").
+    domain: the images around x it speaks of, "all" or the "box" [0, 1]. failure: of each
+    certificate, as it states it.
+    parameters: what decides its certificates beside network and images. about: facts for the
+        document. title, statement:
+    what a person reads above and below the table. at_once: images it takes together; None leaves
+    that to the caller.
+    norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records.
+        reach: no radius beyond it
+    can be certified, whatever the network. drawn_to: beyond this radius it ends its search, so that
+    a share says nothing.
+    kept_back: relative, how much less than it found a method states, so that a search on another
+        machine finds it; who
+    checks sets it to 0. remark: what happened on the way that a person should know. within: called
+    in a batch, with the images' worth done.
     """
 
     method: ClassVar[str]
@@ -121,7 +133,9 @@ class Certifier(ABC):
     remark: str = ""
 
     def searches(self, threat: Threat) -> bool:
-        """Tell whether the method looks for a certificate against this threat, where there may be one."""
+        """Tell whether the method looks for a certificate against this threat, where there may be
+        one.
+        """
         return not isinstance(threat.size, float) or threat.size <= self.drawn_to
 
     @property
@@ -136,7 +150,9 @@ class Certifier(ABC):
     def batch(
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[Certificate]:
-        """One certificate an image: pixels (b, c, h, w) in [0, 1]. DataError when the network gives NaN there."""
+        """One certificate an image: pixels (b, c, h, w) in [0, 1]. DataError when the network gives
+        NaN there.
+        """
 
     @property
     @abstractmethod
@@ -146,14 +162,19 @@ class Certifier(ABC):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
     ) -> list[Confirmation]:
-        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w), a row a claim.
+        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w),
+        a row a claim.
 
-        A bound on rounding is shared by the images of a batch: what falls short there is looked at alone.
+        A bound on rounding is shared by the images of a batch: what falls short there is looked at
+        alone.
         """
-        found = self.batch(
+        certificates = self.batch(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
-        confirmed = [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
+        confirmed = [
+            _compare(claim, certificate)
+            for claim, certificate in zip(claims, certificates, strict=True)
+        ]
         for row, claim in enumerate(claims):
             if confirmed[row].status == "refuted":
                 confirmed[row] = _compare(
@@ -162,7 +183,9 @@ class Certifier(ABC):
         return confirmed
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
-        """Each record of an earlier run of these very parameters, found again: `confirm`, unless draws must be the same."""
+        """Each record of an earlier run of these very parameters, found again: `confirm`, unless
+        draws must be the same.
+        """
         return self.confirm(claims, pixels, Doubt(0, 0.0))
 
     def representable(self, images: Tensor) -> Tensor:
@@ -170,15 +193,19 @@ class Certifier(ABC):
         return images
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
-        """Tell whether the classifier still gives the claimed class at images (b, c, h, w) within the claimed radii."""
+        """Tell whether the classifier still gives the claimed class at images (b, c, h, w) within
+        the claimed radii.
+        """
         with torch.no_grad():
-            found = self.attacked(nearby).argmax(dim=1).tolist()
-        return [top == claim.prediction for top, claim in zip(found, claims, strict=True)]
+            predictions = self.attacked(nearby).argmax(dim=1).tolist()
+        return [top == claim.prediction for top, claim in zip(predictions, claims, strict=True)]
 
 
 @contextmanager
 def whole_batch(images: Tensor) -> Iterator[None]:
-    """Turn a network's failure on several images at once into a refusal; one on a single image passes."""
+    """Turn a network's failure on several images at once into a refusal; one on a single image
+    passes.
+    """
     try:
         yield
     except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as failure:
@@ -200,7 +227,9 @@ def require_logits(logits: Tensor, images: Tensor) -> None:
 
 
 class PinnedWeights:
-    """The tensors of a network as a proof read them: caches and bounds are of these, not of what is written there later."""
+    """The tensors of a network as a proof read them: caches and bounds are of these, not of what is
+    written there later.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._read = model, self._state(model)
@@ -215,34 +244,39 @@ class PinnedWeights:
 
     @staticmethod
     def _state(model: nn.Module) -> list[tuple[int, tuple[int, ...], int]]:
-        """Of each tensor its place in memory, its shape, and the sum of its bits as integers, which wraps around."""
+        """Of each tensor its place in memory, its shape, and the sum of its bits as integers, which
+        wraps around.
+        """
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        own = (tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
+        tensors = (tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
         bits = (
-            (x, x.view(integers[x.element_size()]) if x.is_floating_point() else x) for x in own
+            (x, x.view(integers[x.element_size()]) if x.is_floating_point() else x) for x in tensors
         )
         return [(x.data_ptr(), tuple(x.shape), int(as_integers.sum())) for x, as_integers in bits]
 
 
-def _compare(claim: Certificate, again: Certificate) -> Confirmation:
-    if claim.prediction != again.prediction:
-        return Confirmation(
-            "refuted", f"class {claim.prediction} is stated, the network says {again.prediction}"
-        )
-    if claim.radius > again.radius * (1 + AGAIN):
+def _compare(claim: Certificate, recomputed: Certificate) -> Confirmation:
+    if claim.prediction != recomputed.prediction:
         return Confirmation(
             "refuted",
-            f"radius {claim.radius:.6g} is stated, {proven_radius(again.radius)} is found",
+            f"class {claim.prediction} is stated, the network says {recomputed.prediction}",
         )
-    return Confirmation("verified", f"radius {proven_radius(again.radius)} is found again")
+    if claim.radius > recomputed.radius * (1 + AGAIN):
+        return Confirmation(
+            "refuted",
+            f"radius {claim.radius:.6g} is stated, {proven_radius(recomputed.radius)} is found",
+        )
+    return Confirmation("verified", f"radius {proven_radius(recomputed.radius)} is found again")
 
 
 @dataclass(frozen=True)
 class CertifiedAccuracy:
-    """Shares of the images: correct, and certified and correct at each radius; mean radius, wrong ones counting 0.
+    """Shares of the images: correct, and certified and correct at each radius; mean radius, wrong
+    ones counting 0.
 
-    intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample. abstained: share without a
-    prediction. An infinite radius counts in the shares and is left out of the mean; certificates against patches have none.
+    intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample.
+    abstained: share without a prediction. An infinite radius counts in the shares and is left out
+    of the mean; certificates against patches have none.
     """
 
     clean: float
@@ -256,7 +290,9 @@ class CertifiedAccuracy:
     abstained: float = 0.0
 
     def against(self, threat: Threat) -> float:
-        """Return the share certified against one of the threats; TypeError for a threat of another norm."""
+        """Return the share certified against one of the threats; TypeError for a threat of another
+        norm.
+        """
         one_norm([threat, *self.threats])
         return self.certified[threat.key]
 
@@ -280,13 +316,13 @@ def certified_accuracy(
     finite = [radius for radius in radii if math.isfinite(radius)]
     clean = sum(certificate.correct for certificate in certificates)
     of_patches = bool(threats) and one_norm(threats) == "patch"
-    held = {
+    hits_of = {
         threat: sum(certificate.holds_at(threat) for certificate in certificates)
         for threat in threats
     }
     return CertifiedAccuracy(
         clean=clean / count,
-        certified={threat.key: hits / count for threat, hits in held.items()},
+        certified={threat.key: hits / count for threat, hits in hits_of.items()},
         threats=tuple(threats),
         average_radius=None if of_patches else sum(finite) / len(finite) if finite else 0.0,
         images=count,
@@ -294,7 +330,7 @@ def certified_accuracy(
         failure=max(certificate.failure for certificate in certificates),
         intervals={
             "clean": share_interval(clean, count),
-            **{threat.key: share_interval(hits, count) for threat, hits in held.items()},
+            **{threat.key: share_interval(hits, count) for threat, hits in hits_of.items()},
         },
         abstained=sum(certificate.prediction is None for certificate in certificates) / count,
     )

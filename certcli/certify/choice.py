@@ -1,4 +1,6 @@
-"""Which certificate is worth having for a network: a proof where one reaches far enough, else a statement of chance."""
+"""Which certificate is worth having for a network: a proof where one reaches far enough, else a
+statement of chance.
+"""
 
 import math
 import time
@@ -26,7 +28,8 @@ USEFUL = 0.1
 """Share of the correctly classified images that a proof must certify to be worth more than a statement of chance."""
 TRIED = 256
 """Images at most on which the bound is tried."""
-TRIED_LOCAL, PATIENCE = 6, 20.0
+TRIED_LOCAL = 6
+PATIENCE = 20.0
 """Images at most on which local certificates are tried, and the seconds after which no other is begun."""
 BESIDE = 60.0
 """Seconds that local certificates of all images may take, by those tried, to stand beside another method."""
@@ -55,23 +58,25 @@ class Choice:
 def choose_method(
     checkpoint: Checkpoint, device: torch.device, images: Images, radius: float, batch_size: int
 ) -> Choice:
-    """Choose the proven bound where it certifies a tenth of the correct images at `radius`; else local; else smoothing.
+    """Choose the proven bound where it certifies a tenth of the correct images at `radius`; else
+    local; else smoothing.
 
     The network is built once; its certifiers are handed on.
     """
-    model, ready = load_double(checkpoint, device), dict[str, Certifier]()
+    model = load_double(checkpoint, device)
+    ready = dict[str, Certifier]()
     bound, useful = _try_bound(model, checkpoint, images, radius, batch_size, ready)
     if useful:
         return Choice("lipschitz", f"{bound}, with proof", ready=ready)
-    beside = tuple(ready)
+    alternatives = tuple(ready)
     effort = "auto" if _largest(model) <= ENCLOSED else "norms"
     local, share, seconds = _try_local(model, images, radius, effort, ready)
     if share >= USEFUL:
-        return Choice("local", f"{bound}; {local}, with proof", beside, effort, ready)
+        return Choice("local", f"{bound}; {local}, with proof", alternatives, effort, ready)
     if seconds * len(images) <= BESIDE:
-        beside = (*beside, "local")
+        alternatives = (*alternatives, "local")
     reason = f"{bound}; {local}; noise may certify more, with probability"
-    return Choice("smoothing", reason, beside, effort, ready)
+    return Choice("smoothing", reason, alternatives, effort, ready)
 
 
 def _try_bound(
@@ -92,15 +97,15 @@ def _try_bound(
         return why, False
     ready["lipschitz"] = certifier
     sample = images.limit(TRIED)
-    found = certified_accuracy(
+    accuracy = certified_accuracy(
         [row for rows in certify(certifier, sample, batch_size) for row in rows],
         [Threat("l2", radius)],
     )
-    (share,) = found.certified.values()
+    (share,) = accuracy.certified.values()
     name = certifier.title.partition(",")[0]
     certified = counted(round(share * len(sample)), len(sample), digits=1)
     words = f"the {name} certifies {certified} at {proven_radius(radius)}"
-    return words, share > 0 and share >= USEFUL * found.clean
+    return words, share > 0 and share >= USEFUL * accuracy.clean
 
 
 def _try_local(
@@ -109,7 +114,8 @@ def _try_local(
     """Certify a few images locally.
 
     Returns:
-        The result in words, the share of the correct ones certified at `radius`, seconds an image (infinite without any).
+        The result in words, the share of the correct ones certified at `radius`, seconds an image
+        (infinite without any).
     """
     try:
         certifier = ready["local"] = LocalCertifier(model, model.input_size, Local(effort))
@@ -122,9 +128,9 @@ def _try_local(
         return failure.message, 0.0, math.inf
     seconds = (time.perf_counter() - started) / len(rows)
     right = [row for row in rows if row.correct]
-    held = sum(row.holds_at(Threat("l2", radius)) for row in right)
-    words = f"local certificates hold at {proven_radius(radius)} for {held} of {len(right)} images tried ({_radii(right)})"
-    return words, held / max(1, len(right)), seconds
+    hits = sum(row.holds_at(Threat("l2", radius)) for row in right)
+    words = f"local certificates hold at {proven_radius(radius)} for {hits} of {len(right)} images tried ({_radii(right)})"
+    return words, hits / max(1, len(right)), seconds
 
 
 def _radii(rows: Sequence[Certificate]) -> str:

@@ -52,10 +52,11 @@ def neighbour_errors(
 
 
 class ProvingCertifier(Certifier):
-    """A method that proves, of a network in float64 and eval mode, for images of this size (c, h, w).
+    """A method that proves, of a network in float64 and eval mode, for images of this size (c, h,
+    w).
 
-    arithmetic: of the network that its certificates speak of, as in `Proof`. tables: of domains that walk its graph. traced:
-    as in `NeighbourErrors`.
+    arithmetic: of the network that its certificates speak of, as in `Proof`. tables: of domains
+    that walk its graph. traced: as in `NeighbourErrors`.
     """
 
     def __init__(
@@ -85,17 +86,21 @@ class ProvingCertifier(Certifier):
 
     @cached_property
     def _executed(self) -> nn.Module:
-        """The network in its arithmetic, where torch runs it on any machine; else the one that is attacked."""
+        """The network in its arithmetic, where torch runs it on any machine; else the one that is
+        attacked.
+        """
         if self._neighbours is None or self.arithmetic in ("float64", "tf32"):
             return self.model
         return copy.deepcopy(self.model).to(self._neighbours.precision.dtype).eval()
 
     @torch.no_grad()
     def require_as_run(self, images: Tensor, logits: Tensor, errors: Tensor) -> None:
-        """NoBoundError unless the network, run on this batch in its arithmetic, gives these margins up to proven errors.
+        """NoBoundError unless the network, run on this batch in its arithmetic, gives these margins
+        up to proven errors.
 
         |(y_i - y_j) - (z_i - z_j)| <= e_i + e_j + E_ij for the logits y as executed, i the top class and all j. E is the
-        rounding at the image itself; in real arithmetic that of nothing, and y are logits of float64 with the error e too.
+        rounding at the image itself; in real arithmetic that of nothing, and y are logits of
+        float64 with the error e too.
 
         Args:
             images: That the arithmetic can represent, float64, (b, c, h, w).
@@ -110,11 +115,13 @@ class ProvingCertifier(Certifier):
                 raise
             return
         require_logits(run, images)
-        tops = logits.argmax(1)
+        predictions = logits.argmax(1)
         spread = errors.expand_as(logits)
-        lost = (spread.gather(1, tops[:, None]) + spread) * (1 + _NOTHING)
-        allowed = lost * 2 if self._neighbours is None else lost + self._neighbours.on_box[tops]
-        moved = (_margins(run, tops) - _margins(logits, tops)).abs()
+        lost = (spread.gather(1, predictions[:, None]) + spread) * (1 + _NOTHING)
+        allowed = (
+            lost * 2 if self._neighbours is None else lost + self._neighbours.on_box[predictions]
+        )
+        moved = (_margins(run, predictions) - _margins(logits, predictions)).abs()
         slack = logits.abs().amax(1, keepdim=True) * 2.0**-50
         if not bool((moved <= allowed + slack).all()):
             raise NoBoundError(
@@ -125,7 +132,9 @@ class ProvingCertifier(Certifier):
 
     @cached_property
     def _run(self) -> nn.Module:
-        """The network as `require_as_run` runs it: for TF32 in float32, which is nearer to real arithmetic."""
+        """The network as `require_as_run` runs it: for TF32 in float32, which is nearer to real
+        arithmetic.
+        """
         if self.arithmetic == "tf32":
             return copy.deepcopy(self.model).float().eval()
         return self._executed
@@ -136,7 +145,9 @@ class ProvingCertifier(Certifier):
 
     @torch.no_grad()
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
-        """Tell whether the network as it is executed still gives the claimed class, by finite logits."""
+        """Tell whether the network as it is executed still gives the claimed class, by finite
+        logits.
+        """
         try:
             logits = self._executed(
                 nearby.to(next(self._executed.parameters(), nearby).dtype)
@@ -145,9 +156,10 @@ class ProvingCertifier(Certifier):
             if out_of_memory(failure):
                 raise
             logits = self.model(nearby.double())
-        finite, tops = torch.isfinite(logits).all(1).tolist(), logits.argmax(1).tolist()
-        found = zip(finite, tops, claims, strict=True)
-        return [holds and top == claim.prediction for holds, top, claim in found]
+        finite = torch.isfinite(logits).all(1).tolist()
+        predictions = logits.argmax(1).tolist()
+        rows = zip(finite, predictions, claims, strict=True)
+        return [holds and top == claim.prediction for holds, top, claim in rows]
 
 
 def _margins(logits: Tensor, classes: Tensor) -> Tensor:
@@ -158,22 +170,26 @@ def _margins(logits: Tensor, classes: Tensor) -> Tensor:
 def as_executed(
     neighbours: NeighbourErrors | None,
     images: Tensor,
-    tops: Tensor,
+    predictions: Tensor,
     radii: Tensor,
-    again: Callable[[Tensor, Tensor], Tensor],
+    radii_at: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the radii (b,) that hold as executed, of those in real arithmetic.
 
-    By the rounding on the whole box where that takes next to nothing, as in float64; else by that near the image.
+    By the rounding on the whole box where that takes next to nothing, as in float64; else by that
+    near the image.
 
     Args:
-        again: (places among the images, bounds on the rounding of z_i - z_j there (n, k)) -> radii that hold nevertheless.
+        again: (places among the images, bounds on the rounding of z_i - z_j there (n, k)) -> radii
+            that hold nevertheless.
     """
     if neighbours is None:
         return radii
-    found = again(torch.arange(len(radii), device=radii.device), neighbours.on_box[tops])
-    (far,) = (found < radii * (1 - _NOTHING)).nonzero(as_tuple=True)
+    enlarged = radii_at(
+        torch.arange(len(radii), device=radii.device), neighbours.on_box[predictions]
+    )
+    (far,) = (enlarged < radii * (1 - _NOTHING)).nonzero(as_tuple=True)
     if len(far):
-        nearby = neighbours(images[far], radii[far], tops[far])
-        found[far] = torch.maximum(found[far], again(far, nearby))
-    return found
+        nearby = neighbours(images[far], radii[far], predictions[far])
+        enlarged[far] = torch.maximum(enlarged[far], radii_at(far, nearby))
+    return enlarged

@@ -1,4 +1,6 @@
-"""The one rule by which certificates of the global bound are not tried: they would need logits a million apart."""
+"""The one rule by which certificates of the global bound are not tried: they would need logits a
+million apart.
+"""
 
 import math
 

@@ -29,30 +29,34 @@ def certified_radii(
     logits: Tensor, errors: Tensor, pairs: Tensor, nearby: Tensor | None = None
 ) -> Tensor:
     """r = min_{j != i} r_ij of `pair_radii`, for the top class i: (b, k), ..., (k, k) -> (b,)."""
-    found = pair_radii(logits, errors, pairs, logits.argmax(dim=1), nearby)
-    return found.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
+    radii_of_pairs = pair_radii(logits, errors, pairs, logits.argmax(dim=1), nearby)
+    return radii_of_pairs.amin(dim=1).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 def pair_radii(
     logits: Tensor, errors: Tensor, pairs: Tensor, classes: Tensor, nearby: Tensor | None = None
 ) -> Tensor:
-    """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for the class i of each image: (b, k), ..., (k, k) -> (b, k).
+    """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for the class i of each image: (b,
+    k), ..., (k, k) -> (b, k).
 
-    K_ij bounds the slope of z_i - z_j, so no image within r_ij changes the sign of this margin; 0 where it is not positive,
-    infinite for j = i. Every step rounds down; the quotient is multiplied by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and
+    K_ij bounds the slope of z_i - z_j, so no image within r_ij changes the sign of this margin; 0
+    where it is not positive, infinite for j = i. Every step rounds down; the quotient is multiplied
+    by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and
     a positive margin never changes. Source: Tsuzuku et al. 2018, Prop. 1, per pair.
 
     Args:
         errors: How far each logit may lie from that of real arithmetic, (b, k or 1).
         classes: i, (b,).
-        nearby: E_ij of the class i, (b, k): how far z_i - z_j as executed at any neighbour may lie from the real one.
+        nearby: E_ij of the class i, (b, k): how far z_i - z_j as executed at any neighbour may lie
+            from the real one.
     """
     if not logits.dtype == errors.dtype == pairs.dtype == torch.float64:
         raise TypeError("certificates are computed in float64")
-    top, errors = classes[:, None], errors.expand_as(logits)
+    top = classes[:, None]
+    errors = errors.expand_as(logits)
     plain = logits.gather(1, top) - logits
-    lost = (errors.gather(1, top) + errors) * (1 + 2.0**-40) + plain.abs() * 2.0**-50
-    margins = plain - (lost if nearby is None else (lost + nearby) * (1 + 2.0**-40))
+    rounding = (errors.gather(1, top) + errors) * (1 + 2.0**-40) + plain.abs() * 2.0**-50
+    margins = plain - (rounding if nearby is None else (rounding + nearby) * (1 + 2.0**-40))
     slopes = pairs[classes]
     radii = torch.where(
         margins > 0,  # not where it is NaN
@@ -71,7 +75,8 @@ class LipschitzCertifier(ProvingCertifier):
         arithmetic: Of the network that the certificates speak of, as in `Proof`.
 
     Raises:
-        NoBoundError: There is no bound, or the rounding of an operation in this arithmetic is not proven.
+        NoBoundError: There is no bound, or the rounding of an operation in this arithmetic is not
+        proven.
     """
 
     method = METHOD
@@ -112,7 +117,8 @@ class LipschitzCertifier(ProvingCertifier):
 
     @torch.no_grad()
     def _require_graph(self, pixels: Tensor, logits: Tensor, errors: Tensor) -> None:
-        """NoBoundError unless the proven graph gives each image alone these logits, both within their rounding errors.
+        """NoBoundError unless the proven graph gives each image alone these logits, both within
+        their rounding errors.
 
         The graph is of one image: what a network does to a batch of another size is not in it.
         """
@@ -135,18 +141,22 @@ class LipschitzCertifier(ProvingCertifier):
         images = sent(pixels, self._device).double()
         logits, errors = self.evaluated(images)
         require_logits(logits, images)
-        tops = logits.argmax(1)
+        predictions = logits.argmax(1)
         stored = self.representable(images)
         exact = torch.equal(stored, images)
         self.require_as_run(stored, *((logits, errors) if exact else self.evaluated(stored)))
 
-        def again(rows: Tensor, nearby: Tensor) -> Tensor:
+        def radii_at(rows: Tensor, nearby: Tensor) -> Tensor:
             return certified_radii(logits[rows], errors[rows], self._pairs, nearby)
 
         radii = as_executed(
-            self._neighbours, images, tops, certified_radii(logits, errors, self._pairs), again
+            self._neighbours,
+            images,
+            predictions,
+            certified_radii(logits, errors, self._pairs),
+            radii_at,
         )
-        rows = zip(indices, labels, tops.tolist(), radii.tolist(), strict=True)
+        rows = zip(indices, labels, predictions.tolist(), radii.tolist(), strict=True)
         return [
             Certificate(index, label, top, radius, METHOD, 0.0)
             for index, label, top, radius in rows

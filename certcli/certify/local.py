@@ -63,8 +63,10 @@ Found = tuple[float, str, dict[str, str]]
 class LocalCertifier(ProvingCertifier):
     """What each image's neighbourhood can become, in float64 with every rounding counted.
 
-    symbols: box symbols a tensor may carry from block to block; fewer where memory does not last, which the rung says.
-    steps: radii are tried on a grid of 2^steps points between a radius and its double; 4: 4.4 % from point to point.
+    symbols: box symbols a tensor may carry from block to block; fewer where memory does not last,
+        which the rung says.
+    steps: radii are tried on a grid of 2^steps points between a radius and its double; 4: 4.4 %
+        from point to point.
     """
 
     method = METHOD
@@ -80,17 +82,20 @@ class LocalCertifier(ProvingCertifier):
     ) -> None:
         super().__init__(model, size, options.arithmetic, (zonotope_rules, ball_rules))
         self.steps = steps
-        self.effort, self.at = options.effort, options.at
+        self.effort = options.effort
+        self.at = options.at
         self.seconds = options.seconds or SECONDS
         self._interrupted = self._opened = False
         self.norm: Norm = options.norm
-        self.walked, self.squares = self.effort, 0
+        self.walked = self.effort
+        self.squares = 0
         self._size = size
         self.domain = "all" if self._neighbours is None else "box"  # rounding is bounded on the box
         where = "" if self._neighbours is None else ", [0, 1] images"
         self.statement = f"certificates: proven image by image; {self.spoken_of}{where}"
         self._norms: NormsNetwork | None = None
-        self._guess, self._known = 1e-2, False
+        self._guess = 1e-2
+        self._known = False
         self.most_symbols = symbols or 0
         self._zonotope = self._enclosed() if self.effort != NORMS else None
         if self._zonotope is None:
@@ -111,7 +116,9 @@ class LocalCertifier(ProvingCertifier):
             self.title += f" (not {self.most_symbols:,}: memory)"
 
     def _enclosed(self) -> LocalNetwork | None:
-        """Return the network for zonotopes; None where `auto` does without. NoBoundError where they were asked for."""
+        """Return the network for zonotopes; None where `auto` does without. NoBoundError where they
+        were asked for.
+        """
         try:
             network = LocalNetwork(self.model, self._size, self._neighbours)
         except (NoRule, Untraceable) as reason:
@@ -138,7 +145,9 @@ class LocalCertifier(ProvingCertifier):
         return network
 
     def _has_squares(self, network: LocalNetwork) -> bool:
-        """Tell whether e e^T has columns, and these are worth more than the way back, which is better at ReLU."""
+        """Tell whether e e^T has columns, and these are worth more than the way back, which is
+        better at ReLU.
+        """
         few = math.prod(self._size) <= SQUARES
         return self.norm == "l2" and (few or (network.numbers <= SQUARES and not network.opens))
 
@@ -163,15 +172,15 @@ class LocalCertifier(ProvingCertifier):
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "effort": self.effort,
             "norm": self.norm,
             "symbols": self.most_symbols,
             "steps": self.steps,
         }
         if self.effort == BRANCH:
-            found["seconds"] = self.seconds
-        return {**found, "at": list(self.at)} if self.at else found
+            settings["seconds"] = self.seconds
+        return {**settings, "at": list(self.at)} if self.at else settings
 
     @property
     def rung(self) -> str:
@@ -194,28 +203,30 @@ class LocalCertifier(ProvingCertifier):
         with whole_batch(images):
             logits = self.model(images)
         require_logits(logits, images)
-        tops = logits.argmax(1)
-        found: list[Found] = [(0.0, NORMS if self._zonotope is None else self.rung, {})] * len(
+        predictions = logits.argmax(1)
+        results: list[Found] = [(0.0, NORMS if self._zonotope is None else self.rung, {})] * len(
             images
         )
-        right = [i for i, label in enumerate(labels) if int(tops[i]) == label]
+        right = [i for i, label in enumerate(labels) if int(predictions[i]) == label]
         if self._zonotope is None:
-            radii = self.by_norms(images[right], tops[right]).tolist() if right else []
+            radii = self.by_norms(images[right], predictions[right]).tolist() if right else []
             for i, radius in zip(right, radii, strict=True):
-                found[i] = (radius, NORMS, {})
+                results[i] = (radius, NORMS, {})
         else:
             for i in right:
-                found[i] = self._best(images[i : i + 1], tops[i : i + 1])
+                results[i] = self._best(images[i : i + 1], predictions[i : i + 1])
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
         return [
             Certificate(index, label, top, radius, METHOD, 0.0, rung, seconds, splits)
             for index, label, top, (radius, rung, splits) in zip(
-                indices, labels, tops.tolist(), found, strict=True
+                indices, labels, predictions.tolist(), results, strict=True
             )
         ]
 
     def _best(self, image: Tensor, label: Tensor) -> "Found":
-        """Return the radius of one image, the rung that gave it, and the splits that its proof took."""
+        """Return the radius of one image, the rung that gave it, and the splits that its proof
+        took.
+        """
         if self.effort == BRANCH:
             branched = self.branched(image, int(label))
             return branched.radius, self.rung, branched.splits.to_json()
@@ -239,7 +250,8 @@ class LocalCertifier(ProvingCertifier):
         else:
             found.search(self._guess, self.steps, self._known)
         if found.radius:
-            self._guess, self._known = found.radius, True
+            self._guess = found.radius
+            self._known = True
         self._interrupted = found.interrupted
         self._opened |= found.open_units
         self.remark = "" if self._opened else NOTHING_OPEN
@@ -262,9 +274,11 @@ class LocalCertifier(ProvingCertifier):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
     ) -> list[Confirmation]:
-        """Prove the stated radius again, at once: a search begun elsewhere may end at another radius."""
+        """Prove the stated radius again, at once: a search begun elsewhere may end at another
+        radius.
+        """
         self._weights.require_unchanged()
-        found = []
+        confirmations = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)
             if int(top) != claim.prediction:
@@ -285,8 +299,8 @@ class LocalCertifier(ProvingCertifier):
                 confirmation = Confirmation(
                     "refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method"
                 )
-            found.append(confirmation)
-        return found
+            confirmations.append(confirmation)
+        return confirmations
 
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
         """Tell whether one of the ways that `effort` allows proves this radius."""
@@ -299,24 +313,29 @@ class LocalCertifier(ProvingCertifier):
         return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
 
     def radius(self, image: Tensor, label: int) -> float:
-        """Return a pixel radius at which every margin of `label` was proven positive; the search starts at the last one."""
+        """Return a pixel radius at which every margin of `label` was proven positive; the search
+        starts at the last one.
+        """
         if self.effort == BRANCH:
             return self.branched(image, label).radius
         if self.at:
             beyond = (
                 radius * (1 + _BEYOND) for radius in self.at
             )  # a certificate holds at what its radius exceeds
-            held = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
-            return held[-1] if held else 0.0
-        found = certified_radius(
+            proven_radii = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
+            return proven_radii[-1] if proven_radii else 0.0
+        radius = certified_radius(
             lambda r: self.proven(image, label, r), self._guess, steps=self.steps, close=self._known
         )
-        if found:
-            self._guess, self._known = found, True
-        return found
+        if radius:
+            self._guess = radius
+            self._known = True
+        return radius
 
     def start(self, image: Tensor, radius: float, *, in_box: bool) -> Form:
-        """Return the form of the images (1, c, h, w) within `radius`, of those in [0, 1] alone where `in_box`."""
+        """Return the form of the images (1, c, h, w) within `radius`, of those in [0, 1] alone
+        where `in_box`.
+        """
         back = self.walked in (BACKWARD, BRANCH)
         if self.norm == "linf":
             return linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
@@ -358,5 +377,7 @@ class LocalCertifier(ProvingCertifier):
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
-    """Return the checkpoint's network traced for local certificates. NoBoundError names what has no theorem."""
+    """Return the checkpoint's network traced for local certificates. NoBoundError names what has no
+    theorem.
+    """
     return LocalCertifier(load_double(checkpoint, device), checkpoint.record.input.size, options)

@@ -11,7 +11,11 @@ from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 
-NORMS, ZONOTOPE, BACKWARD, BRANCH, AUTO = "norms", "zonotope", "backward", "branch", "auto"
+NORMS = "norms"
+ZONOTOPE = "zonotope"
+BACKWARD = "backward"
+BRANCH = "branch"
+AUTO = "auto"
 EFFORTS = (NORMS, ZONOTOPE, BACKWARD, BRANCH, AUTO)
 SECONDS = 30.0
 """An image, of --effort branch where nobody says."""
@@ -22,19 +26,20 @@ class Local(Options):
     """How each image's neighbourhood is enclosed.
 
     Args:
-        effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope" (affine forms, small
-            networks), "backward" (zonotopes, and back through what they found), "branch" (the same, and split at the signs of
-            ReLU units), "auto" (zonotopes where they fit into
-            memory, with the way back where e e^T has no columns; norms for networks and images that they say nothing
-            about).
+        effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope"
+            (affine forms, small networks), "backward" (zonotopes, and back through what they
+            found), "branch" (the same, and split at the signs of ReLU units), "auto" (zonotopes
+            where they fit into memory, with the way back where e e^T has no columns; norms for
+            networks and images that they say nothing about).
         norm: of the radii.
-        at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in place of a search.
+        at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in
+            place of a search.
         seconds: of "branch", an image; None stands for 30.
         arithmetic: as in `Proof`.
 
     Raises:
-        UsageError: an effort, norm or arithmetic is unknown, `at` does not ascend, or `seconds` is no time, or of another
-            effort.
+        UsageError: an effort, norm or arithmetic is unknown, `at` does not ascend, or `seconds` is
+            no time, or of another effort.
     """
 
     panel: ClassVar[str] = "Local"

@@ -1,8 +1,10 @@
-"""Lower and upper bounds of logits and margins at all images near one, by the global bound and by zonotopes.
+"""Lower and upper bounds of logits and margins at all images near one, by the global bound and by
+zonotopes.
 
-The global bound: |z(x') - z(x)| <= L |x' - x| and |m_ij(x') - m_ij(x)| <= K_ij |x' - x| for margins m_ij = z_i - z_j, around
-the logits at x, to which their own rounding error is added. Zonotopes enclose the logits over the neighbourhood itself. Both
-hold, so the larger lower bound and the smaller upper bound hold. All speak of the network in real arithmetic.
+The global bound: |z(x') - z(x)| <= L |x' - x| and |m_ij(x') - m_ij(x)| <= K_ij |x' - x| for margins
+m_ij = z_i - z_j, around the logits at x, to which their own rounding error is added. Zonotopes
+enclose the logits over the neighbourhood itself. Both hold, so the larger lower bound and the
+smaller upper bound hold. All speak of the network in real arithmetic.
 """
 
 import math
@@ -51,13 +53,16 @@ class Neighbourhood:
             raise UsageError(f"unknown method '{self.method}'", one_of(self.method, METHODS))
 
     def l2_radius(self, pixels: int) -> float:
-        """Return the radius of an l2 ball that holds the neighbourhood in an image of so many values, rounded up."""
+        """Return the radius of an l2 ball that holds the neighbourhood in an image of so many
+        values, rounded up.
+        """
         return self.radius * (1.0 if self.norm == "l2" else math.sqrt(pixels) * _UP)
 
 
 @dataclass(frozen=True)
 class LogitBounds:
-    """Bounds at every image of the neighbourhood, float64 on the CPU, rounded outward; infinite where there are none.
+    """Bounds at every image of the neighbourhood, float64 on the CPU, rounded outward; infinite
+    where there are none.
 
     Args:
         lower, upper: Of each logit, (n, k).
@@ -76,7 +81,8 @@ class LogitBounds:
     why: tuple[str, ...] = ()
 
     def in_top(self, count: int = 1) -> Tensor:
-        """Return whether class i is proven to be among the `count` largest logits at every image: (n,) bool.
+        """Return whether class i is proven to be among the `count` largest logits at every image:
+        (n,) bool.
 
         It is where fewer than `count` classes j may reach it: z_i - z_j > 0 is not proven for them.
         """
@@ -105,7 +111,9 @@ def logit_bounds(
     near: Neighbourhood,
     device: torch.device,
 ) -> LogitBounds:
-    """Bound logits and margins around images (n, c, h, w) in [0, 1]; classes (n,): the predicted ones where None."""
+    """Bound logits and margins around images (n, c, h, w) in [0, 1]; classes (n,): the predicted
+    ones where None.
+    """
     model = load_double(checkpoint, device)
     images = pixels.double().to(device)
     logits = torch.cat([model(image[None]) for image in images])
@@ -130,7 +138,9 @@ def _unbounded(logits: Tensor, classes: Tensor, why: str = "") -> LogitBounds:
 def _by_global_bound(
     model: torch.nn.Module, images: Tensor, classes: Tensor, near: Neighbourhood
 ) -> LogitBounds:
-    """Return z_i(x) +- (e + L r) and m_ij(x) +- (2 e + K_ij r), e the rounding error of the logits at x."""
+    """Return z_i(x) +- (e + L r) and m_ij(x) +- (2 e + K_ij r), e the rounding error of the logits
+    at x.
+    """
     logits = torch.cat([model(image[None]) for image in images])
     try:
         certifier: LipschitzCertifier = lipschitz_certifier(model, logits.shape[1], REAL)  # type: ignore[arg-type]
@@ -158,7 +168,9 @@ def _by_global_bound(
 
 
 def _reach(slope: Tensor | float, radius: float, errors: Tensor, values: Tensor) -> Tensor:
-    """Return slope radius + errors, and what rounding loses as it is added to the values; rounded up."""
+    """Return slope radius + errors, and what rounding loses as it is added to the values; rounded
+    up.
+    """
     change = torch.as_tensor(slope, dtype=torch.float64, device=values.device) * radius
     change = change if radius else torch.zeros_like(change)  # an infinite slope of no change
     return (change + errors) * _UP + values.abs() * 2.0**-50 + 2.0**-1000

@@ -1,6 +1,7 @@
 """Certificate methods by name, and the one loop that turns images into certificates.
 
-An entry names a `prepare(checkpoint, device, options) -> Certifier`; `options` is the method's own dataclass, with defaults.
+An entry names a `prepare(checkpoint, device, options) -> Certifier`; `options` is the method's own
+dataclass, with defaults.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +68,8 @@ METHODS = Registry(
 def prepare(
     method: str, checkpoint: Checkpoint, device: torch.device, options: Options | None = None
 ) -> Certifier:
-    """Return the method of that name, made ready for the checkpoint, by its own options or its defaults.
+    """Return the method of that name, made ready for the checkpoint, by its own options or its
+    defaults.
 
     Raises:
         UsageError: there is no such method.
@@ -78,14 +80,16 @@ def prepare(
 
 
 def options_of(method: str, values: Mapping[str, Any]) -> Options:
-    """Return the method's options from plain values (`Options.of`): its `prepare` names their class."""
+    """Return the method's options from plain values (`Options.of`): its `prepare` names their
+    class.
+    """
     kind: type[Options] = get_type_hints(METHODS.load(method))["options"]
     return kind.of(values)
 
 
 def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
     """Return the facts that decide the certificates: network, images, method and its parameters."""
-    stated = {
+    parameters = {
         "promise": certifier.promise,
         "arithmetic": certifier.arithmetic,
         "domain": certifier.domain,
@@ -96,7 +100,7 @@ def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
         images,
         certifier.method,
         norm=certifier.norm,
-        parameters={**stated, **certifier.parameters},
+        parameters={**parameters, **certifier.parameters},
     )
 
 
@@ -107,14 +111,15 @@ def certify(
     file: RecordFile | None = None,
     team: Team = ALONE,
 ) -> Iterator[list[Certificate]]:
-    """Yield certificates in the order of the images, batch by batch; what `file` holds already is read, not found again.
+    """Yield certificates in the order of the images, batch by batch; what `file` holds already is
+    read, not found again.
 
-    A batch is one process's, whole: a network's last digits depend on how many images it is given. Only the leader is
-    handed certificates.
+    A batch is one process's, whole: a network's last digits depend on how many images it is given.
+    Only the leader is handed certificates.
     """
     step = certifier.at_once or batch_size
 
-    def known(positions: list[int]) -> list[Certificate] | None:
+    def cached(positions: list[int]) -> list[Certificate] | None:
         earlier = (
             file.take([(index,) for index in images.indices[positions].tolist()])
             if file is not None
@@ -127,7 +132,8 @@ def certify(
         return claims
 
     def find(positions: list[int]) -> list[Certificate]:
-        indices, labels = images.indices[positions].tolist(), images.labels[positions].tolist()
+        indices = images.indices[positions].tolist()
+        labels = images.labels[positions].tolist()
         pixels = images.fetch(positions)
         images.expect_at(
             positions[0] + team.size * step, step
@@ -143,7 +149,7 @@ def certify(
     batches = [
         list(range(start, min(start + step, len(images)))) for start in range(0, len(images), step)
     ]
-    for new, rows in team.deal(batches, find, known, pack, unpack):
+    for new, rows in team.deal(batches, find, cached, pack, unpack):
         if new and file is not None:
             file.write(pack(rows))
         yield rows

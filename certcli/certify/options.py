@@ -1,4 +1,6 @@
-"""The base of a certificate method's options: a frozen dataclass, from which `certify` makes the method's panel."""
+"""The base of a certificate method's options: a frozen dataclass, from which `certify` makes the
+method's panel.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -7,13 +9,16 @@ from typing import Any, ClassVar, Self
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a method that has none. Another method inherits, and annotates its options with `Option`."""
+    """The options of a method that has none. Another method inherits, and annotates its options
+    with `Option`.
+    """
 
     panel: ClassVar[str] = ""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the options among plain values, as records state them; other names and None are left out.
+        """Return the options among plain values, as records state them; other names and None are
+        left out.
 
         Raises:
             UsageError: a value has another type, or no meaning.

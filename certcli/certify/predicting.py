@@ -1,4 +1,6 @@
-"""Classes of images, by a network as it is or by the defended classifier that certificates speak of."""
+"""Classes of images, by a network as it is or by the defended classifier that certificates speak
+of.
+"""
 
 from dataclasses import dataclass
 
@@ -20,7 +22,9 @@ DEFENCES = (NO_DEFENCE, METHOD)
 
 @dataclass(frozen=True)
 class Prediction:
-    """prediction: the class, None where the network gives NaN. proven: the patches that cannot change it, as spelled."""
+    """prediction: the class, None where the network gives NaN. proven: the patches that cannot
+    change it, as spelled.
+    """
 
     prediction: int | None
     proven: tuple[str, ...] = ()
@@ -47,11 +51,14 @@ class Predictor:
         if defence == METHOD:
             self.defended = prepare_patch(checkpoint, device, options or Patches())
         else:
-            self._model, self._device = build.load(checkpoint, device), device
+            self._model = build.load(checkpoint, device)
+            self._device = device
 
     @torch.no_grad()
     def __call__(self, pixels: Tensor, prove: bool = False) -> list[Prediction]:
-        """One prediction an image: pixels (b, c, h, w) in [0, 1]. prove: also whether a patch can change it."""
+        """One prediction an image: pixels (b, c, h, w) in [0, 1]. prove: also whether a patch can
+        change it.
+        """
         if self.defended is None:
             logits = self._model(sent(pixels, self._device))
             finite = torch.isfinite(logits).all(dim=1).tolist()
@@ -59,10 +66,10 @@ class Predictor:
                 Prediction(top if fine else None)
                 for top, fine in zip(logits.argmax(1).tolist(), finite, strict=True)
             ]
-        tops = self.defended.predict(pixels)
+        predictions = self.defended.predict(pixels)
         if not prove:
-            return [Prediction(top) for top in tops]
+            return [Prediction(top) for top in predictions]
         rows = self.defended.batch(
-            range(len(tops)), pixels, [-1 if top is None else top for top in tops]
+            range(len(predictions)), pixels, [-1 if top is None else top for top in predictions]
         )
-        return [Prediction(top, row.proven) for top, row in zip(tops, rows, strict=True)]
+        return [Prediction(top, row.proven) for top, row in zip(predictions, rows, strict=True)]

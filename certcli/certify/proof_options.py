@@ -17,8 +17,8 @@ class Proof(Options):
     """What proven certificates speak of.
 
     Args:
-        arithmetic: That executes the network at the neighbours of an image; None stands for float64, and for real numbers
-            where an operation of the network has no proven rounding.
+        arithmetic: That executes the network at the neighbours of an image; None stands for
+            float64, and for real numbers where an operation of the network has no proven rounding.
 
     Raises:
         UsageError: the arithmetic is unknown.

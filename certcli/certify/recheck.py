@@ -1,4 +1,6 @@
-"""Records of certificates, checked against the network: found again, and attacked inside what they claim."""
+"""Records of certificates, checked against the network: found again, and attacked inside what they
+claim.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +28,9 @@ Attack = Callable[[Certifier, Tensor, Tensor, Threat, int], Tensor]
 
 @dataclass(frozen=True)
 class Checked:
-    """One record and what became of it. attacked: whether an attack inside what it claims was tried."""
+    """One record and what became of it. attacked: whether an attack inside what it claims was
+    tried.
+    """
 
     claim: Certificate
     status: str
@@ -37,23 +41,27 @@ class Checked:
 def read_claims(
     rows: Sequence[Mapping[str, Any]], images: Images, certifier: Certifier, where: str
 ) -> list[Certificate]:
-    """The certificates of a file about these images, in its order; DataError when it is none, or speaks twice of an image."""
+    """The certificates of a file about these images, in its order; DataError when it is none, or
+    speaks twice of an image.
+    """
     claims = [certifier.certificate.from_json(row) for row in rows]
     labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
-    seen: set[int] = set()
+    indices: set[int] = set()
     for claim in claims:
         if claim.index not in labels:
             raise DataError(
                 f"{where} speaks of image {claim.index}, which is not among these images"
             )
-        if claim.index in seen:
+        if claim.index in indices:
             raise DataError(f"{where} speaks twice of image {claim.index}")
-        seen.add(claim.index)
+        indices.add(claim.index)
     return claims
 
 
 def require_same_way(run: Run, now: Run, where: str) -> None:
-    """DataError when the records were made in another way than their method makes them with the parameters they state."""
+    """DataError when the records were made in another way than their method makes them with the
+    parameters they state.
+    """
     differences = list(replace(now, dataset=run.dataset).differences(run))
     if differences:
         raise DataError(
@@ -70,14 +78,17 @@ def recheck(
     attack: Attack,
     batch_size: int,
 ) -> Iterator[Checked]:
-    """Check every claim in turn. seed: of fresh noise. A claim that is found again is then attacked inside its radius."""
+    """Check every claim in turn. seed: of fresh noise. A claim that is found again is then attacked
+    inside its radius.
+    """
     doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(claims)))
     positions = {index: position for position, index in enumerate(images.indices.tolist())}
     step = certifier.at_once or batch_size
     for start in range(0, len(claims), step):
         part = claims[start : start + step]
         places = [positions[claim.index] for claim in part]
-        pixels, labels = images.fetch(places), images.labels[places].tolist()
+        pixels = images.fetch(places)
+        labels = images.labels[places].tolist()
         plain = [
             plainly_wrong(claim, label, certifier)
             for claim, label in zip(part, labels, strict=True)
@@ -85,8 +96,10 @@ def recheck(
         open_rows = [row for row, why in enumerate(plain) if why is None]
         confirmed = dict.fromkeys(range(len(part)), Confirmation("not checked", ""))
         if open_rows:
-            found = certifier.confirm([part[row] for row in open_rows], pixels[open_rows], doubt)
-            confirmed.update(zip(open_rows, found, strict=True))
+            confirmations = certifier.confirm(
+                [part[row] for row in open_rows], pixels[open_rows], doubt
+            )
+            confirmed.update(zip(open_rows, confirmations, strict=True))
         for row, claim in enumerate(part):
             why = plain[row]
             confirmation = confirmed[row] if why is None else why
@@ -138,10 +151,10 @@ def _attacked(
     )
     classes = torch.tensor([claim.prediction], device=pixels.device)
     for threat in claimed_threats(claim, certifier, image.numel()):
-        found = attack(certifier, pixels, classes, threat, doubt.seed + claim.index)
+        adversarial = attack(certifier, pixels, classes, threat, doubt.seed + claim.index)
         for share in (1.0, _INSIDE):
             near = certifier.representable(
-                found if share == 1 else pixels + share * (found - pixels)
+                adversarial if share == 1 else pixels + share * (adversarial - pixels)
             )
             if threat.allows(near[0], pixels[0]) and not certifier.stands([claim], near, doubt)[0]:
                 far = (
@@ -151,13 +164,15 @@ def _attacked(
                     f"within a patch of {threat.key}" if threat.norm == "patch" else f"within {far}"
                 )
                 return Checked(claim, "refuted", f"an image {within} is of another class", True)
-            if torch.equal(near, found):
+            if torch.equal(near, adversarial):
                 break
     return Checked(claim, "verified", f"{confirmation.why}; no attack inside it succeeded", True)
 
 
 def claimed_threats(claim: Certificate, certifier: Certifier, entries: int) -> list[Threat]:
-    """Return the largest threats that the claim excludes. entries: of an image, whose box no longer radius leaves."""
+    """Return the largest threats that the claim excludes. entries: of an image, whose box no longer
+    radius leaves.
+    """
     if isinstance(claim.held, tuple):
         patches = [Patch.from_key(key) for key in claim.held]
         largest = [

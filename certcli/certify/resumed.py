@@ -1,4 +1,6 @@
-"""Certificates of an earlier run, before a result rests on them: each is one that its run can state, some are found again."""
+"""Certificates of an earlier run, before a result rests on them: each is one that its run can
+state, some are found again.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +15,9 @@ HINT = "it was edited, or written on a machine that computes otherwise: leave ou
 
 
 def require_possible(claims: Sequence[Certificate], certifier: Certifier, where: str) -> None:
-    """DataError for a record that states what no run of this method and these parameters does. Labels are known to agree."""
+    """DataError for a record that states what no run of this method and these parameters does.
+    Labels are known to agree.
+    """
     for claim in claims:
         confirmation = plainly_wrong(claim, claim.label, certifier)
         if confirmation is not None and confirmation.status == "refuted":
@@ -31,20 +35,23 @@ def find_again(
     batch_size: int,
     where: str,
 ) -> Resumed:
-    """Compute some of the records of the first images again (`to_compute_again`); DataError when one does not agree.
+    """Compute some of the records of the first images again (`to_compute_again`); DataError when
+    one does not agree.
 
     threat: at which `demanded` counts images.
     """
-    held = [int(claim.holds_at(threat)) for claim in claims]
-    chosen = to_compute_again(held, demanded, usual(len(claims)))
+    hits = [int(claim.holds_at(threat)) for claim in claims]
+    chosen = to_compute_again(hits, demanded, usual(len(claims)))
     step = certifier.at_once or batch_size
     for start in range(0, len(chosen), step):
         places = chosen[start : start + step]
         part = [claims[place] for place in places]
-        for claim, found in zip(part, certifier.repeat(part, images.fetch(places)), strict=True):
-            if found.status != "verified":
+        for claim, confirmation in zip(
+            part, certifier.repeat(part, images.fetch(places)), strict=True
+        ):
+            if confirmation.status != "verified":
                 raise DataError(
-                    f"the record of image {claim.index} in {where} does not agree: {found.why}",
+                    f"the record of image {claim.index} in {where} does not agree: {confirmation.why}",
                     HINT,
                 )
     return Resumed(len(claims), len(chosen))

@@ -1,4 +1,6 @@
-"""Arguments of an architecture: numbers, switches and plain words. Nothing may name a file, code or weights."""
+"""Arguments of an architecture: numbers, switches and plain words. Nothing may name a file, code or
+weights.
+"""
 
 import math
 import re
@@ -14,8 +16,8 @@ LARGEST_SIZE = (
 MOST_LAYERS = 512  # of an argument that repeats a module
 MOST_ENTRIES = 1024  # of all lists in an architecture's arguments
 
-# Words for files, URLs, callables, weights, devices, and results other than logits. Swin v2's pretrained window sizes and
-# every drop_path are numbers of the architecture.
+# Words for files, URLs, callables, weights, devices, and results other than logits. Swin v2's
+# pretrained window sizes and every drop_path are numbers of the architecture.
 _FORBIDDEN = re.compile(
     r"checkpoint|pretrained(?!_window_sizes?\Z)|cache_|feature(s_only|_cls|_cfg)|out_indices|scriptable|exportable|no_jit"
     r"|pruned|(device|dtype)\Z"
@@ -32,12 +34,14 @@ _WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,64}\Z")
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 
 
-def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an architecture as JSON scalars and lists; Refused for a file, URL, callable or weights."""
-    if len(given) > 128:
-        raise Refused(f"{len(given)} architecture arguments")
-    found: dict[str, Any] = {}
-    for key, value in given.items():
+def arch_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an architecture as JSON scalars and lists; Refused for a file, URL,
+    callable or weights.
+    """
+    if len(arguments) > 128:
+        raise Refused(f"{len(arguments)} architecture arguments")
+    checked: dict[str, Any] = {}
+    for key, value in arguments.items():
         if not isinstance(key, str) or not _KEY.match(key):
             raise Refused(
                 f"architecture argument {one_line(repr(key))[:80]} is no name of an argument"
@@ -46,7 +50,7 @@ def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             raise Refused(
                 f"architecture argument '{key}' is not taken from a file or the command line"
             )
-        found[key] = _argument(key, value, [MOST_ENTRIES], 3)
+        checked[key] = _argument(key, value, [MOST_ENTRIES], 3)
         pair = key in ("img_size", "input_size") and isinstance(value, (list, tuple))
         if pair and (
             len(value) != 2 or not all(isinstance(side, int) and side > 0 for side in value)
@@ -54,23 +58,23 @@ def arch_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             raise Refused(
                 f"architecture argument '{key}' is {one_line(value)[:80]}, not a height and a width"
             )
-    return found
+    return checked
 
 
 def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        most = (
+        limit = (
             MOST_LAYERS
             if _REPEATS.match(key)
             else LARGEST_SIDE
             if _SIZES.match(key)
             else LARGEST_SIZE
         )
-        if not -most <= value <= most:
+        if not -limit <= value <= limit:
             shown = str(value) if abs(value) < 10**18 else "an integer of more than 18 digits"
-            raise Refused(f"architecture argument '{key}' is {shown}, beyond {most:,}")
+            raise Refused(f"architecture argument '{key}' is {shown}, beyond {limit:,}")
         return value
     if isinstance(value, float):
         if not math.isfinite(value) or abs(value) > 1e6:

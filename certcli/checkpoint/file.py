@@ -1,4 +1,6 @@
-"""A checkpoint: tensors and their record. Read whole and checked, written atomically and byte-reproducibly."""
+"""A checkpoint: tensors and their record. Read whole and checked, written atomically and
+byte-reproducibly.
+"""
 
 import hashlib
 import json
@@ -32,22 +34,26 @@ INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.in
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """Tensors and their record. Immutable: a command reads one and derives another, with one more step in its lineage."""
+    """Tensors and their record. Immutable: a command reads one and derives another, with one more
+    step in its lineage.
+    """
 
     tensors: Mapping[str, Tensor]
     record: Record
 
     def __repr__(self) -> str:
-        record, count = self.record, sum(tensor.numel() for tensor in self.tensors.values())
+        record = self.record
+        count = sum(tensor.numel() for tensor in self.tensors.values())
         size = "x".join(map(str, record.input.size))
         return f"<{record.arch}: images of {size}, {record.classes} classes, {count:,} values>"
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256 of everything that decides the logits of an image: the tensors and `Record.function`.
+        """Return the sha256 of everything that decides the logits of an image: the tensors and
+        `Record.function`.
 
-        The same tensors with another mean, head count or surgery are another network. Class names, dataset, lineage and
-        evidence do not count.
+        The same tensors with another mean, head count or surgery are another network. Class names,
+        dataset, lineage and evidence do not count.
         """
         about = [self.record.function(), tensors_digest(self.tensors)]
         return hashlib.sha256(
@@ -56,7 +62,9 @@ class Checkpoint:
 
     @staticmethod
     def read(path: Path) -> "Checkpoint":
-        """Read a checkpoint that certvit wrote. CheckpointError for an unreadable or foreign file, or one that holds NaN."""
+        """Read a checkpoint that certvit wrote. CheckpointError for an unreadable or foreign file,
+        or one that holds NaN.
+        """
         tensors, metadata = read_tensors(path)
         if KEY not in metadata:
             raise CheckpointError(f"{path} is a safetensors file without a certvit record")
@@ -70,7 +78,9 @@ class Checkpoint:
         seed: int = 0,
         **changes: Any,
     ) -> "Checkpoint":
-        """Return the checkpoint after one more step; `changes` are new values of the record's fields."""
+        """Return the checkpoint after one more step; `changes` are new values of the record's
+        fields.
+        """
         step = Step(command, dict(parameters), seed, versions(), self.digest)
         record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
         return Checkpoint(dict(tensors), record)
@@ -82,7 +92,9 @@ class Checkpoint:
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 
     def write(self, path: Path, force: bool = False, shard_bytes: int = shards.SHARD_BYTES) -> None:
-        """Write atomically, to one file, or to the index `path` and files of at most `shard_bytes` beside it."""
+        """Write atomically, to one file, or to the index `path` and files of at most `shard_bytes`
+        beside it.
+        """
         require_numbers(self.tensors, path.name)
         text = self.record.to_json()
         Record.from_json(text)  # refuses to write a record that cannot be read back
@@ -103,7 +115,8 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file, or all files of an index: the memory-mapped tensors, and the metadata.
+    """Read a safetensors file, or all files of an index: the memory-mapped tensors, and the
+    metadata.
 
     Raises:
         CheckpointError: the file is missing, incomplete, or holds values that are no weights.
@@ -125,24 +138,26 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Read the tensors of all files that the index names; CheckpointError where file and index disagree."""
+    """Read the tensors of all files that the index names; CheckpointError where file and index
+    disagree.
+    """
     tensors: dict[str, Tensor] = {}
-    for path, stated in shards.named(index).items():
+    for path, names in shards.named(index).items():
         if not path.is_file():
             raise CheckpointError(
                 f"{index} names {path.name}, which is not beside it", "fetch it again, whole"
             )
-        found, _ = _read_one(path)
-        require_numbers(found, path.name)
-        wrong = stated ^ found.keys()
+        part, _ = _read_one(path)
+        require_numbers(part, path.name)
+        wrong = names ^ part.keys()
         if wrong:
             name = one_line(min(wrong))[:80]
-            has = "lacks" if min(wrong) in stated else "also holds"
+            has = "lacks" if min(wrong) in names else "also holds"
             raise CheckpointError(
                 f"{path} {has} the tensor '{name}', {index.name} says otherwise",
                 "fetch both again, of one version",
             )
-        tensors |= found
+        tensors |= part
     return tensors
 
 
@@ -173,7 +188,9 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise CheckpointError for a tensor of another type than weights have, with NaN or infinity, or without a plain name."""
+    """Raise CheckpointError for a tensor of another type than weights have, with NaN or infinity,
+    or without a plain name.
+    """
     for name in sorted(tensors):
         tensor = tensors[name]
         if not name.isprintable() or len(name) > LONGEST_NAME:
@@ -209,16 +226,17 @@ def write_shards(
     tensors: Mapping[str, Tensor],
     metadata: dict[str, str],
     force: bool = False,
-    most: int = shards.SHARD_BYTES,
+    shard_bytes: int = shards.SHARD_BYTES,
 ) -> None:
-    """Write files of at most `most` bytes under new names, then the index; then delete the files of the old index.
+    """Write files of at most `most` bytes under new names, then the index; then delete the files of
+    the old index.
 
-    A reader finds the old checkpoint or the new one, whole, at any time. The index holds the metadata. With `force`, files
-    that killed runs left are deleted too.
+    A reader finds the old checkpoint or the new one, whole, at any time. The index holds the
+    metadata. With `force`, files that killed runs left are deleted too.
     """
     with one_at_a_time(index.parent):  # two runs would choose the same free names
         require_absent(index, force)
-        parts = list(shards.parts_of(tensors, most))
+        parts = list(shards.parts_of(tensors, shard_bytes))
         if force:
             sweep(index.parent, shards.part_names(index))
         old = [*shards.belonging(index), *(orphans(index) if force else ())]
@@ -229,7 +247,8 @@ def write_shards(
                 index
             ) as temporary:  # held while files are written, so that other runs do not sweep them
                 for path, part in zip(paths, parts, strict=True):
-                    # other readers need the format; safetensors' own writer puts two entries in a random order
+                    # other readers need the format; safetensors' own writer puts two entries in a
+                    # random order
                     about = {"format": "pt", shards.PART_OF: index.name}
                     write_one_by_one(
                         path, part, (part[name] for name in in_file_order(part)), about
@@ -244,9 +263,9 @@ def write_shards(
                 )
                 temporary.write_text(text + "\n")
         except BaseException:
-            kept = shards.belonging(index)  # stopped after all was done
+            referenced = shards.belonging(index)  # stopped after all was done
             for path in paths:
-                if path not in kept:
+                if path not in referenced:
                     path.unlink(missing_ok=True)
             raise
         for path in old:
@@ -255,11 +274,11 @@ def write_shards(
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU of which no two share memory, as the format demands."""
-    found: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     memories = set()
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
         memory = plain.untyped_storage().data_ptr()
-        found[name] = plain.clone() if memory in memories else plain
+        separate[name] = plain.clone() if memory in memories else plain
         memories.add(memory)
-    return found
+    return separate

@@ -1,4 +1,6 @@
-"""The header of a safetensors file, looked at before the format's own reader: its length, and the shapes that it states."""
+"""The header of a safetensors file, looked at before the format's own reader: its length, and the
+shapes that it states.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +24,9 @@ class _TensorFields(Struct):
 
 
 def require_header(path: Path) -> None:
-    """Raise CheckpointError for a header that is cut off, no JSON, or describes more than a network has."""
+    """Raise CheckpointError for a header that is cut off, no JSON, or describes more than a network
+    has.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

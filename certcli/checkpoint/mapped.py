@@ -1,7 +1,7 @@
 """Copies of weights that may exceed memory: beyond `IN_MEMORY` bytes they are memory-mapped files.
 
-A file's name is removed once it is mapped, and its space is reserved: nothing is left behind, and no later write fails.
-TMPDIR names the folder; where it has no space, copies are made in memory.
+A file's name is removed once it is mapped, and its space is reserved: nothing is left behind, and
+no later write fails. TMPDIR names the folder; where it has no space, copies are made in memory.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""The paths of a command: before any work, each output is compared with every input and every other output.
+"""The paths of a command: before any work, each output is compared with every input and every other
+output.
 
-Two paths are one file when device and inode agree, links followed, or, for files that do not exist, when they resolve to
-one name. Replacing a file needs --force; an input is never replaced. A state file belongs to the command that wrote it:
-another file of its name is neither replaced nor deleted.
+Two paths are one file when device and inode agree, links followed, or, for files that do not exist,
+when they resolve to one name. Replacing a file needs --force; an input is never replaced. A state
+file belongs to the command that wrote it: another file of its name is neither replaced nor deleted.
 """
 
 import contextlib
@@ -52,7 +53,8 @@ class Outputs:
         self._written: list[tuple[OptionPath, bool]] = []
 
     def reads(self, option: str, path: Path) -> None:
-        """Register a file or a checkpoint's folder, with config.json beside it and the files of an index.
+        """Register a file or a checkpoint's folder, with config.json beside it and the files of an
+        index.
 
         A name that is no path registers nothing.
         """
@@ -73,7 +75,9 @@ class Outputs:
             self._folders.append(OptionPath(option, path))
 
     def writes(self, option: str, path: Path, continued: bool = False) -> None:
-        """Register an output; `continued`: an existing file is appended to, with or without --force."""
+        """Register an output; `continued`: an existing file is appended to, with or without
+        --force.
+        """
         self._written.append((OptionPath(option, path), continued))
 
     def draws(self, option: str, path: Path) -> None:
@@ -82,7 +86,9 @@ class Outputs:
         self.writes(option, path)
 
     def keeps_state(self, path: Path, key: str) -> None:
-        """Register a state file; UsageError for an existing file without `key`, which every state of the command carries."""
+        """Register a state file; UsageError for an existing file without `key`, which every state
+        of the command carries.
+        """
         if os.path.lexists(path) and read_metadata(path).get(key) is None:
             raise UsageError(
                 f"{path} is not a state file, and this run's state would replace it",
@@ -91,7 +97,9 @@ class Outputs:
         self.writes("the state", path, continued=True)
 
     def check(self) -> None:
-        """Raise UsageError for a conflict between paths or an unknown figure format, OutputError for an unusable folder."""
+        """Raise UsageError for a conflict between paths or an unknown figure format, OutputError
+        for an unusable folder.
+        """
         for position, (output, continued) in enumerate(self._written):
             require_absent(output.path, self.force or continued, output.option)
             if is_index(output.path):
@@ -123,8 +131,10 @@ class Outputs:
                     )
         for drawn in self._figures:
             if drawn.path.suffix.lower() not in FIGURES:
-                told = f"{drawn.option} {drawn.path}: a figure's name ends in {', '.join(FIGURES)}"
-                raise UsageError(told, f"{drawn.option} {drawn.path.with_suffix('.png')}")
+                message = (
+                    f"{drawn.option} {drawn.path}: a figure's name ends in {', '.join(FIGURES)}"
+                )
+                raise UsageError(message, f"{drawn.option} {drawn.path.with_suffix('.png')}")
 
 
 def same_file(one: Path, other: Path) -> bool:
@@ -135,7 +145,9 @@ def same_file(one: Path, other: Path) -> bool:
 
 
 def _require_home(index: OptionPath) -> None:
-    """Raise UsageError where an index is a link to another folder, so that its files would not lie beside it."""
+    """Raise UsageError where an index is a link to another folder, so that its files would not lie
+    beside it.
+    """
     if is_stream(index.path) or not same_file(index.path.resolve().parent, index.path.parent):
         raise UsageError(
             f"{index.option} {index.path} is a link out of its folder or no file, and the files of an index lie beside it",
@@ -144,7 +156,9 @@ def _require_home(index: OptionPath) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file or an index without reading tensors; {} for any other file."""
+    """Return the metadata of a safetensors file or an index without reading tensors; {} for any
+    other file.
+    """
     try:
         if not path.is_file():
             return {}
@@ -152,26 +166,26 @@ def read_metadata(path: Path) -> dict[str, str]:
             return metadata_of(path)
         with path.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
-            found = (
+            metadata = (
                 json.loads(handle.read(length))["__metadata__"] if length <= LONGEST_HEADER else {}
             )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def orphans(index: Path) -> list[Path]:
     """Return the files that killed runs left for this index; none while another run writes it."""
     ours = re.compile(part_names(index))
-    found = [path for path in index.parent.glob("*.safetensors") if ours.fullmatch(path.name)]
-    found = [path for path in found if read_metadata(path).get(PART_OF) == index.name]
-    if not found or not sweep(index.parent, re.escape(index.name)):
+    files = [path for path in index.parent.glob("*.safetensors") if ours.fullmatch(path.name)]
+    files = [path for path in files if read_metadata(path).get(PART_OF) == index.name]
+    if not files or not sweep(index.parent, re.escape(index.name)):
         return []
     try:
-        kept = [part for other in index.parent.glob(f"*{ENDING}") for part in named(other)]
+        referenced = [part for other in index.parent.glob(f"*{ENDING}") for part in named(other)]
     except CheckpointError:
         return []  # an unreadable index may name them
-    return [path for path in found if path not in kept]
+    return [path for path in files if path not in referenced]
 
 
 def last_command(path: Path) -> str | None:
@@ -183,7 +197,9 @@ def last_command(path: Path) -> str | None:
 
 
 def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
-    """Raise UsageError when `path` holds the state of another run, which may be hours of work, unless `force`."""
+    """Raise UsageError when `path` holds the state of another run, which may be hours of work,
+    unless `force`.
+    """
     if path.exists() and not force and not is_state_of(path, key, identity):
         raise UsageError(
             f"{path} is the state of another run, which this one would replace",
@@ -191,21 +207,25 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
         )
 
 
-def require_state_of(path: Path, identity: str, stated: str) -> None:
-    """Raise CheckpointError where the state at `path`, of the run `stated`, is not that of this run."""
-    if stated != identity:
+def require_state_of(path: Path, identity: str, digest: str) -> None:
+    """Raise CheckpointError where the state at `path`, of the run `stated`, is not that of this
+    run.
+    """
+    if digest != identity:
         raise CheckpointError(
             f"{path} belongs to a run with other settings, other images or another starting checkpoint",
             "repeat the command with the options of that run, or drop --resume",
         )
 
 
-def hold_state(path: Path, held: contextlib.ExitStack) -> None:
-    """Refuse other runs of this output until `held` closes: each saved state is a new file, locked in its turn."""
+def hold_state(path: Path, stack: contextlib.ExitStack) -> None:
+    """Refuse other runs of this output until `held` closes: each saved state is a new file, locked
+    in its turn.
+    """
     if path.exists():
-        held.close()
+        stack.close()
         with contextlib.suppress(OSError):  # a state that may only be read is replaced all the same
-            held.enter_context(open_alone(path))
+            stack.enter_context(open_alone(path))
 
 
 def is_state_of(path: Path, key: str, identity: str) -> bool:

@@ -1,4 +1,6 @@
-"""The certvit record of schema 1: a checkpoint's description of itself, canonical JSON under one metadata key."""
+"""The certvit record of schema 1: a checkpoint's description of itself, canonical JSON under one
+metadata key.
+"""
 
 import json
 from collections.abc import Mapping
@@ -46,7 +48,9 @@ class Versioned(Struct):
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Pixel images the network takes: (channels, height, width) in [0, 1], then (x - mean) / std as its first layer."""
+    """Pixel images the network takes: (channels, height, width) in [0, 1], then (x - mean) / std as
+    its first layer.
+    """
 
     size: tuple[Channels, Side, Side]
     mean: PerChannel
@@ -58,7 +62,9 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Replacement:
-    """One module that was swapped after construction: `kind` names a builder in `certcli.nn.surgery`."""
+    """One module that was swapped after construction: `kind` names a builder in
+    `certcli.nn.surgery`.
+    """
 
     path: Path
     kind: str
@@ -83,7 +89,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A result about the function with this digest (tensors, architecture, surgery, input, classes).
+    """A result about the function with this digest (tensors, architecture, surgery, input,
+    classes).
 
     Evidence with another digest than its checkpoint's is stale.
     """
@@ -122,7 +129,9 @@ class Record:
         )
 
     def function(self) -> dict[str, Any]:
-        """Return the fields that decide which function the tensors compute, as JSON that is equal for equal functions."""
+        """Return the fields that decide which function the tensors compute, as JSON that is equal
+        for equal functions.
+        """
         spec = self.input
         return {
             "arch": self.arch,
@@ -145,7 +154,8 @@ class Record:
         """Invert `to_json`.
 
         Raises:
-            CheckpointError: the text is no record of schema 1, or describes more than a machine has.
+            CheckpointError: the text is no record of schema 1, or describes more than a machine
+            has.
         """
         try:
             return _decode(text)
@@ -156,21 +166,23 @@ class Record:
             ) from refusal
 
     def with_evidence(self, entry: Evidence) -> "Record":
-        """Return the record with `entry` in place of older evidence of the same command and parameters."""
-        kept = [
+        """Return the record with `entry` in place of older evidence of the same command and
+        parameters.
+        """
+        older = [
             old
             for old in self.evidence
             if (old.command, old.parameters) != (entry.command, entry.parameters)
         ]
-        return replace(self, evidence=(*kept, entry))
+        return replace(self, evidence=(*older, entry))
 
 
 def _decode(text: str) -> Record:
     if len(text) > LONGEST_RECORD:
         raise Refused(f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}")
-    stated = decode(text, Versioned).schema
-    if stated != SCHEMA:
-        raise Refused(f"schema {stated}; this certvit reads schema {SCHEMA}")
+    schema = decode(text, Versioned).schema
+    if schema != SCHEMA:
+        raise Refused(f"schema {schema}; this certvit reads schema {SCHEMA}")
     record = decode(text, Record)
     raw = json.loads(text)
     del raw["schema"]
@@ -196,7 +208,9 @@ def _decode(text: str) -> Record:
 
 
 def _require_fields(raw: Mapping[str, Any], value: Any) -> None:
-    """Refuse JSON that lacks a field, which would be read as its default, or has one that would not be read."""
+    """Refuse JSON that lacks a field, which would be read as its default, or has one that would not
+    be read.
+    """
     names = {entry.name for entry in fields(value)}
     for name in sorted(raw.keys() ^ names):
         raise Refused(
@@ -205,17 +219,17 @@ def _require_fields(raw: Mapping[str, Any], value: Any) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries, the threads and the processor's instructions: the last digits of a step's
-    sums depend on them."""
+    """Return the versions of the libraries, the threads and the processor's instructions: the last
+    digits of a step's sums depend on them."""
     import torch
 
-    found = {
+    versions_of = {
         "threads": str(torch.get_num_threads()),
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
     for package in ("certvit", "torch", "timm", "torchattacks"):
         try:
-            found[package] = version(package)
+            versions_of[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_of

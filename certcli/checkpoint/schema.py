@@ -1,7 +1,9 @@
-"""The schema of all metadata: JSON in a file becomes typed values in known ranges here, or is refused in one line.
+"""The schema of all metadata: JSON in a file becomes typed values in known ranges here, or is
+refused in one line.
 
-No other module reads raw metadata. A file may describe a network by a registered name, numbers and switches; it may not
-name a file, a URL, a callable or weights, and no number in it may demand more than a machine has.
+No other module reads raw metadata. A file may describe a network by a registered name, numbers and
+switches; it may not name a file, a URL, a callable or weights, and no number in it may demand more
+than a machine has.
 """
 
 import json
@@ -215,12 +217,12 @@ class ReportFields(Struct):
     function: Json | UnsetType = UNSET
 
 
-def decode(text: str | bytes, wanted: type[T]) -> T:
+def decode(text: str | bytes, kind: type[T]) -> T:
     """Decode JSON as the structure `wanted`, or raise Refused."""
     try:
-        found = msgspec.json.decode(text, type=wanted)
+        value = msgspec.json.decode(text, type=kind)
         json.loads(text, object_pairs_hook=_each_once)
-        return found
+        return value
     except Refused:
         raise
     except RecursionError:
@@ -231,22 +233,24 @@ def decode(text: str | bytes, wanted: type[T]) -> T:
 
 def _each_once(pairs: list[tuple[str, Any]]) -> None:
     """Raise Refused where an object names a key twice: readers differ on which of the two counts."""
-    seen = set()
+    names = set()
     for key, _ in pairs:
-        if key in seen:
+        if key in names:
             raise Refused(f"the key '{one_line(key)[:80]}' occurs twice")
-        seen.add(key)
+        names.add(key)
 
 
 def is_name(text: str) -> bool:
-    """Tell whether this can be the name of a registered architecture: no path, URL or source such as `hf-hub:`."""
+    """Tell whether this can be the name of a registered architecture: no path, URL or source such
+    as `hf-hub:`.
+    """
     return len(text) <= 128 and re.match(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", text) is not None
 
 
-def convert(value: Any, wanted: type[T]) -> T:
+def convert(value: Any, kind: type[T]) -> T:
     """Convert decoded JSON to the structure `wanted`, or raise Refused."""
     try:
-        return msgspec.convert(value, wanted)
+        return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError, OverflowError) as failure:
         raise Refused(_reason(failure)) from failure
 
@@ -260,7 +264,9 @@ def _reason(failure: Exception) -> str:
 
 
 def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
-    """Raise Refused unless `kind` is a known replacement with valid arguments for a module at `path`."""
+    """Raise Refused unless `kind` is a known replacement with valid arguments for a module at
+    `path`.
+    """
     if kind not in SURGERY:
         raise Refused(f"unknown replacement '{one_line(kind)[:80]}'")
     if (path == "") != (kind == "flat-head"):
@@ -272,7 +278,9 @@ def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
 
 
 def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
-    """Raise Refused unless (x - mean) / std, one pair a channel, normalises images of this size with pixels in [0, 1]."""
+    """Raise Refused unless (x - mean) / std, one pair a channel, normalises images of this size
+    with pixels in [0, 1].
+    """
     if math.prod(size) > LARGEST_IMAGE:
         raise Refused(
             f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values"
@@ -285,7 +293,9 @@ def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Seque
 
 
 def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Raise Refused unless all are finite, on the scale of pixels in [0, 1], and every standard deviation is positive."""
+    """Raise Refused unless all are finite, on the scale of pixels in [0, 1], and every standard
+    deviation is positive.
+    """
     for name, values in (("mean", mean), ("std", std)):
         for value in values:
             if not math.isfinite(value):

@@ -1,4 +1,6 @@
-"""A checkpoint in several safetensors files, with an index from tensors to files, as the hub has it."""
+"""A checkpoint in several safetensors files, with an index from tensors to files, as the hub has
+it.
+"""
 
 import contextlib
 import re
@@ -39,11 +41,13 @@ def stem(path: Path) -> str:
 
 
 def named(index: Path) -> dict[Path, frozenset[str]]:
-    """Return the files that the index names, beside it, with the tensors of each; CheckpointError for a broken index."""
-    found: dict[Path, set[str]] = {}
+    """Return the files that the index names, beside it, with the tensors of each; CheckpointError
+    for a broken index.
+    """
+    names_of: dict[Path, set[str]] = {}
     for tensor, file in _fields(index).weight_map.items():
-        found.setdefault(index.parent / file, set()).add(tensor)
-    return {path: frozenset(names) for path, names in found.items()}
+        names_of.setdefault(index.parent / file, set()).add(tensor)
+    return {path: frozenset(names) for path, names in names_of.items()}
 
 
 def metadata_of(index: Path) -> dict[str, str]:
@@ -67,21 +71,25 @@ def _fields(index: Path) -> IndexFields:
         ) from failure
 
 
-def parts_of(tensors: "Mapping[str, Tensor]", most: int) -> "Iterator[dict[str, Tensor]]":
-    """Yield the tensors, by name, in parts of at most `most` bytes; a larger tensor is a part of its own."""
+def parts_of(tensors: "Mapping[str, Tensor]", limit: int) -> "Iterator[dict[str, Tensor]]":
+    """Yield the tensors, by name, in parts of at most `most` bytes; a larger tensor is a part of
+    its own.
+    """
     part: dict[str, Tensor] = {}
-    held = 0
+    size = 0
     for name in sorted(tensors):
-        if part and held + tensors[name].nbytes > most:
+        if part and size + tensors[name].nbytes > limit:
             yield part
-            part, held = {}, 0
+            part = {}
+            size = 0
         part[name] = tensors[name]
-        held += tensors[name].nbytes
+        size += tensors[name].nbytes
     yield part
 
 
 def free_names(index: Path, count: int) -> list[Path]:
-    """Return names that no file has: model-00001-of-00003.safetensors, ..., or model-2-00001-of-... where one exists.
+    """Return names that no file has: model-00001-of-00003.safetensors, ..., or model-2-00001-of-...
+    where one exists.
 
     Until the new index is written, the old one and its files stay whole.
     """
@@ -103,11 +111,13 @@ def part_names(index: Path) -> str:
 
 
 def belonging(index: Path) -> list[Path]:
-    """Return the files to delete with this index: it names them, they carry its name, and no other index names them."""
+    """Return the files to delete with this index: it names them, they carry its name, and no other
+    index names them.
+    """
     with contextlib.suppress(CheckpointError):
         ours = re.compile(part_names(index))
-        found = [path for path in named(index) if ours.fullmatch(path.name) and path.is_file()]
-        return [path for path in found if not _elsewhere(path, index)]
+        files = [path for path in named(index) if ours.fullmatch(path.name) and path.is_file()]
+        return [path for path in files if not _elsewhere(path, index)]
     return []
 
 

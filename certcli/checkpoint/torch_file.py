@@ -1,7 +1,8 @@
 """Files of torch.save: looked at as bytes first, then read by torch's restricted unpickler.
 
-A file is a zip archive, whose records must be stored, or, before torch 1.6, a row of pickles with the values behind them.
-The names that its pickles call are compared with a closed list before torch reads anything.
+A file is a zip archive, whose records must be stored, or, before torch 1.6, a row of pickles with
+the values behind them. The names that its pickles call are compared with a closed list before torch
+reads anything.
 """
 
 import argparse
@@ -60,7 +61,9 @@ _NAMES = frozenset(
 
 
 class _Ignored:
-    """Stands for numpy's numbers and types in a file, an accuracy say, which the network does not need."""
+    """Stands for numpy's numbers and types in a file, an accuracy say, which the network does not
+    need.
+    """
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -78,7 +81,8 @@ _SAFE: list[Any] = [
 
 
 def load_plain(path: Path) -> Any:
-    """Return the content of a file of torch.save: tensors and plain values, mapped from the file where it is an archive.
+    """Return the content of a file of torch.save: tensors and plain values, mapped from the file
+    where it is an archive.
 
     Raises:
         CheckpointError: it is no such file, its records are not stored, or it holds something else.
@@ -104,7 +108,9 @@ def load_plain(path: Path) -> Any:
 
 
 def _require_plain(file: IO[bytes], path: Path) -> bool:
-    """Raise Refused or CheckpointError before torch reads the file; return whether it is an archive."""
+    """Raise Refused or CheckpointError before torch reads the file; return whether it is an
+    archive.
+    """
     start = file.read(len(_OLD_MAGIC))
     if start.startswith(MAGIC):
         _require_archive(file)
@@ -140,7 +146,9 @@ def _opened(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
 
 
 def _require_names(content: IO[bytes]) -> None:
-    """Raise Refused for a pickle that calls a name outside the closed list, or copies a text too often."""
+    """Raise Refused for a pickle that calls a name outside the closed list, or copies a text too
+    often.
+    """
     calls = 0
     longest = 0
     names = set()

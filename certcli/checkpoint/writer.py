@@ -45,7 +45,8 @@ def write_one_by_one(
         ValueError: a tensor differs from its `like` in type or shape.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    order, offset = in_file_order(likes), 0
+    order = in_file_order(likes)
+    offset = 0
     for name in order:
         like = likes[name]
         end = offset + like.numel() * like.itemsize

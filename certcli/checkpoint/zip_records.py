@@ -1,8 +1,9 @@
 """The records of a zip archive as torch.save writes it: stored, apart from each other, listed once.
 
-torch has two readers of one file: a record that is compressed is inflated by one and mapped as it stands by the other. An
-archive with such a record is two networks, and one of a megabyte may be inflated to gigabytes. This module reads the
-directory before torch opens the file, and refuses whatever the two readers could see differently.
+torch has two readers of one file: a record that is compressed is inflated by one and mapped as it
+stands by the other. An archive with such a record is two networks, and one of a megabyte may be
+inflated to gigabytes. This module reads the directory before torch opens the file, and refuses
+whatever the two readers could see differently.
 """
 
 import struct
@@ -45,7 +46,8 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
     """Return the records of an archive, in the order of their bytes.
 
     Raises:
-        Refused: a record is compressed, encrypted, listed twice, overlaps another, or reaches past its place.
+        Refused: a record is compressed, encrypted, listed twice, overlaps another, or reaches past
+        its place.
     """
     start, entries = _directory(file)
     records = []
@@ -82,7 +84,9 @@ def _directory(file: IO[bytes]) -> tuple[int, list[_Entry]]:
 
 
 def _end(file: IO[bytes], size: int) -> tuple[int, int, int]:
-    """Return count of records, length and start of the directory, which must end where the closing part begins."""
+    """Return count of records, length and start of the directory, which must end where the closing
+    part begins.
+    """
     place = size - _END.size
     if place < 0:
         raise Refused("it is cut off")
@@ -108,7 +112,9 @@ def _end(file: IO[bytes], size: int) -> tuple[int, int, int]:
                 if short not in (limit, value):
                     raise Refused("it states two directories")
             count, length, start = wide
-            disk, first, here = end[4], end[5], end[6]
+            disk = end[4]
+            first = end[5]
+            here = end[6]
     if disk or first or here not in (count, _MAX_16):
         raise Refused("it is one part of several")
     if start + length != closing:
@@ -121,7 +127,10 @@ def _entry(text: bytes, place: int) -> tuple[_Entry, int]:
     if place + _ENTRY.size > len(text):
         raise Refused("its directory is cut off")
     fields = _ENTRY.unpack_from(text, place)
-    flags, method, packed, size = fields[3], fields[4], fields[8], fields[9]
+    flags = fields[3]
+    method = fields[4]
+    packed = fields[8]
+    size = fields[9]
     name_length, extra_length, comment_length, header = *fields[10:13], fields[16]
     if fields[0] != b"PK\x01\x02":
         raise Refused("its directory is damaged")

@@ -41,7 +41,9 @@ _columns = shutil.get_terminal_size().columns
 
 
 class _Context(typer.Context):
-    """Leaves words room beside the options of a narrow `--help`, and puts long options on lines of their own."""
+    """Leaves words room beside the options of a narrow `--help`, and puts long options on lines of
+    their own.
+    """
 
     def make_formatter(self) -> Any:
         formatter = super().make_formatter()
@@ -50,16 +52,18 @@ class _Context(typer.Context):
 
 
 class _Untyped:
-    """Makes `--help` name no Python type beside arguments and flags. Other options have words of their own."""
+    """Makes `--help` name no Python type beside arguments and flags. Other options have words of
+    their own.
+    """
 
     context_class: Any = _Context
 
     def get_params(self, context: Any) -> list[Any]:
-        found: list[Any] = super().get_params(context)  # type: ignore[misc]
-        for parameter in found:
+        parameters: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in parameters:
             if parameter.metavar is None or parameter.param_type_name == "argument":
                 parameter.display_type_rich = lambda ctx: None
-        return found
+        return parameters
 
 
 class _Group(_Untyped, TyperGroup):
@@ -84,7 +88,9 @@ app = typer.Typer(
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with Ctrl-C as a CertvitError; Typer would print its own message and exit with 1."""
+    """Return the command with Ctrl-C as a CertvitError; Typer would print its own message and exit
+    with 1.
+    """
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -146,14 +152,16 @@ def about(
 ) -> None:
     """Tells, with proof, how robust a vision transformer is, and makes it more robust.
 
-    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack give its parts one by one.
-    init, adapt, constrain and finetune make a network that proofs can reach. Radii are l2 in pixel units, images in [0, 1].
+    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack give its
+    parts one by one. init, adapt, constrain and finetune make a network that proofs can reach.
+    Radii are l2 in pixel units, images in [0, 1].
     """
     settings.take(context)
 
 
 def run(started: float | None = None) -> None:
-    """Run the command line; every failure is one line and a documented exit code (docs/exit-codes.md).
+    """Run the command line; every failure is one line and a documented exit code
+    (docs/exit-codes.md).
 
     started: the begin of the process, on the clock of `time.perf_counter`.
     """
@@ -180,7 +188,9 @@ def run(started: float | None = None) -> None:
 
 @contextlib.contextmanager
 def _usable_surroundings() -> Iterator[None]:
-    """Drop invalid widths of the terminal, and silence the warnings of libraries, which name their own files."""
+    """Drop invalid widths of the terminal, and silence the warnings of libraries, which name their
+    own files.
+    """
     for name in ("COLUMNS", "LINES"):
         text = os.environ.get(name, "1")
         if not (text.isdecimal() and 0 < int(text[:9]) <= WIDEST):
@@ -247,7 +257,9 @@ def _usage(failure: Any) -> int:
 
 
 def _others() -> Team:
-    """Return the team of processes; this process alone where the environment is invalid, which the command reports."""
+    """Return the team of processes; this process alone where the environment is invalid, which the
+    command reports.
+    """
     try:
         return team()
     except UsageError:

@@ -1,4 +1,6 @@
-"""The least norm at a given output error: min L(W) subject to |W X_j - W0 X_j|_F <= eta |W0 X_j|_F for each group j."""
+"""The least norm at a given output error: min L(W) subject to |W X_j - W0 X_j|_F <= eta |W0 X_j|_F
+for each group j.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,8 +31,8 @@ class ConstrainedMatrix:
         weight: (out, in) float64.
         primal_residual: |Q - P|_F / |W0|_F.
         objective: L(weight).
-        lower: a lower limit, in floating point, of L over all feasible matrices, from the dual; objective / lower - 1 is
-            the optimality gap.
+        lower: a lower limit, in floating point, of L over all feasible matrices, from the dual;
+            objective / lower - 1 is the optimality gap.
         rank, ridge, basis: those of the statistics.
     """
 
@@ -48,12 +50,14 @@ class ConstrainedMatrix:
 def constrain_matrix(
     statistics: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None
 ) -> ConstrainedMatrix:
-    """Run Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P pulled inside, or Q.
+    """Run Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P
+    pulled inside, or Q.
 
-    The strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one beta suits all layers. A
-    converged result does not depend on beta. W is free in directions that no calibration token excites, and has the least
-    norm there; a ridge adds its share of the mean eigenvalue to G, which is stricter. Several groups are one group with
-    weights, found by ascent on the dual (`_many_groups`).
+    The strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one
+    beta suits all layers. A converged result does not depend on beta. W is free in directions that
+    no calibration token excites, and has the least norm there; a ridge adds its share of the mean
+    eigenvalue to G, which is stricter. Several groups are one group with weights, found by ascent
+    on the dual (`_many_groups`).
     Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
 
     Args:
@@ -100,23 +104,31 @@ def _many_groups(
     penalty: Penalty,
     settings: ConstrainSettings,
 ) -> GroupSolution:
-    """Solve max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1, by strong duality.
+    """Solve max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1,
+    by strong duality.
 
-    Each inner problem has one group with Gram matrix sum_j w_j G_j / r_j. Its ellipsoid contains the intersection, so its
-    lower limit holds. A group over its limit gains weight. Algorithm 2 then projects the point onto the intersection. This
-    takes a few exact solutions; Algorithm 2 inside every Douglas-Rachford step takes hundreds of cuts, and stalls when it
-    stops early.
+    Each inner problem has one group with Gram matrix sum_j w_j G_j / r_j. Its ellipsoid contains
+    the intersection, so its lower limit holds. A group over its limit gains weight. Algorithm 2
+    then projects the point onto the intersection. This takes a few exact solutions; Algorithm 2
+    inside every Douglas-Rachford step takes hundreds of cuts, and stalls when it stops early.
     """
-    centre, active = statistics.weight, radii > 0
-    grams, radii = statistics.grams[active], radii[active]
+    centre = statistics.weight
+    active = radii > 0
+    grams = statistics.grams[active]
+    radii = radii[active]
     weights = torch.full_like(radii, 1.0 / len(radii))
     best: GroupSolution | None = None
     state: State | None = None
-    lower, iterations, power, worst = 0.0, 0, 3.0, math.inf
+    lower = 0.0
+    iterations = 0
+    power = 3.0
+    worst = math.inf
     for _ in range(ROUNDS):
         basis = eigenbasis((grams * (weights / radii)[:, None, None]).sum(0), ridge)
         run = one_group(centre, basis, 1.0, penalty, settings, state)
-        state, lower, iterations = run.state, max(lower, run.lower), iterations + run.iterations
+        state = run.state
+        lower = max(lower, run.lower)
+        iterations = iterations + run.iterations
         ratios = energy(run.weight - centre, grams) / radii
         inside, _ = project(
             run.weight, centre, grams, radii, max_steps=5 * len(radii), tolerance=settings.tolerance
@@ -149,41 +161,47 @@ def _rectified(
     penalty: Penalty,
     settings: ConstrainSettings,
 ) -> GroupSolution:
-    """Minimise L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`, in rounds on inner ellipsoids.
+    """Minimise L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`, in rounds
+    on inner ellipsoids.
 
-    The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum, restarted where L
-    grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <= r}, which contains every feasible U.
-    Groups are weighted as in `_many_groups`, and W is pulled inside: W0 + s (W - W0) has h <= s^2 h(W), because
-    z <= s z(W) where W0 gives z0 <= 0.
+    The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum,
+    restarted where L grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <=
+    r}, which contains every feasible U. Groups are weighted as in `_many_groups`, and W is pulled
+    inside: W0 + s (W - W0) has h <= s^2 h(W), because z <= s z(W) where W0 gives z0 <= 0.
     """
-    centre, active = statistics.weight, radii > 0
-    grams, scale = statistics.grams[active], 1.0 / radii[active]
+    centre = statistics.weight
+    active = radii > 0
+    grams = statistics.grams[active]
+    scale = 1.0 / radii[active]
     shares = scale / len(scale)
     basis = eigenbasis((grams * shares[:, None, None]).sum(0), ridge)
     best = GroupSolution(centre, None, 0, 0.0, float(penalty.value(centre)), 0.0)
     current = ahead = centre
     state: State | None = None
-    lower, iterations, momentum = 0.0, 0, 1.0
+    lower = 0.0
+    iterations = 0
+    momentum = 1.0
     while True:
-        seen = statistics.at(ahead)
-        errors = seen.errors[active]
+        sums = statistics.at(ahead)
+        errors = sums.errors[active]
         # a ridge adds its own term to h, as it does to G
-        added, moved = (
-            basis.ridge / (1.0 + basis.ridge) * float(basis.values.mean()),
-            ahead - centre,
-        )
-        gradient = (seen.gradients[active] * shares[:, None, None]).sum(0) + added * moved
+        added = basis.ridge / (1.0 + basis.ridge) * float(basis.values.mean())
+        offset_sum = ahead - centre
+        gradient = (sums.gradients[active] * shares[:, None, None]).sum(0) + added * offset_sum
         size = float(penalty.dual(gradient))
         if size > 0:
-            slack = (1.0 - float((errors * shares).sum()) - added * float(moved.square().sum())) / 2
+            slack = (
+                1.0 - float((errors * shares).sum()) - added * float(offset_sum.square().sum())
+            ) / 2
             lower = max(lower, (-float((gradient * ahead).sum()) - slack) / size)
         if best.objective <= (1 + settings.tolerance) * lower or iterations >= settings.iterations:
             return replace(best, iterations=iterations, lower=lower)
-        cross = (seen.crosses[active] * shares[:, None, None]).sum(0) @ basis.vectors
+        cross = (sums.crosses[active] * shares[:, None, None]).sum(0) @ basis.vectors
         offset = torch.where(basis.values > 0, cross / basis.values, torch.zeros_like(cross))
-        radius = 1.0 - float((seen.shifts[active] * shares).sum() - (cross * offset).sum())
+        radius = 1.0 - float((sums.shifts[active] * shares).sum() - (cross * offset).sum())
         if radius <= 0:  # V ran too far: no point of the set is near
-            ahead, momentum = best.weight, 1.0
+            ahead = best.weight
+            momentum = 1.0
             continue
         # without a tolerance: a round that ends too early stands still
         inner = replace(
@@ -192,7 +210,9 @@ def _rectified(
             tolerance=0.0,
         )
         run = one_group(centre + offset @ basis.vectors.mT, basis, radius, penalty, inner, state)
-        state, iterations, inside = run.state, iterations + run.iterations, run.weight
+        state = run.state
+        iterations = iterations + run.iterations
+        inside = run.weight
         if len(scale) > 1:
             ratios = statistics.errors(inside)[active] * scale
             inside = centre + (inside - centre) * min(
@@ -208,5 +228,6 @@ def _rectified(
             ahead = inside + (momentum - 1.0) / grown * (inside - current)
             momentum = grown
         else:
-            ahead, momentum = inside, 1.0
+            ahead = inside
+            momentum = 1.0
         current = inside

@@ -1,9 +1,10 @@
 """Find the largest eta at which the network keeps its first choices on held-out images.
 
-A trial constrains all layers roughly at one eta and compares the held-out logits. These move almost in proportion to eta,
-so the line from the old logits through the new ones predicts the eta at which each first choice changes
-(`ReferenceLogits.reach`); the next trial is made there. Then the layers are constrained exactly and judged again by their
-own logits. The statistics are gathered once. A trial takes a third of the time of an exact round; one or two suffice.
+A trial constrains all layers roughly at one eta and compares the held-out logits. These move almost
+in proportion to eta, so the line from the old logits through the new ones predicts the eta at which
+each first choice changes (`ReferenceLogits.reach`); the next trial is made there. Then the layers
+are constrained exactly and judged again by their own logits. The statistics are gathered once. A
+trial takes a third of the time of an exact round; one or two suffice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +55,9 @@ _SAFE = 0.9
 def usual_share(images: Images) -> float:
     """Return the default share of first choices to keep.
 
-    It is 0.98 on a network's own images, so that accuracy falls by two points at most (digits lost 5 points at 0.95). On
-    synthetic photographs it is 0.95, which there limits the logit error (`fidelity.CHANGED_PER_ERROR`).
+    It is 0.98 on a network's own images, so that accuracy falls by two points at most (digits lost
+    5 points at 0.95). On synthetic photographs it is 0.95, which there limits the logit error
+    (`fidelity.CHANGED_PER_ERROR`).
     """
     return 0.95 if images.name == PHOTOGRAPHS else 0.98
 
@@ -76,10 +78,11 @@ def constrain_keeping(
     reference: ReferenceLogits,
     report: Callable[[float, str], None] = lambda *_: None,
 ) -> KeepResult:
-    """Constrain at the largest eta found that keeps the share `keep` of first choices, and write the weights.
+    """Constrain at the largest eta found that keeps the share `keep` of first choices, and write
+    the weights.
 
-    The eta is at most MOST, and lies within 25 % of a refused one or is predicted by it. If every round is refused, eta is 0
-    and nothing changes.
+    The eta is at most MOST, and lies within 25 % of a refused one or is predicted by it. If every
+    round is refused, eta is 0 and nothing changes.
 
     Args:
         report: called with (eta, path) for each layer of each trial and round.
@@ -92,20 +95,21 @@ def constrain_keeping(
     originals = {path: parameter.detach() for path, parameter in parameters.items()}
     bases: dict[str, Eigenbasis] | None = {} if calibration.memory_limit_bytes is None else None
 
-    found = unchanged = reference.compare(reference.before)
+    fidelity = unchanged = reference.compare(reference.before)
 
     def judged(weights: Mapping[str, Tensor], eta: float) -> tuple[bool, float]:
-        """Return whether the network keeps enough with these weights, and the predicted eta that keeps just enough.
+        """Return whether the network keeps enough with these weights, and the predicted eta that
+        keeps just enough.
 
         The leader decides for all processes.
         """
 
         def look() -> tuple[bool, float]:
-            nonlocal found
+            nonlocal fidelity
             write(model, weights)
-            found = reference.compare(reference.logits(model))
+            fidelity = reference.compare(reference.logits(model))
             write(model, originals)
-            return keeps_enough(found, keep), _SAFE * eta * allowed_share(found, keep, FAR)
+            return keeps_enough(fidelity, keep), _SAFE * eta * allowed_share(fidelity, keep, FAR)
 
         decided: tuple[bool, float] = calibration.team.agree(look)
         return decided
@@ -126,7 +130,7 @@ def constrain_keeping(
         enough, aim = judged({result.path: result.weight for result in results}, eta)
         if enough:
             write(model, {result.path: result.weight for result in results})
-            return KeepResult(eta, results, found)
+            return KeepResult(eta, results, fidelity)
         nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last round must keep enough
         eta = min(aim, nearer) if aim > 0 else nearer
     return KeepResult(0.0, [], unchanged)
@@ -134,23 +138,25 @@ def constrain_keeping(
 
 def search(trial: Callable[[float], tuple[bool, float]]) -> float:
     """Return an eta from at most TRIALS calls of trial(eta) -> (enough is kept, predicted eta)."""
-    eta, kept, refused = START, 0.0, MOST * _NEAR
+    eta = START
+    accepted = 0.0
+    refused = MOST * _NEAR
     for _ in range(TRIALS):
         enough, aim = trial(eta)
         if enough:
-            kept = eta
+            accepted = eta
         else:
             refused = eta
-            if kept < aim < refused:  # between known etas the line is as good as a trial
+            if accepted < aim < refused:  # between known etas the line is as good as a trial
                 return aim
-        if refused <= _NEAR * kept:
-            return kept
-        if not kept < aim < refused:
+        if refused <= _NEAR * accepted:
+            return accepted
+        if not accepted < aim < refused:
             # ignore a prediction outside the known etas: take one between them
-            if kept and aim <= _NEAR * kept:
-                return kept
-            aim = (kept * refused) ** 0.5 if kept else eta / 2
-        if min(MOST, aim) <= _NEAR * kept:
-            return kept
+            if accepted and aim <= _NEAR * accepted:
+                return accepted
+            aim = (accepted * refused) ** 0.5 if accepted else eta / 2
+        if min(MOST, aim) <= _NEAR * accepted:
+            return accepted
         eta = min(MOST, aim)
-    return kept or eta
+    return accepted or eta

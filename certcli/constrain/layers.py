@@ -50,7 +50,9 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def attention_blocks(model: nn.Module) -> dict[str, int]:
-    """Return path -> number of row blocks of each `qkv` (3 a head) or separate `q`, `k`, `v` module."""
+    """Return path -> number of row blocks of each `qkv` (3 a head) or separate `q`, `k`, `v`
+    module.
+    """
     blocks = {}
     for path, module in model.named_modules():
         heads = getattr(module, "num_heads", None)
@@ -78,7 +80,9 @@ def all_of(batches: Batches) -> Iterable[Tensor]:
 
 
 def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
-    """Run the batches, call `visit` at every call of a module of `paths`, and return the number of batches."""
+    """Run the batches, call `visit` at every call of a module of `paths`, and return the number of
+    batches.
+    """
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with visiting(model, paths, visit), torch.inference_mode():
@@ -95,7 +99,9 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
 def visiting(
     model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None
 ) -> Iterator[None]:
-    """Call `visit` while the caller runs the model: each call of the model (or of `each`) is one batch."""
+    """Call `visit` while the caller runs the model: each call of the model (or of `each`) is one
+    batch.
+    """
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -118,7 +124,9 @@ def visiting(
 
 
 def require_finite(path: str, diagonal: Tensor) -> None:
-    """Raise DataError that names the layer if the diagonal of X X^T, and so X, holds NaN or infinity."""
+    """Raise DataError that names the layer if the diagonal of X X^T, and so X, holds NaN or
+    infinity.
+    """
     if not bool(diagonal.isfinite().all()):
         raise DataError(
             f"the input of layer '{path}' holds NaN or infinite numbers",
@@ -127,7 +135,9 @@ def require_finite(path: str, diagonal: Tensor) -> None:
 
 
 def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
-    """Return the arguments of `conv_norm` for a zero-padded convolution of `value`; None for other modules."""
+    """Return the arguments of `conv_norm` for a zero-padded convolution of `value`; None for other
+    modules.
+    """
     if not isinstance(module, nn.Conv2d):
         return None
     padding = module._reversed_padding_repeated_twice
@@ -143,10 +153,11 @@ def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
 
 
 def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
-    """Return an upper bound of the layer's norm: of the zero-padded convolution itself, or of the out x in matrix.
+    """Return an upper bound of the layer's norm: of the zero-padded convolution itself, or of the
+    out x in matrix.
 
-    weight has the parameter's shape. The matrix is the operator for Linear; for a circular or reflecting padding, it is
-    a surrogate.
+    weight has the parameter's shape. The matrix is the operator for Linear; for a circular or
+    reflecting padding, it is a surrogate.
     """
     return spectral_norm(weight.double().flatten(1)) if conv is None else conv_norm(weight, **conv)
 
@@ -173,9 +184,11 @@ def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -
 
 
 def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator[Tensor]:
-    """Yield at most `count` rows of each image's input, in its own precision (half precision: float32), in pieces.
+    """Yield at most `count` rows of each image's input, in its own precision (half precision:
+    float32), in pieces.
 
-    These are the first row, where a class token stands, and a seeded draw of the others, the same for the whole batch.
+    These are the first row, where a class token stands, and a seeded draw of the others, the same
+    for the whole batch.
     """
     value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     generator = torch.Generator().manual_seed(seed)
@@ -213,8 +226,11 @@ def _positions(module: nn.Conv2d, value: Tensor) -> int:
 
 
 def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
-    """Reshape (b, c, H, W) -> (b * patches, c * height * width) for kernel = stride, five times as fast as unfold."""
-    down, across = images.shape[2] // height, images.shape[3] // width
+    """Reshape (b, c, H, W) -> (b * patches, c * height * width) for kernel = stride, five times as
+    fast as unfold.
+    """
+    down = images.shape[2] // height
+    across = images.shape[3] // width
     images = images[:, :, : down * height, : across * width]
     patches = images.unflatten(3, (across, width)).unflatten(2, (down, height))
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(-1, images.shape[1] * height * width)

@@ -1,4 +1,6 @@
-"""Constrain all layers of a network: at one eta, along their Pareto curves, or to a target for its bound."""
+"""Constrain all layers of a network: at one eta, along their Pareto curves, or to a target for its
+bound.
+"""
 
 import contextlib
 import math
@@ -49,7 +51,8 @@ TRIALS = 8
 def rectified_paths(
     model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str
 ) -> frozenset[str]:
-    """Return the layers measured by the one-sided distance: none (plain), all (relu), those before a ReLU (auto).
+    """Return the layers measured by the one-sided distance: none (plain), all (relu), those before
+    a ReLU (auto).
 
     UsageError names the first layer without a ReLU behind it for `relu`.
     """
@@ -68,10 +71,11 @@ def rectified_paths(
 
 
 def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
-    """Return a byte limit for the statistics where all would take more than half of the free memory, else None.
+    """Return a byte limit for the statistics where all would take more than half of the free
+    memory, else None.
 
-    The limit is a quarter of the free memory, or the need of the largest layer. It changes the number of passes, and no
-    result.
+    The limit is a quarter of the free memory, or the need of the largest layer. It changes the
+    number of passes, and no result.
     """
     free = free_bytes()
     if bytes_of(model, paths, groups + 1) <= free / 2:
@@ -81,9 +85,11 @@ def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
 
 @dataclass
 class LayerCalibration:
-    """The statistics of a network's layers on calibration images, as many at a time as the memory allows.
+    """The statistics of a network's layers on calibration images, as many at a time as the memory
+    allows.
 
-    Where all fit, they are collected once and kept, otherwise again in every round. `model` must not change meanwhile.
+    Where all fit, they are collected once and kept, otherwise again in every round. `model` must
+    not change meanwhile.
 
     Args:
         rectified: layers whose inputs are streamed for the one-sided distance.
@@ -107,7 +113,9 @@ class LayerCalibration:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Gather the held-out statistics while the caller runs the held-out images, in the batches of `held_out`."""
+        """Gather the held-out statistics while the caller runs the held-out images, in the batches
+        of `held_out`.
+        """
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return
@@ -160,13 +168,14 @@ class LayerCalibration:
         device = next(
             (parameter.device for parameter in self.model.parameters()), torch.device("cpu")
         )
-        most = 1 if self.rectified else workers_for(device)
-        if most == 1 or not self.own:
-            return most
+        most_workers = 1 if self.rectified else workers_for(device)
+        if most_workers == 1 or not self.own:
+            return most_workers
         return max(
             1,
             min(
-                most, int(free_bytes() / 2 / max(work_bytes(self.model, path) for path in self.own))
+                most_workers,
+                int(free_bytes() / 2 / max(work_bytes(self.model, path) for path in self.own)),
             ),
         )
 
@@ -191,12 +200,12 @@ def curves(
     def one(layer: LayerStatistics) -> Packed:
         return layer.path, [(point.norm, point.error) for point in pareto(layer, settings)], None
 
-    own = (
-        found
+    own_curves = (
+        points
         for part in calibration.parts()
-        for found in side_by_side(one, part, calibration.workers)
+        for points in side_by_side(one, part, calibration.workers)
     )
-    for path, points, _ in for_all(calibration, own):
+    for path, points, _ in for_all(calibration, own_curves):
         yield path, tuple(Point(*point) for point in points)
 
 
@@ -206,12 +215,14 @@ def constrain_to(
     etas: Mapping[str, float] | None = None,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
-    """Constrain each layer at the settings' eta, or at its own (0: leave it). The model does not change: see `write`.
+    """Constrain each layer at the settings' eta, or at its own (0: leave it). The model does not
+    change: see `write`.
 
     Large weights are mapped from files (`certcli.checkpoint.mapped`).
 
     Args:
-        bases: eigenbases known from another eta; new ones are added up to BASES_BYTES. The results hold none.
+        bases: eigenbases known from another eta; new ones are added up to BASES_BYTES. The results
+            hold none.
     """
     spool = Spool()
 
@@ -228,7 +239,7 @@ def constrain_to(
             layer, replace(settings, eta=eta_of(layer)), basis, keep_basis=bases is not None
         )
 
-    def own() -> Iterator[Packed]:
+    def own_layers() -> Iterator[Packed]:
         names = [item.name for item in fields(LayerResult) if item.name not in ("weight", "basis")]
         for part in calibration.parts():
             for result in side_by_side(
@@ -241,7 +252,7 @@ def constrain_to(
                     spool.keep(result.weight),
                 )
 
-    for _, plain, weight in for_all(calibration, own()):
+    for _, plain, weight in for_all(calibration, own_layers()):
         assert weight is not None
         yield LayerResult(**plain, weight=weight)
 
@@ -251,20 +262,22 @@ def try_at(
     settings: ConstrainSettings,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and weight of each layer, close to the result of `constrain_to` (`try_layer`): for trials only."""
+    """Yield path and weight of each layer, close to the result of `constrain_to` (`try_layer`): for
+    trials only.
+    """
     spool = Spool()
 
     def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
         weight, basis = try_layer(layer, settings, None if bases is None else bases.get(layer.path))
         return layer.path, weight, basis if bases is not None else None
 
-    def own() -> Iterator[Packed]:
+    def own_trials() -> Iterator[Packed]:
         for part in calibration.parts():
             for path, weight, basis in side_by_side(one, part, calibration.workers):
                 _remember(bases, path, basis)
                 yield path, None, spool.keep(weight)
 
-    for path, _, weight in for_all(calibration, own()):
+    for path, _, weight in for_all(calibration, own_trials()):
         assert weight is not None
         yield path, weight
 
@@ -272,8 +285,8 @@ def try_at(
 def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None) -> None:
     """Keep a layer's basis if BASES_BYTES allow."""
     if bases is not None and basis is not None:
-        held = sum(other.vectors.nbytes for name, other in bases.items() if name != path)
-        if held + basis.vectors.nbytes <= BASES_BYTES:
+        size = sum(other.vectors.nbytes for name, other in bases.items() if name != path)
+        if size + basis.vectors.nbytes <= BASES_BYTES:
             bases[path] = basis
 
 
@@ -288,13 +301,15 @@ def budget(
     model: nn.Module,
     size: tuple[int, ...],
     classes: int,
-    found: Mapping[str, tuple[Point, ...]],
+    curves_of: Mapping[str, tuple[Point, ...]],
     target: float,
 ) -> dict[str, float]:
-    """Return an eta for each layer such that the network's bound meets `target` at the least total output error.
+    """Return an eta for each layer such that the network's bound meets `target` at the least total
+    output error.
 
-    The bound is proven with every layer's weights scaled to the norm on its curve. The caller constrains, proves the bound
-    of the result, and calls again with a smaller target where interpolation fell short.
+    The bound is proven with every layer's weights scaled to the norm on its curve. The caller
+    constrains, proves the bound of the result, and calls again with a smaller target where
+    interpolation fell short.
 
     Raises:
         NoBoundError: the network has no finite bound.
@@ -304,13 +319,13 @@ def budget(
         raise NoBoundError(
             "the network has no finite bound to bring to a target", "certvit lipschitz says why"
         )
-    weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
+    weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in curves_of}
     originals = {path: weight.detach() for path, weight in weights.items()}
 
     def log10_bound(norms: Mapping[str, float]) -> float:
         spool = Spool()
         for path, norm in norms.items():
-            largest = found[path][0].norm
+            largest = curves_of[path][0].norm
             weights[path].data = spool.keep(
                 originals[path] * (norm / largest if largest > 0 else 1.0)
             )
@@ -318,7 +333,7 @@ def budget(
         return upper.log10() if upper > 0.0 else -math.inf
 
     try:
-        chosen = allocate(found, target, log10_bound)
+        chosen = allocate(curves_of, target, log10_bound)
     finally:
         write(model, originals)
     return {path: point.error for path, point in chosen.items()}
@@ -328,7 +343,7 @@ def meet_target(
     calibration: LayerCalibration,
     size: tuple[int, ...],
     classes: int,
-    found: Mapping[str, tuple[Point, ...]],
+    curves_of: Mapping[str, tuple[Point, ...]],
     target: float,
     settings: ConstrainSettings,
 ) -> list[LayerResult]:
@@ -338,18 +353,23 @@ def meet_target(
 
     Raises:
         NoBoundError: the network has no finite bound.
-        OutOfReach: with the least bound proven in a round, and the largest output error of a layer there.
+        OutOfReach: with the least bound proven in a round, and the largest output error of a layer
+        there.
     """
     model = calibration.model
-    parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in found}
+    parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in curves_of}
     originals = {path: parameter.detach() for path, parameter in parameters.items()}
-    aim, least = target, (math.inf, 0.0)
+    aim = target
+    nearest = (math.inf, 0.0)
     for trial in range(TRIALS):
-        etas = {path: curve[-1].error for path, curve in found.items()}
+        etas = {path: curve[-1].error for path, curve in curves_of.items()}
         exhausted = trial == TRIALS - 1 or aim <= 0
         if not exhausted:
-            chosen = calibration.team.agree(partial(_etas_within, model, size, classes, found, aim))
-            exhausted, etas = chosen is None, etas if chosen is None else chosen
+            chosen = calibration.team.agree(
+                partial(_etas_within, model, size, classes, curves_of, aim)
+            )
+            exhausted = chosen is None
+            etas = etas if chosen is None else chosen
         results = list(constrain_to(calibration, settings, etas))
         write(model, {result.path: result.weight for result in results})
         met, upper = calibration.team.agree(
@@ -358,23 +378,24 @@ def meet_target(
         if met:
             return results
         write(model, originals)
-        least = min(least, (upper, max(etas.values(), default=0.0)))
+        nearest = min(nearest, (upper, max(etas.values(), default=0.0)))
         if exhausted:
             break
-        # constrained layers line up worse than scaled ones: lower the aim by more than the difference
+        # constrained layers line up worse than scaled ones: lower the aim by more than the
+        # difference
         aim *= 10.0 ** (max(1, trial) * min(-0.01, math.log10(target) - upper))
-    raise OutOfReach(target, *least)
+    raise OutOfReach(target, *nearest)
 
 
 def _etas_within(
     model: nn.Module,
     size: tuple[int, ...],
     classes: int,
-    found: Mapping[str, tuple[Point, ...]],
+    curves_of: Mapping[str, tuple[Point, ...]],
     aim: float,
 ) -> dict[str, float] | None:
     """Return the etas of `budget`, or None where the aim is out of reach."""
     try:
-        return budget(model, size, classes, found, aim)
+        return budget(model, size, classes, curves_of, aim)
     except OutOfReach:
         return None

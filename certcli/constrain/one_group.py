@@ -1,18 +1,20 @@
-"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both limits at each step.
+"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both
+limits at each step.
 
-With P = prox(Z) the matrix Y = (Z - P) / strength is a subgradient of L at P. So its dual norm is at most 1, L(P) = <Y, P>,
-and each iteration knows, from sums over entries alone,
+With P = prox(Z) the matrix Y = (Z - P) / strength is a subgradient of L at P. So its dual norm is
+at most 1, L(P) = <Y, P>, and each iteration knows, from sums over entries alone,
 
     from below   <Y, W0> - sqrt(r tr(Y G^-1 Y^T))      (the least <Y, W> over the ellipsoid: Cauchy & Schwarz)
     from above   s L(P) + (1 - s) L(W0)                (W0 + s (P - W0), with the largest s <= 1 inside the ellipsoid).
 
-It ends at the first iteration at which they meet. The result is judged once more, in float64 and with an exact proximal
-step.
+It ends at the first iteration at which they meet. The result is judged once more, in float64 and
+with an exact proximal step.
 
-The strength begins where P = prox(W0) leaves the ellipsoid 1.5 times over. Later it changes until |Z - P| is about
+The strength begins where P = prox(W0) leaves the ellipsoid 1.5 times over. Later it changes until
+|Z - P| is about
 |P - W0|, where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors from 0.8 to 10 %; one share of |W0|* for
-all layers and errors took 10 to 100. Z' = P + k (Z - P) with k times the strength has the same P, so that a change loses
-nothing.
+all layers and errors took 10 to 100. Z' = P + k (Z - P) with k times the strength has the same P,
+so that a change loses nothing.
 """
 
 import math
@@ -57,7 +59,9 @@ _CAUTION = 0.8
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Z (out, in) and its strength at the end of a run, from which a run on a neighbouring ellipsoid starts."""
+    """Z (out, in) and its strength at the end of a run, from which a run on a neighbouring
+    ellipsoid starts.
+    """
 
     matrix: Tensor
     strength: float
@@ -65,7 +69,9 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class GroupSolution:
-    """A feasible matrix, its L, and a lower limit of L over the ellipsoid, all in float64. residual: |Q - P|_F / |W0|_F."""
+    """A feasible matrix, its L, and a lower limit of L over the ellipsoid, all in float64.
+    residual: |Q - P|_F / |W0|_F.
+    """
 
     weight: Tensor
     state: State | None
@@ -85,11 +91,12 @@ def one_group(
     *,
     ends: bool = True,
 ) -> GroupSolution:
-    """Minimise L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in) float64.
+    """Minimise L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in)
+    float64.
 
-    An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs no product. A tall W0
-    is F R there with orthonormal columns F (out, in), and only square matrices R are iterated. Large matrices are iterated
-    in float32.
+    An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs
+    no product. A tall W0 is F R there with orthonormal columns F (out, in), and only square
+    matrices R are iterated. Large matrices are iterated in float32.
 
     Args:
         state: the end of a run on a neighbouring ellipsoid.
@@ -101,50 +108,57 @@ def one_group(
     fast = inside.to(torch.float32) if single else inside
     prox = penalty.prox_of_a_run()
     if state is None:
-        begun, pace = fast.centre, fast.strength(prox)
+        start = fast.centre
+        pace = fast.strength(prox)
     else:
-        known = state.matrix @ basis.vectors
-        begun, pace = (known if frame is None else frame.mT @ known).to(fast.centre), state.strength
+        product = state.matrix @ basis.vectors
+        start = (product if frame is None else frame.mT @ product).to(fast.centre)
+        pace = state.strength
     asked = settings.tolerance * (_CAUTION if single else 1.0)
-    best, lower, proven = (math.inf, exact), 0.0, 0.0
-    for iteration, current, strength, step in _iterates(fast, prox, begun, pace):
+    best = (math.inf, exact)
+    lower = 0.0
+    proven = 0.0
+    for iteration, current, strength, step in _iterates(fast, prox, start, pace):
         lower = max(lower, step.lower)
-        last, met = iteration >= settings.iterations, fast.upper(step) <= (1.0 + asked) * lower
+        last = iteration >= settings.iterations
+        met = fast.upper(step) <= (1.0 + asked) * lower
         if last or met or iteration % CHECK_EVERY == 0:
             judged = inside.step(current.double(), strength, penalty.prox)
-            best, proven = (
-                inside.better(best, judged.share * judged.moved),
-                max(proven, judged.lower),
-            )
+            best = inside.better(best, judged.share * judged.moved)
+            proven = max(proven, judged.lower)
             if not met:
                 best = inside.better(best, judged.projected)
                 proven = max(proven, inside.lower(-judged.projected * basis.values))
             if last or best[0] <= (1.0 + settings.tolerance) * proven:
                 break
             asked = asked / 2 if met else asked
-    objective, moved = best
+    objective, offset_best = best
     residual = float(judged.change.norm()) / float(exact.norm())
 
     def back(matrix: Tensor) -> Tensor:
         return (matrix if frame is None else frame @ matrix) @ basis.vectors.mT
 
     ended = State(back(current.double()), strength) if ends else None
-    return GroupSolution(back(exact + moved), ended, iteration, residual, objective, proven)
+    return GroupSolution(back(exact + offset_best), ended, iteration, residual, objective, proven)
 
 
 def roughly(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> Tensor:
-    """Solve `one_group` in float32 to the settings' tolerance, without judging the result: for a trial.
+    """Solve `one_group` in float32 to the settings' tolerance, without judging the result: for a
+    trial.
 
-    centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because float32 ends at 1e38.
+    centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because
+    float32 ends at 1e38.
     """
-    size, unit = float(centre.norm()), float(basis.values.mean())
+    size = float(centre.norm())
+    unit = float(basis.values.mean())
     single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
     inside, frame = _framed(
         (centre / size).float(), single, radius / (size * size * unit), penalty, settings
     )
-    prox, lower = penalty.prox_of_a_run(), 0.0
+    prox = penalty.prox_of_a_run()
+    lower = 0.0
     for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
         lower = max(lower, step.lower)
         if (
@@ -152,15 +166,18 @@ def roughly(
             or inside.upper(step) <= (1.0 + settings.tolerance) * lower
         ):
             break
-    found = inside.centre + step.share * step.moved
-    return (found if frame is None else frame @ found) @ (size * single.vectors.mT)
+    solution = inside.centre + step.share * step.moved
+    return (solution if frame is None else frame @ solution) @ (size * single.vectors.mT)
 
 
 def _framed(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> "tuple[_Ellipsoid, Tensor | None]":
-    """Return the ellipsoid in the eigenbasis, and F where its matrices are those of the column space of W0."""
-    turned, frame = centre @ basis.vectors, None
+    """Return the ellipsoid in the eigenbasis, and F where its matrices are those of the column
+    space of W0.
+    """
+    turned = centre @ basis.vectors
+    frame = None
     if penalty.left_invariant and len(turned) > turned.shape[1]:
         frame, turned = torch.linalg.qr(turned)
     return _Ellipsoid(turned, basis, radius, penalty, settings, not penalty.right_invariant), frame
@@ -180,19 +197,22 @@ def _iterates(
         factor = min(factor, inside.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
             near = step.moved + inside.centre
-            current, strength = near + factor * (current - near), factor * strength
+            current = near + factor * (current - near)
+            strength = factor * strength
         else:
             current = current + settings.relaxation * step.change
 
 
-def balance(pull: float, moved: Tensor, aim: float) -> float:
+def balance(pull: float, displacement: Tensor, aim: float) -> float:
     """Return the factor of the strength, from 0.1 to 10, that makes |Z - P| `aim` times |P - W0|."""
-    return min(10.0, max(0.1, aim * float(moved.norm()) / max(pull, 1e-300)))
+    return min(10.0, max(0.1, aim * float(displacement.norm()) / max(pull, 1e-300)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Iterate:
-    """P - W0, the largest share of it that is feasible, L(P), |Z - P|, Q - P, and the lower limit of the least L."""
+    """P - W0, the largest share of it that is feasible, L(P), |Z - P|, Q - P, and the lower limit
+    of the least L.
+    """
 
     moved: Tensor
     share: float
@@ -219,7 +239,8 @@ class _Ellipsoid:
     turned: bool
 
     def to(self, dtype: torch.dtype) -> "_Ellipsoid":
-        values, vectors = self.basis.values.to(dtype), self.basis.vectors
+        values = self.basis.values.to(dtype)
+        vectors = self.basis.vectors
         basis = replace(
             self.basis, values=values, vectors=vectors.to(dtype) if self.turned else vectors
         )
@@ -232,11 +253,11 @@ class _Ellipsoid:
     def near(
         self, matrix: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]
     ) -> Tensor:
-        found = prox(self.back(matrix), strength)
-        return found @ self.basis.vectors if self.turned else found
+        proximal = prox(self.back(matrix), strength)
+        return proximal @ self.basis.vectors if self.turned else proximal
 
-    def energy(self, moved: Tensor) -> float:
-        return float(((moved * moved).sum(0) * self.basis.values).sum())
+    def energy(self, displacement: Tensor) -> float:
+        return float(((displacement * displacement).sum(0) * self.basis.values).sum())
 
     @cached_property
     def whole(self) -> float:
@@ -244,13 +265,15 @@ class _Ellipsoid:
         return float(self.penalty.value(self.back(self.centre)))
 
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
-        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 times the allowed squared error.
+        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 times the allowed
+        squared error.
 
         The aim is at most a quarter of the squared error of W = 0.
         """
         everything = self.energy(self.centre)
         aim = min((PACE * self.settings.beta) ** 2 * self.radius, everything / 4)
-        # a first guess from |W0|^2 / L(W0) <= |W0|*; on layers of ViT-Tiny it is right up to a factor of four
+        # a first guess from |W0|^2 / L(W0) <= |W0|*; on layers of ViT-Tiny it is right up to a
+        # factor of four
         strength = float(self.centre.square().sum()) / self.whole * (aim / everything) ** 0.75
         strength = min(self.ceiling, strength)
         for _ in range(_PROBES):
@@ -279,31 +302,35 @@ class _Ellipsoid:
         near = self.near(state, strength, prox)
         normal = state - near
         size = float((normal * near).sum()) / strength
-        moved = near.sub_(
+        displacement = near.sub_(
             self.centre
         )  # in place, here and below: matrices of the layer's size take most memory
-        energy = self.energy(moved)
+        energy = self.energy(displacement)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
-        change = moved - normal
+        change = displacement - normal
         factors, _ = shrinkage(change, self.basis, self.radius)
-        change.mul_(factors).sub_(moved)
+        change.mul_(factors).sub_(displacement)
         pull = float(normal.norm())
-        return _Iterate(moved, share, size, pull, change, self.lower(normal, strength))
+        return _Iterate(displacement, share, size, pull, change, self.lower(normal, strength))
 
     def upper(self, step: _Iterate) -> float:
         """Return an upper limit of L at the feasible point of the step."""
         return step.share * step.size + (1.0 - step.share) * self.whole
 
-    def better(self, best: tuple[float, Tensor], moved: Tensor) -> tuple[float, Tensor]:
-        """Return the lesser of `best` and (L(W), W - W0) for a W that rounding may have left outside."""
-        moved = pull_to(moved, self.basis, self.radius)
-        objective = float(self.penalty.value(self.back(self.centre + moved)))
-        return (objective, moved) if objective < best[0] else best
+    def better(self, best: tuple[float, Tensor], displacement: Tensor) -> tuple[float, Tensor]:
+        """Return the lesser of `best` and (L(W), W - W0) for a W that rounding may have left
+        outside.
+        """
+        displacement = pull_to(displacement, self.basis, self.radius)
+        objective = float(self.penalty.value(self.back(self.centre + displacement)))
+        return (objective, displacement) if objective < best[0] else best
 
     def lower(self, normal: Tensor, strength: float | None = None) -> float:
-        """Return the least <Y, W> over the ellipsoid, Y = normal / strength: <Y, W0> - sqrt(r tr(Y G^-1 Y^T)) <= min L.
+        """Return the least <Y, W> over the ellipsoid, Y = normal / strength: <Y, W0> - sqrt(r tr(Y
+        G^-1 Y^T)) <= min L.
 
-        Columns on which G is zero are left out, which makes an invariant dual norm no larger; another one is measured again.
+        Columns on which G is zero are left out, which makes an invariant dual norm no larger;
+        another one is measured again.
 
         Args:
             strength: at least the dual norm of `normal`; None: that norm.

@@ -30,15 +30,17 @@ class LayerResult:
     """One constrained layer; `weight` has the parameter's own shape and dtype.
 
     Args:
-        before, after: proven upper bounds of the layer's norm; for a zero-padded convolution, of the operator on images of
-            this size.
-        error: largest relative output error over the groups, after the cast to the parameter's dtype.
+        before, after: proven upper bounds of the layer's norm; for a zero-padded convolution, of
+            the operator on images of this size.
+        error: largest relative output error over the groups, after the cast to the parameter's
+            dtype.
         held_out_error: the same on images that took no part.
-        gap: how far the minimised norm may lie above the least possible one (0.001 = 0.1 %); None when unknown.
+        gap: how far the minimised norm may lie above the least possible one (0.001 = 0.1 %); None
+            when unknown.
         ridge: isotropic part of the statistics, as a share of their mean eigenvalue.
         distance: "plain", or "relu": one-sided.
-        surrogate: the windows overlap; the minimised norm is that of the reshaped out x (in * kh * kw) matrix, which times
-            sqrt(ceil(kernel / stride)) an axis bounds the operator's.
+        surrogate: the windows overlap; the minimised norm is that of the reshaped out x (in * kh *
+            kw) matrix, which times sqrt(ceil(kernel / stride)) an axis bounds the operator's.
         basis: that of the statistics, for this layer at another eta.
     """
 
@@ -73,8 +75,8 @@ def side_by_side(
 ) -> Iterator[T]:
     """Yield work(layer) for each layer, in order, with at most twice `workers` layers in flight.
 
-    One thread computes a layer, so the result is the same, bit for bit, for any number of workers. The rest is cancelled
-    when the caller stops or a layer fails.
+    One thread computes a layer, so the result is the same, bit for bit, for any number of workers.
+    The rest is cancelled when the caller stops or a layer fails.
     """
     threads = torch.get_num_threads()
     waiting: deque[Future[T]] = deque()
@@ -103,9 +105,10 @@ def constrain_layer(
 
     Args:
         basis: that of the statistics, where it is known from another eta.
-        keep_basis: the result holds the basis, which takes as much memory as the layer's Gram matrix.
+        keep_basis: the result holds the basis, which takes as much memory as the layer's Gram
+            matrix.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     if settings.prox in PENALTIES:
         result = constrain_matrix(layer, settings, basis)
     elif isinstance(layer, RectifiedStatistics):
@@ -114,7 +117,8 @@ def constrain_layer(
     else:
         result = METHODS.load(settings.prox)(layer, settings)
     if not keep_basis:
-        result, basis = replace(result, basis=None), None
+        result = replace(result, basis=None)
+        basis = None
     cast, error = cast_inside(layer, result.weight, settings.eta)
     return LayerResult(
         path=layer.path,
@@ -132,7 +136,7 @@ def constrain_layer(
         rank=result.rank,
         inputs=layer.weight.shape[1],
         ridge=result.ridge,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         distance="relu" if isinstance(layer, RectifiedStatistics) else "plain",
         surrogate=layer.overlapping,
         basis=result.basis,
@@ -142,10 +146,11 @@ def constrain_layer(
 def try_layer(
     layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None
 ) -> tuple[Tensor, Eigenbasis | None]:
-    """Return a weight close to that of `constrain_layer`, for a trial, and the basis of the statistics.
+    """Return a weight close to that of `constrain_layer`, for a trial, and the basis of the
+    statistics.
 
-    With one group it takes a third of the iterations and no float64 product: the weight is within the tolerance of the
-    least norm as float32 sees it, and is not measured.
+    With one group it takes a third of the iterations and no float64 product: the weight is within
+    the tolerance of the least norm as float32 sees it, and is not measured.
     """
     by_head = settings.per_head and layer.blocks > 1
     rectified = isinstance(layer, RectifiedStatistics)
@@ -155,22 +160,26 @@ def try_layer(
     basis = eigenbasis(layer.gram, settings.ridge) if basis is None else basis
     radius = settings.eta * settings.eta * float(layer.energies)
     if radius == 0.0 or not bool(layer.weight.any()):
-        found = layer.weight.float()
+        weight = layer.weight.float()
     else:
-        found = roughly(layer.weight, basis, radius, penalty_of(layer, settings), settings)
-    return found.to(layer.dtype).reshape(layer.shape), basis
+        weight = roughly(layer.weight, basis, radius, penalty_of(layer, settings), settings)
+    return weight.to(layer.dtype).reshape(layer.shape), basis
 
 
 def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Tensor, float]:
-    """Return the weight in the parameter's shape and dtype, and its relative error, at most eta after rounding.
+    """Return the weight in the parameter's shape and dtype, and its relative error, at most eta
+    after rounding.
 
-    The displacement shrinks by 1e-7, 2e-7, 4e-7, ... until the rounded matrix is inside; W0 itself always is.
+    The displacement shrinks by 1e-7, 2e-7, 4e-7, ... until the rounded matrix is inside; W0 itself
+    always is.
     """
     displacement = weight - layer.weight
-    shrink, share = 0.0, 1e-7
+    shrink = 0.0
+    share = 1e-7
     while True:
         cast = ((1.0 - shrink) * displacement).add_(layer.weight).to(layer.dtype)
         error = float(layer.relative_errors(cast).max())
         if error <= eta or shrink >= 1.0:
             return cast.reshape(layer.shape), error
-        shrink, share = min(1.0, shrink + share), 2 * share
+        shrink = min(1.0, shrink + share)
+        share = 2 * share

@@ -1,7 +1,9 @@
-"""Projections onto the layers of bounded output error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for each group j}.
+"""Projections onto the layers of bounded output error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for
+each group j}.
 
-Everything is written in the displacement D = W - W0, so that a constraint is evaluated without cancellation: the
-textbook form tr(W G W^T) - 2 <W, H> + S loses all digits once the error is 1e-8 of the energy.
+Everything is written in the displacement D = W - W0, so that a constraint is evaluated without
+cancellation: the textbook form tr(W G W^T) - 2 <W, H> + S loses all digits once the error is 1e-8
+of the energy.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ On ViT-Tiny with 4 calibration images it halves the held-out output error of the
 
 @dataclass(frozen=True, eq=False)
 class Eigenbasis:
-    """G + ridge * mean eigenvalue * I = U diag(values) U^T, values descending; `rank` is that of G itself."""
+    """G + ridge * mean eigenvalue * I = U diag(values) U^T, values descending; `rank` is that of G
+    itself.
+    """
 
     values: Tensor
     vectors: Tensor
@@ -37,14 +41,16 @@ class Eigenbasis:
 def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
     """Return the regularised eigendecomposition of G: (in, in) -> Eigenbasis.
 
-    Eigenvalues below in * 2^-52 of the largest are rounding errors of the decomposition and count as zero: W is free in
-    these directions. A ridge makes the constraint stricter, because G + c I >= G.
+    Eigenvalues below in * 2^-52 of the largest are rounding errors of the decomposition and count
+    as zero: W is free in these directions. A ridge makes the constraint stricter, because G + c I
+    >= G.
 
     Args:
         ridge: None: RANK_DEFICIENT_RIDGE where G is rank-deficient, else 0.
     """
     values, vectors = torch.linalg.eigh(gram)
-    values, vectors = values.flip(-1), vectors.flip(-1)
+    values = values.flip(-1)
+    vectors = vectors.flip(-1)
     floor = values[0].clamp_min(0) * len(values) * torch.finfo(values.dtype).eps
     values = torch.where(values > floor, values, torch.zeros_like(values))
     rank = int((values > 0).sum())
@@ -54,9 +60,11 @@ def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
 
 
 def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float:
-    """Return the t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 where t = 0 is within.
+    """Return the t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 where
+    t = 0 is within.
 
-    Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from 0, left of the root, the iterates
+    Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from 0, left of the
+    root, the iterates
     increase to it. Source: More & Sorensen 1983.
     """
     if energies.sum() <= radius:
@@ -77,9 +85,11 @@ def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float
 
 
 def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[Tensor, float]:
-    """Return the column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U) diag(f), and t.
+    """Return the column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U)
+    diag(f), and t.
 
-    Null directions have factor 1, because W is free there. radius = 0 sends every other column to zero.
+    Null directions have factor 1, because W is free there. radius = 0 sends every other column to
+    zero.
 
     Args:
         displacement: D U, in the eigenbasis: (out, in).
@@ -104,7 +114,9 @@ def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[T
 
 
 def pull_to(displacement: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
-    """Return s D with the largest s <= 1 inside the ellipsoid, for a D (out, in) that rounding left outside."""
+    """Return s D with the largest s <= 1 inside the ellipsoid, for a D (out, in) that rounding left
+    outside.
+    """
     total = float((displacement * displacement * basis.values).sum())
     if total <= radius * (1.0 - ROUNDING):
         return displacement
@@ -120,11 +132,13 @@ def project(
     max_steps: int = 2000,
     tolerance: float = 1e-9,
 ) -> tuple[Tensor, int]:
-    """Project V onto the intersection over groups, by outer approximation (Algorithm 2): (W, steps).
+    """Project V onto the intersection over groups, by outer approximation (Algorithm 2): (W,
+    steps).
 
-    Each step cuts with the half-space of one violated group, in turn, and projects the starting point onto the
-    intersection of that half-space and the one that the current point defines. It ends when each group holds to
-    `tolerance` (relative) or after `max_steps`; then W may still violate a group, see `pull_inside`.
+    Each step cuts with the half-space of one violated group, in turn, and projects the starting
+    point onto the intersection of that half-space and the one that the current point defines. It
+    ends when each group holds to `tolerance` (relative) or after `max_steps`; then W may still
+    violate a group, see `pull_inside`.
     Source: CertViT, Algorithm 2, with the signs of Combettes 2003, Theorem 3.
 
     Args:
@@ -152,9 +166,13 @@ def project(
 
 
 def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
-    """Project `start` onto {<W - current, start - current> <= 0} and {<W - current + cut, cut> <= 0}."""
+    """Project `start` onto {<W - current, start - current> <= 0} and {<W - current + cut, cut> <=
+    0}.
+    """
     away = start - current
-    pi, mu, nu = float((away * cut).sum()), float((away * away).sum()), float((cut * cut).sum())
+    pi = float((away * cut).sum())
+    mu = float((away * away).sum())
+    nu = float((cut * cut).sum())
     rho = mu * nu - pi * pi
     if rho <= 1e-14 * mu * nu:
         if pi < 0:
@@ -168,7 +186,9 @@ def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
 
 
 def pull_inside(matrix: Tensor, centre: Tensor, grams: Tensor, radii: Tensor) -> Tensor:
-    """Return W0 + s (W - W0) with the largest s <= 1 that meets every constraint: the set is convex and contains W0."""
+    """Return W0 + s (W - W0) with the largest s <= 1 that meets every constraint: the set is convex
+    and contains W0.
+    """
     excess = float((energy(matrix - centre, grams) / radii).max())
     if excess <= 1.0:
         return matrix

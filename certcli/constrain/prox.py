@@ -1,8 +1,10 @@
-"""Proximal maps of matrix norms, batched over leading dimensions: (..., n, m) -> (..., n, m), float64 advised.
+"""Proximal maps of matrix norms, batched over leading dimensions: (..., n, m) -> (..., n, m),
+float64 advised.
 
-prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. Singular values come from the Gram matrix
-of the short side: eigenvalues of a 192 x 192 matrix take a fifth of the time of singular values of a 192 x 768 matrix, and
-the singular values above the level, the only ones used, keep full accuracy.
+prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. Singular values
+come from the Gram matrix
+of the short side: eigenvalues of a 192 x 192 matrix take a fifth of the time of singular values of
+a 192 x 768 matrix, and the singular values above the level, the only ones used, keep full accuracy.
 """
 
 from collections.abc import Callable
@@ -19,12 +21,15 @@ _TOLERATED = 0.01
 
 
 def l1(matrix: Tensor, strength: float) -> Tensor:
-    """Return sign(v) max(|v| - strength, 0), the prox of strength * sum |w|. Source: CertViT, Algorithm 1."""
+    """Return sign(v) max(|v| - strength, 0), the prox of strength * sum |w|. Source: CertViT,
+    Algorithm 1.
+    """
     return matrix.sign() * (matrix.abs() - strength).clamp_min(0)
 
 
 def spectral(matrix: Tensor, strength: float) -> Tensor:
-    """Map s_i -> min(s_i, tau) with sum_i (s_i - tau)_+ = strength: prox of strength * |W|_2 (0 if sum s_i <= strength).
+    """Map s_i -> min(s_i, tau) with sum_i (s_i - tau)_+ = strength: prox of strength * |W|_2 (0 if
+    sum s_i <= strength).
 
     Source: Moreau, W - projection of W onto the nuclear-norm ball of radius `strength`.
     """
@@ -36,12 +41,15 @@ def spectral(matrix: Tensor, strength: float) -> Tensor:
 class LeadingSpectral:
     """`spectral` for matrices that follow each other closely, by one step of subspace iteration.
 
-    Only the singular values above the level matter: 1 to 15 % of them where constraining changes little. Their vectors,
-    and half as many more, start from those of the call before: Z <- W W^T V, orthogonalised, then the exact map on the
-    Rayleigh-Ritz values. The call is exact where the residual of the vectors would move the result by more than 1 % of
+    Only the singular values above the level matter: 1 to 15 % of them where constraining changes
+    little. Their vectors,
+    and half as many more, start from those of the call before: Z <- W W^T V, orthogonalised, then
+    the exact map on the Rayleigh-Ritz values. The call is exact where the residual of the vectors
+    would move the result by more than 1 % of
     |W - prox(W)|, or where it needs all vectors or a quarter of the short side. Douglas-Rachford tolerates such an error,
-    because its projection is exact and its gap measured: on the layers of a ViT-Tiny it took the same number of iterations
-    to objectives equal to 1e-4. Source: Halko, Martinsson & Tropp 2011, Algorithm 4.4, with a warm start.
+    because its projection is exact and its gap measured: on the layers of a ViT-Tiny it took the
+    same number of iterations to objectives equal to 1e-4. Source: Halko, Martinsson & Tropp 2011,
+    Algorithm 4.4, with a warm start.
     """
 
     def __init__(self) -> None:
@@ -61,14 +69,18 @@ class LeadingSpectral:
         basis = torch.linalg.qr(short @ (short.mT @ self._vectors)).Q
         images = basis.mT @ short
         squares, turn = torch.linalg.eigh(images @ images.mT)
-        squares, turn = squares.flip(-1), turn.flip(-1)
-        vectors, images = basis @ turn, turn.mT @ images
+        squares = squares.flip(-1)
+        turn = turn.flip(-1)
+        vectors = basis @ turn
+        images = turn.mT @ images
         values = squares.clamp_min(0).sqrt()
         level, count = _level(values, strength)
         if float(level) <= 0 or count + _SPARE > len(values):
             return None
         self._vectors = vectors[:, : _kept(count)]
-        vectors, images, squares = vectors[:, :count], images[:count], squares[:count]
+        vectors = vectors[:, :count]
+        images = images[:count]
+        squares = squares[:count]
         removed = values[:count] - level
         missed = (short @ images.mT - vectors * squares) * (removed / squares)
         if not float(missed.norm()) <= _TOLERATED * float(removed.norm()):
@@ -83,7 +95,9 @@ class LeadingSpectral:
 
 
 def nuclear(matrix: Tensor, strength: float) -> Tensor:
-    """Map s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen 2010, Theorem 2.1."""
+    """Map s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen
+    2010, Theorem 2.1.
+    """
     vectors, values = _left_singular(matrix)
     return _rescale(matrix, vectors, values, values.clamp_max(strength))
 
@@ -95,13 +109,16 @@ def clip(matrix: Tensor, radius: float) -> Tensor:
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Return singular values, descending: (..., n, m) -> (..., min(n, m)). They are estimates, not bounds."""
+    """Return singular values, descending: (..., n, m) -> (..., min(n, m)). They are estimates, not
+    bounds.
+    """
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp_min(0).sqrt()
 
 
 def _level(values: Tensor, strength: float) -> tuple[Tensor, int]:
-    """Return tau >= 0 with sum_i (s_i - tau)_+ = strength (0 if there is none), and the most values above it.
+    """Return tau >= 0 with sum_i (s_i - tau)_+ = strength (0 if there is none), and the most values
+    above it.
 
     `values` (..., n) descending -> (..., 1).
     """
@@ -132,7 +149,8 @@ def _rescale(matrix: Tensor, vectors: Tensor, values: Tensor, removed: Tensor) -
     if bool((share >= 1).all()):
         return torch.zeros_like(matrix)
     if count < values.shape[-1] and bool((removed[..., count:] == 0).all()):
-        vectors, share = vectors[..., :count], share[..., :count]
+        vectors = vectors[..., :count]
+        share = share[..., :count]
     wide = matrix.shape[-2] <= matrix.shape[-1]
     short = matrix if wide else matrix.mT
     short = short - vectors @ (share[..., None] * (vectors.mT @ short))
@@ -141,13 +159,15 @@ def _rescale(matrix: Tensor, vectors: Tensor, values: Tensor, removed: Tensor) -
 
 @dataclass(frozen=True)
 class Penalty:
-    """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <= 1}.
+    """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <=
+    1}.
 
     Args:
-        right_invariant: L(W V) = L(W) for orthogonal V: Douglas-Rachford can run in the eigenbasis of the Gram matrix,
-            where the projection scales columns.
+        right_invariant: L(W V) = L(W) for orthogonal V: Douglas-Rachford can run in the eigenbasis
+            of the Gram matrix, where the projection scales columns.
         left_invariant: L(U W) = L(W) for orthogonal U: it can run in the column space of W0.
-        pace: the strength is at most beta * pace * |W0|*; chosen on the layers of a ViT-Tiny at errors of 10 % and more.
+        pace: the strength is at most beta * pace * |W0|*; chosen on the layers of a ViT-Tiny at
+            errors of 10 % and more.
         sequence: makes a cheaper prox with a memory, for one matrix after another.
     """
 
@@ -207,5 +227,7 @@ L1 = Penalty(
 
 
 def per_head(matrix: Tensor, blocks: int) -> Tensor:
-    """Group the rows of a q/k/v matrix in heads, as the maps above take them: (blocks * r, m) -> (blocks, r, m)."""
+    """Group the rows of a q/k/v matrix in heads, as the maps above take them: (blocks * r, m) ->
+    (blocks, r, m).
+    """
     return matrix.unflatten(-2, (blocks, matrix.shape[-2] // blocks)) if blocks > 1 else matrix

@@ -1,16 +1,20 @@
-"""The paper's one-sided distance for layers followed by ReLU, computed from streamed signs: no Gram form holds them.
+"""The paper's one-sided distance for layers followed by ReLU, computed from streamed signs: no Gram
+form holds them.
 
-y = max(W0 x + b, 0) is the proximal map of the indicator f of [0, inf), and df(y) is {0} where y > 0, (-inf, 0] where
-y = 0. The squared distance of z - y to df(y), z = W x + b, summed over tokens and outputs, is
+y = max(W0 x + b, 0) is the proximal map of the indicator f of [0, inf), and df(y) is {0} where y >
+0, (-inf, 0] where y = 0. The squared distance of z - y to df(y), z = W x + b, summed over tokens
+and outputs, is
 
     h(W) = sum (z - y)^2 over active entries (y > 0) + sum max(z, 0)^2 over inactive ones.
 
-It is convex, h(W0) = 0, and it is at least |max(z, 0) - y|^2: an error of eta is also one of what comes after the ReLU.
+It is convex, h(W0) = 0, and it is at least |max(z, 0) - y|^2: an error of eta is also one of what
+comes after the ReLU.
 
-For fixed W_k let Y_k be y where active and min(z_k, 0) where not: q_k(W) = |W X + b - Y_k|^2 >= h(W), with equal value and
-gradient at W_k. So {q_k <= r} lies inside {h <= r}, and it is an ellipsoid about W0 + M_k, M_k = E_k X^T G^-1 with
-E_k = Y_k - W0 X - b, to which the Gram form applies. Each round streams the inputs once for h, its gradient and E_k X^T,
-and goes on with Douglas-Rachford on that ellipsoid. A fixed point satisfies the optimality conditions of h itself,
+For fixed W_k let Y_k be y where active and min(z_k, 0) where not: q_k(W) = |W X + b - Y_k|^2 >=
+h(W), with equal value and gradient at W_k. So {q_k <= r} lies inside {h <= r}, and it is an
+ellipsoid about W0 + M_k, M_k = E_k X^T G^-1 with E_k = Y_k - W0 X - b, to which the Gram form
+applies. Each round streams the inputs once for h, its gradient and E_k X^T, and goes on with
+Douglas-Rachford on that ellipsoid. A fixed point satisfies the optimality conditions of h itself,
 because the gradients agree; h is convex, so it is optimal.
 Source: CertViT, section on the constraint set; Marks & Wright 1978 for the inner approximation.
 """
@@ -37,9 +41,11 @@ Visit = Callable[[int, Tensor], None]
 def not_followed_by_relu(
     model: nn.Module, size: tuple[int, ...], paths: list[str]
 ) -> dict[str, str]:
-    """Return path -> reason for each layer whose output is not known to go through ReLU alone, at every call.
+    """Return path -> reason for each layer whose output is not known to go through ReLU alone, at
+    every call.
 
-    Read from the graph of a real forward pass on an image of `size` (c, h, w); identities and dropout are skipped.
+    Read from the graph of a real forward pass on an image of `size` (c, h, w); identities and
+    dropout are skipped.
     """
     try:
         graph = trace_network(model, size).graph
@@ -85,16 +91,21 @@ class StreamedInputs:
     def __init__(
         self, model: nn.Module, batches: Batches, path: str, groups: int, keep_bytes: int | None
     ) -> None:
-        """Keep at most `keep_bytes` (None: any number). The model must not change where inputs are recomputed."""
-        self.model, self.batches, self.path, self.groups = model, batches, path, groups
+        """Keep at most `keep_bytes` (None: any number). The model must not change where inputs are
+        recomputed.
+        """
+        self.model = model
+        self.batches = batches
+        self.path = path
+        self.groups = groups
         self.module: Any = module_at(model, path)
         self.kept: list[tuple[int, Tensor]] | None = []
-        held = 0
+        size = 0
 
         def keep(number: int, path: str, module: nn.Module, value: Tensor) -> None:
-            nonlocal held
-            held += value.numel() * value.element_size()
-            if self.kept is None or (keep_bytes is not None and held > keep_bytes):
+            nonlocal size
+            size += value.numel() * value.element_size()
+            if self.kept is None or (keep_bytes is not None and size > keep_bytes):
                 self.kept = None
                 raise StopBatch
             self.kept.append((number, value.clone()))
@@ -134,7 +145,9 @@ class SignPass:
 
 @dataclass(frozen=True, eq=False)
 class RectifiedStatistics(LayerStatistics):
-    """A layer's statistics with its inputs, measured by the one-sided distance; eta is relative to |y|."""
+    """A layer's statistics with its inputs, measured by the one-sided distance; eta is relative to
+    |y|.
+    """
 
     bias: Tensor | None = None
     inputs: StreamedInputs | None = None
@@ -151,16 +164,16 @@ class RectifiedStatistics(LayerStatistics):
     ) -> "RectifiedStatistics":
         """Add inputs to `layer`: kept where they fit half the limit, recomputed where they do not."""
         share = None if memory_limit_bytes is None else memory_limit_bytes // 4
-        known: Mapping[str, Any] = {
+        arguments: Mapping[str, Any] = {
             field.name: getattr(layer, field.name) for field in fields(LayerStatistics)
         }
         bias = module_at(model, layer.path).bias
         unseen = None if held_out is None else StreamedInputs(model, held_out, layer.path, 1, share)
-        seen = StreamedInputs(model, batches, layer.path, len(layer.grams), share)
+        inputs = StreamedInputs(model, batches, layer.path, len(layer.grams), share)
         return cls(
-            **known,
+            **arguments,
             bias=None if bias is None else bias.detach().double(),
-            inputs=seen,
+            inputs=inputs,
             held_out_inputs=unseen,
         )
 
@@ -238,7 +251,9 @@ class RectifiedStatistics(LayerStatistics):
         weight: Tensor,
         see: Callable[[int, Tensor, Tensor, Tensor], None],
     ) -> None:
-        """Call see(group, x, W0 x + b, W x + b) for pieces of the inputs so small that a few copies cost little."""
+        """Call see(group, x, W0 x + b, W x + b) for pieces of the inputs so small that a few copies
+        cost little.
+        """
         assert inputs is not None
         both = torch.cat([self.weight, weight]).mT.contiguous()
         outputs = len(weight)

@@ -1,4 +1,6 @@
-"""The settings of Douglas-Rachford, most of which are options. Importing this file imports no torch."""
+"""The settings of Douglas-Rachford, most of which are options. Importing this file imports no
+torch.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,15 +17,18 @@ class ConstrainSettings:
 
     Args:
         prox: a name of `METHODS`.
-        beta: in (0, 1], in units of the strength at which prox(W0) uses up the allowed error (`one_group.PACE`). It sets
-            the pace of a run, not its converged result.
-        per_head: the penalty of q, k and v is the sum over heads. On ViT-Tiny at 10 % it lowers the heads' norms further
-            (to .65 against .87 of the old) and the whole matrix's less (.76 against .64).
-        ridge: isotropic part of the statistics, as a share of their mean eigenvalue, so that no direction moves freely.
+        beta: in (0, 1], in units of the strength at which prox(W0) uses up the allowed error
+            (`one_group.PACE`). It sets the pace of a run, not its converged result.
+        per_head: the penalty of q, k and v is the sum over heads. On ViT-Tiny at 10 % it lowers the
+            heads' norms further (to .65 against .87 of the old) and the whole matrix's less (.76
+            against .64).
+        ridge: isotropic part of the statistics, as a share of their mean eigenvalue, so that no
+            direction moves freely.
             None: only where the statistics are rank-deficient (`eigenbasis`).
-        eta: allowed relative output error |W X_j - W0 X_j|_F / |W0 X_j|_F of each group j, in (0, 1). The paper's absolute
-            eta_j is eta^2 |W0 X_j|^2 / T_j.
-        mean_squared: the paper's absolute eta in place of ours, sum_t |W x_t - W0 x_t|^2 <= T eta over T tokens.
+        eta: allowed relative output error |W X_j - W0 X_j|_F / |W0 X_j|_F of each group j, in (0,
+            1). The paper's absolute eta_j is eta^2 |W0 X_j|^2 / T_j.
+        mean_squared: the paper's absolute eta in place of ours, sum_t |W x_t - W0 x_t|^2 <= T eta
+            over T tokens.
         tolerance: optimality gap at which a run ends; three times that with several groups.
 
     Raises:

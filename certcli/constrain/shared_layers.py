@@ -1,4 +1,6 @@
-"""Constrain the layers of one network in several processes: each takes a share, and all learn every result."""
+"""Constrain the layers of one network in several processes: each takes a share, and all learn every
+result.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -13,7 +15,9 @@ Packed = tuple[str, Any, Tensor | None]
 
 
 class Split(Protocol):
-    """What `LayerCalibration` has: the network, its layers in order, those that were called, and who works on them."""
+    """What `LayerCalibration` has: the network, its layers in order, those that were called, and
+    who works on them.
+    """
 
     model: nn.Module
     paths: Sequence[str]
@@ -22,46 +26,50 @@ class Split(Protocol):
 
 
 def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
-    """Return this process's layers, in order. The dearest layer goes first, to the process with the least work so far.
+    """Return this process's layers, in order. The dearest layer goes first, to the process with the
+    least work so far.
 
     Cost: in^2 (in + out), of the eigenbasis and the products with it.
     """
     if not team.several:
         return list(paths)
-    loads, mine = [0] * team.size, set()
+    loads = [0] * team.size
+    mine = set()
     cost = {}
     for path in paths:
         weight: Any = model.get_submodule(path).weight
         rows, columns = weight.flatten(1).shape
         cost[path] = columns**2 * (columns + rows)
     for path in sorted(paths, key=lambda path: -cost[path]):
-        least = loads.index(min(loads))
-        loads[least] += cost[path]
-        if least == team.rank:
+        rank = loads.index(min(loads))
+        loads[rank] += cost[path]
+        if rank == team.rank:
             mine.add(path)
     return [path for path in paths if path in mine]
 
 
-def for_all(split: Split, own: Iterator[Packed]) -> Iterator[Packed]:
+def for_all(split: Split, own_results: Iterator[Packed]) -> Iterator[Packed]:
     """Yield the results of all layers, from those of this process's own.
 
     A result is what its process found, to the bit: plain values as JSON, weights as they are.
     """
     if not split.team.several:
-        yield from own
+        yield from own_results
         return
-    found = dict(_exchanged(split, list(own)))
-    yield from ((path, *found[path]) for path in split.paths if path in found)
+    results = dict(_exchanged(split, list(own_results)))
+    yield from ((path, *results[path]) for path in split.paths if path in results)
 
 
-def _exchanged(split: Split, own: list[Packed]) -> Iterator[tuple[str, tuple[Any, Tensor | None]]]:
-    stated = [
+def _exchanged(
+    split: Split, own_results: list[Packed]
+) -> Iterator[tuple[str, tuple[Any, Tensor | None]]]:
+    calls = [
         (path, plain, None if weight is None else [str(weight.dtype), list(weight.shape)])
-        for path, plain, weight in own
+        for path, plain, weight in own_results
     ]
-    weights = {path: weight for path, _, weight in own}
+    weights = {path: weight for path, _, weight in own_results}
     device = next(split.model.parameters()).device
-    everyone = split.team.everyone([sorted(split.called), stated])
+    everyone = split.team.everyone([sorted(split.called), calls])
     for rank, (called, items) in enumerate(everyone):
         split.called |= set(called)
         for path, plain, form in items:

@@ -1,4 +1,6 @@
-"""Least output error on a spectral ball, and plain clipping: both search the radius at which the error is eta."""
+"""Least output error on a spectral ball, and plain clipping: both search the radius at which the
+error is eta.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ RELAXATION = 1.5
 
 @dataclass(frozen=True, eq=False)
 class BallFit:
-    """A point of the ball, its squared error, a lower limit of the squared error over the ball, and the end of the run."""
+    """A point of the ball, its squared error, a lower limit of the squared error over the ball, and
+    the end of the run.
+    """
 
     matrix: Tensor
     error: float
@@ -38,45 +42,57 @@ def least_squares_on_ball(
     tolerance: float = 1e-6,
     target: float | None = None,
 ) -> BallFit:
-    """Minimise sum_k values_k |W_k - centre_k|^2 subject to |W|_2 <= radius, columns k in the eigenbasis of G.
+    """Minimise sum_k values_k |W_k - centre_k|^2 subject to |W|_2 <= radius, columns k in the
+    eigenbasis of G.
 
-    Douglas-Rachford takes P = clip(Z), then the proximal map of the error, which scales columns. Y = (Z - P) / strength
-    lies in the ball's normal cone at P, so the squared error over the ball is at least 2 <Y, centre - P> - tr(Y G^-1 Y^T)
-    (Fenchel; columns on which G is zero are left out of Y in all but <Y, P> = radius |Y|_nuclear). It ends when both meet
-    to `tolerance`. Source: Combettes & Pesquet 2007.
+    Douglas-Rachford takes P = clip(Z), then the proximal map of the error, which scales columns. Y
+    = (Z - P) / strength lies in the ball's normal cone at P, so the squared error over the ball is
+    at least 2 <Y, centre - P> - tr(Y G^-1 Y^T) (Fenchel; columns on which G is zero are left out of
+    Y in all but <Y, P> = radius |Y|_nuclear). It ends when both meet to `tolerance`. Source:
+    Combettes & Pesquet 2007.
 
     Args:
         start: the end of a fit at another radius.
-        target: end as soon as it is decided whether the ball contains a point of at most this squared error.
+        target: end as soon as it is decided whether the ball contains a point of at most this
+            squared error.
     """
-    seen = values > 0
-    inverse = torch.where(seen, 1.0 / values, torch.zeros_like(values))
+    positive = values > 0
+    inverse = torch.where(positive, 1.0 / values, torch.zeros_like(values))
     state, strength = (centre, 0.0) if start is None else (start.matrix, start.strength)
-    best, best_error, lower, iterations = centre, float("inf"), 0.0, 0
+    best = centre
+    best_error = float("inf")
+    lower = 0.0
+    iterations = 0
     while True:
         iterations += 1
         near = clip(state, radius)
-        moved, normal = near - centre, state - near
-        error = float((moved.square().sum(0) * values).sum())
+        displacement = near - centre
+        normal = state - near
+        error = float((displacement.square().sum(0) * values).sum())
         if error < best_error:
-            best, best_error = near, error
+            best = near
+            best_error = error
         if strength == 0.0:  # the metric's own scale, seen by what clipping alone removes
-            strength = float(moved.square().sum()) / error if error > 0 else 1.0
+            strength = float(displacement.square().sum()) / error if error > 0 else 1.0
         pull = normal / strength
-        towards = float((pull * seen * centre).sum()) - float((pull * near).sum())
+        towards = float((pull * positive * centre).sum()) - float((pull * near).sum())
         lower = max(lower, 2.0 * towards - float((pull.square().sum(0) * inverse).sum()))
         decided = target is not None and (best_error <= target or lower > target)
         if decided or best_error - lower <= tolerance * best_error or iterations >= max_iterations:
             return BallFit(best, best_error, lower, iterations, State(state, strength))
-        factor = balance(float(normal.norm()), moved, 0.8) if iterations in TURNS else 1.0
+        factor = balance(float(normal.norm()), displacement, 0.8) if iterations in TURNS else 1.0
         if not 0.5 <= factor <= 2.0:
-            state, strength = near + factor * normal, factor * strength
+            state = near + factor * normal
+            strength = factor * strength
         else:
-            state = state + RELAXATION * ((moved - normal) / (1.0 + strength * values) - moved)
+            state = state + RELAXATION * (
+                (displacement - normal) / (1.0 + strength * values) - displacement
+            )
 
 
 def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
-    """Find the least radius whose best fit has relative error eta: the Pareto front from the other side.
+    """Find the least radius whose best fit has relative error eta: the Pareto front from the other
+    side.
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
     """
@@ -89,24 +105,27 @@ def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> 
 
     def fit(radius: float) -> tuple[Tensor, int, bool, bool]:
         nonlocal ended
-        found = least_squares_on_ball(
+        solution = least_squares_on_ball(
             centre, basis.values, radius, ended, tolerance=tolerance, target=target
         )
-        ended = found.state
-        # a ridge counts in the constraint, as it does for the penalties: with it both come to the same norm
-        within = target is None or found.error <= target
+        ended = solution.state
+        # a ridge counts in the constraint, as it does for the penalties: with it both come to the
+        # same norm
+        within = target is None or solution.error <= target
         return (
-            found.matrix @ basis.vectors.mT,
-            found.iterations,
+            solution.matrix @ basis.vectors.mT,
+            solution.iterations,
             within,
-            single and found.lower > (target or 0.0),
+            single and solution.lower > (target or 0.0),
         )
 
     return _search(statistics, settings.eta, basis, fit)
 
 
 def constrain_clip(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
-    """Cut the singular values of W0 at the lowest level of relative error at most eta, without a fit or a ridge."""
+    """Cut the singular values of W0 at the lowest level of relative error at most eta, without a
+    fit or a ridge.
+    """
     basis = eigenbasis(statistics.gram, settings.ridge)
     return _search(
         statistics,
@@ -129,13 +148,18 @@ def _search(
     """
     radii = eta * eta * statistics.energies
     top = float(singular_values(statistics.weight)[0]) if bool((radii > 0).any()) else 0.0
-    low, high, lower, iterations, best = 0.0, top, 0.0, 0, statistics.weight.clone()
+    low = 0.0
+    high = top
+    lower = 0.0
+    iterations = 0
+    best = statistics.weight.clone()
     while top > 0 and high - low > 1e-3 * high:
         middle = (low + high) / 2
         weight, count, within, refuted = fit(middle)
         iterations += count
         if within and bool((energy(weight - statistics.weight, statistics.grams) <= radii).all()):
-            high, best = middle, weight
+            high = middle
+            best = weight
         else:
             low = middle
             lower = middle if refuted else lower

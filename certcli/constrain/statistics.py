@@ -1,13 +1,16 @@
 """Gram matrices of the inputs of each layer, from streamed forward passes; no activation is kept.
 
-A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column a token) needs only G_j = X_j X_j^T:
+A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column a token) needs only
+G_j = X_j X_j^T:
 |W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0 G_j and energies S_j = tr(W0 G_j W0^T)
-follow from G_j, because the layer's outputs are its own. A convolution is the matrix over its unfolded patches.
+follow from G_j, because the layer's outputs are its own. A convolution is the matrix over its
+unfolded patches.
 
-With all tokens, the inputs are cast to float64, so that "the error is at most eta" is true to a dozen digits. A sample of
-tokens, drawn anew for each batch, costs a fraction; its products have the inputs' own precision and are summed in float64.
-Float32 products (benchmarks/constrain.py, precision) miss an allowed error of 0.1 % on ViT-Tiny by at most 3e-4 of it, in
-the patch embedding, whose Gram matrix has condition 3e7.
+With all tokens, the inputs are cast to float64, so that "the error is at most eta" is true to a
+dozen digits. A sample of tokens, drawn anew for each batch, costs a fraction; its products have the
+inputs' own precision and are summed in float64. Float32 products (benchmarks/constrain.py,
+precision) miss an allowed error of 0.1 % on ViT-Tiny by at most 3e-4 of it, in the patch embedding,
+whose Gram matrix has condition 3e7.
 """
 
 import contextlib
@@ -49,8 +52,8 @@ class LayerStatistics:
         grams: (groups, in, in) float64, G_j = X_j X_j^T.
         kind: "linear" or "conv".
         shape, dtype: those of the parameter.
-        held_out: (in, in), the Gram matrix of images that take no part in the constraint; float32 where tokens are sampled,
-            because it is only reported.
+        held_out: (in, in), the Gram matrix of images that take no part in the constraint; float32
+            where tokens are sampled, because it is only reported.
         conv: see `layers.geometry`.
         blocks: see `layers.attention_blocks`.
         tokens: the number of columns of each X_j.
@@ -78,7 +81,9 @@ class LayerStatistics:
         return energy(self.weight, self.grams)
 
     def relative_errors(self, weight: Tensor) -> Tensor:
-        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in), any float dtype, -> (groups,). 0 / 0 is 0."""
+        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in), any float dtype, ->
+        (groups,). 0 / 0 is 0.
+        """
         return error_ratio(energy(weight - self.weight, self.grams), self.energies)
 
     def held_out_error(self, weight: Tensor) -> float | None:
@@ -90,10 +95,11 @@ class LayerStatistics:
         )
 
     def eta_of(self, mean_squared: float) -> float:
-        """Return the relative error at which no group exceeds this mean squared error of an output vector.
+        """Return the relative error at which no group exceeds this mean squared error of an output
+        vector.
 
-        min_j sqrt(T_j mean_squared / S_j) with T_j tokens, below 1: with one group the paper's constraint
-        sum_t |W x_t - W0 x_t|^2 <= T mean_squared. Source: CertViT, (12).
+        min_j sqrt(T_j mean_squared / S_j) with T_j tokens, below 1: with one group the paper's
+        constraint sum_t |W x_t - W0 x_t|^2 <= T mean_squared. Source: CertViT, (12).
         """
         pairs = zip(self.tokens, self.energies.tolist(), strict=True)
         ratios = [count * mean_squared / energy for count, energy in pairs if energy > 0]
@@ -133,13 +139,17 @@ def error_ratio(error: Tensor, reference: Tensor) -> Tensor:
 
 
 def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:
-    """Return the bytes of all these layers' statistics, with weights in float64; `copies` as in `passes_within`."""
+    """Return the bytes of all these layers' statistics, with weights in float64; `copies` as in
+    `passes_within`.
+    """
     shapes = [module_at(model, path).weight.flatten(1).shape for path in paths]
     return sum(8 * (copies * columns**2 + rows * columns) for rows, columns in shapes)
 
 
 def work_bytes(model: nn.Module, path: str) -> int:
-    """Return the bytes that work on a layer needs beside its statistics: 3 Gram matrices, 10 weights (measured)."""
+    """Return the bytes that work on a layer needs beside its statistics: 3 Gram matrices, 10
+    weights (measured).
+    """
     rows, columns = module_at(model, path).weight.flatten(1).shape
     return 8 * (3 * columns**2 + 10 * rows * columns)
 
@@ -151,9 +161,11 @@ def passes_within(
     copies: int = 1,
     memory_limit_bytes: int | None = None,
 ) -> list[list[str]]:
-    """Split `paths`, in order, into passes whose Gram matrices (copies * in^2 float64 each) fit the limit.
+    """Split `paths`, in order, into passes whose Gram matrices (copies * in^2 float64 each) fit the
+    limit.
 
-    `copies` counts groups, plus one for held-out images. UsageError names a layer that does not fit alone.
+    `copies` counts groups, plus one for held-out images. UsageError names a layer that does not fit
+    alone.
     """
     passes: list[list[str]] = [[]]
     used = 0
@@ -184,21 +196,26 @@ def collect_in_passes(
     sample: int | None = None,
     held_out: Mapping[str, Tensor] | None = None,
 ) -> Iterator[dict[str, LayerStatistics]]:
-    """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each time.
+    """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each
+    time.
 
-    G_j is the sum of x x^T over the tokens of mini-batch group j; batch number b belongs to group b mod `groups`. Memory:
-    8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB. The caller calls `widened` on one layer at a time. The model
-    must not change before the last pass. In a network with a trunk, each pass resumes where the one before stopped
-    (`trunk`). A path that the forward pass never calls as a module (weights used functionally) is absent.
+    G_j is the sum of x x^T over the tokens of mini-batch group j; batch number b belongs to group b
+    mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB. The caller
+    calls `widened` on one layer at a time. The model must not change before the last pass. In a
+    network with a trunk, each pass resumes where the one before stopped (`trunk`). A path that the
+    forward pass never calls as a module (weights used functionally) is absent.
 
     Args:
-        batches: tensors of images. Several passes need a list, or a function that returns an iterator.
-        sample: most tokens of an image that count (None: all, in float64); the first one, a class token where there is
-            one, always does.
-        held_out: the Gram matrices of the held-out images, where they are known already (`gather_grams`).
+        batches: tensors of images. Several passes need a list, or a function that returns an
+            iterator.
+        sample: most tokens of an image that count (None: all, in float64); the first one, a class
+            token where there is one, always does.
+        held_out: the Gram matrices of the held-out images, where they are known already
+            (`gather_grams`).
 
     Raises:
-        UsageError: training mode, a module that cannot be constrained, shared weights, or batches that end.
+        UsageError: training mode, a module that cannot be constrained, shared weights, or batches
+        that end.
         DataError: NaN or infinite input of a layer, too few batches.
     """
     copies = groups + (held_out_batches is not None)
@@ -228,7 +245,9 @@ def _collect(
     held_out: Mapping[str, Tensor] | None,
     following: Sequence[str],
 ) -> dict[str, LayerStatistics]:
-    """Return the statistics of one pass; the weights share the model's memory. following: the layers of the next pass."""
+    """Return the statistics of one pass; the weights share the model's memory. following: the
+    layers of the next pass.
+    """
     _check(model, paths, groups)
     sums, count = _accumulate(streams, paths, following, groups, sample)
     if count < groups:
@@ -237,7 +256,8 @@ def _collect(
         )
     if held_out is None and held_out_streams is not None:
         held_out = _reported(_accumulate(held_out_streams, paths, following, 1, sample)[0], sample)
-    statistics, blocks = {}, attention_blocks(model)
+    statistics = {}
+    blocks = attention_blocks(model)
     for path in paths:
         if path in sums:
             module = module_at(model, path)
@@ -262,7 +282,7 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
         raise UsageError(f"groups must be at least 1, not {groups}")
     if model.training:
         raise UsageError("statistics need a model in evaluation mode", "call model.eval() first")
-    seen: dict[int, str] = {}
+    path_of: dict[int, str] = {}
     for path in paths:
         module = module_at(model, path)
         reason = refusal(module)
@@ -270,12 +290,12 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
             raise UsageError(
                 f"layer '{path}' cannot be constrained: {reason}", "leave it out with --exclude"
             )
-        if id(module.weight) in seen:
+        if id(module.weight) in path_of:
             raise UsageError(
-                f"layers '{seen[id(module.weight)]}' and '{path}' share one weight",
+                f"layers '{path_of[id(module.weight)]}' and '{path}' share one weight",
                 "exclude one of them",
             )
-        seen[id(module.weight)] = path
+        path_of[id(module.weight)] = path
 
 
 @dataclass
@@ -294,58 +314,62 @@ def _accumulate(
     groups: int,
     sample: int | None,
 ) -> tuple[dict[str, _Sums], int]:
-    found: dict[str, _Sums] = {}
-    count = streams.stream(paths, following, _adding(found, groups, sample))
-    return _ordinary(found), count
+    sums_of: dict[str, _Sums] = {}
+    count = streams.stream(paths, following, _adding(sums_of, groups, sample))
+    return _ordinary(sums_of), count
 
 
 @contextlib.contextmanager
 def gather_grams(
     model: nn.Module, paths: Sequence[str], sample: int | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield path -> Gram matrix of the layer's inputs, which is filled when the caller has run the model."""
+    """Yield path -> Gram matrix of the layer's inputs, which is filled when the caller has run the
+    model.
+    """
     grams: dict[str, Tensor] = {}
-    found: dict[str, _Sums] = {}
-    with visiting(model, paths, _adding(found, 1, sample)):
+    sums_of: dict[str, _Sums] = {}
+    with visiting(model, paths, _adding(sums_of, 1, sample)):
         yield grams
-    grams.update(_reported(_ordinary(found), sample))
+    grams.update(_reported(_ordinary(sums_of), sample))
 
 
-def _reported(found: dict[str, _Sums], sample: int | None) -> dict[str, Tensor]:
-    """Return the Gram matrices of held-out images, in float32 for a sample of tokens to save memory."""
+def _reported(sums_of: dict[str, _Sums], sample: int | None) -> dict[str, Tensor]:
+    """Return the Gram matrices of held-out images, in float32 for a sample of tokens to save
+    memory.
+    """
     return {
         path: sums.grams[0] if sample is None else sums.grams[0].float()
-        for path, sums in found.items()
+        for path, sums in sums_of.items()
     }
 
 
-def _adding(found: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
+def _adding(sums_of: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
     """Return a visitor of `stream` that adds a layer's inputs to its sums."""
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
         group = number % groups
         pieces = rows(module, value) if sample is None else sampled(module, value, sample, number)
         for columns in pieces:
-            if path not in found:
+            if path not in sums_of:
                 width = columns.shape[1]
                 grams = torch.zeros(
                     groups, width, width, dtype=torch.float64, device=columns.device
                 )
-                found[path] = _Sums(grams, geometry(module, value), [0] * groups)
-            found[path].tokens[group] += len(columns)
+                sums_of[path] = _Sums(grams, geometry(module, value), [0] * groups)
+            sums_of[path].tokens[group] += len(columns)
             if columns.dtype == torch.float64:
-                found[path].grams[group].addmm_(columns.mT, columns)
+                sums_of[path].grams[group].addmm_(columns.mT, columns)
             else:
-                found[path].grams[group] += columns.mT @ columns
+                sums_of[path].grams[group] += columns.mT @ columns
         require_finite(
-            path, found[path].grams[group].diagonal()
+            path, sums_of[path].grams[group].diagonal()
         )  # now, so that the error names the first such layer
 
     return visit
 
 
-def _ordinary(found: dict[str, _Sums]) -> dict[str, _Sums]:
+def _ordinary(sums_of: dict[str, _Sums]) -> dict[str, _Sums]:
     """Clone tensors made under inference mode, which autograd would refuse later."""
-    for path, sums in found.items():
-        found[path] = _Sums(sums.grams.clone(), sums.conv, sums.tokens)
-    return found
+    for path, sums in sums_of.items():
+        sums_of[path] = _Sums(sums.grams.clone(), sums.conv, sums.tokens)
+    return sums_of

@@ -45,11 +45,12 @@ class Point:
 def pareto(
     statistics: LayerStatistics, settings: ConstrainSettings, etas: Sequence[float] = ETAS
 ) -> tuple[Point, ...]:
-    """Return (norm, error) of one layer for each eta, errors ascending, the untouched layer (before, 0) first.
+    """Return (norm, error) of one layer for each eta, errors ascending, the untouched layer
+    (before, 0) first.
 
-    Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above the least where the
-    iterations suffice; points that do not lower the norm are left out. All etas share one eigenbasis. Errors as in
-    `constrain_layer`.
+    Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above
+    the least where the iterations suffice; points that do not lower the norm are left out. All etas
+    share one eigenbasis. Errors as in `constrain_layer`.
     """
     settings = replace(settings, prox=SAME.get(settings.prox, settings.prox), tolerance=CURVE_GAP)
     points = [Point(statistics.before, 0.0)]
@@ -59,8 +60,8 @@ def pareto(
         if basis is None:
             norm = constrain_layer(statistics, at_eta).after
         else:
-            found = constrain_matrix(statistics, at_eta, basis)
-            norm = statistics.norm(cast_inside(statistics, found.weight, eta)[0])
+            solution = constrain_matrix(statistics, at_eta, basis)
+            norm = statistics.norm(cast_inside(statistics, solution.weight, eta)[0])
         if norm < points[-1].norm:
             points.append(Point(norm, eta))
     return tuple(points)
@@ -71,16 +72,19 @@ def allocate(
     target: float,
     log10_bound: Callable[[Mapping[str, float]], float],
 ) -> dict[str, Point]:
-    """Minimise sum_l error_l^2 subject to bound(norms) <= target over the layers' Pareto curves: path -> Point.
+    """Minimise sum_l error_l^2 subject to bound(norms) <= target over the layers' Pareto curves:
+    path -> Point.
 
-    A Point's `error` is the eta of its layer (0: leave it). For the product of the norms the answer is optimal on the
-    convex hulls of the curves in the plane of log norm and squared error; other bounds take the same order of steps.
-    Between two samples norm and error are interpolated. The least norm at an error is convex in the error, so the layer
-    reaches the Point's norm up to the optimality gap of its solution.
+    A Point's `error` is the eta of its layer (0: leave it). For the product of the norms the answer
+    is optimal on the convex hulls of the curves in the plane of log norm and squared error; other
+    bounds take the same order of steps. Between two samples norm and error are interpolated. The
+    least norm at an error is convex in the error, so the layer reaches the Point's norm up to the
+    optimality gap of its solution.
 
     Args:
         curves: those of `pareto`.
-        log10_bound: log10 of the network's bound for given norms, which must not fall when a norm grows.
+        log10_bound: log10 of the network's bound for given norms, which must not fall when a norm
+            grows.
 
     Raises:
         OutOfReach: the least bound is above the target; it is named with its error.
@@ -103,14 +107,16 @@ def allocate(
         if whole < len(steps):
             _, path, _, first, last = steps[whole]
             share = position - whole
-            norm, error = last.norm - first.norm, last.error - first.error
+            norm = last.norm - first.norm
+            error = last.error - first.error
             chosen[path] = Point(first.norm + share * norm, first.error + share * error)
         return chosen
 
     def excess(position: float) -> float:
         return log10_bound({path: point.norm for path, point in after(position).items()}) - goal
 
-    low, high = 0.0, float(len(steps))
+    low = 0.0
+    high = float(len(steps))
     above = excess(low)
     if above <= 0:
         return after(low)
@@ -120,20 +126,25 @@ def allocate(
         raise OutOfReach(target, goal + below, worst)
     turn = 0
     while high - low > 1e-9 and below < -1e-6:
-        # false position, which needs a quarter of the bounds that halving does; halving keeps it from standing still
+        # false position, which needs a quarter of the bounds that halving does; halving keeps it
+        # from standing still
         share = above / (above - below) if turn % 3 < 2 and math.isfinite(above - below) else 0.5
         middle = low + min(0.999, max(0.001, share)) * (high - low)
         turn += 1
         value = excess(middle)
         if value <= 0:
-            high, below = middle, value
+            high = middle
+            below = value
         else:
-            low, above = middle, value
+            low = middle
+            above = value
     return after(high)
 
 
 def _hull(curve: Sequence[Point]) -> list[Point]:
-    """Return the lower convex hull of the curve in (-log norm, error^2), from the largest norm down."""
+    """Return the lower convex hull of the curve in (-log norm, error^2), from the largest norm
+    down.
+    """
     hull: list[Point] = []
     for point in sorted(curve, key=lambda point: (-point.norm, point.error)):
         if hull and (point.norm == hull[-1].norm or point.norm <= 0):

@@ -1,8 +1,10 @@
-"""Resume a forward pass where the pass before it stopped, so that many passes cost little more than one.
+"""Resume a forward pass where the pass before it stopped, so that many passes cost little more than
+one.
 
-Most networks have a trunk: an nn.Sequential whose blocks run one after the other, each depending only on the tensor that
-enters it. Each pass keeps the tensor, one a batch, that enters the first block of the next pass. The modules and tensors
-are those of a whole run, so the results are equal to the bit.
+Most networks have a trunk: an nn.Sequential whose blocks run one after the other, each depending
+only on the tensor that enters it. Each pass keeps the tensor, one a batch, that enters the first
+block of the next pass. The modules and tensors are those of a whole run, so the results are equal
+to the bit.
 """
 
 import contextlib
@@ -24,7 +26,8 @@ BEFORE = -1
 
 @dataclass(frozen=True, eq=False)
 class Trunk:
-    """An nn.Sequential that a run of the model calls once, and the places of layers: path -> (first, last).
+    """An nn.Sequential that a run of the model calls once, and the places of layers: path ->
+    (first, last).
 
     A place is the number of the running block. A layer that is not called has none.
     """
@@ -34,7 +37,9 @@ class Trunk:
 
     @classmethod
     def of(cls, model: nn.Module, batches: Batches, paths: Sequence[str]) -> "Trunk | None":
-        """Return the trunk with the most of these layers, from a run of one image; None where it cannot be resumed."""
+        """Return the trunk with the most of these layers, from a run of one image; None where it
+        cannot be resumed.
+        """
         blocks = _widest(model, paths)
         first = next(iter(all_of(batches)), None)
         if blocks is None or first is None:
@@ -44,34 +49,40 @@ class Trunk:
 
     def span(self, paths: Sequence[str]) -> tuple[int, int]:
         """Return the first and last place of these layers; behind the trunk where none is called."""
-        seen = [self.places[path] for path in paths if path in self.places]
-        if not seen:
+        places = [self.places[path] for path in paths if path in self.places]
+        if not places:
             return len(self.blocks), BEFORE
-        return min(first for first, _ in seen), max(last for _, last in seen)
+        return min(first for first, _ in places), max(last for _, last in places)
 
 
 class ResumedStream:
-    """Run `stream` for one group of layers after another, in order; without a trunk each run is a whole one."""
+    """Run `stream` for one group of layers after another, in order; without a trunk each run is a
+    whole one.
+    """
 
     def __init__(self, model: nn.Module, batches: Batches, trunk: Trunk | None) -> None:
-        self.model, self.batches, self.trunk = model, batches, trunk
+        self.model = model
+        self.batches = batches
+        self.trunk = trunk
         self._place = BEFORE
         self._kept: deque[Tensor] = deque()
 
     def stream(self, paths: Sequence[str], following: Sequence[str], visit: Visit) -> int:
-        """Run to the last of `paths`, keep the tensors that `following` needs, and return the number of batches."""
+        """Run to the last of `paths`, keep the tensors that `following` needs, and return the
+        number of batches.
+        """
         if self.trunk is None:
             return stream(self.model, self.batches, paths, visit)
         blocks, (first, last) = self.trunk.blocks, self.trunk.span(paths)
         goes_on = self.trunk.span(following)[0] if following else BEFORE
         taken_up = self._place != BEFORE and self._place <= first
-        begin, given = (self._place, self._kept) if taken_up else (0, deque[Tensor]())
+        begin, values = (self._place, self._kept) if taken_up else (0, deque[Tensor]())
         goes_on = goes_on if goes_on >= begin else BEFORE
         self._place, self._kept = goes_on, deque()
         spool = Spool()
 
         def forward(value: Tensor) -> Tensor:
-            value = given.popleft() if taken_up else value
+            value = values.popleft() if taken_up else value
             for place in range(begin, len(blocks) + 1):
                 if place == goes_on:  # a copy, since the block may write into its input
                     self._kept.append(
@@ -86,34 +97,42 @@ class ResumedStream:
         with _in_place_of(blocks, forward):
             if not taken_up or last == len(blocks):
                 return stream(self.model, self.batches, paths, visit)
-            count = len(given)
+            count = len(values)
             with visiting(self.model, paths, visit, each=blocks), torch.inference_mode():
-                while given:  # resumed: no images are needed
+                while values:  # resumed: no images are needed
                     with contextlib.suppress(StopBatch):
-                        blocks(given[0])
+                        blocks(values[0])
             return count
 
 
 def _widest(model: nn.Module, paths: Sequence[str]) -> nn.Sequential | None:
-    """Return the outermost plain nn.Sequential of distinct blocks that holds the most of these layers."""
-    best, most = None, 1
+    """Return the outermost plain nn.Sequential of distinct blocks that holds the most of these
+    layers.
+    """
+    best = None
+    largest = 1
     for name, module in model.named_modules():
         plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
         if plain and "forward" not in vars(module) and len(set(map(id, module))) == len(module) > 1:
             inside = sum(path.startswith(f"{name}." if name else "") for path in paths)
-            if inside > most:
-                best, most = module, inside
+            if inside > largest:
+                best = module
+                largest = inside
     return best
 
 
 def _observed(
     model: nn.Module, blocks: nn.Sequential, image: Tensor, paths: Sequence[str]
 ) -> dict[str, tuple[int, int]] | None:
-    """Return the places of each layer; None unless the trunk runs once, from first block to last, on one tensor."""
+    """Return the places of each layer; None unless the trunk runs once, from first block to last,
+    on one tensor.
+    """
     places: dict[str, list[int]] = {}
-    place, runs, orderly = BEFORE, 0, True
+    place = BEFORE
+    runs = 0
+    orderly = True
 
-    def begun(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_blocks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal runs, orderly
         runs += 1
         orderly &= place == BEFORE and len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
@@ -131,7 +150,7 @@ def _observed(
 
         return hook
 
-    def left(_: nn.Module, args: object, output: object) -> None:
+    def after_block(_: nn.Module, args: object, output: object) -> None:
         nonlocal orderly
         orderly &= isinstance(output, Tensor)
 
@@ -139,13 +158,13 @@ def _observed(
         return lambda *_: places.setdefault(path, []).append(place)
 
     handles = [
-        blocks.register_forward_pre_hook(begun, with_kwargs=True),
+        blocks.register_forward_pre_hook(before_blocks, with_kwargs=True),
         blocks.register_forward_hook(ended),
     ]
     for number, block in enumerate(blocks):
         handles += [
             block.register_forward_pre_hook(entered(number)),
-            block.register_forward_hook(left),
+            block.register_forward_hook(after_block),
         ]
     handles += [module_at(model, path).register_forward_pre_hook(called(path)) for path in paths]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -155,7 +174,7 @@ def _observed(
         model(sent(image, device))
     if runs != 1 or not orderly:
         return None
-    return {path: (min(seen), max(seen)) for path, seen in places.items()}
+    return {path: (min(numbers), max(numbers)) for path, numbers in places.items()}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Dot-product attention as every domain meets it: timm's module without options, and torch's fused function."""
+"""Dot-product attention as every domain meets it: timm's module without options, and torch's fused
+function.
+"""
 
 from typing import Any
 
@@ -35,7 +37,8 @@ def _has_no_options(module: Any) -> bool:
 def fused_attention(table: RuleTable) -> Register:
     """Register a domain's rule (ctx, query, key, value, mask, scale) for torch's fused attention.
 
-    The rule receives a mask of None where every token sees every other; a scale of None stands for 1 / sqrt(width).
+    The rule receives a mask of None where every token sees every other; a scale of None stands for
+    1 / sqrt(width).
     """
 
     def register(rule: Rule) -> Rule:

@@ -2,7 +2,8 @@
 
 Two ways, because a network may look for either. `followed` hands over an ordinary tensor, and a
 dispatch mode of torch sees the operations. `shadowed` hands over a tensor without memory of its own
-(`Recorded`): torch's operations alone reach its numbers, and each of them passes here. That holds in
+(`Recorded`): torch's operations alone reach its numbers, and each of them passes here. That holds
+in
 other threads, in copies, and where a network switches the modes off: what reads memory finds none.
 """
 
@@ -70,7 +71,9 @@ class _Reads(Exception):
 
 
 class _Record:
-    """The operations of one run, the constants that each of them takes, and the first reader that was refused."""
+    """The operations of one run, the constants that each of them takes, and the first reader that
+    was refused.
+    """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -88,12 +91,14 @@ class _Record:
 
     def add(self, name: str, args: tuple[Any, ...], result: Any, constants: list[Tensor]) -> None:
         """Write down one operation; refuse one that returns no tensor."""
-        made = tensors_of(result)
-        if not made and result is not None:
+        tensors = tensors_of(result)
+        if not tensors and result is not None:
             self.refuse(name)
         numbers = [value for value in args if isinstance(value, (bool, int, float))]
-        shapes = [tuple(tensor.shape) for tensor in made]
-        self.operations.append(Operation(name, shapes, numbers, made[0].dtype if made else None))
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        self.operations.append(
+            Operation(name, shapes, numbers, tensors[0].dtype if tensors else None)
+        )
         self.constants.append(constants)
 
     def refuse(self, name: str) -> None:
@@ -223,7 +228,9 @@ class _Readers(TorchFunctionMode):
 
 
 def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
-    """Return function(image) and its operations. Untraceable where one of them reads a number, caught there or not."""
+    """Return function(image) and its operations. Untraceable where one of them reads a number,
+    caught there or not.
+    """
     image = image.clone()
     record = _Record()
     follow = _Follow(image, record)
@@ -233,7 +240,9 @@ def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
 
 
 def shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
-    """Return what `followed` returns, of an image without memory: nothing but operations can read it."""
+    """Return what `followed` returns, of an image without memory: nothing but operations can read
+    it.
+    """
     result, record = _shadowed(function, image)
     return result, record.operations
 
@@ -266,7 +275,8 @@ def require_same_program(
     image: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Raise Untraceable unless a network in a precision runs the operations that it runs in float64.
+    """Raise Untraceable unless a network in a precision runs the operations that it runs in
+    float64.
 
     Operations, shapes, numbers, the precision of each result, and constants up to their rounding.
 
@@ -326,7 +336,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def steps_of(operations: list[Operation]) -> list[tuple[str, list[Any]]]:
-    """Return the operations without what torch decides by strides, which differ in a batch: copies, and x W^T + b in two."""
+    """Return the operations without what torch decides by strides, which differ in a batch: copies,
+    and x W^T + b in two.
+    """
     steps: list[tuple[str, list[Any]]] = []
     for name, _, numbers, *_ in operations:
         if name in ("view", "_unsafe_view", "clone"):

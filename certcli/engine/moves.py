@@ -1,4 +1,6 @@
-"""What a network makes of its own tensors: by moving numbers, which no arithmetic can round, or by computing others."""
+"""What a network makes of its own tensors: by moving numbers, which no arithmetic can round, or by
+computing others.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,20 +32,22 @@ class Computed:
 class Moved(OperationMode):
     """Follows what is made of a network's own tensors. Views share the memory of what they show.
 
-    storages: where the network's tensors lie, and those that were made of them by moving entries, or of integers only.
+    storages: where the network's tensors lie, and those that were made of them by moving entries,
+        or of integers only.
     computed: how the other ones were made, by the place where they lie.
     """
 
-    def __init__(self, own: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self.storages = {place_of(tensor) for tensor in own}
+        self.storages = {place_of(tensor) for tensor in tensors}
         self.computed: dict[int, Computed] = {}
         self._kept: list[Tensor] = []  # no other tensor gets their memory
 
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result, name = func(*args, **kwargs), func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
         if func._schema.is_mutable:
-            given = {
+            arguments = {
                 **dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
                 **kwargs,
             }
@@ -52,25 +56,26 @@ class Moved(OperationMode):
                 for a in func._schema.arguments
                 if a.alias_info is not None and a.alias_info.is_write
             ]
-            for place in map(place_of, tensors_of([given.get(label) for label in written])):
+            for place in map(place_of, tensors_of([arguments.get(label) for label in written])):
                 self.storages.discard(place)
                 if name != "relu_" or self._is_read(
                     place
                 ):  # which keeps what is known of the error
                     self.computed.pop(place, None)
             return result
-        operands, made = tensors_of((args, kwargs)), tensors_of(result)
+        operands = tensors_of((args, kwargs))
+        results = tensors_of(result)
         places = {place_of(x) for x in operands}
         counted = not any(
-            x.is_floating_point() for x in (*operands, *made)
+            x.is_floating_point() for x in (*operands, *results)
         ) and not name.startswith("empty")
         if name == "lift_fresh" or (
             (counted or name in MOVING) and places <= self.storages
         ):  # torch.tensor(numbers)
-            self._kept += made
-            self.storages.update(map(place_of, made))
+            self._kept += results
+            self.storages.update(map(place_of, results))
         elif operands and all(place in self.storages or place in self.computed for place in places):
-            for x in made:
+            for x in results:
                 if x.is_floating_point() and place_of(x) not in places:  # a view is what it shows
                     self.computed[place_of(x)] = Computed(name, args, kwargs, x)
         return result

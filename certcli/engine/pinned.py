@@ -1,8 +1,9 @@
-"""Library code as it was when certvit was imported: theorems hold for that code, and for none that was patched since.
+"""Library code as it was when certvit was imported: theorems hold for that code, and for none that
+was patched since.
 
-A class is pinned when it gets a rule: its methods, their code, and the functions that they name. torch's functions, the
-methods of tensors and those of `nn.Module` are pinned here. A patch from before certvit was imported shows in the module
-that its code comes from.
+A class is pinned when it gets a rule: its methods, their code, and the functions that they name.
+torch's functions, the methods of tensors and those of `nn.Module` are pinned here. A patch from
+before certvit was imported shows in the module that its code comes from.
 """
 
 import sys
@@ -42,16 +43,19 @@ _FUNCTIONAL = sorted(_callables(vars(functional)))
 
 def _spaces() -> dict[str, Mapping[str, Any]]:
     """Return torch's functions and methods, unbound, by the name of their owner."""
-    of_tensors, of_modules = dict[str, Any](), dict[str, Any]()
-    for found, kind in ((of_tensors, Tensor), (of_modules, nn.Module)):
+    of_tensors = dict[str, Any]()
+    of_modules = dict[str, Any]()
+    for names, kind in ((of_tensors, Tensor), (of_modules, nn.Module)):
         for base in reversed(kind.__mro__):
-            found |= vars(base)
+            names |= vars(base)
     spaces = {"torch": vars(torch), "torch.nn.functional": vars(functional)}
     return {**spaces, "torch.Tensor": of_tensors, "torch.nn.Module": of_modules}
 
 
 def _pinned() -> Iterator[tuple[str, str, Any, Any, CodeType | None]]:
-    """Yield owner and name of each of them, the object, what has its code, and the code: None of a function in C."""
+    """Yield owner and name of each of them, the object, what has its code, and the code: None of a
+    function in C.
+    """
     spaces = _spaces()
     names = {"torch": _TORCH, "torch.nn.functional": _FUNCTIONAL}
     for owner, space in spaces.items():
@@ -100,7 +104,9 @@ def pin(kind: type[nn.Module]) -> None:
 
 
 def unchanged(kind: type[nn.Module]) -> bool:
-    """Tell whether the class runs the code that it ran when it was pinned, and that code is its library's own."""
+    """Tell whether the class runs the code that it ran when it was pinned, and that code is its
+    library's own.
+    """
     pin(kind)
     if [_callables(vars(base)) for base in _bases(kind)] != _CLASSES[kind]:
         return False
@@ -121,19 +127,21 @@ def _bases(kind: type) -> list[type]:
 
 
 def _named(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], Names]]:
-    """Yield the functions that the methods of a class call by name, directly or indirectly, module by module."""
+    """Yield the functions that the methods of a class call by name, directly or indirectly, module
+    by module.
+    """
     waiting = [
         value
         for base in _bases(kind)
         for value in vars(base).values()
         if isinstance(value, FunctionType)
     ]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while waiting:
         function = waiting.pop()
-        if id(function) in seen:
+        if id(function) in visited:
             continue
-        seen.add(id(function))
+        visited.add(id(function))
         space = function.__globals__
         named = {
             name: space[name] for name in names_of(function.__code__) if callable(space.get(name))

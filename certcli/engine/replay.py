@@ -1,21 +1,26 @@
-"""Is the traced graph the network? It is executed beside the model, and everything that the model could hide is looked at.
+"""Is the traced graph the network? It is executed beside the model, and everything that the model
+could hide is looked at.
 
-The bound is one of the graph. It is the network's if the network runs that graph on every image, so here it is *run*. Each
-run has its own task:
+The bound is one of the graph. It is the network's if the network runs that graph on every image, so
+here it is *run*. Each run has its own task:
 
-- the trace, of an image of noise: the graph, and its logits there. A cache that a first run fills shows in the state,
-- the model on a saturated image: its operations on the image and on what is made of it, with shapes and numbers. A branch
+- the trace, of an image of noise: the graph, and its logits there. A cache that a first run fills
+  shows in the state,
+- the model on a saturated image: its operations on the image and on what is made of it, with shapes
+  and numbers. A branch
   that no image shows is seen by what it reads: no operation may return a number,
-- the graph on that image: the same operations, and the same logits to the last places. What depends on the image behind
-  torch's back, on the type of a tensor or on an earlier run is another value here than in the trace,
-- the model on both images in one batch: each image's logits are those of its single run, so they depend neither on the
-  batch's size, nor on the place in it, nor on the other image. Its steps are those of one image; where it takes others, the
-  noise is run alone as well.
+- the graph on that image: the same operations, and the same logits to the last places. What depends
+  on the image behind torch's back, on the type of a tensor or on an earlier run is another value
+  here than in the trace,
+- the model on both images in one batch: each image's logits are those of its single run, so they
+  depend neither on the batch's size, nor on the place in it, nor on the other image. Its steps are
+  those of one image; where it takes others, the noise is run alone as well.
 
-- the model once more on that image, of a kind without memory (`shadowed`): nothing but operations reads it.
+- the model once more on that image, of a kind without memory (`shadowed`): nothing but operations
+  reads it.
 
-Before and after, the state of the model (tensors by their content, attributes, training mode, hooks, the globals of code that
-is no library's) and the generators of random numbers are the same.
+Before and after, the state of the model (tensors by their content, attributes, training mode,
+hooks, the globals of code that is no library's) and the generators of random numbers are the same.
 """
 
 import random
@@ -44,13 +49,15 @@ Watch = Callable[[Callable[[Tensor], Any], Tensor], tuple[Any, list[Operation]]]
 
 @contextmanager
 def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Iterator[Trace]:
-    """`trace_model` for the body; at its end the graph is the network as far as running both can tell.
+    """`trace_model` for the body; at its end the graph is the network as far as running both can
+    tell.
 
         with replayed(model, size, rules) as traced:
             found = walk(traced, domain)
 
-    Untraceable says what differs, but only where the body had no reason of its own to refuse: that one names a module.
-    Costs one run of the graph and one of the model besides the trace, one of two images, and reading the state three times.
+    Untraceable says what differs, but only where the body had no reason of its own to refuse: that
+    one names a module. Costs one run of the graph and one of the model besides the trace, one of
+    two images, and reading the state three times.
     """
     with torch.no_grad(), _random_states_saved():
         images = _images(model, size)
@@ -69,7 +76,9 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
 def _trace(
     model: nn.Module, image: Tensor, tables: Sequence[RuleTable]
 ) -> tuple[Trace, dict[str, Any]]:
-    """Return a trace and the state that it left as it was. A first run may fill a cache: then a second one is traced."""
+    """Return a trace and the state that it left as it was. A first run may fill a cache: then a
+    second one is traced.
+    """
     before = state_of(model)
     try:
         traced = trace_model(model, image, *tables)
@@ -89,7 +98,9 @@ def _trace(
 
 
 def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) -> None:
-    """Graph and model run the same operations and return the same logits, of each image alone and of both in a batch."""
+    """Graph and model run the same operations and return the same logits, of each image alone and
+    of both in a batch.
+    """
     noise, saturated = images
     logits, operations = _run(model, saturated)
     _require_finite(model, logits)
@@ -113,7 +124,9 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
 
 @dataclass(frozen=True)
 class _SameRun:
-    """What the graph does on an image: its logits, its operations, and how far logits move between images."""
+    """What the graph does on an image: its logits, its operations, and how far logits move between
+    images.
+    """
 
     logits: Tensor
     steps: list[Operation]
@@ -144,7 +157,8 @@ def _require_finite(model: nn.Module, logits: Tensor) -> None:
 
 def _images(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
     """Noise, and a saturated image; the first two of a fixed generator."""
-    example, generator = example_of(model, size), torch.Generator().manual_seed(20)
+    example = example_of(model, size)
+    generator = torch.Generator().manual_seed(20)
     noise = [noise_like(example, generator) for _ in range(2)]
     return [noise[0], noise[1].round()]
 
@@ -177,7 +191,9 @@ def result_of(traced: Trace, image: Tensor) -> Any:
 
 
 def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield the graph on an image, node by node, its output last: modules as they are, constants as they were traced."""
+    """Yield the graph on an image, node by node, its output last: modules as they are, constants as
+    they were traced.
+    """
     values: dict[fx.Node, Any] = {}
     last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
     for node in traced.graph.nodes:
@@ -204,9 +220,11 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
 def _is_run_in_a_batch(
     model: nn.Module, images: list[Tensor], alone: Tensor, steps: list[Operation]
 ) -> bool:
-    """Tell whether the network runs these steps in a batch too; Untraceable where an image's logits depend on its batch.
+    """Tell whether the network runs these steps in a batch too; Untraceable where an image's logits
+    depend on its batch.
 
-    False for a network of single images: no wrong logits come of that. The batch is laid out channels last, in inference
+    False for a network of single images: no wrong logits come of that. The batch is laid out
+    channels last, in inference
     mode, and with another number of threads: a network that looks at these is another one there.
     """
     try:
@@ -229,7 +247,9 @@ def _channels_last(images: Tensor) -> Tensor:
 
 @contextmanager
 def _elsewhere() -> Iterator[None]:
-    """Run the body in inference mode, with one thread where there are several, and with two where there is one."""
+    """Run the body in inference mode, with one thread where there are several, and with two where
+    there is one.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     try:
@@ -240,16 +260,20 @@ def _elsewhere() -> Iterator[None]:
 
 
 def agree(together: Tensor, alone: Tensor) -> bool:
-    """Tell whether logits (n, k) of images in one batch are those of each image alone, up to the rounding of kernels.
+    """Tell whether logits (n, k) of images in one batch are those of each image alone, up to the
+    rounding of kernels.
 
-    sqrt(eps) of how far logits move from image to image (`movement`): above the rounding of other kernels, below what a
-    network does that mixes images. Relative to the size of logits, one large constant logit would hide a vote.
+    sqrt(eps) of how far logits move from image to image (`movement`): above the rounding of other
+    kernels, below what a network does that mixes images. Relative to the size of logits, one large
+    constant logit would hide a vote.
     """
     return close(together, alone, torch.finfo(alone.dtype).eps ** 0.5 * movement(alone))
 
 
 def movement(logits: Tensor) -> float:
-    """Return how far the logits that decide move between images: the two largest of each image, (n, ...) -> ()."""
+    """Return how far the logits that decide move between images: the two largest of each image, (n,
+    ...) -> ().
+    """
     flat = logits.flatten(1)
     if flat.shape[1] == 0:
         return 0.0
@@ -284,19 +308,24 @@ def _require_same_state(before: dict[str, Any], model: nn.Module) -> None:
 
 @contextmanager
 def _random_states_saved() -> Iterator[None]:
-    """Untraceable when the body draws from a generator that the process shares; they are put back either way."""
+    """Untraceable when the body draws from a generator that the process shares; they are put back
+    either way.
+    """
     numpy = sys.modules.get("numpy")
     cuda = torch.cuda.is_initialized()
 
     def states() -> list[Any]:
-        found: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
-        found.append([state.tolist() for state in torch.cuda.get_rng_state_all()] if cuda else None)
+        states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+        states.append(
+            [state.tolist() for state in torch.cuda.get_rng_state_all()] if cuda else None
+        )
         if numpy is not None:
             name, keys, *rest = numpy.random.get_state()
-            found.append((name, keys.tolist(), *rest))
-        return found
+            states.append((name, keys.tolist(), *rest))
+        return states
 
-    saved, torch_state = states(), torch.get_rng_state()
+    saved = states()
+    torch_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state_all() if cuda else []
     try:
         try:

@@ -23,28 +23,30 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Describe, by name, the content of every tensor and every attribute of every module and of its class.
+    """Describe, by name, the content of every tensor and every attribute of every module and of its
+    class.
 
-    Of functions, closures and the globals that they name count as well. Library code has none that changes.
+    Of functions, closures and the globals that they name count as well. Library code has none that
+    changes.
     """
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for kind in {type(module) for module in model.modules()}:
         for base in kind.__mro__:
             if not _of_library(base):
-                found |= {
+                description |= {
                     f"{base.__qualname__}.{n}": _described(v, {}, _DEPTH)
                     for n, v in list(vars(base).items())
                 }
     for path, module in model.named_modules():
         where = own_name(model, path) if path else ""
         for name, value in vars(module).items():
-            seen: dict[int, Any] = {}
+            described: dict[int, Any] = {}
             if name in ("_parameters", "_buffers", "_modules"):
                 for inner, item in value.items():
-                    found[f"{where}.{inner}"] = _described(item, seen, _DEPTH)
+                    description[f"{where}.{inner}"] = _described(item, described, _DEPTH)
             else:
-                found[f"{where}.{name}"] = _described(value, seen, _DEPTH)
-    return found
+                description[f"{where}.{name}"] = _described(value, described, _DEPTH)
+    return description
 
 
 def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
@@ -52,13 +54,13 @@ def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     for name in [*before, *(name for name in after if name not in before)]:
         if before.get(name, _described) != after.get(name, _described):
             place, _, attribute = name.rpartition(".")
-            known = {"training": "the training mode", "_forward_hooks": "a forward hook"}
-            shown = known.get(attribute, f"'{attribute}'")
+            titles = {"training": "the training mode", "_forward_hooks": "a forward hook"}
+            shown = titles.get(attribute, f"'{attribute}'")
             return f"{shown} of {place}" if place else shown
     return None
 
 
-def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
+def _described(value: Any, described: dict[int, Any], depth: int) -> Any:
     """Describe a value: by its id where it is seen before, or too deep.
 
     `seen` keeps what it was given alive: some of it is made here, and a new object may get its id.
@@ -80,14 +82,14 @@ def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
         )
     if isinstance(value, (nn.Module, ModuleType)):
         return id(value)
-    if id(value) in seen or depth == 0:
+    if id(value) in described or depth == 0:
         return kind if kind in _CONTAINERS or kind is range else id(value)  # which may be made here
-    seen[id(value)] = value
+    described[id(value)] = value
     if isinstance(value, (tuple, list, set, frozenset)):
-        items = [_described(item, seen, depth - 1) for item in value]
+        items = [_described(item, described, depth - 1) for item in value]
         return sorted(map(repr, items)) if isinstance(value, (set, frozenset)) else items
     if isinstance(value, dict):
-        return [(repr(key), _described(item, seen, depth - 1)) for key, item in value.items()]
+        return [(repr(key), _described(item, described, depth - 1)) for key, item in value.items()]
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -100,21 +102,21 @@ def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
             else {name: value.__globals__.get(name) for name in names_of(value.__code__)}
         )
         inner = (*cells, value.__defaults__, value.__kwdefaults__, named)
-        return id(value), [_described(item, seen, depth - 1) for item in inner]
+        return id(value), [_described(item, described, depth - 1) for item in inner]
     if type(value).__module__.partition(".")[0] == "numpy":
         state = getattr(value, "bit_generator", value)
         return repr(getattr(state, "state", None)) + repr(getattr(value, "tobytes", bytes)())
     if isinstance(value, GeneratorType):
-        return id(value), _described(getgeneratorlocals(value), seen, depth - 1)
+        return id(value), _described(getgeneratorlocals(value), described, depth - 1)
     if isinstance(value, type) or (callable(value) and _of_library(type(value))):
         return id(value)
     if hasattr(value, "__dict__"):
         return id(value), [
-            (name, _described(item, seen, depth - 1)) for name, item in vars(value).items()
+            (name, _described(item, described, depth - 1)) for name, item in vars(value).items()
         ]
     try:
         return id(value), _described(
-            value.__reduce_ex__(2), seen, depth - 1
+            value.__reduce_ex__(2), described, depth - 1
         )  # counters and queues written in C
     except Exception:
         return id(value)
@@ -133,9 +135,11 @@ def _filled(cell: Any) -> bool:
 
 
 def digest(tensor: Tensor) -> int:
-    """Return a checksum of content and order: sums over blocks of bytes and across them, two passes over the memory.
+    """Return a checksum of content and order: sums over blocks of bytes and across them, two passes
+    over the memory.
 
-    It detects a network that writes into its own tensors. It does not resist a deliberate collision.
+    It detects a network that writes into its own tensors. It does not resist a deliberate
+    collision.
     """
     flat = tensor.detach().reshape(-1)
     if tensor.is_complex():

@@ -1,9 +1,10 @@
 """The rule table of a domain: the module types, functions and tensor methods that have a theorem.
 
-A module rule applies to a module that runs exactly the known forward: its type is the registered one (or a subclass that
-changes nothing but its construction), nothing was patched onto the instance, and the options it has are those of the
-theorem. Every other module is traced through to functions and methods. One of these without a rule makes the bound
-infinite, and the reason names it.
+A module rule applies to a module that runs exactly the known forward: its type is the registered
+one (or a subclass that changes nothing but its construction), nothing was patched onto the
+instance, and the options it has are those of the theorem. Every other module is traced through to
+functions and methods. One of these without a rule makes the bound infinite, and the reason names
+it.
 """
 
 from collections.abc import Callable
@@ -39,9 +40,10 @@ class ModuleRule:
 class RuleTable:
     """The theorems of one domain, registered by decorators when the rule files are imported.
 
-    A rule gets the domain's context, the module (a module's rule), and the arguments of the traced call, where tensors that
-    depend on the image are the domain's values and all others `walk.Constant`. It returns the result's value, or raises
-    NoRule. A rule of `settles` gets the context, the value, and the operation that waits in it.
+    A rule gets the domain's context, the module (a module's rule), and the arguments of the traced
+    call, where tensors that depend on the image are the domain's values and all others
+    `walk.Constant`. It returns the result's value, or raises NoRule. A rule of `settles` gets the
+    context, the value, and the operation that waits in it.
     """
 
     def __init__(self, domain: str) -> None:
@@ -54,7 +56,9 @@ class RuleTable:
     def module(
         self, *kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True
     ) -> Register:
-        """Register a rule for modules of these types for which `when` holds; others are traced through."""
+        """Register a rule for modules of these types for which `when` holds; others are traced
+        through.
+        """
 
         def register(rule: Rule) -> Rule:
             for kind in kinds:
@@ -71,7 +75,9 @@ class RuleTable:
         return _into(self.methods, names)
 
     def settles(self, *kinds: type) -> Register:
-        """Register a rule that charges a waiting operation of these types when its partner does not follow."""
+        """Register a rule that charges a waiting operation of these types when its partner does not
+        follow.
+        """
         return _into(self.settlers, kinds)
 
     def find(self, module: nn.Module) -> ModuleRule | None:
@@ -103,7 +109,9 @@ def with_attributes(rule: Rule, *names: str) -> Rule:
 
 
 def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Tell whether all methods of `module` are those of `kind`: no override in a subclass, no patch on either."""
+    """Tell whether all methods of `module` are those of `kind`: no override in a subclass, no patch
+    on either.
+    """
     for cls in type(module).__mro__:
         if cls is kind:
             patched = any(callable(getattr(type(module), name, None)) for name in vars(module))

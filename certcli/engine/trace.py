@@ -19,7 +19,8 @@ from certcli.models.build import own_name
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph, the values of its constants, the module calls it came from, and the logits of the traced example.
+    """The graph, the values of its constants, the module calls it came from, and the logits of the
+    traced example.
 
     made: how the network made those constants that are not its own.
     """
@@ -36,7 +37,8 @@ def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
     """Trace `model` on one image (1, c, h, w).
 
     Args:
-        tables: Of the domains that will walk the graph. A module is a leaf if each has a rule for it; none is, without.
+        tables: Of the domains that will walk the graph. A module is a leaf if each has a rule for
+            it; none is, without.
 
     Raises:
         Untraceable: Names the module that cannot be followed.
@@ -47,7 +49,9 @@ def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
 
 
 def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:
-    """Return a grey image in the precision and on the device of the model's parameters: (1, c, h, w)."""
+    """Return a grey image in the precision and on the device of the model's parameters: (1, c, h,
+    w).
+    """
     tensors = [*model.parameters(), *model.buffers()]
     parameter = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     device = parameter.device if parameter is not None else torch.device("cpu")
@@ -56,16 +60,19 @@ def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:
 
 
 def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> Trace:
-    """Trace `root` on one image (1, c, h, w), through all modules but leaves; Untraceable names where it fails."""
+    """Trace `root` on one image (1, c, h, w), through all modules but leaves; Untraceable names
+    where it fails.
+    """
     refuse_patched_library()
     refuse_hooks(root)
     tracer = Tracer(example, is_leaf)
     tracer.parameter_names = {
         id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]
     }
-    random_state, made = torch.get_rng_state(), Moved([*root.parameters(), *root.buffers()])
+    random_state = torch.get_rng_state()
+    operations_mode = Moved([*root.parameters(), *root.buffers()])
     try:
-        with torch.no_grad(), _nothing_wrapped(), made:
+        with torch.no_grad(), _nothing_wrapped(), operations_mode:
             graph = tracer.trace(root)
     except Untraceable:
         raise
@@ -80,15 +87,20 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
         raise Untraceable("the network draws random numbers")
     for name, constant in tracer.state.constants.items():
         if constant._version != tracer.state.versions[name]:
-            own = own_name(root, name)
+            path = own_name(root, name)
             raise Untraceable(
-                f"the network overwrites '{own}', a tensor that does not depend on the image"
+                f"the network overwrites '{path}', a tensor that does not depend on the image"
             )
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
     return Trace(
-        root, graph, tracer.state.constants, tuple(tracer.state.scopes), tracer.state.result, made
+        root,
+        graph,
+        tracer.state.constants,
+        tuple(tracer.state.scopes),
+        tracer.state.result,
+        operations_mode,
     )
 
 
@@ -96,10 +108,12 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
 def _nothing_wrapped() -> Iterator[None]:
     """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque.
 
-    A timer that rings while fx takes back its own patches would leave them, and every later trace would be refused.
+    A timer that rings while fx takes back its own patches would leave them, and every later trace
+    would be refused.
     """
     wrapped = _symbolic_trace._wrapped_fns_to_patch
-    saved, methods = dict(wrapped), (nn.Module.__call__, nn.Module.__getattr__)
+    saved = dict(wrapped)
+    methods = (nn.Module.__call__, nn.Module.__getattr__)
     wrapped.clear()
     try:
         yield
@@ -109,14 +123,18 @@ def _nothing_wrapped() -> Iterator[None]:
 
 
 def refuse_patched_library() -> None:
-    """Raise Untraceable if a function of torch was replaced: modules with a rule would run it unseen."""
+    """Raise Untraceable if a function of torch was replaced: modules with a rule would run it
+    unseen.
+    """
     name = patched()
     if name is not None:
         raise Untraceable(f"{name} was replaced: it is not torch's own")
 
 
 def refuse_hooks(root: nn.Module) -> None:
-    """Raise Untraceable if a module has a hook or is in training mode: it would not run its known forward."""
+    """Raise Untraceable if a module has a hook or is in training mode: it would not run its known
+    forward.
+    """
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:
         raise Untraceable("a hook is set for all modules")
     for path, module in root.named_modules():

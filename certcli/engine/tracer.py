@@ -1,8 +1,11 @@
-"""torch.fx's tracer, with proxies that carry the concrete tensor of an example forward pass (batch of one).
+"""torch.fx's tracer, with proxies that carry the concrete tensor of an example forward pass (batch
+of one).
 
-timm's control flow on shapes runs as it does in use. A network that reads a value back into Python (`.item()`,
-`bool(tensor)`) is refused, because the graph would hold the example's value. torch's version counters track tensors that
-are overwritten in place: a later use of the old value is refused, because the graph would not show the change.
+timm's control flow on shapes runs as it does in use. A network that reads a value back into Python
+(`.item()`, `bool(tensor)`) is refused, because the graph would hold the example's value. torch's
+version counters track tensors that
+are overwritten in place: a later use of the old value is refused, because the graph would not show
+the change.
 """
 
 import operator
@@ -39,7 +42,9 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Scope:
-    """A call of a module that is not a leaf: the nodes that enter and leave it, for the per-block report."""
+    """A call of a module that is not a leaf: the nodes that enter and leave it, for the per-block
+    report.
+    """
 
     path: str
     kind: str
@@ -57,8 +62,9 @@ def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
 class Proxy(fx.Proxy):
     """A proxy with its concrete value: a tensor, or a tuple or list of tensors.
 
-    It has the attributes of its value, but is no Tensor: torch would use it as one in C++, and crash. A network that
-    branches on `isinstance` is found by running graph and network side by side.
+    It has the attributes of its value, but is no Tensor: torch would use it as one in C++, and
+    crash. A network that branches on `isinstance` is found by running graph and network side by
+    side.
     """
 
     tracer: "Tracer"
@@ -68,12 +74,12 @@ class Proxy(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         if "value" not in self.__dict__:  # fx is still constructing the proxy
             return fx.Proxy.__getattr__(self, name)
-        known = getattr(self.value, name)  # AttributeError where the tensor has none
+        attribute_value = getattr(self.value, name)  # AttributeError where the tensor has none
         if name in _STATIC_ATTRIBUTES:
-            return known
-        if isinstance(known, Tensor):
+            return attribute_value
+        if isinstance(attribute_value, Tensor):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
-        if callable(known):
+        if callable(attribute_value):
             return fx.proxy.Attribute(self, name)
         raise self.tracer.refusal(f"the network reads '{name}' of a tensor")
 
@@ -83,7 +89,8 @@ class Proxy(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         return iter([operator.getitem(self, index) for index in range(len(self.value))])
 
-    # Python's `x += y` would silently fall back to `x = x + y`, which hides that views of x change too
+    # Python's `x += y` would silently fall back to `x = x + y`, which hides that views of x change
+    # too
     __iadd__, __isub__, __imul__, __imatmul__ = map(_in_place, (iadd, isub, imul, imatmul))
     __itruediv__, __ifloordiv__, __ipow__ = map(_in_place, (itruediv, ifloordiv, ipow))
 
@@ -129,7 +136,9 @@ class _State:
 
 
 class Tracer(fx.Tracer):
-    """Traces one image, (1, c, h, w). A node's `meta` holds `path` (its module, or the caller's), `shape` and `dtype`."""
+    """Traces one image, (1, c, h, w). A node's `meta` holds `path` (its module, or the caller's),
+    `shape` and `dtype`.
+    """
 
     def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -145,7 +154,9 @@ class Tracer(fx.Tracer):
         return attr_val  # parameters stay tensors: what depends on no input is computed, not traced
 
     def refusal(self, reason: str) -> Untraceable:
-        """Return the error to raise. It stands even if the network catches it: what follows is not what would have run."""
+        """Return the error to raise. It stands even if the network catches it: what follows is not
+        what would have run.
+        """
         failure = Untraceable(reason)
         self.state.refused = self.state.refused or failure
         return failure
@@ -259,7 +270,8 @@ class Tracer(fx.Tracer):
             and args[0].value is value
             and args[0].versions != proxy.versions
         ):
-            # written in place: all names of the operand mean the new value from here on; its views stay refused
+            # written in place: all names of the operand mean the new value from here on; its views
+            # stay refused
             args[0].node, args[0].versions = proxy.node, proxy.versions
             return args[0]
         return proxy
@@ -268,7 +280,8 @@ class Tracer(fx.Tracer):
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         fixed = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
-        args, kwargs = self._concrete(args), self._concrete(kwargs)
+        args = self._concrete(args)
+        kwargs = self._concrete(kwargs)
         if kind == "call_module":
             value = self.root.get_submodule(target).forward(
                 *args, **kwargs

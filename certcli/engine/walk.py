@@ -32,9 +32,11 @@ class Unproven:
 class Call:
     """One node of the graph as its rule sees it.
 
-    path: the module at hand, by its name in the checkpoint (for an operation: the module in whose forward it stands).
-    kind: the module's type, or the operation's name. shape, dtype: of the result in the traced forward pass, which had a
-    batch of one; shape is a list of shapes for an operation that returns several tensors. node: the node itself.
+    path: the module at hand, by its name in the checkpoint (for an operation: the module in whose
+        forward it stands).
+    kind: the module's type, or the operation's name. shape, dtype: of the result in the traced
+    forward pass, which had a batch of one; shape is a list of shapes for an operation that returns
+    several tensors. node: the node itself.
     """
 
     path: str
@@ -45,7 +47,9 @@ class Call:
 
 
 class Domain(ABC):
-    """What is computed for each tensor of the network, and by which rules. One object walks one graph once."""
+    """What is computed for each tensor of the network, and by which rules. One object walks one
+    graph once.
+    """
 
     rules: RuleTable
 
@@ -63,7 +67,9 @@ class Domain(ABC):
 
     @abstractmethod
     def shape(self, value: Any) -> tuple[int, ...] | None:
-        """Return the shape of the tensor that a value is about; None where values of this domain know none."""
+        """Return the shape of the tensor that a value is about; None where values of this domain
+        know none.
+        """
 
     def expected(self, call: Call) -> Any:
         """Return the shape, or list of shapes, that the rule's result must have."""
@@ -81,7 +87,9 @@ class Domain(ABC):
 
 
 def walk(traced: Trace, domain: Domain) -> Any:
-    """Return the value of the network's output. NoRule names the module or operation without a theorem."""
+    """Return the value of the network's output. NoRule names the module or operation without a
+    theorem.
+    """
     values: dict[fx.Node, Any] = {}
     last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
     empty = True
@@ -115,32 +123,31 @@ def _visit(
     domain: Domain,
     precision: torch.dtype | None,
 ) -> Any:
-    """The value of a module's or an operation's result, by its rule. precision: the image's, in which the net computes."""
+    """The value of a module's or an operation's result, by its rule. precision: the image's, in
+    which the net computes.
+    """
 
-    def known(argument: fx.Node) -> Any:
+    def value_of(argument: fx.Node) -> Any:
         value = values[argument]
         if isinstance(value, Unproven):
             raise NoRule(f"{node.meta['path'] or 'the network'}: {value.reason}")
         return domain.read(node, argument, value)
 
-    args: Any = fx.node.map_arg(node.args, known)
-    kwargs: Any = fx.node.map_arg(node.kwargs, known)
+    args: Any = fx.node.map_arg(node.args, value_of)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value_of)
     rule: Rule | None
     if node.op == "call_module":
         module = traced.root.get_submodule(str(node.target))
-        found = domain.rules.find(module)
-        rule, args, kind = (
-            (None if found is None else found.apply),
-            (module, *args),
-            type(module).__name__,
-        )
+        module_rule = domain.rules.find(module)
+        rule = None if module_rule is None else module_rule.apply
+        args = (module, *args)
+        kind = type(module).__name__
     elif node.op == "call_method":
-        rule, kind = domain.rules.methods.get(str(node.target)), str(node.target)
+        rule = domain.rules.methods.get(str(node.target))
+        kind = str(node.target)
     else:
-        rule, kind = (
-            domain.rules.functions.get(node.target),
-            getattr(node.target, "__name__", str(node.target)),
-        )
+        rule = domain.rules.functions.get(node.target)
+        kind = getattr(node.target, "__name__", str(node.target))
     if node.op != "call_module":
         args, kwargs = _as_documented(args, kwargs)
     call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"), node)
@@ -173,7 +180,8 @@ def _visit(
             f"{where} ({kind}): called with arguments its theorem does not know ({failure})"
         ) from failure
     if call.dtype not in (None, torch.float32, torch.float64, precision):
-        # to integers it jumps; in half precision it is no longer the function of real numbers that a theorem is about
+        # to integers it jumps; in half precision it is no longer the function of real numbers that
+        # a theorem is about
         raise NoRule(f"{where} ({kind}): a result in {call.dtype}")
     if not fits:
         raise NoRule(
@@ -186,31 +194,34 @@ def _shaped(domain: Domain, value: Any, shape: Any) -> bool:
     """Tell whether a rule's result has the shape of the call, or each of several results its own."""
     if isinstance(shape, list):
         return all(
-            _shaped(domain, part, own) for part, own in zip(value, shape, strict=True)
+            _shaped(domain, part, part_shape) for part, part_shape in zip(value, shape, strict=True)
         )  # else ValueError
     if isinstance(value, Unproven):
         return True
-    found = tuple(value.tensor.shape) if isinstance(value, Constant) else domain.shape(value)
-    return found is None or found == shape
+    shape_found = tuple(value.tensor.shape) if isinstance(value, Constant) else domain.shape(value)
+    return shape_found is None or shape_found == shape
 
 
 _SPELLINGS = {"axis": "dim", "keepdims": "keepdim"}
-_FIRST, _SECOND = ("input", "x", "a", "x1"), ("other", "x2")
+_FIRST = ("input", "x", "a", "x1")
+_SECOND = ("other", "x2")
 
 
 def _as_documented(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call of torch's with NumPy's spellings undone, and the tensors it is about without their names.
+    """Return a call of torch's with NumPy's spellings undone, and the tensors it is about without
+    their names.
 
-    torch takes `axis` for `dim` and `keepdims` for `keepdim` wherever it has them, and its operands by name as well. A
-    rule that is then called with a name twice has not been understood, and refuses.
+    torch takes `axis` for `dim` and `keepdims` for `keepdim` wherever it has them, and its operands
+    by name as well. A rule that is then called with a name twice has not been understood, and
+    refuses.
     """
     named = {_SPELLINGS.get(name, name): value for name, value in kwargs.items()}
     if len(named) < len(kwargs):
         raise NoRule("an option is given twice")
     for place, names in enumerate((_FIRST, _SECOND)):
-        given = next((name for name in names if name in named), None)
-        if given is not None and len(args) == place:
-            args = (*args, named.pop(given))
+        keyword = next((name for name in names if name in named), None)
+        if keyword is not None and len(args) == place:
+            args = (*args, named.pop(keyword))
     return args, named

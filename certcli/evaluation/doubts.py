@@ -1,4 +1,6 @@
-"""Why images may say little about a network: few, grey, of another size, or with labels of another network's classes."""
+"""Why images may say little about a network: few, grey, of another size, or with labels of another
+network's classes.
+"""
 
 from collections.abc import Iterator, Sequence
 from types import MethodType
@@ -43,14 +45,14 @@ _FAR = 0.1
 
 def image_doubts(images: Images, channels: int) -> list[str]:
     """Sentences about the images alone; `channels` of the network."""
-    found = []
+    doubts = []
     if len(images) == 1:
-        found.append("one image: every share is 0 % or 100 %, and says little about the network")
+        doubts.append("one image: every share is 0 % or 100 %, and says little about the network")
     if channels == 3 and images.classes:
         _, pixels, _ = next(images.batches(min(len(images), _LOOKED_AT)))
         if bool((pixels == pixels[:, :1]).all()):
-            found.append(f"the images of {images.name} are grey, the network sees colour")
-    return found
+            doubts.append(f"the images of {images.name} are grey, the network sees colour")
+    return doubts
 
 
 def right_of(
@@ -59,12 +61,14 @@ def right_of(
     """Tell of each image whether its label, or that of `labels` (n,), is the top logit."""
     weight = next(model.parameters(), torch.zeros(()))
     with torch.inference_mode():
-        tops = [
+        predictions = [
             model(sent(pixels, weight.device).to(weight.dtype)).argmax(1).cpu()
             for _, pixels, _ in images.batches(batch_size)
         ]
-    found: list[bool] = (torch.cat(tops) == (images.labels if labels is None else labels)).tolist()
-    return found
+    correct: list[bool] = (
+        torch.cat(predictions) == (images.labels if labels is None else labels)
+    ).tolist()
+    return correct
 
 
 def chance_doubt(right: int, count: int, classes: int) -> str | None:
@@ -87,7 +91,7 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
         for entry in checkpoint.record.evidence
         if entry.digest == checkpoint.digest
     )
-    known = [
+    accuracies = [
         (entry.command, entry.result.clean)
         for entry in fresh
         if entry and hasattr(entry.result, "clean")
@@ -96,17 +100,20 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
     return [
         f"the network is right on {right} of {count} images, its record on {100 * clean:.0f} % ({command}): are these images "
         "like those?"
-        for command, clean in known
+        for command, clean in accuracies
         if high < clean - _FAR
     ][:1]
 
 
 def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | None:
-    """Whether the same tensors, with each norm after what it stands before, are right on significantly more of the images.
+    """Whether the same tensors, with each norm after what it stands before, are right on
+    significantly more of the images.
 
-    right: of the first len(right) images, which the network as it is read gets right. None for networks without timm's
-    pre-norm blocks, and for those that are right on most images: a network of the other order would not be. Of the images
-    on which only one reading is right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
+    right: of the first len(right) images, which the network as it is read gets right. None for
+    networks without timm's pre-norm blocks, and for those that are right on most images: a network
+    of the other order would not be. Of the images
+    on which only one reading is right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <=
+    1e-3 (a sign test).
     """
     blocks = [module for module in model.modules() if type(module) is Block]
     if not blocks or sum(right) >= _UNSURE * len(right):
@@ -114,15 +121,15 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     try:  # the network itself for a while: a copy of one larger than memory would be too much
         for block in blocks:
             block.forward = MethodType(_post_norm, block)  # type: ignore[method-assign]
-        found = right_of(model, images.select(range(len(right))))
+        as_post = right_of(model, images.select(range(len(right))))
     finally:
         for block in blocks:
             vars(block).pop("forward", None)
-    if not _significantly_better(right, found, _LEVEL):
+    if not _significantly_better(right, as_post, _LEVEL):
         return None
     return (
-        f"read as a post-norm network (each norm after attention or MLP, not before) it is right on {sum(found)} of "
-        f"{len(found)} images, as it is read on {sum(right)}: all figures here are of the wrong network if it is one, and "
+        f"read as a post-norm network (each norm after attention or MLP, not before) it is right on {sum(as_post)} of "
+        f"{len(as_post)} images, as it is read on {sum(right)}: all figures here are of the wrong network if it is one, and "
         "certvit reads no such network"
     )
 
@@ -130,14 +137,16 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
 def better_statistics(
     model: nn.Module, images: Images, right: list[bool]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield pixel statistics in common use that are right on significantly more of the images (a sign test), each better
+    """Yield pixel statistics in common use that are right on significantly more of the images (a
+    sign test), each better
     than those before: a sentence about them, and the options that give them.
 
-    model.normalize holds `mean` and `std`, (c, 1, 1). right: of the first len(right) images, which the network as it is read
-    gets right.
+    model.normalize holds `mean` and `std`, (c, 1, 1). right: of the first len(right) images, which
+    the network as it is read gets right.
     """
     normalize: Any = model.normalize
-    mean, std = normalize.mean, normalize.std
+    mean = normalize.mean
+    std = normalize.std
     if sum(right) >= _UNSURE * len(right) or len(mean) != 3:
         return
     best = sum(right)
@@ -146,14 +155,14 @@ def better_statistics(
             normalize.mean, normalize.std = (
                 mean.new_tensor(values).view(-1, 1, 1) for values in statistics
             )
-            found = right_of(model, images.select(range(len(right))))
+            correct = right_of(model, images.select(range(len(right))))
         finally:
             normalize.mean, normalize.std = mean, std
-        if sum(found) > best and _significantly_better(right, found, _LEVEL / len(_STATISTICS)):
-            best = sum(found)
+        if sum(correct) > best and _significantly_better(right, correct, _LEVEL / len(_STATISTICS)):
+            best = sum(correct)
             options = ["--mean", _typed(statistics[0]), "--std", _typed(statistics[1])]
             yield (
-                f"with {name}'s pixel statistics the network is right on {best} of {len(found)} images, as it is read on "
+                f"with {name}'s pixel statistics the network is right on {best} of {len(correct)} images, as it is read on "
                 f"{sum(right)}: its mean and std seem to be wrong (try {' '.join(options)})",
                 options,
             )
@@ -163,17 +172,19 @@ def _typed(values: Sequence[float]) -> str:
     return ",".join(str(value) for value in (values[:1] if len(set(values)) == 1 else values))
 
 
-def _significantly_better(right: list[bool], found: list[bool], level: float) -> bool:
-    """P[Binomial(n, 1/2) >= k] <= level, of the n images that one reading alone gets right and the k of the other one."""
+def _significantly_better(right: list[bool], other: list[bool], level: float) -> bool:
+    """P[Binomial(n, 1/2) >= k] <= level, of the n images that one reading alone gets right and the
+    k of the other one.
+    """
     from scipy.special import betainc
 
-    better = sum(b and not a for a, b in zip(right, found, strict=True))
-    worse = sum(a and not b for a, b in zip(right, found, strict=True))
+    better = sum(b and not a for a, b in zip(right, other, strict=True))
+    worse = sum(a and not b for a, b in zip(right, other, strict=True))
     return better > 0 and float(betainc(better, worse + 1, 0.5)) <= level
 
 
 def _post_norm(block: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
     """The block of Vaswani et al. 2017 from the parts of timm's."""
     x = block.norm1(x + block.drop_path1(block.ls1(block.attn(x))))
-    found: Tensor = block.norm2(x + block.drop_path2(block.ls2(block.mlp(x))))
-    return found
+    output: Tensor = block.norm2(x + block.drop_path2(block.ls2(block.mlp(x))))
+    return output

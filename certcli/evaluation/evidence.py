@@ -1,4 +1,5 @@
-"""The one decoder of evidence: a closed structure for each command. What it does not hold is neither read nor shown.
+"""The one decoder of evidence: a closed structure for each command. What it does not hold is
+neither read nor shown.
 
 Whatever of it is shown is either recomputed by `log --verify` or in AUTHORS_WORD.
 """
@@ -162,7 +163,9 @@ class CertifyResult(_Closed):
 
     @property
     def shares(self) -> list[tuple[Threat, float]]:
-        """Threats, ascending, with the share certified against each; Refused for a key that spells no threat."""
+        """Threats, ascending, with the share certified against each; Refused for a key that spells
+        no threat.
+        """
         return sorted(
             (Threat.from_key(key, self.norm), share) for key, share in self.certified.items()
         )
@@ -302,7 +305,9 @@ AUTHORS_WORD: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Decoded:
-    """Evidence of a known command whose fields agree with one another; whether they are true, `log --verify` finds."""
+    """Evidence of a known command whose fields agree with one another; whether they are true, `log
+    --verify` finds.
+    """
 
     command: str
     parameters: Any
@@ -314,12 +319,12 @@ def decode_evidence(entry: Evidence) -> Decoded:
     if entry.command not in COMMANDS:
         raise Refused("no command of certvit writes such evidence")
     parameters, result = COMMANDS[entry.command]
-    found = Decoded(
+    evidence = Decoded(
         entry.command, convert(entry.parameters, parameters), convert(entry.result, result)
     )
-    for wrong in _contradictions(found):
+    for wrong in _contradictions(evidence):
         raise Refused(wrong)
-    return found
+    return evidence
 
 
 def understood(entry: Evidence) -> Decoded | None:
@@ -346,18 +351,19 @@ def count_of(share: float, images: int) -> int:
 def as_json(entry: Evidence, network: str) -> Json:
     """An entry for programs: its closed structure, and which of its fields nothing recomputes.
 
-    network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry about another network.
+    network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry about
+        another network.
     """
     about: Json = {"command": command_of(entry), "digest": entry.digest}
     try:
-        found = decode_evidence(entry)
+        evidence = decode_evidence(entry)
     except Refused as refusal:
         return {**about, "understood": False, "why": f"not understood, not shown: {refusal}"[:300]}
     return {
         **about,
         "understood": True,
-        "parameters": msgspec.to_builtins(found.parameters),
-        "result": msgspec.to_builtins(found.result),
+        "parameters": msgspec.to_builtins(evidence.parameters),
+        "result": msgspec.to_builtins(evidence.result),
         "authors_word": list(
             AUTHORS_WORD[entry.command] if entry.digest == network else ("parameters", "result")
         ),
@@ -365,7 +371,8 @@ def as_json(entry: Evidence, network: str) -> Json:
 
 
 def _contradictions(entry: Decoded) -> Iterator[str]:
-    result, about = entry.result, entry.parameters
+    result = entry.result
+    about = entry.parameters
     bound = isinstance(result, (LipschitzResult, FinetuneResult))
     if bound and result.log10_upper is None and result.upper not in ("inf", 0):
         yield "a bound without its logarithm"
@@ -386,23 +393,28 @@ def _contradictions(entry: Decoded) -> Iterator[str]:
         yield from _certify_contradictions(about, result)
     elif isinstance(result, AttackResult):
         for part in (result, *result.parts):
-            left = [count_of(share, part.images) for share in (part.robust, *part.attacks.values())]
-            if max(left) > count_of(part.clean, part.images):
+            withstood = [
+                count_of(share, part.images) for share in (part.robust, *part.attacks.values())
+            ]
+            if max(withstood) > count_of(part.clean, part.images):
                 yield "an attack leaves no more images than were right before it"
         for key, share in result.curve.items():
             Threat.from_key(key, result.norm)
             if share > result.clean and not result.parts:
                 yield "an attack leaves no more images than were right before it"
     elif isinstance(result, KeptResult):
-        for kept in (result.agreement, result.accuracy_before, result.accuracy_after):
-            count_of(kept or 0.0, result.images)
+        for figure in (result.agreement, result.accuracy_before, result.accuracy_after):
+            count_of(figure or 0.0, result.images)
 
 
 def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> Iterator[str]:
-    options, images = result.options, result.images
-    promise, failure = "proof", 0.0
+    options = result.options
+    images = result.images
+    promise = "proof"
+    failure = 0.0
     if isinstance(options, SmoothingOptions):
-        promise, failure = f"probability {confidence(options.alpha)}", options.alpha
+        promise = f"probability {confidence(options.alpha)}"
+        failure = options.alpha
     if (result.promise, result.failure) != (promise, failure):
         yield f"the promise of {result.method} with these parameters is another"
     if (about.dataset, about.split, about.method) != (
@@ -417,9 +429,9 @@ def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> 
         yield "a mean radius is stated of radii, and of no patches"
     if isinstance(options, PatchOptions) and set(options.patches) != set(result.certified):
         yield "its parameters are about other patches"
-    held = count_of(result.clean, images)
+    hits = count_of(result.clean, images)
     for threat, share in result.shares:
-        if count_of(share, images) > held:
+        if count_of(share, images) > hits:
             yield "more images are certified at a larger radius, or than are classified correctly"
         if threat.norm != "patch":
-            held = count_of(share, images)
+            hits = count_of(share, images)

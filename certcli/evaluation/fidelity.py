@@ -1,4 +1,6 @@
-"""Compare a changed network with the original, end to end, on images that took no part in the change."""
+"""Compare a changed network with the original, end to end, on images that took no part in the
+change.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +58,8 @@ class Fidelity:
         same: the number of images that keep their first choice.
         error: |z - z0|_F / |z0|_F over all logits z.
         agreement_at_least: see `ReferenceLogits.changed_at_most`.
-        right_before, right_after: the number of correct first choices; None where no label is known.
+        right_before, right_after: the number of correct first choices; None where no label is
+            known.
     """
 
     images: int
@@ -72,7 +75,7 @@ class Fidelity:
 
     def to_json(self) -> dict[str, Any]:
         """Return shares with their 95 % intervals (Clopper & Pearson)."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "images": self.images,
             "logits_error": self.error,
             "agreement": self.agreement,
@@ -83,11 +86,11 @@ class Fidelity:
             ("accuracy_before", self.right_before),
             ("accuracy_after", self.right_after),
         ):
-            found[name] = None if right is None else right / self.images
-            found[f"{name}_interval"] = (
+            fields[name] = None if right is None else right / self.images
+            fields[f"{name}_interval"] = (
                 None if right is None else list(share_interval(right, self.images))
             )
-        return found
+        return fields
 
 
 class ReferenceLogits:
@@ -97,7 +100,9 @@ class ReferenceLogits:
         self, model: nn.Module, images: Images, labels: Tensor | None = None, batch_size: int = 50
     ) -> None:
         """Compute the logits. labels: (images,), see `known_labels`."""
-        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.images = images
+        self.labels = labels
+        self.batch_size = batch_size
         self._pixels: list[Tensor] = []
         self.before = self.logits(model)
 
@@ -106,23 +111,24 @@ class ReferenceLogits:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with torch.inference_mode():
             parts = [model(pixels.to(device)) for pixels in self._batches()]
-            found = torch.cat(parts).double().cpu()
-        return found.clone()
+            logits = torch.cat(parts).double().cpu()
+        return logits.clone()
 
     def _batches(self) -> Iterator[Tensor]:
         """Yield the images in batches; those beyond CACHED_BYTES are read from the disk each time."""
         yield from self._pixels
-        held = sum(part.numel() * part.element_size() for part in self._pixels)
+        cached_bytes = sum(part.numel() * part.element_size() for part in self._pixels)
         rest = self.images.select(list(range(sum(map(len, self._pixels)), len(self.images))))
         for _, pixels, _ in rest.batches(self.batch_size) if len(rest) else ():
-            held += pixels.numel() * pixels.element_size()
-            if held <= CACHED_BYTES:
+            cached_bytes += pixels.numel() * pixels.element_size()
+            if cached_bytes <= CACHED_BYTES:
                 self._pixels.append(pixels)
             yield pixels
 
     def compare(self, after: Tensor) -> Fidelity:
         """Compare the logits (images, classes) of a changed network with the original ones."""
-        choice, old = after.argmax(1), self.before.argmax(1)
+        choice = after.argmax(1)
+        old = self.before.argmax(1)
         error = float((after - self.before).norm() / self.before.norm().clamp_min(1e-300))
         changed = self.changed_at_most(after) if self.images.classes else CHANGED_PER_ERROR * error
         return Fidelity(
@@ -135,9 +141,11 @@ class ReferenceLogits:
         )
 
     def reach(self, after: Tensor) -> Tensor:
-        """Return the t >= 0 at which z0 + t (z - z0) leaves its first choice, inf where it never does: (images,).
+        """Return the t >= 0 at which z0 + t (z - z0) leaves its first choice, inf where it never
+        does: (images,).
 
-        This t is the least margin_k / (margin_k - margin'_k) over the classes k whose margin shrinks.
+        This t is the least margin_k / (margin_k - margin'_k) over the classes k whose margin
+        shrinks.
         """
         top = self.before.argmax(1, keepdim=True)
         margin = self.before.gather(1, top) - self.before
@@ -146,18 +154,22 @@ class ReferenceLogits:
         return times.scatter(1, top, torch.inf).amin(1)
 
     def changed_at_most(self, after: Tensor) -> float:
-        """Return the share of all images of this kind whose first choice changes at most, with probability 1 - DOUBT.
+        """Return the share of all images of this kind whose first choice changes at most, with
+        probability 1 - DOUBT.
 
-        The margins tell more than a count: of n = 40 images 98 % are 39.2. On the line from the old logits to `after` the
-        k-th image changes at t_k, when at most the share p of all images has changed, the 1 - DOUBT quantile of
-        Beta(k, n - k + 1) (an order statistic). This share grows at least in proportion to t, so p / t_k at t = 1. k is a
-        fifth of the images, at most MOST_RANKED, or all that changed. The growth is an assumption, and measured
-        (docs/lab/constrain.md). Near ties break it, so the share is at least the median of the same Beta for k that changed.
+        The margins tell more than a count: of n = 40 images 98 % are 39.2. On the line from the old
+        logits to `after` the k-th image changes at t_k, when at most the share p of all images has
+        changed, the 1 - DOUBT quantile of Beta(k, n - k + 1) (an order statistic). This share grows
+        at least in proportion to t, so p / t_k at t = 1. k is a fifth of the images, at most
+        MOST_RANKED, or all that changed. The growth is an assumption, and measured
+        (docs/lab/constrain.md). Near ties break it, so the share is at least the median of the same
+        Beta for k that changed.
         """
         if not bool(after.isfinite().all()):
             return 1.0
         reach = self.reach(after).sort().values
-        count, changed = len(reach), int((reach < 1).sum())
+        count = len(reach)
+        changed = int((reach < 1).sum())
         rank = max(1, min(count // 5, MOST_RANKED), changed)
         by_margins = upper_confidence(rank - 1, count, DOUBT) / max(float(reach[rank - 1]), 1e-12)
         return min(
@@ -166,58 +178,65 @@ class ReferenceLogits:
 
     def doubts(self, record: Record) -> list[str]:
         """Return sentences for the user on why these images may say little about the network."""
-        found = []
+        doubts = []
         count, classes = self.before.shape
         if count < FEW:
-            found.append(
+            doubts.append(
                 f"only {count} images judge the result, which says little: a larger --limit"
             )
-        found += [doubt for doubt in image_doubts(self.images, record.input.size[0]) if count > 1]
+        doubts += [doubt for doubt in image_doubts(self.images, record.input.size[0]) if count > 1]
         choices = len(self.before.argmax(1).unique())
         if choices == 1 and count > 1:
-            found.append("all images get the same first choice: their agreement says nothing")
+            doubts.append("all images get the same first choice: their agreement says nothing")
         if self.labels is not None:
             right = int((self.before.argmax(1) == self.labels).sum())
             if share_interval(right, count)[0] <= 1 / classes:
-                found.append(
+                doubts.append(
                     f"the original network is right on {right} of {count} images, about chance: are these its classes?"
                 )
-        return found
+        return doubts
 
 
-def expected_on_real(found: Fidelity, channels: int) -> dict[str, float]:
-    """Return what networks with `found` on synthetic photographs kept on real images; {} where that is not known.
+def expected_on_real(fidelity: Fidelity, channels: int) -> dict[str, float]:
+    """Return what networks with `found` on synthetic photographs kept on real images; {} where that
+    is not known.
 
-    Strokes on black are no photographs: on grey images the logits were off up to eight times as far.
+    Strokes on black are no photographs: on grey images the logits were off up to eight times as
+    far.
 
     Args:
         channels: of the network's images.
     """
-    if channels == 1 or found.error > PREDICTABLE:
+    if channels == 1 or fidelity.error > PREDICTABLE:
         return {}
-    changed = CHANGED_PER_ERROR * found.error
+    changed = CHANGED_PER_ERROR * fidelity.error
     return {
-        "logits_error_at_most": max(LEAST_EXPECTED, LOGITS_PER_ERROR * found.error),
+        "logits_error_at_most": max(LEAST_EXPECTED, LOGITS_PER_ERROR * fidelity.error),
         "agreement_at_least": max(0.0, 1 - max(LEAST_EXPECTED, changed)),
     }
 
 
-def keeps_enough(found: Fidelity, keep: float) -> bool:
-    """Return whether the share `keep` of first choices stays, by the margins of the images; see `allowed_share`."""
-    return allowed_share(found, keep) >= 1 and (keep < 1 or found.same == found.images)
+def keeps_enough(fidelity: Fidelity, keep: float) -> bool:
+    """Return whether the share `keep` of first choices stays, by the margins of the images; see
+    `allowed_share`.
+    """
+    return allowed_share(fidelity, keep) >= 1 and (keep < 1 or fidelity.same == fidelity.images)
 
 
-def allowed_share(found: Fidelity, keep: float, most: float = 4.0) -> float:
-    """Return the largest t <= `most` such that t times the change from z0 to z keeps the share `keep`.
+def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
+    """Return the largest t <= `most` such that t times the change from z0 to z keeps the share
+    `keep`.
 
     For a share of 1 less than half an image may be expected to change.
     """
-    room = 1 - keep if keep < 1 else 0.5 / found.images
-    return min(most, room / max(1 - found.agreement_at_least, 1e-12))
+    room = 1 - keep if keep < 1 else 0.5 / fidelity.images
+    return min(limit, room / max(1 - fidelity.agreement_at_least, 1e-12))
 
 
 def worth_of_judges(images: int) -> float:
-    """Return the change that MANY_JUDGES images with these margins would allow, over the change that `images` of them do."""
+    """Return the change that MANY_JUDGES images with these margins would allow, over the change
+    that `images` of them do.
+    """
 
     def surplus(count: int) -> float:
         rank = max(1, min(count // 5, MOST_RANKED))

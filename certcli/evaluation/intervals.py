@@ -1,4 +1,6 @@
-"""Exact binomial statements: what a count of successes says about a probability, as numbers and in words."""
+"""Exact binomial statements: what a count of successes says about a probability, as numbers and in
+words.
+"""
 
 from certcli.evaluation.radii import proven_percent
 from certcli.system.errors import DataError
@@ -15,9 +17,11 @@ _OUTWARD = 1e-12
 
 
 def lower_confidence(successes: int, trials: int, alpha: float) -> float:
-    """The largest p with P[Binomial(trials, p) >= successes] <= alpha, rounded down: p is larger, but with probability alpha.
+    """The largest p with P[Binomial(trials, p) >= successes] <= alpha, rounded down: p is larger,
+    but with probability alpha.
 
-    One-sided. It is the alpha quantile of Beta(successes, trials - successes + 1). Source: Clopper & Pearson 1934.
+    One-sided. It is the alpha quantile of Beta(successes, trials - successes + 1). Source: Clopper
+    & Pearson 1934.
     """
     _require_counts(successes, trials, alpha)
     if successes == 0:
@@ -30,7 +34,9 @@ def lower_confidence(successes: int, trials: int, alpha: float) -> float:
 
 
 def upper_confidence(successes: int, trials: int, alpha: float) -> float:
-    """The smallest p with P[Binomial(trials, p) <= successes] <= alpha, rounded up: the other side of the same."""
+    """The smallest p with P[Binomial(trials, p) <= successes] <= alpha, rounded up: the other side
+    of the same.
+    """
     _require_counts(successes, trials, alpha)
     if successes == trials:
         return 1.0
@@ -42,7 +48,8 @@ def upper_confidence(successes: int, trials: int, alpha: float) -> float:
 def share_interval(successes: int, trials: int, alpha: float = 0.05) -> Interval:
     """Clopper-Pearson interval of a share with coverage 1 - alpha at least, alpha / 2 on each side.
 
-    About the sampling of images, not about attacks that were not tried. Source: Clopper & Pearson 1934, Biometrika 26.
+    About the sampling of images, not about attacks that were not tried. Source: Clopper & Pearson
+    1934, Biometrika 26.
     """
     return lower_confidence(successes, trials, alpha / 2), upper_confidence(
         successes, trials, alpha / 2
@@ -62,13 +69,17 @@ def part_of(hits: int, images: int, noun: str = "images") -> str:
 def counted(
     hits: int, images: int, digits: int = 0, *, proven: bool = True, chance: float = 0.05
 ) -> str:
-    """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images without the percentage."""
+    """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images without the
+    percentage.
+    """
     shown = f" ({_percent(hits / images, digits, proven)}, {interval_text(hits, images, chance)})"
     return f"{hits} of {images} images{interval_of_few(hits, images, chance) or shown}"
 
 
 def share_text(share: float, images: int | None, *, proven: bool = False) -> str:
-    """Return a share in percent; of few images their count and the interval in its place. images: None if unknown."""
+    """Return a share in percent; of few images their count and the interval in its place. images:
+    None if unknown.
+    """
     if images is None or images >= FEW:
         return _percent(share, 1, proven)
     return f"{round(share * images)} of {images}{interval_of_few(round(share * images), images)}"

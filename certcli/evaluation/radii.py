@@ -1,4 +1,6 @@
-"""Radii and norms as text: keys that read back to the same number, and figures for a screen, rounded to what holds."""
+"""Radii and norms as text: keys that read back to the same number, and figures for a screen,
+rounded to what holds.
+"""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -74,7 +76,9 @@ def proven_percent(share: float, digits: int = 1) -> str:
 
 
 def confidence(failure: float, whole: int = 1) -> str:
-    """1 - failure, rounded down to the digits that tell it from 1: "0.999"; of a whole of 100, "99.9"."""
+    """1 - failure, rounded down to the digits that tell it from 1: "0.999"; of a whole of 100,
+    "99.9".
+    """
     digits = 6 if failure <= 0 else min(20, max(6, 2 - math.floor(math.log10(failure))))
     exact = Context(
         prec=400
@@ -86,7 +90,7 @@ def confidence(failure: float, whole: int = 1) -> str:
     )
 
 
-def _rounded(figure: float | str | Decimal, digits: int, way: str) -> str:
+def _rounded(figure: float | str | Decimal, digits: int, mode: str) -> str:
     """In `digits` significant ones, without trailing zeros, spelled as :g does."""
     value = Decimal(
         repr(figure) if isinstance(figure, float) else figure
@@ -95,5 +99,9 @@ def _rounded(figure: float | str | Decimal, digits: int, way: str) -> str:
         return f"{value:f}".lower().replace("infinity", "inf")
     if value == 0:
         return "0"
-    found = Context(prec=digits, rounding=way).plus(value).normalize()
-    return f"{found:f}" if -5 <= found.adjusted() < max(digits, 6) else f"{float(found):.{digits}g}"
+    rounded = Context(prec=digits, rounding=mode).plus(value).normalize()
+    return (
+        f"{rounded:f}"
+        if -5 <= rounded.adjusted() < max(digits, 6)
+        else f"{float(rounded):.{digits}g}"
+    )

@@ -1,7 +1,8 @@
-"""The door for files of records: each line becomes typed, ranged values, or one sentence says why not.
+"""The door for files of records: each line becomes typed, ranged values, or one sentence says why
+not.
 
-Nothing is taken from a line that is not a field here. Whether a line is true is not decided here: `certify.resumed` and
-`attack.resumed` compute lines again.
+Nothing is taken from a line that is not a field here. Whether a line is true is not decided here:
+`certify.resumed` and `attack.resumed` compute lines again.
 """
 
 from collections import Counter
@@ -111,13 +112,14 @@ class AttackedFields(_Record):
     as_8bit: bool | None = None
 
     def __post_init__(self) -> None:
-        left, broken = set(self.robust.values()), self.broken_by is not None
+        outcomes = set(self.robust.values())
+        broken = self.broken_by is not None
         if (self.norm is None) != (self.l2 is None):
             raise ValueError("it states one of norm and l2")
         if self.prediction != self.label:
-            fits = left == {False} and not broken and self.norm == 0
+            fits = outcomes == {False} and not broken and self.norm == 0
         elif self.norm is None:
-            fits = left == {True} and not broken and self.adversarial_prediction == self.label
+            fits = outcomes == {True} and not broken and self.adversarial_prediction == self.label
         else:
             fits = self.broken_by is not None and self.robust.get(self.broken_by) is False
             fits = fits and self.adversarial_prediction != self.label
@@ -157,7 +159,8 @@ class PatchAttackedFields(_Record):
     corner: Annotated[list[Index], Meta(min_length=2, max_length=2)] | None
 
     def __post_init__(self) -> None:
-        right, broken = self.prediction == self.label, self.corner is not None
+        right = self.prediction == self.label
+        broken = self.corner is not None
         changed = self.adversarial_prediction != self.prediction
         if (
             broken is not changed
@@ -177,7 +180,9 @@ RECORDS: dict[tuple[str, bool], type[Struct]] = {
 
 
 class PatchOptions(_Fields):
-    """Parameters of a classifier that is defended against patches. cell: (height, width) of what is hidden together."""
+    """Parameters of a classifier that is defended against patches. cell: (height, width) of what is
+    hidden together.
+    """
 
     procedure: Literal["double-masking", "voting"]
     patches: Patches
@@ -189,15 +194,17 @@ class PatchOptions(_Fields):
     band_width: Side | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        given = tuple(part is not UNSET for part in (self.masks, self.bands, self.band_width))
-        if given != (
+        is_set = tuple(part is not UNSET for part in (self.masks, self.bands, self.band_width))
+        if is_set != (
             (True, False, False) if self.procedure == "double-masking" else (False, True, True)
         ):
             raise ValueError(f"these are not the parameters of {self.procedure}")
 
 
 def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
-    """Header, records as plain values, and where each complete line ends; DataError names the line that is neither."""
+    """Header, records as plain values, and where each complete line ends; DataError names the line
+    that is neither.
+    """
     header: HeaderFields | None = None
     rows: list[Json] = []
     ends: list[int] = []
@@ -224,5 +231,5 @@ def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
         start = end + 1
     if header is None:
         raise DataError(f"{path} holds no records", HINT)
-    found: dict[str, Any] = msgspec.to_builtins(header)
-    return found, rows, ends
+    run: dict[str, Any] = msgspec.to_builtins(header)
+    return run, rows, ends

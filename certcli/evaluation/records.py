@@ -1,8 +1,9 @@
 """What every command that judges images shares: which run this is, and its records on disk.
 
-A file of records is JSON lines. The first is the header: all that decides the records (`Run`). Each other line is one
-record, written and flushed as it is found, so an interrupted run is a shorter run; it carries `pixels`, the digest of its
-image, so that records of two runs can be compared image by image, and `file`, the image's name, where it has one.
+A file of records is JSON lines. The first is the header: all that decides the records (`Run`). Each
+other line is one record, written and flushed as it is found, so an interrupted run is a shorter
+run; it carries `pixels`, the digest of its image, so that records of two runs can be compared image
+by image, and `file`, the image's name, where it has one.
 """
 
 import contextlib
@@ -31,8 +32,10 @@ NETWORK = "network"
 class Run:
     """All that decides the records of a file: two runs that are equal write the same records.
 
-    checkpoint: digest of the network's function. method: of certificates, or the attacks in order. norm: of the radii;
-    radii: at which images were attacked, empty for certificates, which find their own. parameters: of the method.
+    checkpoint: digest of the network's function. method: of certificates, or the attacks in order.
+        norm: of the radii;
+    radii: at which images were attacked, empty for certificates, which find their own. parameters:
+        of the method.
     """
 
     command: str
@@ -50,11 +53,11 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as they come back from a file."""
-        found = {
+        run = {
             "schema": SCHEMA,
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
         }
-        plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, allow_nan=False))
+        plain: dict[str, Any] = json.loads(json.dumps(run, sort_keys=True, allow_nan=False))
         return plain
 
     @staticmethod
@@ -63,8 +66,11 @@ class Run:
         return Run(**{name: header[name] for name in Run.__dataclass_fields__})
 
     def differences(self, other: "Run") -> Iterator[str]:
-        """ "seed is 0 there and 1 here", for everything in which `other` (there) differs from this run (here)."""
-        here, there = dict(_flat(self.to_json())), dict(_flat(other.to_json()))
+        """ "seed is 0 there and 1 here", for everything in which `other` (there) differs from this
+        run (here).
+        """
+        here = dict(_flat(self.to_json()))
+        there = dict(_flat(other.to_json()))
         for name in [*here, *(name for name in there if name not in here)]:
             if here.get(name) != there.get(name):
                 yield f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
@@ -81,15 +87,17 @@ def describe(images: Images) -> dict[str, Any]:
 
 
 def digested(images: Images, team: Team) -> Images:
-    """The same images, their digests found by all processes, each for a part: reading a folder of photographs takes long."""
+    """The same images, their digests found by all processes, each for a part: reading a folder of
+    photographs takes long.
+    """
     if not team.several:
         return images
     parts = [
         range(start, min(start + DIGESTED, len(images)))
         for start in range(0, len(images), DIGESTED)
     ]
-    found = [row for _, rows in team.deal(parts, images.digests_at) for row in rows]
-    return images.with_digests(team.agree(lambda: found))
+    rows = [row for _, rows in team.deal(parts, images.digests_at) for row in rows]
+    return images.with_digests(team.agree(lambda: rows))
 
 
 def packed(rows: Iterable[Any]) -> list[dict[str, Any]]:
@@ -116,12 +124,15 @@ def _short(value: Any) -> str:
 
 
 class RecordFile:
-    """The records of one run on disk, or nowhere when no path is given. A context: the file is open inside it.
+    """The records of one run on disk, or nowhere when no path is given. A context: the file is open
+    inside it.
 
-    keys: the fields that say which record a line is. With `resume` the lines of an existing file are handed out again by
-    `take`; from the first one that is missing on, the file is written anew. UsageError when the file exists (without force
-    or resume) or belongs to another run: the difference is named. network: what was assumed in reading the checkpoint, for
-    the header; it decides nothing, since the digest says which function was judged.
+    keys: the fields that say which record a line is. With `resume` the lines of an existing file
+    are handed out again by `take`; from the first one that is missing on, the file is written anew.
+    UsageError when the file exists (without force
+    or resume) or belongs to another run: the difference is named. network: what was assumed in
+    reading the checkpoint, for the header; it decides nothing, since the digest says which function
+    was judged.
 
     Attributes:
         taken: records that `take` handed out again.
@@ -142,7 +153,9 @@ class RecordFile:
         self.path, self._run, self._keys, self._images = path, run, tuple(keys), images
         self._earlier: list[dict[str, Any]] = []
         self._ends: list[int] = []
-        self.taken, self.earlier, self._reading = 0, 0, True
+        self.taken = 0
+        self.earlier = 0
+        self._reading = True
         self._handle: IO[bytes] | None = None
         self._streamed = False
         if path is None:
@@ -193,7 +206,9 @@ class RecordFile:
         self._earlier, self.earlier = rows, len(rows)
 
     def take(self, keys: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
-        """The stored records with these keys, in order, or None when not all are there: find them, then `write`."""
+        """The stored records with these keys, in order, or None when not all are there: find them,
+        then `write`.
+        """
         if not self._reading:
             return None
         rows = self._earlier[self.taken : self.taken + len(keys)]
@@ -204,17 +219,21 @@ class RecordFile:
         return rows
 
     def _drop(self) -> None:
-        """Forget what follows the records that were taken, on disk too; from here on the file only grows."""
+        """Forget what follows the records that were taken, on disk too; from here on the file only
+        grows.
+        """
         self._reading = False
         if self._handle is not None and not self._streamed:
             self._handle.truncate(self._ends[self.taken])
             self._handle.seek(self._ends[self.taken])
-        self._earlier, self._ends = self._earlier[: self.taken], self._ends[: self.taken + 1]
+        self._earlier = self._earlier[: self.taken]
+        self._ends = self._ends[: self.taken + 1]
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append records and flush them, each with the digest and the file of its image."""
         if self._handle is not None:
-            files, digests = self._images.file_of, self._images.digests
+            files = self._images.file_of
+            digests = self._images.digests
             named = ({**row, FILE: files[row["index"]]} if files else row for row in rows)
             self._append([{**row, PIXELS: digests[row["index"]]} for row in named])
 
@@ -246,7 +265,9 @@ class RecordFile:
 
 
 def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
-    """The run and the records of a file that `command` wrote, a torn last line left out. DataError else."""
+    """The run and the records of a file that `command` wrote, a torn last line left out. DataError
+    else.
+    """
     try:
         data = path.read_bytes()
     except OSError as failure:
@@ -268,7 +289,8 @@ def require_same_images(
     *,
     all_of_them: bool = False,
 ) -> None:
-    """DataError when a record speaks of other pixels, another label or another file than the image with its index.
+    """DataError when a record speaks of other pixels, another label or another file than the image
+    with its index.
 
     all_of_them: also when it speaks of an image that is not among these.
     """
@@ -290,12 +312,14 @@ def require_same_images(
             )
 
 
-def _same_file(stated: str | None, found: str | None) -> bool:
-    """Tell whether two names are one: alike, or one of them begins further up, in the folder that holds the splits."""
-    if stated is None or found is None:
+def _same_file(stated_name: str | None, current: str | None) -> bool:
+    """Tell whether two names are one: alike, or one of them begins further up, in the folder that
+    holds the splits.
+    """
+    if stated_name is None or current is None:
         return True
     # file systems differ in how they spell accents
-    short, long = sorted((normalize("NFC", name) for name in (stated, found)), key=len)
+    short, long = sorted((normalize("NFC", name) for name in (stated_name, current)), key=len)
     return short == long or long in (f"{split}/{short}" for split in SPLITS)
 
 
@@ -309,7 +333,9 @@ def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
 
 
 def require_share(share: float, option: str) -> float:
-    """A gate is a share of the images: UsageError for 90, nan and the like, which would never or always hold."""
+    """A gate is a share of the images: UsageError for 90, nan and the like, which would never or
+    always hold.
+    """
     if not 0 <= share <= 1:
         raise UsageError(
             f"{option} {share:g} is no share", f"{option} 0.9 demands 90 % of the images"
@@ -318,7 +344,9 @@ def require_share(share: float, option: str) -> float:
 
 
 def require_radii(radii: Iterable[float]) -> tuple[float, ...]:
-    """Ascending, each once. UsageError for a radius that is negative, infinite or no number, or when there is none."""
+    """Ascending, each once. UsageError for a radius that is negative, infinite or no number, or
+    when there is none.
+    """
     chosen = tuple(sorted(set(radii)))
     wrong = next((radius for radius in chosen if not (radius >= 0 and math.isfinite(radius))), None)
     if wrong is not None or not chosen:

@@ -1,4 +1,6 @@
-"""What an attacker may change: a ball of pixel-space radius around an image in the box [0, 1], or a patch of it."""
+"""What an attacker may change: a ball of pixel-space radius around an image in the box [0, 1], or a
+patch of it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +33,8 @@ def per_image(values: Tensor, like: Tensor) -> Tensor:
 class Region:
     """All images x' in [0, 1] with |x' - x| <= radius (pixel units).
 
-    own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then the largest of them.
+    own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then the
+        largest of them.
     where: (b, 1, h, w) bool, the pixels that may change, where not all may: `Region.within`.
     """
 
@@ -42,7 +45,9 @@ class Region:
 
     @staticmethod
     def within(patch: Patch, corners: Sequence[tuple[int, int]], images: Tensor) -> "Region":
-        """Any pixels within one such patch of each image, at these corners (top, left): a ball of radius 1 in linf there."""
+        """Any pixels within one such patch of each image, at these corners (top, left): a ball of
+        radius 1 in linf there.
+        """
         where = torch.zeros(
             len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device
         )
@@ -58,10 +63,10 @@ class Region:
 
     def of(self, rows: Tensor) -> "Region":
         """The region to the images of a batch at these positions (or under this mask)."""
-        own, where = (
+        radii, where = (
             None if part is None else part[rows.to(part.device)] for part in (self.own, self.where)
         )
-        return replace(self, own=own, where=where)
+        return replace(self, own=radii, where=where)
 
     def radii(self, images: Tensor) -> Tensor:
         """(b,) float64, on the images' device."""
@@ -79,7 +84,8 @@ class Region:
     def project(self, adversarial: Tensor, images: Tensor) -> Tensor:
         """Nearest point of the ball, then of the box: (b, c, h, w) x 2 -> (b, c, h, w).
 
-        Clipping to the box after the ball keeps the point in the ball, because `images` lie in the box.
+        Clipping to the box after the ball keeps the point in the ball, because `images` lie in the
+        box.
         """
         delta = adversarial - images
         if self.norm == "linf":
@@ -92,10 +98,13 @@ class Region:
         return point if self.where is None else torch.where(self.where, point, images)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2: direction and length are.
+        """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2:
+        direction and length are.
 
-        Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point of it begins as far
-        away as it may ever be, and breaks fewer images. Clipped to the box. Source: torchattacks' PGDL2.
+        Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point
+        of it begins as far
+        away as it may ever be, and breaks fewer images. Clipped to the box. Source: torchattacks'
+        PGDL2.
         """
         return self._drawn(images, generator, lambda share, pixels: share)
 
@@ -106,8 +115,11 @@ class Region:
     def _drawn(
         self, images: Tensor, generator: torch.Generator, length: Callable[[Tensor, int], Tensor]
     ) -> Tensor:
-        """length: in l2, of the step, as a share of the radius, from uniform numbers and the number of pixels."""
-        shape, device = images.shape, images.device
+        """length: in l2, of the step, as a share of the radius, from uniform numbers and the number
+        of pixels.
+        """
+        shape = images.shape
+        device = images.device
         if self.norm == "linf":
             delta = (2 * torch.rand(shape, generator=generator).to(device) - 1) * per_image(
                 self.radii(images), images
@@ -121,7 +133,9 @@ class Region:
         return self.project(images + delta.to(images.dtype), images)
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """Direction of norm 1 along which a linear function grows fastest: (b, c, h, w) -> (b, c, h, w)."""
+        """Direction of norm 1 along which a linear function grows fastest: (b, c, h, w) -> (b, c,
+        h, w).
+        """
         if self.norm == "linf":
             return gradient.sign()
         return gradient / per_image(image_norms(gradient, "l2").clamp_min(1e-30), gradient)

@@ -1,7 +1,8 @@
 """The share of an earlier run's records that is computed again, before a result rests on them.
 
-Anyone who can write a file can write false records, and their digest too, so only computing them again shows whether they are
-true. The operating system's generator draws them when the run has ended: no author of the file can have known the draw.
+Anyone who can write a file can write false records, and their digest too, so only computing them
+again shows whether they are true. The operating system's generator draws them when the run has
+ended: no author of the file can have known the draw.
 """
 
 import random
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 from certcli.evaluation.verdicts import PASSED, Demand, decided
 
-FEW, USUAL, ENOUGH = 16, 0.02, 128
+FEW = 16
+USUAL = 0.02
+ENOUGH = 128
 """Pieces that are all computed again; the share of more; and the most without a gate."""
 MISSED = 1e-6
 """Chance, at most, that a gate passes although the file's false records are as many as it takes to turn it."""
@@ -34,7 +37,8 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Demanded:
-    """What a result must meet: `share` of `total` images. elsewhere: images of this run that meet it.
+    """What a result must meet: `share` of `total` images. elsewhere: images of this run that meet
+    it.
 
     every: nothing may rest on a file, since a checkpoint's evidence is written.
     """
@@ -45,24 +49,29 @@ class Demanded:
     every: bool = False
 
 
-def to_compute_again(held: Sequence[int], demanded: Demanded, usual: int) -> list[int]:
-    """Which of the file's pieces are computed again. held: how many images of each meet the demand, as the file says.
+def to_compute_again(hits: Sequence[int], demanded: Demanded, usual: int) -> list[int]:
+    """Which of the file's pieces are computed again. held: how many images of each meet the demand,
+    as the file says.
 
-    `usual` pieces are drawn from all. Where the demand is met only with the file's help, further ones are drawn from those
-    that help: the fewest false pieces that turn the result are all missed with the chance `MISSED` at most.
+    `usual` pieces are drawn from all. Where the demand is met only with the file's help, further
+    ones are drawn from those
+    that help: the fewest false pieces that turn the result are all missed with the chance `MISSED`
+    at most.
     """
     draw = random.SystemRandom()
     if demanded.every:
-        return list(range(len(held)))
-    chosen = set(draw.sample(range(len(held)), min(usual, len(held))))
-    spare = sum(held) + demanded.elsewhere - _least(demanded.share, demanded.total)
-    if 0 <= spare < sum(held):
-        helping = [piece for piece, count in enumerate(held) if count]
-        false, turned = 0, 0
-        for count in sorted(held, reverse=True):
+        return list(range(len(hits)))
+    chosen = set(draw.sample(range(len(hits)), min(usual, len(hits))))
+    spare = sum(hits) + demanded.elsewhere - _least(demanded.share, demanded.total)
+    if 0 <= spare < sum(hits):
+        helping = [piece for piece, count in enumerate(hits) if count]
+        false = 0
+        turned = 0
+        for count in sorted(hits, reverse=True):
             if turned > spare:
                 break
-            false, turned = false + 1, turned + count
+            false = false + 1
+            turned = turned + count
         chosen |= set(draw.sample(helping, draws(len(helping), false)))
     return sorted(chosen)
 
@@ -73,11 +82,13 @@ def usual(count: int) -> int:
 
 
 def draws(count: int, false: int, missed: float = MISSED) -> int:
-    """The fewest draws without return from `count` pieces that miss all of `false` >= 1 with a chance of `missed` at most.
+    """The fewest draws without return from `count` pieces that miss all of `false` >= 1 with a
+    chance of `missed` at most.
 
     P[n draws miss] = prod_{i < n} (count - false - i) / (count - i)
     """
-    chance, n = 1.0, 0
+    chance = 1.0
+    n = 0
     while chance > missed:
         chance *= (count - false - n) / (count - n)
         n += 1

@@ -1,8 +1,11 @@
-"""Which images a network was made with, kept in its lineage, and how many of other images are among them.
+"""Which images a network was made with, kept in its lineage, and how many of other images are among
+them.
 
-A step that trains or calibrates keeps the digests of its images' pixels, as the network takes them: all of few, a seeded
-sample of many, six bytes each (two images of a million share one with a chance of 4e-9). Of a sample the share found is an
-estimate. What a file says of itself may be left out by who wrote it: images that are not found here need not be new.
+A step that trains or calibrates keeps the digests of its images' pixels, as the network takes them:
+all of few, a seeded sample of many, six bytes each (two images of a million share one with a chance
+of 4e-9). Of a sample the share found is an
+estimate. What a file says of itself may be left out by who wrote it: images that are not found here
+need not be new.
 """
 
 import base64
@@ -22,7 +25,8 @@ LISTED = 4096
 """Images of a step whose digests are kept: 32 KB of text."""
 BYTES = 6
 _SEED = 20260102
-TRAINED, CALIBRATED = "training", "calibration"
+TRAINED = "training"
+CALIBRATED = "calibration"
 KINDS = {"finetune": TRAINED, "adapt": CALIBRATED, "constrain": CALIBRATED}
 """What each command does with its images."""
 
@@ -36,7 +40,9 @@ class _SeenFields(StrictStruct):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one step of a lineage keeps. listed: digests of `images` images, or of a sample of them; none by old steps."""
+    """What one step of a lineage keeps. listed: digests of `images` images, or of a sample of them;
+    none by old steps.
+    """
 
     command: str
     dataset: str
@@ -56,7 +62,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class SeenShare:
-    """How many of `of` images a network has seen. exactly: or estimated from a sample of what it has seen."""
+    """How many of `of` images a network has seen. exactly: or estimated from a sample of what it
+    has seen.
+    """
 
     kind: str
     images: int
@@ -91,13 +99,13 @@ def listed_in(text: str) -> tuple[str, ...]:
 
 def seen_by(record: Record) -> list[Seen]:
     """What the steps of a lineage keep, as far as it can be read; an old step lists no images."""
-    found = []
+    sources = []
     for step in record.lineage:
         if step.command not in KINDS:
             continue
         try:
-            kept = convert(step.parameters.get(SEEN), _SeenFields)
-            listed = listed_in(kept.digests)
+            fields = convert(step.parameters.get(SEEN), _SeenFields)
+            listed = listed_in(fields.digests)
         except (Refused, ValueError):
             name, count = step.parameters.get("dataset"), step.parameters.get("images")
             if (
@@ -106,17 +114,17 @@ def seen_by(record: Record) -> list[Seen]:
                 and type(count) is int
                 and 0 < count < 2**53
             ):
-                found.append(Seen(step.command, name, "train", count))
+                sources.append(Seen(step.command, name, "train", count))
             continue
-        found.append(Seen(step.command, kept.dataset, kept.split, kept.images, listed))
-    return found
+        sources.append(Seen(step.command, fields.dataset, fields.split, fields.images, listed))
+    return sources
 
 
-def shares(seen: Sequence[Seen], images: Images) -> list[SeenShare]:
+def shares(sources: Sequence[Seen], images: Images) -> list[SeenShare]:
     """Of training and of calibration images, the share among these; kinds without one are left out."""
-    found = []
+    shares_of = []
     for kind in (TRAINED, CALIBRATED):
-        steps = [step for step in seen if step.kind == kind and step.listed]
+        steps = [step for step in sources if step.kind == kind and step.listed]
         if not steps:
             continue
         stands_for: dict[str, float] = {}
@@ -128,23 +136,27 @@ def shares(seen: Sequence[Seen], images: Images) -> list[SeenShare]:
         count = min(len(images), round(sum(weights)))
         if count:
             exactly = all(step.sampled == 1 for step in steps)
-            found.append(SeenShare(kind, count, len(images), exactly))
-    return found
+            shares_of.append(SeenShare(kind, count, len(images), exactly))
+    return shares_of
 
 
-def unlisted(seen: Sequence[Seen], images: Images) -> Seen | None:
-    """A step that trained on this dataset, by name, may have had these images, and does not list all that it had."""
+def unlisted(sources: Sequence[Seen], images: Images) -> Seen | None:
+    """A step that trained on this dataset, by name, may have had these images, and does not list
+    all that it had.
+    """
     possible = (
         step
-        for step in seen
+        for step in sources
         if step.kind == TRAINED and step.dataset == images.name and step.sampled < 1
     )
     return next(possible, None) if images.split in ("train", "all") else None
 
 
-def trained_on(seen: Sequence[Seen], images: Images) -> bool:
-    """Whether the training part of these very images, by name, was trained on: one of a few is found where all are listed."""
-    for step in seen:
+def trained_on(sources: Sequence[Seen], images: Images) -> bool:
+    """Whether the training part of these very images, by name, was trained on: one of a few is
+    found where all are listed.
+    """
+    for step in sources:
         if step.kind == TRAINED and step.dataset == images.name and step.split == "train":
             few = images.limit(64, _SEED)
             if step.sampled < 1 or shares([step], few):
@@ -154,15 +166,15 @@ def trained_on(seen: Sequence[Seen], images: Images) -> bool:
 
 def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:
     """Shares of seen images for a document, and sentences about them."""
-    seen = seen_by(record)
-    found = shares(seen, images)
-    sentences = [f"{share}: their figures are not those of new images" for share in found]
-    old = unlisted(seen, images)
-    if old is not None and not any(share.kind == TRAINED for share in found):
+    sources = seen_by(record)
+    shares_of = shares(sources, images)
+    sentences = [f"{share}: their figures are not those of new images" for share in shares_of]
+    old = unlisted(sources, images)
+    if old is not None and not any(share.kind == TRAINED for share in shares_of):
         sentences.append(
             f"the network was trained on {old.images:,} images of {old.dataset}; its file does not say which: some of these "
             "may be among them"
         )
     return {
-        share.kind: {"images": share.images, "exact": share.exactly} for share in found
+        share.kind: {"images": share.images, "exact": share.exactly} for share in shares_of
     }, sentences

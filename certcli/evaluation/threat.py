@@ -1,4 +1,6 @@
-"""How much an attacker may change, as one type: the radius of a ball in l2 or linf, or the size of a patch."""
+"""How much an attacker may change, as one type: the radius of a ball in l2 or linf, or the size of
+a patch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ class Patch:
 
     @staticmethod
     def read(text: str, image: tuple[int, int]) -> Patch:
-        """Read "32" (a square), "16x64" (width x height), "2%" (the square of at least that share), "2:32" (two of them).
+        """Read "32" (a square), "16x64" (width x height), "2%" (the square of at least that share),
+        "2:32" (two of them).
 
         Args:
             image: (height, width).
@@ -64,16 +67,16 @@ class Patch:
         Raises:
             UsageError: the text is no patch, or its patch does not fit into the image.
         """
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"(?:([0-9]{1,3}):)?(?:([0-9]{1,6})(?:x([0-9]{1,6}))?|([0-9]{1,3}(?:\.[0-9]{1,6})?)%)",
             text.strip(),
         )
-        if found is None:
+        if match is None:
             raise UsageError(
                 f"--patch '{text}' is no patch",
                 "--patch 32, 16x64 (width x height), 2%, or 2:32 for two",
             )
-        count, width, height, share = found.groups()
+        count, width, height, share = match.groups()
         if share is not None:
             width = str(math.ceil(math.sqrt(float(share) / 100 * image[0] * image[1])))
         patch = Patch(int(height or width), int(width), int(count or 1))
@@ -87,16 +90,17 @@ class Patch:
     @staticmethod
     def from_key(key: str) -> Patch:
         """Read what `str` wrote; Refused for any other text, such as "32" or "032x32"."""
-        found = re.fullmatch(r"(?:([1-9][0-9]{0,2}):)?([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", key)
-        if found is not None and found[1] != "1":
-            return Patch(int(found[3]), int(found[2]), int(found[1] or 1))
+        match = re.fullmatch(r"(?:([1-9][0-9]{0,2}):)?([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", key)
+        if match is not None and match[1] != "1":
+            return Patch(int(match[3]), int(match[2]), int(match[1] or 1))
         raise Refused(f"'{key[:40]}' is no patch")
 
 
 @total_ordering
 @dataclass(frozen=True)
 class Threat:
-    """All images in [0, 1] that an attacker may show in place of x: those within a ball, or with other pixels in a patch.
+    """All images in [0, 1] that an attacker may show in place of x: those within a ball, or with
+    other pixels in a patch.
 
     Threats of one norm have an order; comparing those of two norms is a TypeError.
 
@@ -132,7 +136,9 @@ class Threat:
 
     @staticmethod
     def read(text: str, norm: Kind, image: tuple[int, int] = ANY_IMAGE) -> Threat:
-        """Read what a person writes: "8/255", or a patch (`Patch.read`). UsageError for other texts."""
+        """Read what a person writes: "8/255", or a patch (`Patch.read`). UsageError for other
+        texts.
+        """
         if norm == "patch":
             return Threat(norm, Patch.read(text, image))
         require_norm(norm)
@@ -157,7 +163,9 @@ class Threat:
 
     @property
     def key(self) -> str:
-        """The size as records and evidence spell it, which reads back to the same threat: "0.25", "32x32"."""
+        """The size as records and evidence spell it, which reads back to the same threat: "0.25",
+        "32x32".
+        """
         return str(self.size) if isinstance(self.size, Patch) else radius_key(self.size)
 
     def proven(self) -> str:
@@ -169,7 +177,8 @@ class Threat:
         return str(self.size) if isinstance(self.size, Patch) else attacked_radius(self.size)
 
     def allows(self, changed: Tensor, image: Tensor) -> bool:
-        """Return whether an attacker may show `changed` in place of `image`: (c, h, w) both, compared in float64.
+        """Return whether an attacker may show `changed` in place of `image`: (c, h, w) both,
+        compared in float64.
 
         Of several patches one is looked for.
         """
@@ -188,7 +197,9 @@ class Threat:
 
 
 def one_norm(threats: Iterable[Threat]) -> Kind:
-    """Return the norm that all threats share; TypeError where they have several, since their shares cannot be compared."""
+    """Return the norm that all threats share; TypeError where they have several, since their shares
+    cannot be compared.
+    """
     norms = sorted({threat.norm for threat in threats})
     if len(norms) != 1:
         raise TypeError(

@@ -1,7 +1,7 @@
 """Attack training images on the fly: FGSM, PGD, and the inner maximisation of TRADES.
 
-Images stay in [0, 1]. The network is attacked in eval mode. ARD and PRM (Mo et al. 2022) make the attacks of the first
-epochs weaker and more varied.
+Images stay in [0, 1]. The network is attacked in eval mode. ARD and PRM (Mo et al. 2022) make the
+attacks of the first epochs weaker and more varied.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,14 @@ class Adversary:
     """
 
     def __init__(self, model: PixelModel, settings: FinetuneSettings, generator: Generator) -> None:
-        self.model, self.settings, self.generator = model, settings, generator
+        self.model = model
+        self.settings = settings
+        self.generator = generator
         self.region = Region(settings.attack_norm, settings.attack_epsilon)  # type: ignore[arg-type]
         self.steps = 1 if settings.adversarial == "fgsm" else settings.attack_steps
         reach = FGSM_STEP if settings.adversarial == "fgsm" else PGD_REACH
-        given = settings.attack_step_size
-        self.step_size = reach * self.region.radius / self.steps if given is None else given
+        step_size = settings.attack_step_size
+        self.step_size = reach * self.region.radius / self.steps if step_size is None else step_size
         self.attentions = [
             module for path, module in model.net.named_modules() if path.split(".")[-1] == "attn"
         ]
@@ -57,12 +59,16 @@ class Adversary:
             self.patch = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
     def share_left(self, share: float) -> float:
-        """Return the factor of ARD's and PRM's probabilities at this share of the training: 1 to 0 over `mask_decay`."""
+        """Return the factor of ARD's and PRM's probabilities at this share of the training: 1 to 0
+        over `mask_decay`.
+        """
         decay = self.settings.mask_decay
         return 1.0 if decay == 0 else max(0.0, 1 - share / decay)
 
     def _reach(self, share: float) -> tuple[Region, float]:
-        """Return the region and the step at this share of the training: radius 0 grows to its value."""
+        """Return the region and the step at this share of the training: radius 0 grows to its
+        value.
+        """
         ramp = self.settings.attack_ramp
         if ramp == 0 or share >= ramp:
             return self.region, self.step_size
@@ -76,41 +82,45 @@ class Adversary:
         loss: Callable[[Tensor], Tensor],
         share: float,
     ) -> Tensor:
-        """Climb loss(forward(x')) by steepest ascent, projected after every step: (b, c, h, w) -> (b, c, h, w).
+        """Climb loss(forward(x')) by steepest ascent, projected after every step: (b, c, h, w) ->
+        (b, c, h, w).
 
         Args:
             forward: pixels -> logits in float32.
             loss: logits -> (), a sum over images.
             share: the share of the training done so far.
         """
-        left = self.share_left(share)
+        remaining = self.share_left(share)
         was_training = self.model.training
         region, step_size = self._reach(share)
         if self.settings.adversarial == "trades":
             start = TRADES_START * torch.randn(images.shape, generator=self.generator).to(images)
-            moved = region.project(images + start, images)
+            adversarial = region.project(images + start, images)
         else:
-            moved = region.random_start(images, self.generator)
+            adversarial = region.random_start(images, self.generator)
         self.model.eval()
         try:
             for _ in range(self.steps):
-                moved = self._masked(moved, images, left).detach().requires_grad_(True)
-                with self._attention_dropped(left), torch.enable_grad():
-                    (gradient,) = torch.autograd.grad(loss(forward(moved)), moved)
-                moved = region.project(
-                    moved.detach() + step_size * region.steepest(gradient), images
+                adversarial = (
+                    self._masked(adversarial, images, remaining).detach().requires_grad_(True)
+                )
+                with self._attention_dropped(remaining), torch.enable_grad():
+                    (gradient,) = torch.autograd.grad(loss(forward(adversarial)), adversarial)
+                adversarial = region.project(
+                    adversarial.detach() + step_size * region.steepest(gradient), images
                 )
         finally:
             self.model.train(was_training)
-        return moved
+        return adversarial
 
-    def _masked(self, moved: Tensor, images: Tensor, left: float) -> Tensor:
+    def _masked(self, adversarial: Tensor, images: Tensor, remaining: float) -> Tensor:
         """Take the perturbation from each patch of each image with probability prm * left (PRM)."""
-        probability = self.settings.prm * left
+        probability = self.settings.prm * remaining
         if probability == 0:
-            return moved
+            return adversarial
         b, _, h, w = images.shape
-        rows, columns = -(-h // self.patch[0]), -(-w // self.patch[1])
+        rows = -(-h // self.patch[0])
+        columns = -(-w // self.patch[1])
         perturbed = (
             torch.rand(b, 1, rows, columns, generator=self.generator).to(images.device)
             >= probability
@@ -118,11 +128,14 @@ class Adversary:
         perturbed = perturbed.repeat_interleave(self.patch[0], 2).repeat_interleave(
             self.patch[1], 3
         )[:, :, :h, :w]
-        return torch.where(perturbed, moved, images)
+        return torch.where(perturbed, adversarial, images)
 
-    def _attention_dropped(self, left: float) -> ExitStack:
-        """Drop the gradient of each attention with probability ard * left, but not its value, inside the block (ARD)."""
-        probability, hooks = self.settings.ard * left, ExitStack()
+    def _attention_dropped(self, remaining: float) -> ExitStack:
+        """Drop the gradient of each attention with probability ard * left, but not its value,
+        inside the block (ARD).
+        """
+        probability = self.settings.ard * remaining
+        hooks = ExitStack()
         if probability > 0:
             drawn = torch.rand(len(self.attentions), generator=self.generator) < probability
             for attention, dropped in zip(self.attentions, drawn.tolist(), strict=True):

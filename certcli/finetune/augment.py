@@ -1,7 +1,8 @@
-"""Move, mirror and mix training images in pixel space, with every draw from the run's own generator.
+"""Move, mirror and mix training images in pixel space, with every draw from the run's own
+generator.
 
-The rules are those of timm's and torchvision's transforms, which draw from global generators: a resumed run could not
-restore these.
+The rules are those of timm's and torchvision's transforms, which draw from global generators: a
+resumed run could not restore these.
 """
 
 from dataclasses import dataclass
@@ -31,14 +32,17 @@ WARP_CELLS = 5
 
 @dataclass(frozen=True)
 class Mix:
-    """A batch mixed with its reverse: the weight of each image's own label, and the labels that get the rest (b,)."""
+    """A batch mixed with its reverse: the weight of each image's own label, and the labels that get
+    the rest (b,).
+    """
 
     weight: float
     partners: Tensor
 
 
 def translate(images: Tensor, reach: int, mode: str, generator: Generator) -> Tensor:
-    """Move every image by its own random (dy, dx), |dy|, |dx| <= reach: (b, c, h, w) -> (b, c, h, w).
+    """Move every image by its own random (dy, dx), |dy|, |dx| <= reach: (b, c, h, w) -> (b, c, h,
+    w).
 
     Args:
         mode: the pixels beyond the edge, "constant" (black) or "replicate".
@@ -60,9 +64,11 @@ def flip(images: Tensor, generator: Generator) -> Tensor:
 
 
 def warp(images: Tensor, generator: Generator) -> Tensor:
-    """Sample half of the images along a random affine map and smooth displacements, bicubic: (b, c, h, w) -> (b, c, h, w).
+    """Sample half of the images along a random affine map and smooth displacements, bicubic: (b, c,
+    h, w) -> (b, c, h, w).
 
-    Source: Simard et al. 2003 (elastic distortions), here on a coarse grid in place of filtered noise.
+    Source: Simard et al. 2003 (elastic distortions), here on a coarse grid in place of filtered
+    noise.
     """
     b, _, h, w = images.shape
     chosen = (torch.rand(b, generator=generator) < WARPED).nonzero()[:, 0]
@@ -83,7 +89,8 @@ def warp(images: Tensor, generator: Generator) -> Tensor:
 
 
 def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Generator) -> Tensor:
-    """Put grey squares on every image at its own random places, all of them inside: (b, c, h, w) -> (b, c, h, w).
+    """Put grey squares on every image at its own random places, all of them inside: (b, c, h, w) ->
+    (b, c, h, w).
 
     Source: DeVries and Taylor 2017; two squares as in Xiang et al. 2022, PatchCleanser.
 
@@ -95,7 +102,7 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
         raise UsageError(
             f"cutout squares of {side} pixels do not fit into images of {w} x {h}", "smaller ones"
         )
-    tops = torch.randint(0, h - side + 1, (squares, b, 1, 1, 1), generator=generator).to(
+    rows_from = torch.randint(0, h - side + 1, (squares, b, 1, 1, 1), generator=generator).to(
         images.device
     )
     lefts = torch.randint(0, w - side + 1, (squares, b, 1, 1, 1), generator=generator).to(
@@ -103,7 +110,12 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
     )
     rows = torch.arange(h, device=images.device).view(1, 1, 1, h, 1)
     columns = torch.arange(w, device=images.device).view(1, 1, 1, 1, w)
-    inside = (rows >= tops) & (rows < tops + side) & (columns >= lefts) & (columns < lefts + side)
+    inside = (
+        (rows >= rows_from)
+        & (rows < rows_from + side)
+        & (columns >= lefts)
+        & (columns < lefts + side)
+    )
     return torch.where(inside.any(dim=0), grey.to(images), images)
 
 
@@ -118,26 +130,30 @@ def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Gen
         images = warp(images, generator)
     if "flip" in names:
         images = flip(images, generator)
-    for found in filter(None, map(CUTOUT.fullmatch, names)):
-        images = cutout(images, int(found[1]), int(found[2]), grey, generator)
+    for match in filter(None, map(CUTOUT.fullmatch, names)):
+        images = cutout(images, int(match[1]), int(match[2]), grey, generator)
     return images
 
 
 def mix(
     images: Tensor, labels: Tensor, settings: FinetuneSettings, generator: Generator
 ) -> tuple[Tensor, Mix | None]:
-    """Mix the batch with itself in reverse order, by Mixup or CutMix (either with probability 1/2 when both are on).
+    """Mix the batch with itself in reverse order, by Mixup or CutMix (either with probability 1/2
+    when both are on).
 
-    Mixup is x <- lam x + (1 - lam) x' with lam ~ Beta(a, a) (Zhang et al. 2018). CutMix replaces a box of x of area
-    1 - lam by that of x', and takes lam from the box as the edges clip it (Yun et al. 2019).
+    Mixup is x <- lam x + (1 - lam) x' with lam ~ Beta(a, a) (Zhang et al. 2018). CutMix replaces a
+    box of x of area 1 - lam by that of x', and takes lam from the box as the edges clip it (Yun et
+    al. 2019).
     """
     if settings.mixup == 0 and settings.cutmix == 0:
         return images, None
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-    active, cut = random.random() < settings.mix_probability, random.random() < 0.5
+    active = random.random() < settings.mix_probability
+    cut = random.random() < 0.5
     cut = settings.mixup == 0 or (cut and settings.cutmix > 0)
     strength = settings.cutmix if cut else settings.mixup
-    share, centre = float(random.beta(strength, strength)), random.random(2)
+    share = float(random.beta(strength, strength))
+    centre = random.random(2)
     if not active:
         return images, None
     other = images.flip(0)

@@ -1,4 +1,6 @@
-"""Turn a time budget (`--time-budget 10m`) into a number of steps: from a few measured ones, then from each epoch's pace."""
+"""Turn a time budget (`--time-budget 10m`) into a number of steps: from a few measured ones, then
+from each epoch's pace.
+"""
 
 import re
 import statistics
@@ -25,7 +27,9 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step, of validating one image, of saving the state, of the final bound, and of a certificate."""
+    """Seconds of a step, of validating one image, of saving the state, of the final bound, and of a
+    certificate.
+    """
 
     step: float
     image: float
@@ -52,12 +56,16 @@ def parse_duration(text: str) -> float:
 
 
 def measure_steps(step: Callable[[], object], budget: float) -> float:
-    """Return the mean seconds of a training step after a warm-up: many steps add up to the mean, not to the median."""
+    """Return the mean seconds of a training step after a warm-up: many steps add up to the mean,
+    not to the median.
+    """
     for _ in range(WARM_UP_STEPS):
         step()
-    fewest, most = MEASURED_STEPS
+    fewest, maximum = MEASURED_STEPS
     seconds: list[float] = []
-    while len(seconds) < fewest or (len(seconds) < most and sum(seconds) < MEASURED_SHARE * budget):
+    while len(seconds) < fewest or (
+        len(seconds) < maximum and sum(seconds) < MEASURED_SHARE * budget
+    ):
         started = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - started)
@@ -65,52 +73,58 @@ def measure_steps(step: Callable[[], object], budget: float) -> float:
 
 
 def affordable_steps(available: float, costs: Costs, batches: int, validation: int) -> Plan:
-    """Return the most steps with steps * step + epochs * (evaluation + saving) + proof <= MARGIN * available, at least 1.
+    """Return the most steps with steps * step + epochs * (evaluation + saving) + proof <= MARGIN *
+    available, at least 1.
 
-    Each epoch, also a begun one, is evaluated and saved once. Where validation on all images would take more than a tenth
-    of the time, the plan takes fewer images, but at least 500.
+    Each epoch, also a begun one, is evaluated and saved once. Where validation on all images would
+    take more than a tenth of the time, the plan takes fewer images, but at least 500.
 
     Args:
         available: seconds left of the budget.
         batches: steps an epoch.
         validation: number of validation images.
     """
-    left = max(0.0, available * MARGIN - costs.bound)
-    epochs = max(1.0, left / (batches * costs.step))
-    affordable = int(EVALUATION_SHARE * left / max(epochs * costs.image + costs.certificate, 1e-12))
+    time_left = max(0.0, available * MARGIN - costs.bound)
+    epochs = max(1.0, time_left / (batches * costs.step))
+    affordable = int(
+        EVALUATION_SHARE * time_left / max(epochs * costs.image + costs.certificate, 1e-12)
+    )
     images = min(validation, max(affordable, FEWEST_VALIDATION_IMAGES))
-    left -= images * costs.certificate
+    time_left -= images * costs.certificate
     around = images * costs.image + costs.saving
-    whole = int(max(0.0, left) // (batches * costs.step + around))
-    rest = left - whole * (batches * costs.step + around) - around
-    begun = min(batches - 1, int(max(0.0, rest) / costs.step))
-    return Plan(max(1, whole * batches + begun), None if images == validation else images)
+    whole = int(max(0.0, time_left) // (batches * costs.step + around))
+    rest = time_left - whole * (batches * costs.step + around) - around
+    first_steps = min(batches - 1, int(max(0.0, rest) / costs.step))
+    return Plan(max(1, whole * batches + first_steps), None if images == validation else images)
 
 
-def changed_total(step: int, total: int, pace: float, left: float, batches: int) -> int:
-    """Return the steps of a run that fit after an epoch's end: `total` while those left are right to TOLERANCE.
+def changed_total(step: int, total: int, pace: float, time_left: float, batches: int) -> int:
+    """Return the steps of a run that fit after an epoch's end: `total` while those left are right
+    to TOLERANCE.
 
-    Machines change their speed by factors of two within minutes, so that a plan from a few steps may leave half of the
-    time unused, or take twice of it.
+    Machines change their speed by factors of two within minutes, so that a plan from a few steps
+    may leave half of the time unused, or take twice of it.
 
     Args:
         pace: seconds a step so far, evaluation and saving included.
         left: seconds of the budget that are left for steps.
         batches: steps an epoch; the run ends with a whole one, where one fits.
     """
-    fitting = int(max(0.0, left * MARGIN) / pace)
+    fitting = int(max(0.0, time_left * MARGIN) / pace)
     if abs(fitting - (total - step)) <= TOLERANCE * (total - step):
         return total
     return step + (fitting - fitting % batches if fitting >= batches else fitting)
 
 
 def share_done(step: int, total: int, changes: Sequence[tuple[int, int]] = ()) -> float:
-    """Return the share of the schedule before a step: linear in the steps, and continuous where the plan changed.
+    """Return the share of the schedule before a step: linear in the steps, and continuous where the
+    plan changed.
 
     changes: for each earlier plan, the step at which it ended and the total that it had.
     """
-    begun, done = 0, 0.0
+    start = 0
+    done = 0.0
     for changed, former in changes:
-        done += (1 - done) * (changed - begun) / (former - begun)
-        begun = changed
-    return done + (1 - done) * (step - begun) / (total - begun)
+        done += (1 - done) * (changed - start) / (former - start)
+        start = changed
+    return done + (1 - done) * (step - start) / (total - start)

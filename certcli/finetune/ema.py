@@ -1,4 +1,6 @@
-"""An exponential moving average of the weights, which is validated and written in place of the last iterate."""
+"""An exponential moving average of the weights, which is validated and written in place of the last
+iterate.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +17,12 @@ _RETRACTIONS = 12
 
 
 class Average:
-    """a <- d_n a + (1 - d_n) w after step n; d_n = min(decay, (1 + n) / (10 + n)) forgets the early steps.
+    """a <- d_n a + (1 - d_n) w after step n; d_n = min(decay, (1 + n) / (10 + n)) forgets the early
+    steps.
 
-    Buffers of integers are copied. An average of orthogonal matrices is not orthogonal: it is retracted where it is used,
-    not where it is stored. Each process averages its own rows of sharded weights.
+    Buffers of integers are copied. An average of orthogonal matrices is not orthogonal: it is
+    retracted where it is used, not where it is stored. Each process averages its own rows of
+    sharded weights.
     """
 
     def __init__(self, net: nn.Module, decay: float) -> None:
@@ -38,8 +42,10 @@ class Average:
 
     @contextmanager
     def applied(self, net: nn.Module, orthogonal: Sequence[Tensor]) -> Iterator[None]:
-        """Give `net` the average inside the block, with its `orthogonal` parameters retracted, and its own weights after."""
-        held = {name: value.detach().clone() for name, value in net.state_dict().items()}
+        """Give `net` the average inside the block, with its `orthogonal` parameters retracted, and
+        its own weights after.
+        """
+        plain_weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
         _assign(net, self.weights)
         with torch.no_grad():
             for weight in orthogonal:
@@ -47,7 +53,7 @@ class Average:
         try:
             yield
         finally:
-            _assign(net, held)
+            _assign(net, plain_weights)
 
     def state(self) -> dict[str, Stored]:
         weights = {

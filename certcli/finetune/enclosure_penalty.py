@@ -1,4 +1,5 @@
-"""A penalty that makes ordinary attention provable: what an enclosure of the network loses, it loses by this.
+"""A penalty that makes ordinary attention provable: what an enclosure of the network loses, it
+loses by this.
 
 A local certificate (`certify --method local`) carries the linear part of every tensor exactly. It
 loses where the network is not linear, in proportion to squares of alpha, the row norms of the
@@ -18,6 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
 import torch
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention

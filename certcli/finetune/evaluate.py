@@ -13,10 +13,12 @@ from certcli.system.processes import ALONE, Team
 
 @dataclass(frozen=True)
 class Quality:
-    """Clean accuracy, the share certified *by the estimate*, and the estimated constant; None without a bound.
+    """Clean accuracy, the share certified *by the estimate*, and the estimated constant; None
+    without a bound.
 
     Args:
-        masked: accuracy on parts of images, for runs that train on parts; the weights are then chosen by it.
+        masked: accuracy on parts of images, for runs that train on parts; the weights are then
+            chosen by it.
     """
 
     clean: float
@@ -47,7 +49,8 @@ def evaluate(
 ) -> Quality:
     """Return accuracy and the share of images whose every margin z_y - z_j exceeds epsilon K_jy.
 
-    Several processes take a batch each. All get the leader's result, which decides on patience and the best epoch.
+    Several processes take a batch each. All get the leader's result, which decides on patience and
+    the best epoch.
 
     Args:
         pairs: estimated pair constants K (k, k).
@@ -55,24 +58,24 @@ def evaluate(
         in_step: every pass needs all processes (sharded weights), so that none may go ahead.
     """
     if gains is None and pairs is not None:
-        moved = epsilon * pairs.double()
+        margins = epsilon * pairs.double()
 
         def gains(pixels: Tensor, labels: Tensor) -> Tensor:
-            return moved[labels]
+            return margins[labels]
 
     @torch.no_grad()
     def judge(start: int) -> tuple[int, int]:
         positions = list(range(start, min(start + batch_size, len(images))))
-        pixels, labels = sent(images.fetch(positions), device), images.labels[positions]
+        pixels = sent(images.fetch(positions), device)
+        labels = images.labels[positions]
         images.expect_at(start + team.size * batch_size, batch_size)
         logits = model(pixels).double().cpu()
-        right, robust = int((logits.argmax(1) == labels).sum()), 0
+        right = int((logits.argmax(1) == labels).sum())
+        robust = 0
         if gains is not None:
-            own, needed = (
-                logits.gather(1, labels.unsqueeze(1)),
-                gains(pixels, labels.to(device)).double().cpu(),
-            )
-            slack = (own - logits - needed).scatter(1, labels.unsqueeze(1), math.inf)
+            true_logits = logits.gather(1, labels.unsqueeze(1))
+            needed = gains(pixels, labels.to(device)).double().cpu()
+            slack = (true_logits - logits - needed).scatter(1, labels.unsqueeze(1), math.inf)
             robust = int((slack.amin(1) > 0).sum())
         return right, robust
 
@@ -85,11 +88,11 @@ def evaluate(
             )  # a process without a batch left repeats the last one
             if turn < len(starts):
                 mine.append(row)
-        found = [row for rows in team.everyone(mine) for row in rows]
+        rows = [row for rows in team.everyone(mine) for row in rows]
     else:
-        found = [row for _, row in team.deal(starts, judge)]
+        rows = [row for _, row in team.deal(starts, judge)]
     norm = None if pairs is None else float(pairs.max())
     right, robust, norm = team.agree(
-        lambda: [*(sum(column) for column in zip(*found, strict=True)), norm]
+        lambda: [*(sum(column) for column in zip(*rows, strict=True)), norm]
     )
     return Quality(right / len(images), None if gains is None else robust / len(images), norm)

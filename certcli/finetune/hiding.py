@@ -1,4 +1,6 @@
-"""Training behind masks: the network sees a part of each image, in the passes of a certificate against patches."""
+"""Training behind masks: the network sees a part of each image, in the passes of a certificate
+against patches.
+"""
 
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -13,37 +15,41 @@ from certcli.models.views import band_views, square_views
 
 
 class Hiding:
-    """Draw a view for each image, and run the network on the visible part; tokens are dropped where that is possible.
+    """Draw a view for each image, and run the network on the visible part; tokens are dropped where
+    that is possible.
 
     Args:
-        names: "bands:W" (a random band of W columns of cells stays), "cutout-random:NxS" (N squares of S pixels are hidden)
-            and "cutout-greedy:NxS" (each where the loss is then largest). Each batch takes one of them.
+        names: "bands:W" (a random band of W columns of cells stays), "cutout-random:NxS" (N squares
+            of S pixels are hidden) and "cutout-greedy:NxS" (each where the loss is then largest).
+            Each batch takes one of them.
 
     Raises:
         UsageError: the image is too small.
     """
 
     def __init__(self, model: PixelModel, names: tuple[str, ...], generator: Generator) -> None:
-        self.part, self.generator = seen_part(model, AUTO, fine=False), generator
+        self.part = seen_part(model, AUTO, fine=False)
+        self.generator = generator
         grid = self.part.grid
         self.bands = [
-            band_views(grid, "columns", int(found[1]))
-            for found in map(BANDS.fullmatch, names)
-            if found
+            band_views(grid, "columns", int(match[1]))
+            for match in map(BANDS.fullmatch, names)
+            if match
         ]
         self.squares = [
-            (found[1] == "greedy", int(found[2]), square_views(grid, int(found[3])))
-            for found in map(SQUARES.fullmatch, names)
-            if found
+            (match[1] == "greedy", int(match[2]), square_views(grid, int(match[3])))
+            for match in map(SQUARES.fullmatch, names)
+            if match
         ]
 
     @torch.no_grad()
     def draw(self, images: Tensor, losses: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a view of each image (b, c, h, w): (b, rows, columns).
 
-        Greedy squares come one after the other, each at the worst place beside those before it: 9 passes a square.
-        Source: Saha et al. 2023, Revisiting image classifier training for improved certified robust defense against
-        adversarial patches (greedy cutout).
+        Greedy squares come one after the other, each at the worst place beside those before it: 9
+        passes a square.
+        Source: Saha et al. 2023, Revisiting image classifier training for improved certified robust
+        defense against adversarial patches (greedy cutout).
 
         Args:
             losses: views -> the loss of each image (b,).
@@ -52,15 +58,15 @@ class Hiding:
         if kind < len(self.bands):
             return self._random(self.bands[kind], images)
         greedy, count, views = self.squares[kind - len(self.bands)]
-        found = torch.ones_like(views[:1]).expand(len(images), -1, -1).to(images.device)
+        mask = torch.ones_like(views[:1]).expand(len(images), -1, -1).to(images.device)
         for _ in range(count):
             if not greedy:
-                found = found & self._random(views, images)
+                mask = mask & self._random(views, images)
                 continue
-            beside = [found & view for view in views.to(images.device)]
-            worst = torch.stack([losses(some) for some in beside]).argmax(dim=0)
-            found = torch.stack(beside)[worst, torch.arange(len(images), device=images.device)]
-        return found
+            candidates = [mask & view for view in views.to(images.device)]
+            worst = torch.stack([losses(some) for some in candidates]).argmax(dim=0)
+            mask = torch.stack(candidates)[worst, torch.arange(len(images), device=images.device)]
+        return mask
 
     def _random(self, views: Tensor, images: Tensor) -> Tensor:
         return views[torch.randint(len(views), (len(images),), generator=self.generator)].to(
@@ -71,11 +77,13 @@ class Hiding:
         """Return the logits of each image behind its view (b, k), with gradients."""
         kinds = self.part.alike(views)
         rows = [(kinds == kind).nonzero().flatten() for kind in kinds.unique().tolist()]
-        found = torch.cat([self.part(images[some], views[some]) for some in rows])
-        return found[torch.cat(rows).argsort()]
+        logits = torch.cat([self.part(images[some], views[some]) for some in rows])
+        return logits[torch.cat(rows).argsort()]
 
     def validated(self, images: Tensor) -> Tensor:
-        """Return the logits of images for validation, each behind one of all views in turn, the same in each epoch."""
+        """Return the logits of images for validation, each behind one of all views in turn, the
+        same in each epoch.
+        """
         sets = [*self.bands]
         for _, count, views in self.squares:
             places = combinations_with_replacement(range(len(views)), count)

@@ -1,6 +1,8 @@
-"""The training loop: a generator of records that can resume after every epoch, and holds the best weights by validation.
+"""The training loop: a generator of records that can resume after every epoch, and holds the best
+weights by validation.
 
-The records' estimates come from power iteration, which approaches norms from below. The caller proves the bound at the end.
+The records' estimates come from power iteration, which approaches norms from below. The caller
+proves the bound at the end.
 """
 
 import copy
@@ -54,7 +56,8 @@ a quarter of the share's standard error. (The rule of one standard error of Brei
 RETRACTIONS = 6
 """Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
 
-SAID_STEPS, SAID_IMAGES = 2, 32
+SAID_STEPS = 2
+SAID_IMAGES = 32
 """Steps and validation images that are measured before a run says how long it takes."""
 CONTENT = 1024
 """Number of images of each set whose pixels are part of a run's identity."""
@@ -62,7 +65,8 @@ CONTENT = 1024
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch: mean training loss, validation clean accuracy, and the share certified *by the estimate*.
+    """One epoch: mean training loss, validation clean accuracy, and the share certified *by the
+    estimate*.
 
     masked: accuracy where a part of each validation image is seen, of runs that train on parts.
     """
@@ -80,9 +84,11 @@ class Epoch:
 
 
 def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
-    """Return a digest of the starting weights, the settings and the images, which a resumed run must share.
+    """Return a digest of the starting weights, the settings and the images, which a resumed run
+    must share.
 
-    It covers all labels, and the pixels of CONTENT images of each set: reading all of a large set would take an epoch.
+    It covers all labels, and the pixels of CONTENT images of each set: reading all of a large set
+    would take an epoch.
     """
     content = [
         [images.name, tensors_digest({"": images.labels}), images.limit(CONTENT).digest]
@@ -114,11 +120,15 @@ class Trainer:
         team: Team = ALONE,
         sharded: bool = False,
     ) -> None:
-        self.model, self.settings, self.classes, self.team = model, settings, classes, team
+        self.model = model
+        self.settings = settings
+        self.classes = classes
+        self.team = team
         self.device = next(model.parameters()).device
         self.identity = run_identity
         self.generator = torch.Generator().manual_seed(settings.seed)
-        self.best, self.best_epoch = -1.0, -1
+        self.best = -1.0
+        self.best_epoch = -1
         self.epoch = self.step = 0
         self.changes: list[tuple[int, int]] = []
         model.eval()
@@ -147,8 +157,8 @@ class Trainer:
         if settings.checkpointing:
             checkpoint_activations(model.net)
         self.shares = Shares(model.parameters(), team) if sharded else None
-        moved = model.parameters() if self.shares is None else self.shares.rows
-        self.optimisers = make_optimisers(moved, self.orthogonal, settings)
+        trained = model.parameters() if self.shares is None else self.shares.rows
+        self.optimisers = make_optimisers(trained, self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
         self.chain = (
@@ -170,7 +180,9 @@ class Trainer:
         return TrainableArithmetic(self.device, iterations=iterations, orthogonal=orthogonal)
 
     def pairs(self) -> Tensor | None:
-        """Return the estimated pair constants (k, k), with gradient; None for losses that need none."""
+        """Return the estimated pair constants (k, k), with gradient; None for losses that need
+        none.
+        """
         if self.trace is None:
             return None
         return pair_constants(propagate(self.trace, self.arithmetic), self.classes)
@@ -192,15 +204,18 @@ class Trainer:
         """Train to the end of the schedule, or until patience runs out.
 
         Args:
-            watch: called after every optimiser step with the number of steps and the epoch's mean loss.
+            watch: called after every optimiser step with the number of steps and the epoch's mean
+                loss.
 
         Raises:
             DataError: a label is outside the classes.
-            Diverged: the loss or the weights are not finite; `best_net` holds the best weights before that.
+            Diverged: the loss or the weights are not finite; `best_net` holds the best weights
+            before that.
         """
         settings = self.settings
         for images in (train, validation):
-            low, high = int(images.labels.min()), int(images.labels.max())
+            low = int(images.labels.min())
+            high = int(images.labels.max())
             if low < 0 or high >= self.classes:
                 raise DataError(
                     f"label {low if low < 0 else high} of {images.name} ({images.split}) is outside the network's "
@@ -213,16 +228,19 @@ class Trainer:
             self.step < (total := self.total_steps(train))
             and self.epoch - max(self.best_epoch, 0) < patience
         ):
-            started, losses, seen, before = time.perf_counter(), 0.0, 0, self.step
+            started = time.perf_counter()
+            losses = 0.0
+            count = 0
+            before = self.step
             self.model.train()
-            held = self.model.net.state_dict().values()
-            self.team.copy_from_leader([value for value in held if not shards.is_sharded(value)])
+            tensors = self.model.net.state_dict().values()
+            self.team.copy_from_leader([value for value in tensors if not shards.is_sharded(value)])
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
             for number, positions in enumerate(steps):
                 self.descent.expect(train, *steps[number : number + 2])
                 losses += self._learn(train, positions, share_done(self.step, total, self.changes))
-                seen += len(positions)
+                count += len(positions)
                 watch(self.step, losses / (self.step - before))
             self.model.eval()
             self.epoch += 1
@@ -237,7 +255,9 @@ class Trainer:
             top = max(self.best, quality.score)
             improved = quality.score >= top - SLACK * math.sqrt(top * (1 - top) / len(validation))
             if improved:
-                self.best, self.best_epoch, self.best_net = top, self.epoch, net
+                self.best = top
+                self.best_epoch = self.epoch
+                self.best_net = net
             yield Epoch(
                 epoch=self.epoch,
                 step=self.step,
@@ -245,7 +265,7 @@ class Trainer:
                 clean=quality.clean,
                 certified_estimate=quality.certified,
                 lr=self.optimisers[0].param_groups[0]["lr"],
-                images_per_second=seen / elapsed,
+                images_per_second=count / elapsed,
                 norm_estimate=quality.norm,
                 best=improved,
                 masked=quality.masked,
@@ -258,10 +278,10 @@ class Trainer:
 
     def _require_finite_weights(self) -> None:
         """Raise Diverged, in all processes, with the name of the first weight that is not finite."""
-        held = self.model.net.state_dict().items()
+        tensors = self.model.net.state_dict().items()
         bad = [
             name
-            for name, value in held
+            for name, value in tensors
             if value.is_floating_point() and not bool(torch.isfinite(shards.own(value)).all())
         ]
         if self.shares is not None:
@@ -280,12 +300,15 @@ class Trainer:
         return loss
 
     def evaluate(self, images: Images) -> tuple[Quality, dict[str, Stored]]:
-        """Return the quality of the weights that would be written (the average, where there is one), and these weights."""
+        """Return the quality of the weights that would be written (the average, where there is
+        one), and these weights.
+        """
         with torch.no_grad():
             if self.average is None:
                 return self._quality(images), self._net_state()
             with self.average.applied(self.model.net, self.orthogonal):
-                live, self.arithmetic = self.arithmetic, self._arithmetic(AVERAGE_ITERATIONS)
+                live = self.arithmetic
+                self.arithmetic = self._arithmetic(AVERAGE_ITERATIONS)
                 self.arithmetic.vectors = dict(live.vectors)
                 try:
                     return self._quality(images), self._net_state()
@@ -306,7 +329,7 @@ class Trainer:
         forward = (
             self.objective.forward if in_step else self.model
         )  # sharded weights are gathered in one precision
-        found = evaluate(
+        quality = evaluate(
             forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
         )
         if in_step:
@@ -321,8 +344,8 @@ class Trainer:
                 self.device,
                 team=self.team,
             )
-            found = replace(found, masked=behind.clean)
-        return found
+            quality = replace(quality, masked=behind.clean)
+        return quality
 
     def last_net(self) -> dict[str, Stored]:
         """Return the present weights, or their average where there is one."""
@@ -332,11 +355,14 @@ class Trainer:
             return self._net_state()
 
     def whole(self, net: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint; sharded ones are gathered in the leader, mapped from files (`Spool`)."""
+        """Return the tensors of a checkpoint; sharded ones are gathered in the leader, mapped from
+        files (`Spool`).
+        """
         return shards.whole(net, self.team, Spool().keep)
 
     def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
-        """Turn a time budget into `settings.steps` and, where time is short and none is given, `validation_limit`.
+        """Turn a time budget into `settings.steps` and, where time is short and none is given,
+        `validation_limit`.
 
         It measures a few steps and a little validation, and restores the state before them.
 
@@ -344,7 +370,8 @@ class Trainer:
             budget: seconds left.
             around: seconds of saving, bound and certificate.
         """
-        started, before = time.perf_counter(), copy.deepcopy(self.state())
+        started = time.perf_counter()
+        before = copy.deepcopy(self.state())
         size = self.settings.batch_size * self.settings.accumulate
         parts = torch.randperm(len(train), generator=self.generator).split(size)
         self.model.train()
@@ -359,14 +386,16 @@ class Trainer:
         image_seconds = (time.perf_counter() - clock) / len(sample)
         self.restore(before)
         costs = replace(around, step=step_seconds, image=image_seconds)
-        made = affordable_steps(
+        affordable = affordable_steps(
             budget - (time.perf_counter() - started), costs, self.batches(train), len(validation)
         )
-        limit = self.settings.validation_limit or made.validation_limit
-        self.settings = replace(self.settings, steps=made.steps, validation_limit=limit)
+        limit = self.settings.validation_limit or affordable.validation_limit
+        self.settings = replace(self.settings, steps=affordable.steps, validation_limit=limit)
 
     def takes(self, train: Images, validation: Images) -> str:
-        """Measure a few steps and a little validation, restore the state, and return how long the run takes."""
+        """Measure a few steps and a little validation, restore the state, and return how long the
+        run takes.
+        """
         before = copy.deepcopy(self.state())
         size = self.settings.batch_size * self.settings.accumulate
         parts = torch.randperm(len(train), generator=self.generator).split(size)
@@ -425,8 +454,10 @@ class Trainer:
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Continue after `state`, bit for bit on a CPU. CheckpointError for the state of another network."""
-        held = self.model.net.state_dict()
+        """Continue after `state`, bit for bit on a CPU. CheckpointError for the state of another
+        network.
+        """
+        current = self.model.net.state_dict()
         try:
             self.settings = replace(
                 self.settings, steps=state.steps, validation_limit=state.validation_limit
@@ -434,10 +465,10 @@ class Trainer:
             self.epoch, self.step, self.changes = state.epoch, state.step, list(state.changes)
             best = {
                 name: shards.stored_as(value, state.best_net[name], self.team)
-                for name, value in held.items()
+                for name, value in current.items()
             }
             self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
-            for name, value in held.items():
+            for name, value in current.items():
                 shards.put(value, state.net[name], self.team)
             for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
                 optimiser.load_state_dict(

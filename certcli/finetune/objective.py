@@ -44,7 +44,8 @@ class Batch:
 
 
 class Objective:
-    """The loss of a batch, from the pair constants. It draws from `generator` alone, so that a run can be resumed.
+    """The loss of a batch, from the pair constants. It draws from `generator` alone, so that a run
+    can be resumed.
 
     Args:
         chain: for the losses that follow each image's neighbourhood through a chain of layers.
@@ -61,12 +62,10 @@ class Objective:
         teacher: Teacher | None,
         chain: ChainBound | None = None,
     ) -> None:
-        self.model, self.settings, self.generator, self.teacher = (
-            model,
-            settings,
-            generator,
-            teacher,
-        )
+        self.model = model
+        self.settings = settings
+        self.generator = generator
+        self.teacher = teacher
         self.chain = chain
         self.device = next(model.parameters()).device
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
@@ -85,7 +84,8 @@ class Objective:
             )
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
-        """Fetch, augment, mix, mask and attack the images at these positions, at this share of the training.
+        """Fetch, augment, mix, mask and attack the images at these positions, at this share of the
+        training.
 
         The teacher sees whole images, without noise, and runs in the precision of the settings.
         """
@@ -159,7 +159,9 @@ class Objective:
 
     @contextmanager
     def _precision(self) -> Iterator[bool]:
-        """Passes inside the block run in the precision of the settings. True: it is a half precision."""
+        """Passes inside the block run in the precision of the settings. True: it is a half
+        precision.
+        """
         if self.settings.precision == "float32":
             yield False
             return
@@ -171,17 +173,17 @@ class Objective:
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
         """Return the mean loss of the batch: ().
 
-        TRADES takes loss(clean) + beta KL(p(clean) || p(adversarial)) (Zhang et al. 2019). A mixed batch weights the losses
-        of its two labels. A teacher makes it (1 - a) loss + a T^2 KL(p_teacher || p), both at temperature T (Hinton et al.
-        2015).
+        TRADES takes loss(clean) + beta KL(p(clean) || p(adversarial)) (Zhang et al. 2019). A mixed
+        batch weights the losses of its two labels. A teacher makes it (1 - a) loss + a T^2
+        KL(p_teacher || p), both at temperature T (Hinton et al. 2015).
 
         Args:
             pairs: gives the pair constants (k, k); called once.
         """
         settings = self.settings
-        beside = settings.adversarial == "trades"
-        moved = batch.adversarial
-        images = batch.images if moved is None or beside else moved
+        is_trades = settings.adversarial == "trades"
+        adversarial = batch.adversarial
+        images = batch.images if adversarial is None or is_trades else adversarial
         logits = self.forward(images, batch.views)
         if self.chain is None:
             constants = pairs()
@@ -193,14 +195,15 @@ class Objective:
             )
         else:
             loss = self._through_chain(self.chain, batch, images, logits, epsilon)
-        if beside and moved is not None:
+        if is_trades and adversarial is not None:
             loss = loss + settings.trades_beta / len(logits) * _divergence(
-                self.forward(moved, batch.views), logits
+                self.forward(adversarial, batch.views), logits
             )
         if batch.taught is not None:
-            heat, weight = settings.distill_temperature, settings.distill_weight
-            apart = _divergence(logits / heat, batch.taught / heat) / len(logits)
-            loss = (1 - weight) * loss + weight * heat**2 * apart
+            heat = settings.distill_temperature
+            weight = settings.distill_weight
+            distillation = _divergence(logits / heat, batch.taught / heat) / len(logits)
+            loss = (1 - weight) * loss + weight * heat**2 * distillation
         if self.penalty is not None and batch.directions is not None:
             loss = loss + batch.penalty_weight * self.penalty(batch.images, batch.directions)
         return loss
@@ -208,8 +211,11 @@ class Objective:
     def _through_chain(
         self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
     ) -> Tensor:
-        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises to its end, as in the papers' code."""
-        slopes, smoothing = chain.slopes(images, epsilon), self.settings.label_smoothing
+        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises to its end,
+        as in the papers' code.
+        """
+        slopes = chain.slopes(images, epsilon)
+        smoothing = self.settings.label_smoothing
         worst = self._mixed(
             batch, lambda labels: self.loss(logits, labels, slopes(labels), epsilon, smoothing)
         )
@@ -236,7 +242,9 @@ def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def checkpoint_activations(net: nn.Module) -> None:
-    """Recompute activations in the backward pass, by timm's own switch. UsageError for a network without it."""
+    """Recompute activations in the backward pass, by timm's own switch. UsageError for a network
+    without it.
+    """
     switch = getattr(net, "set_grad_checkpointing", None)
     if switch is None:
         raise UsageError(

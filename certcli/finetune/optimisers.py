@@ -26,17 +26,21 @@ LARGE = 25_600
 def make_optimisers(
     parameters: Iterable[Tensor], orthogonal: list[nn.Parameter], settings: FinetuneSettings
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW or SGD for everything; with `stiefel`, StiefelMuon for the orthogonal matrices and Adam for the rest."""
-    held = set(map(id, orthogonal))
-    free = [p for p in parameters if p.requires_grad and id(p) not in held]
+    """Return AdamW or SGD for everything; with `stiefel`, StiefelMuon for the orthogonal matrices
+    and Adam for the rest.
+    """
+    excluded = set(map(id, orthogonal))
+    free = [p for p in parameters if p.requires_grad and id(p) not in excluded]
     if settings.optimiser == "sgd":
         return [
             torch.optim.SGD(free, lr=settings.lr, momentum=0.9, weight_decay=settings.weight_decay)
         ]
     if settings.optimiser == "adamw":
         return [torch.optim.AdamW(free, lr=settings.lr, weight_decay=settings.weight_decay)]
-    # The free part (biases, residual weights, head) carries the network's scale: decay would fight the margin.
-    # Residual weights enter the bound as products over all blocks: they must move as fast as the margin does.
+    # The free part (biases, residual weights, head) carries the network's scale: decay would fight
+    # the margin. Residual weights enter the bound as products over all blocks: they must move as
+    # fast as the
+    # margin does.
     groups = [
         {"params": [p for p in free if p.dim() > 0], "lr": settings.lr},
         {"params": [p for p in free if p.dim() == 0], "lr": SCALAR_RATE * settings.lr},
@@ -46,20 +50,24 @@ def make_optimisers(
 
 
 def default_batch(optimiser: str, images: int) -> int:
-    """Return the images of a batch where none are named: a step of orthogonal matrices costs more than passes of 128."""
+    """Return the images of a batch where none are named: a step of orthogonal matrices costs more
+    than passes of 128.
+    """
     return 512 if optimiser == "stiefel" and images >= LARGE else 128
 
 
 class Rates:
     """The learning rates of all groups: a linear warm-up, then the schedule.
 
-    "cosine" falls to a thousandth; it must finish, because certified accuracy comes in its last third. "steps" falls to a
-    tenth after 7/8 of the run and to a hundredth after 19/20 (the schedule of Mo et al. 2022 for 40 epochs). "one-cycle"
-    has a rise of its own and takes no warm-up (Smith and Topin 2018, with the numbers of torch; momentum stays).
+    "cosine" falls to a thousandth; it must finish, because certified accuracy comes in its last
+    third. "steps" falls to a tenth after 7/8 of the run and to a hundredth after 19/20 (the
+    schedule of Mo et al. 2022 for 40 epochs). "one-cycle" has a rise of its own and takes no
+    warm-up (Smith and Topin 2018, with the numbers of torch; momentum stays).
     """
 
     def __init__(self, optimisers: list[torch.optim.Optimizer], settings: FinetuneSettings) -> None:
-        self.optimisers, self.settings = optimisers, settings
+        self.optimisers = optimisers
+        self.settings = settings
         self.base = [[group["lr"] for group in optimiser.param_groups] for optimiser in optimisers]
 
     def set(self, share: float) -> None:

@@ -1,4 +1,6 @@
-"""Maximum singular value penalisation of attention: the loss pays for large query, key and value maps."""
+"""Maximum singular value penalisation of attention: the loss pays for large query, key and value
+maps.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ KINDS = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """A weight (or its transpose) whose rows are the maps of some kinds, one after the other, each split into heads."""
+    """A weight (or its transpose) whose rows are the maps of some kinds, one after the other, each
+    split into heads.
+    """
 
     weight: Tensor
     kinds: tuple[str, ...]
@@ -32,10 +36,12 @@ class AttentionMap:
 
 
 class SpectralPenalty:
-    """sum over layers and heads of l_q sigma(W_q)^2 + l_k sigma(W_k)^2 + l_v sigma(W_v)^2 -> (), with gradient.
+    """sum over layers and heads of l_q sigma(W_q)^2 + l_k sigma(W_k)^2 + l_v sigma(W_v)^2 -> (),
+    with gradient.
 
-    Norms are estimated by power iteration, one step a call from the vectors of the call before, all matrices of one shape
-    at once. In a tied L2 attention W_q is the query map, and the rows of `proj` are the value map; it has no key map.
+    Norms are estimated by power iteration, one step a call from the vectors of the call before, all
+    matrices of one shape at once. In a tied L2 attention W_q is the query map, and the rows of
+    `proj` are the value map; it has no key map.
     Source: Hu et al. 2024 (SpecFormer), equations 11 to 13.
 
     Args:
@@ -86,7 +92,9 @@ class SpectralPenalty:
 
 
 def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:
-    """Yield the maps of all attentions: timm's (`qkv`; ConViT's `qk` and `v`; `q`, `k`, `v`) and ours (`query`, ...)."""
+    """Yield the maps of all attentions: timm's (`qkv`; ConViT's `qk` and `v`; `q`, `k`, `v`) and
+    ours (`query`, ...).
+    """
     for module in net.modules():
         heads = getattr(module, "num_heads", None)
         if not isinstance(heads, int):

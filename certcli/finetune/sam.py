@@ -1,4 +1,6 @@
-"""Sharpness-aware minimisation: the gradient comes from the worst weights nearby, and moves the current weights."""
+"""Sharpness-aware minimisation: the gradient comes from the worst weights nearby, and moves the
+current weights.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,16 +21,19 @@ def climbed(
     adaptive: bool = False,
     length_of: Callable[[Sequence[Tensor]], Tensor] = length_of,
 ) -> Iterator[None]:
-    """Move w to w + rho g / |g|_2 inside the block, g the parameters' gradients, and back to the same bits after it.
+    """Move w to w + rho g / |g|_2 inside the block, g the parameters' gradients, and back to the
+    same bits after it.
 
-    Orthogonal matrices move in the ambient space. Source: Foret et al. 2021, eq. 2; adaptive: Kwon et al. 2021, eq. 6.
+    Orthogonal matrices move in the ambient space. Source: Foret et al. 2021, eq. 2; adaptive: Kwon
+    et al. 2021, eq. 6.
 
     Args:
-        adaptive: w + rho w^2 g / |w g|_2, which does not change when a layer is scaled up and the next one down.
+        adaptive: w + rho w^2 g / |w g|_2, which does not change when a layer is scaled up and the
+            next one down.
         length_of: the l2 norm of a list of tensors, where other processes hold parts of them.
     """
-    held = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
-    moving = [(parameter, w, gradient) for parameter, w, gradient in held if gradient is not None]
+    saved = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
+    moving = [(parameter, w, gradient) for parameter, w, gradient in saved if gradient is not None]
     with torch.no_grad():
         slopes = [w.abs() * gradient if adaptive else gradient for _, w, gradient in moving]
         length = length_of(slopes).clamp_min(1e-12)

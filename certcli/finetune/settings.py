@@ -130,11 +130,14 @@ def _factors_of_places(text: str) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Everything that decides the result of a training run; fields without an `Option` come from elsewhere.
+    """Everything that decides the result of a training run; fields without an `Option` come from
+    elsewhere.
 
     Args:
-        epsilon: rises from 20 % of its value (from 0 for losses through a chain) over the first `ramp` of the steps.
-        optimiser, lr, epochs, attack_epsilon: None becomes the default that the option's help states.
+        epsilon: rises from 20 % of its value (from 0 for losses through a chain) over the first
+            `ramp` of the steps.
+        optimiser, lr, epochs, attack_epsilon: None becomes the default that the option's help
+            states.
         batch_size: images of one gradient; one step takes `accumulate` gradients.
         teacher: digest of the teacher's tensors.
         time_budget: as typed; a planned run holds the result in `steps` and `validation_limit`.
@@ -356,11 +359,11 @@ class FinetuneSettings:
             object.__setattr__(
                 self, "attack_epsilon", 8 / 255 if self.attack_norm == "linf" else self.epsilon
             )
-        for name, known in CHOICES.items():
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if value is not None and value not in known:
+            if value is not None and value not in choices:
                 raise UsageError(
-                    f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, known)
+                    f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, choices)
                 )
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
@@ -441,7 +444,9 @@ class FinetuneSettings:
             raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
 
     def parameters(self) -> dict[str, object]:
-        """Return what the lineage records: the settings that are on, without the seed, which has its own place there."""
+        """Return what the lineage records: the settings that are on, without the seed, which has
+        its own place there.
+        """
         hidden = {"seed"} | ({"epochs"} if self.steps is not None else set())
         for switch, dependants in SWITCHES.items():
             if getattr(self, switch) == type(self).__dataclass_fields__[switch].default:

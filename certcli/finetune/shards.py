@@ -1,8 +1,9 @@
-"""Sharded weights: each process keeps its rows of every weight, of its gradient and of its optimiser state.
+"""Sharded weights: each process keeps its rows of every weight, of its gradient and of its
+optimiser state.
 
-PyTorch's FSDP2 (`fully_shard`) gathers the weights block by block for a pass, and frees them again. A sharded parameter is
-a DTensor, its rows dealt as `torch.chunk` deals them. `own` gives this process's rows in the same memory, `Rows` is a copy
-of them with the shape of the whole.
+PyTorch's FSDP2 (`fully_shard`) gathers the weights block by block for a pass, and frees them again.
+A sharded parameter is a DTensor, its rows dealt as `torch.chunk` deals them. `own` gives this
+process's rows in the same memory, `Rows` is a copy of them with the shape of the whole.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ Stored = Tensor | Rows
 
 
 def require_shardable(settings: FinetuneSettings, team: Team) -> None:
-    """Raise UsageError for settings that read whole matrices: bounds, penalties on norms, projections, Stiefel steps."""
+    """Raise UsageError for settings that read whole matrices: bounds, penalties on norms,
+    projections, Stiefel steps.
+    """
     if not team.several:
         raise UsageError(
             f"{OPTION} shares the weights out among processes, and there is one",
@@ -70,8 +73,8 @@ def share_out(
 ) -> None:
     """Shard every block, then the rest of the network, onto `device`.
 
-    Each process reads only its own rows of weights that are mapped from a file. With bf16 the gathered copies are
-    bfloat16; the rows and the sums of gradients stay float32.
+    Each process reads only its own rows of weights that are mapped from a file. With bf16 the
+    gathered copies are bfloat16; the rows and the sums of gradients stay float32.
 
     Raises:
         ArchitectureError: the network's weights cannot be sharded.
@@ -94,7 +97,8 @@ def share_out(
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
     def without_view(module: nn.Module, inputs: Any, output: Any) -> Any:
-        # an operation in place on a view (Swin's windows) would lose the hook that gathers the block in the backward pass
+        # an operation in place on a view (Swin's windows) would lose the hook that gathers the
+        # block in the backward pass
         return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
     for part in [*blocks(model.net), model.net]:
@@ -105,7 +109,9 @@ def share_out(
 
 
 def blocks(net: nn.Module) -> list[nn.Module]:
-    """Return the members of module lists that have modules of their own (transformer blocks, stages), inner ones first."""
+    """Return the members of module lists that have modules of their own (transformer blocks,
+    stages), inner ones first.
+    """
     lists = (
         module for module in net.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))
     )
@@ -120,15 +126,17 @@ def blocks(net: nn.Module) -> list[nn.Module]:
 
 
 def _require_average(team: Team, device: torch.device) -> None:
-    """Raise UsageError where this PyTorch cannot deal averages on the device, as an older gloo cannot."""
-    given = torch.zeros(team.size, device=device)
+    """Raise UsageError where this PyTorch cannot deal averages on the device, as an older gloo
+    cannot.
+    """
+    ranks = torch.zeros(team.size, device=device)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", FutureWarning
             )  # renamed in 2.13, in which both names are there
             team.group().reduce_scatter_tensor(
-                given.new_empty(1), given, op=team.group().ReduceOp.AVG
+                ranks.new_empty(1), ranks, op=team.group().ReduceOp.AVG
             )
     except (RuntimeError, ValueError, NotImplementedError) as failure:
         raise UsageError(
@@ -152,7 +160,9 @@ def _require_rows(net: nn.Module) -> None:
 
 
 def _require_called(model: PixelModel, device: torch.device, precision: str) -> None:
-    """Raise ArchitectureError where the network reads a block's weights outside its call: only a call gathers them."""
+    """Raise ArchitectureError where the network reads a block's weights outside its call: only a
+    call gathers them.
+    """
     weight = next(model.parameters())
     try:
         with (
@@ -175,12 +185,16 @@ def is_sharded(value: Tensor) -> bool:
 
 
 def own(value: Tensor) -> Tensor:
-    """Return this process's rows of a sharded tensor, in the same memory; any other tensor as it is."""
+    """Return this process's rows of a sharded tensor, in the same memory; any other tensor as it
+    is.
+    """
     return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def let_go(net: nn.Module) -> None:
-    """Free the weights that a pass without gradients gathered and holds, so that the next pass gathers the new ones."""
+    """Free the weights that a pass without gradients gathered and holds, so that the next pass
+    gathers the new ones.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     for module in net.modules():
@@ -216,28 +230,31 @@ def put(value: Tensor, stored: Stored, team: Team) -> None:
 
 
 def _rows(whole: Tensor, team: Team) -> Tensor:
-    most = -(-len(whole) // team.size)
-    return whole[team.rank * most : (team.rank + 1) * most]
+    rows_each = -(-len(whole) // team.size)
+    return whole[team.rank * rows_each : (team.rank + 1) * rows_each]
 
 
 def whole(
     stored: Mapping[str, Stored], team: Team, keep: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the whole tensors in the leader, gathered one after the other; an empty dict in the other processes.
+    """Return the whole tensors in the leader, gathered one after the other; an empty dict in the
+    other processes.
 
     Args:
         keep: applied by the leader to each tensor before the next one comes.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in stored.items():
         tensor = team.join(value.rows, value.shape) if isinstance(value, Rows) else value
         if tensor is not None and team.leads:
-            found[name] = keep(tensor) if isinstance(value, Rows) else tensor
-    return found
+            tensors[name] = keep(tensor) if isinstance(value, Rows) else tensor
+    return tensors
 
 
 class Shares:
-    """This process's rows of sharded parameters, as plain tensors in the same memory, for an optimiser to move."""
+    """This process's rows of sharded parameters, as plain tensors in the same memory, for an
+    optimiser to move.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], team: Team) -> None:
         self.team = team
@@ -249,7 +266,9 @@ class Shares:
             parameter.grad = rows.grad = None
 
     def collect(self) -> None:
-        """Give the rows their gradients, which the backward pass averaged over the processes and dealt."""
+        """Give the rows their gradients, which the backward pass averaged over the processes and
+        dealt.
+        """
         for parameter, rows in zip(self.parameters, self.rows, strict=True):
             rows.grad = None if parameter.grad is None else own(parameter.grad)
 
@@ -273,7 +292,9 @@ class Shares:
         return self._changed(state, lambda tensor, like: Rows(tensor.detach().cpu(), like.shape))
 
     def own_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of an optimiser's state with whole tensors. RuntimeError for another network's."""
+        """Return this process's part of an optimiser's state with whole tensors. RuntimeError for
+        another network's.
+        """
 
         def part(tensor: Tensor, like: Tensor) -> Tensor:
             if tensor.shape != like.shape:
@@ -287,7 +308,9 @@ class Shares:
     def _changed(
         self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Any]
     ) -> dict[str, Any]:
-        """Return the state with change(tensor, weight) for each weight's tensors; step counters stay."""
+        """Return the state with change(tensor, weight) for each weight's tensors; step counters
+        stay.
+        """
         entries = {
             index: {
                 name: change(value, self.parameters[index])

@@ -1,7 +1,9 @@
-"""How a network is trained where nobody says it: a fresh one, or one that is trained already, which large steps would ruin.
+"""How a network is trained where nobody says it: a fresh one, or one that is trained already, which
+large steps would ruin.
 
-A network is trained already where its weights come from others (a downloaded file, a name on a hub, `init --pretrained`), or
-where `finetune` is in its lineage. `adapt --goal certify` replaces parts of it: what follows trains it anew.
+A network is trained already where its weights come from others (a downloaded file, a name on a hub,
+`init --pretrained`), or where `finetune` is in its lineage. `adapt --goal certify` replaces parts
+of it: what follows trains it anew.
 """
 
 from collections.abc import Mapping
@@ -13,9 +15,11 @@ from certcli.finetune.settings import FinetuneSettings
 
 LARGE = 1_000_000
 """Parameters from which on an epoch takes minutes, and three are enough."""
-RATE, RATE_OF_SMALL = 5e-5, 5e-4
+RATE = 5e-5
+RATE_OF_SMALL = 5e-4
 """Learning rate of adamw and sgd: a twentieth of that of a fresh network; half of it for small networks."""
-EPOCHS, EPOCHS_OF_SMALL = 3, 10
+EPOCHS = 3
+EPOCHS_OF_SMALL = 10
 BATCH = 32
 
 
@@ -45,7 +49,8 @@ def start_of(record: Record) -> Start:
 
 
 def defaults(start: Start, settings: FinetuneSettings, parameters: int) -> Mapping[str, Any]:
-    """Return the settings that a trained network has in place of a fresh one's, as far as nobody named them.
+    """Return the settings that a trained network has in place of a fresh one's, as far as nobody
+    named them.
 
     Args:
         settings: whose `unsaid` names the settings without an option.

@@ -1,4 +1,5 @@
-"""The state of a training run on disk, from which it resumes bit for bit: safetensors, written atomically, no pickle.
+"""The state of a training run on disk, from which it resumes bit for bit: safetensors, written
+atomically, no pickle.
 
 Sharded weights are stored as whole tensors, so that any number of processes can resume.
 """
@@ -31,11 +32,12 @@ class TrainingState:
     """Everything that the next epoch depends on.
 
     Args:
-        identity: digest of the starting weights, the settings and the images; the state of another run is refused.
+        identity: digest of the starting weights, the settings and the images; the state of another
+            run is refused.
         steps, validation_limit: the plan of a time budget.
         changes: the steps at which earlier plans ended, and their totals.
-        parts: tensors of optional parts, by name: the averaged weights, the vectors of penalties and projections, the
-            scale of half-precision gradients.
+        parts: tensors of optional parts, by name: the averaged weights, the vectors of penalties
+            and projections, the scale of half-precision gradients.
     """
 
     identity: str
@@ -55,7 +57,9 @@ class TrainingState:
 
 
 def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
-    """Write the state in the leader. Sharded weights need all processes, and go into the file one whole tensor at a time."""
+    """Write the state in the leader. Sharded weights need all processes, and go into the file one
+    whole tensor at a time.
+    """
     tensors: dict[str, Stored] = {"generator": state.generator}
     tensors |= {f"net.{name}": value for name, value in state.net.items()}
     tensors |= {f"best.{name}": value for name, value in state.best_net.items()}
@@ -109,7 +113,9 @@ def _canonical(about: Mapping[str, Any]) -> str:
 
 
 def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-    """Return the sha256 of the tensors and everything that stands beside them, but for the digest itself."""
+    """Return the sha256 of the tensors and everything that stands beside them, but for the digest
+    itself.
+    """
     rest = {name: value for name, value in about.items() if name != "digest"}
     return hashlib.sha256((_canonical(rest) + tensors_digest(tensors)).encode()).hexdigest()
 
@@ -118,7 +124,8 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
     """Return the state at `path`. CheckpointError when it is unreadable or belongs to another run.
 
     Args:
-        copy: False: its tensors are mapped from the file, for processes that need only rows of them.
+        copy: False: its tensors are mapped from the file, for processes that need only rows of
+            them.
     """
     tensors, metadata = read_tensors(path)
     try:
@@ -152,10 +159,10 @@ def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
         optimisers.append({"state": entries, "param_groups": optimiser.param_groups})
 
     def part(prefix: str) -> dict[str, Tensor]:
-        found = {
+        values = {
             name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)
         }
-        return {name: value.clone() for name, value in found.items()} if copy else found
+        return {name: value.clone() for name, value in values.items()} if copy else values
 
     return TrainingState(
         **{name: getattr(about, name) for name in PLAIN},

@@ -1,4 +1,6 @@
-"""One optimiser step: the gradient of one or several batches, sharpened, clipped, applied; then the projection."""
+"""One optimiser step: the gradient of one or several batches, sharpened, clipped, applied; then the
+projection.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,7 +29,9 @@ START = 0.2
 
 
 class Diverged(CertvitError):
-    """Raised when the loss or the weights become NaN or infinite; the best weights before that are kept."""
+    """Raised when the loss or the weights become NaN or infinite; the best weights before that are
+    kept.
+    """
 
     code = 1
 
@@ -41,7 +45,8 @@ class Diverged(CertvitError):
 class Descent:
     """Change the weights by the gradient of the loss at given images.
 
-    Each of several processes takes its part of every batch. Their gradients are added, and all make the same step.
+    Each of several processes takes its part of every batch. Their gradients are added, and all make
+    the same step.
 
     Args:
         pairs: gives the trainable pair constants; called once a gradient, for all its batches.
@@ -58,8 +63,12 @@ class Descent:
         team: Team = ALONE,
         shares: Shares | None = None,
     ) -> None:
-        self.settings, self.objective, self.team, self.shares = settings, objective, team, shares
-        self.optimisers, self.pairs = optimisers, pairs
+        self.settings = settings
+        self.objective = objective
+        self.team = team
+        self.shares = shares
+        self.optimisers = optimisers
+        self.pairs = pairs
         self.parameters = [
             p for group in optimisers for part in group.param_groups for p in part["params"]
         ]
@@ -74,7 +83,8 @@ class Descent:
     ) -> float:
         """Make step `number` at a share of the training, and return the mean loss before it.
 
-        Dropout draws from global generators. Inside, they depend on seed, step and process alone, so that a run can resume.
+        Dropout draws from global generators. Inside, they depend on seed, step and process alone,
+        so that a run can resume.
 
         Args:
             where: names the step in an error.
@@ -82,7 +92,8 @@ class Descent:
         Raises:
             Diverged: the loss is not finite.
         """
-        settings, device = self.settings, self.objective.device
+        settings = self.settings
+        device = self.objective.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             seed_all((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
             if (
@@ -96,9 +107,12 @@ class Descent:
             epsilon = settings.epsilon * ramp
             batches = []
             for part in positions.split(settings.batch_size):
-                own, weight = self._own(part)
+                local_part, weight = self._own(part)
                 batches.append(
-                    (self.objective.prepare(train, own, share), weight * len(part) / len(positions))
+                    (
+                        self.objective.prepare(train, local_part, share),
+                        weight * len(part) / len(positions),
+                    )
                 )
             loss = self._gradient(batches, epsilon, where)
             if settings.sam > 0:
@@ -125,13 +139,17 @@ class Descent:
         train.expect([position for part in parts for position in self._own(part)[0].tolist()])
 
     def _own(self, part: Tensor) -> tuple[Tensor, float]:
-        """Return this process's images of a batch and their weight in it; where there are too few, all images."""
+        """Return this process's images of a batch and their weight in it; where there are too few,
+        all images.
+        """
         size = self.team.size
-        own = part.tensor_split(size)[self.team.rank] if len(part) >= size else part
-        return own, len(own) / len(part) if len(part) >= size else 1 / size
+        local_part = part.tensor_split(size)[self.team.rank] if len(part) >= size else part
+        return local_part, len(local_part) / len(part) if len(part) >= size else 1 / size
 
     def _gradient(self, batches: list[tuple[Batch, float]], epsilon: float, where: str) -> float:
-        """Set every `.grad` to the gradient of the mean loss over all images of all processes, and return that mean."""
+        """Set every `.grad` to the gradient of the mean loss over all images of all processes, and
+        return that mean.
+        """
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         if self.shares is not None:
@@ -141,7 +159,8 @@ class Descent:
             if self.penalty is not None:
                 loss = loss + self.penalty()
             return self._backward(loss, where)
-        # walk the bound's graph once: the batches add up the gradient of its value, which then goes through it
+        # walk the bound's graph once: the batches add up the gradient of its value, which then goes
+        # through it
         pairs = self.pairs()
         leaf = None if pairs is None else pairs.detach().requires_grad_(True)
         total = 0.0
@@ -174,7 +193,9 @@ class Descent:
         return value
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the vectors of the penalty and the projection, and the scale of half-precision gradients."""
+        """Return the vectors of the penalty and the projection, and the scale of half-precision
+        gradients.
+        """
         parts = {name: dict(part.vectors) for name, part in self._remembering()}
         if self.scaler.is_enabled():
             parts["scaler"] = {

@@ -1,17 +1,20 @@
-"""Keep matrices orthogonal in training: momentum on the Stiefel manifold, orthogonalised steps, cubic retraction.
+"""Keep matrices orthogonal in training: momentum on the Stiefel manifold, orthogonalised steps,
+cubic retraction.
 
 W (m, n) with m >= n and W^T W = I (else its transpose). One step:
   tangent projection   M <- M - W sym(W^T M)                        of the momentum M
-  orthogonalised step  U = M Q, Q ~ (M^T M)^(-1/2) by four quintic Newton-Schulz steps on the small Gram matrix, and
-                       U <- U - W sym(W^T U), for M Q need not be tangent
+  orthogonalised step  U = M Q, Q ~ (M^T M)^(-1/2) by four quintic Newton-Schulz steps on the small
+                       Gram matrix, and U <- U - W sym(W^T U), for M Q need not be tangent
   retraction           W <- (W - lr U) / sqrt(1 + lr^2), and every `RETRACT_EVERY`th step W <- W (1.5 I - 0.5 W^T W)
-U is tangent with singular values near 1, so (W - lr U)^T (W - lr U) = I + lr^2 U^T U is near (1 + lr^2) I, and the cubic
-step removes the rest. Coefficients of the quintic: Jordan et al. 2024 (Muon). The cubic step is Newton-Schulz's for the
-polar factor.
+U is tangent with singular values near 1, so (W - lr U)^T (W - lr U) = I + lr^2 U^T U is near (1 +
+lr^2) I, and the cubic
+step removes the rest. Coefficients of the quintic: Jordan et al. 2024 (Muon). The cubic step is
+Newton-Schulz's for the polar factor.
 
-Products of two tall matrices and U are in bfloat16 where the machine multiplies that fastest (AMX, AVX512-BF16, tensor
-cores). Weights, momentum, retractions and the Newton-Schulz steps keep the parameters' precision: rounded to bfloat16, M^T M
-has negative eigenvalues, which each quintic step multiplies by 12, and U had a singular value of up to 50 in place of 1.
+Products of two tall matrices and U are in bfloat16 where the machine multiplies that fastest (AMX,
+AVX512-BF16, tensor cores). Weights, momentum, retractions and the Newton-Schulz steps keep the
+parameters' precision: rounded to bfloat16, M^T M has negative eigenvalues, which each quintic step
+multiplies by 12, and U had a singular value of up to 50 in place of 1.
 """
 
 from collections import defaultdict
@@ -39,7 +42,9 @@ _HALF_WIDTH = 128
 
 
 def polar_factor(weight: Tensor) -> Tensor:
-    """Return the nearest matrix with orthonormal rows or columns: U V^T of the singular value decomposition."""
+    """Return the nearest matrix with orthonormal rows or columns: U V^T of the singular value
+    decomposition.
+    """
     flat = weight.detach().double().reshape(weight.shape[0], -1)
     left, _, right = torch.linalg.svd(flat, full_matrices=False)
     return (left @ right).reshape(weight.shape).to(weight)
@@ -47,16 +52,18 @@ def polar_factor(weight: Tensor) -> Tensor:
 
 def retract(weight: Tensor, steps: int = 1) -> None:
     """Move the weight by `steps` cubic Newton-Schulz steps towards its polar factor, in place."""
-    moved = _side_by_side([weight])
+    iterate = _side_by_side([weight])
     for _ in range(steps):
-        moved = _cubic(moved)
-    weight.copy_((moved if moved.shape[1] == len(weight) else moved.mT).reshape(weight.shape))
+        iterate = _cubic(iterate)
+    weight.copy_((iterate if iterate.shape[1] == len(weight) else iterate.mT).reshape(weight.shape))
 
 
 def orthogonal_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of the linear layers and patch embeddings, without the last layer, which stays free."""
+    """Return the weights of the linear layers and patch embeddings, without the last layer, which
+    stays free.
+    """
     last = last_layer(net)
-    found = []
+    parameters = []
     for module in net.modules():
         linear = isinstance(module, nn.Linear)
         patches = (
@@ -66,8 +73,8 @@ def orthogonal_parameters(net: nn.Module) -> list[nn.Parameter]:
             and module.groups == 1
         )
         if (linear or patches) and module is not last:
-            found.append(module.weight)
-    return found  # type: ignore[return-value]
+            parameters.append(module.weight)
+    return parameters  # type: ignore[return-value]
 
 
 def last_layer(net: nn.Module) -> nn.Module | None:
@@ -77,7 +84,9 @@ def last_layer(net: nn.Module) -> nn.Module | None:
 
 
 def orthogonalise(net: nn.Module) -> None:
-    """Set every matrix to its polar factor, and fix every centre norm as plain centring (constant 1)."""
+    """Set every matrix to its polar factor, and fix every centre norm as plain centring (constant
+    1).
+    """
     with torch.no_grad():
         for weight in orthogonal_parameters(net):
             weight.copy_(polar_factor(weight))
@@ -88,7 +97,9 @@ def orthogonalise(net: nn.Module) -> None:
 
 
 class StiefelMuon(torch.optim.Optimizer):
-    """The update of the module docstring, for parameters that start orthogonal; equal shapes move as one batch."""
+    """The update of the module docstring, for parameters that start orthogonal; equal shapes move
+    as one batch.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -99,7 +110,8 @@ class StiefelMuon(torch.optim.Optimizer):
             alike: dict[Any, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    flat, state = _flat(parameter), self.state[parameter]
+                    flat = _flat(parameter)
+                    state = self.state[parameter]
                     state.setdefault("step", 0)
                     alike[flat.shape, flat.dtype, flat.device, state["step"]].append(parameter)
             for (shape, *_), parameters in alike.items():
@@ -124,20 +136,23 @@ class StiefelMuon(torch.optim.Optimizer):
         narrow = weight.to(fast)
         moment = _tangent(narrow, moment)
         step = states[0]["step"] + 1
-        moved = _tangent(narrow, direction(moment, fast))
-        weight = torch.sub(weight, moved, alpha=lr).div_((1 + lr * lr) ** 0.5)
+        tangent = _tangent(narrow, direction(moment, fast))
+        weight = torch.sub(weight, tangent, alpha=lr).div_((1 + lr * lr) ** 0.5)
         if step % RETRACT_EVERY == 0:
             weight = _cubic(weight)
         wide = len(parameters[0]) != weight.shape[1]
         for parameter, state, moved_weight, new in zip(
             parameters, states, weight, moment, strict=True
         ):
-            # in the parameter's own layout: products of other layouts may round otherwise after --resume
+            # in the parameter's own layout: products of other layouts may round otherwise after
+            # --resume
             state["step"], state["momentum"] = step, (new.T if wide else new).contiguous()
             parameter.copy_((moved_weight.T if wide else moved_weight).reshape(parameter.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. ValueError for that of an earlier version, whose momentum has another layout."""
+        """Load a state. ValueError for that of an earlier version, whose momentum has another
+        layout.
+        """
         if any("momentum_buffer" in state for state in state_dict["state"].values()):
             raise ValueError("it is that of an earlier version of the optimiser")
         super().load_state_dict(state_dict)
@@ -146,7 +161,8 @@ class StiefelMuon(torch.optim.Optimizer):
 def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
     """Return T Q with Q ~ (T^T T)^(-1/2), whose singular values are near 1: (c, m, n).
 
-    The Gram matrix G is divided by its trace and then by ||G^2||_F^(1/2) >= ||G||_2, which bounds the norm far more closely
+    The Gram matrix G is divided by its trace and then by ||G^2||_F^(1/2) >= ||G||_2, which bounds
+    the norm far more closely
     where many singular values are alike: the iteration starts near 1 without another product.
 
     Args:
@@ -160,7 +176,7 @@ def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
     gram = gram / scale
     first = _QUINTIC[1] * gram + (_QUINTIC[2] / scale**2) * square
     whiten: Tensor | None = None
-    for left in reversed(range(_QUINTIC_STEPS)):
+    for steps_left in reversed(range(_QUINTIC_STEPS)):
         factor = (
             first
             if whiten is None
@@ -168,7 +184,7 @@ def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
         )
         factor.diagonal(dim1=-2, dim2=-1).add_(_QUINTIC[0])
         whiten = factor if whiten is None else whiten @ factor
-        if left:
+        if steps_left:
             gram = factor @ gram @ factor
     assert whiten is not None
     whiten = whiten / (trace * scale).sqrt()
@@ -180,20 +196,24 @@ def _flat(weight: Tensor) -> Tensor:
 
 
 def _side_by_side(weights: list[Tensor]) -> Tensor:
-    """Return tensors of one shape as matrices (c, m, n) with m >= n; where possible, a view of a single tensor."""
+    """Return tensors of one shape as matrices (c, m, n) with m >= n; where possible, a view of a
+    single tensor.
+    """
     flats = [_flat(weight) for weight in weights]
     stack = flats[0][None] if len(flats) == 1 else torch.stack(flats)
     return stack if stack.shape[1] >= stack.shape[2] else stack.mT
 
 
-def _tangent(weight: Tensor, given: Tensor) -> Tensor:
+def _tangent(weight: Tensor, gradient: Tensor) -> Tensor:
     """Return X - W sym(W^T X), the products in the precision of W."""
-    inner = weight.mT @ given.to(weight)
-    return given - _times(weight, (inner + inner.mT) / 2)
+    inner = weight.mT @ gradient.to(weight)
+    return gradient - _times(weight, (inner + inner.mT) / 2)
 
 
 def _times(tall: Tensor, small: Tensor) -> Tensor:
-    """Return the product in the memory layout of `tall`: entrywise operations on mixed layouts take five times as long."""
+    """Return the product in the memory layout of `tall`: entrywise operations on mixed layouts take
+    five times as long.
+    """
     return tall @ small if tall.stride(-1) == 1 else (small.mT @ tall.mT).mT
 
 

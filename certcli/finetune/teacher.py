@@ -14,20 +14,23 @@ from certcli.system.errors import ArchitectureError
 class Teacher:
     """The teacher's logits of the student's classes: (b, c, h, w) -> (b, k), in float32.
 
-    A teacher of other image sizes sees the images resized, bilinear. One of ImageNet's 1,000 classes teaches those that
-    the dataset's folders name by their synsets.
+    A teacher of other image sizes sees the images resized, bilinear. One of ImageNet's 1,000
+    classes teaches those that the dataset's folders name by their synsets.
 
     Args:
         classes: names of the dataset's classes.
 
     Raises:
-        ArchitectureError: the teacher does not know the classes, or has no use for images of these channels.
+        ArchitectureError: the teacher does not know the classes, or has no use for images of these
+        channels.
     """
 
     def __init__(
         self, model: PixelModel, record: Record, student: Record, classes: Sequence[str]
     ) -> None:
-        self.model, self.outputs, notes = model, None, []
+        self.model = model
+        self.outputs = None
+        notes = []
         self.fit, resized = resizer(tuple(student.input.size), record.input)
         if student.input.size[0] not in (1, record.input.size[0]) and record.input.size[0] != 1:
             raise ArchitectureError(

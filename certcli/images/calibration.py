@@ -1,9 +1,12 @@
-"""Images to calibrate on: a dataset, or synthetic images with the spectrum and the edges of photographs.
+"""Images to calibrate on: a dataset, or synthetic images with the spectrum and the edges of
+photographs.
 
-Photographs share two properties that networks respond to: the power of a spatial frequency f falls like 1/f^2, and regions
-of one colour and texture end in sharp edges where objects occlude each other. "Dead leaves" have both: shapes whose sizes
-follow a power law fall on each other, each with a flat colour blended with 1/f noise. Nothing is downloaded or licensed.
-Source: Lee, Mumford & Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks learn from such images).
+Photographs share two properties that networks respond to: the power of a spatial frequency f falls
+like 1/f^2, and regions of one colour and texture end in sharp edges where objects occlude each
+other. "Dead leaves" have both: shapes whose sizes follow a power law fall on each other, each with
+a flat colour blended with 1/f noise. Nothing is downloaded or licensed.
+Source: Lee, Mumford & Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks
+learn from such images).
 """
 
 from collections.abc import Sequence
@@ -36,9 +39,11 @@ def calibration_images(
     data_dir: Path | None = None,
     judges: int = 0,
 ) -> Images:
-    """Return `count` images to calibrate this network on: training images of `dataset`, else of the record's dataset.
+    """Return `count` images to calibrate this network on: training images of `dataset`, else of the
+    record's dataset.
 
-    Where the record's dataset is not found here, the images are those of `default_for`. DataError for a missing `dataset`.
+    Where the record's dataset is not found here, the images are those of `default_for`. DataError
+    for a missing `dataset`.
 
     Args:
         judges: most further images of the same kind, where these are not made on the spot.
@@ -56,7 +61,9 @@ def calibration_images(
 
 
 def default_for(record: Record, count: int, seed: int, judges: int) -> Images:
-    """Return digits for a network of digits, synthetic photographs of the input size for every other network."""
+    """Return digits for a network of digits, synthetic photographs of the input size for every
+    other network.
+    """
     remembered = (record.dataset or "").lower()
     if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):
         return datasets.load(DIGITS, record.input, "train").limit(count + judges, seed)
@@ -64,9 +71,11 @@ def default_for(record: Record, count: int, seed: int, judges: int) -> Images:
 
 
 def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
-    """Make `count` images of `spec`'s size in [0, 1], multiples of 1/255, without classes; deterministic.
+    """Make `count` images of `spec`'s size in [0, 1], multiples of 1/255, without classes;
+    deterministic.
 
-    One in four is 1/f noise, the others are dead leaves over such noise. Image number k does not depend on `count`.
+    One in four is 1/f noise, the others are dead leaves over such noise. Image number k does not
+    depend on `count`.
     """
     if count < 1:
         raise DataError(f"a limit of {count} images leaves none")
@@ -102,23 +111,29 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
     )
 
 
-def hold_out(images: Images, share: int = 5, most: int | None = None) -> tuple[Images, Images]:
+def hold_out(images: Images, share: int = 5, limit: int | None = None) -> tuple[Images, Images]:
     """Return (images to calibrate on, images held out), both in order.
 
-    Every `share`-th image is held out, none of fewer than 2 * `share`; or more, so that at most `most` calibrate.
+    Every `share`-th image is held out, none of fewer than 2 * `share`; or more, so that at most
+    `most` calibrate.
     """
     count = len(images)
-    held = max(0 if count < 2 * share else -(-count // share), 0 if most is None else count - most)
-    apart = {row * count // held for row in range(held)}
-    return images.select([row for row in range(count) if row not in apart]), images.select(
-        sorted(apart)
+    count_out = max(
+        0 if count < 2 * share else -(-count // share), 0 if limit is None else count - limit
+    )
+    held_out = {row * count // count_out for row in range(count_out)}
+    return images.select([row for row in range(count) if row not in held_out]), images.select(
+        sorted(held_out)
     )
 
 
 def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator) -> Array:
-    """Return noise (c, h, w) whose amplitude falls like 1/f^slope, with channels correlated as in daylight."""
+    """Return noise (c, h, w) whose amplitude falls like 1/f^slope, with channels correlated as in
+    daylight.
+    """
     channels, height, width = size
-    down, across = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
+    down = np.fft.fftfreq(height)[:, None]
+    across = np.fft.rfftfreq(width)[None]
     frequency = np.sqrt(down * down + across * across)
     frequency[0, 0] = 1.0 / max(height, width)
     weight = (frequency**-slope).astype(np.float32)
@@ -140,17 +155,19 @@ def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generato
     side = min(height, width)
     radii = np.sort(random.pareto(1.2, int(random.integers(20, 200))) + 0.3)[::-1] * (side / 24)
     for radius in np.minimum(radii, 0.55 * side):
-        x, y = random.uniform(-0.08, 1.08) * width, random.uniform(-0.08, 1.08) * height
-        left, right = max(0, int(x - radius)), min(width, int(x + radius) + 2)
-        top, bottom = max(0, int(y - radius)), min(height, int(y + radius) + 2)
-        angle, tint = (
-            random.uniform(0.0, 2.0 * np.pi),
-            random.random((channels, 1, 1), dtype=np.float32),
-        )
+        x = random.uniform(-0.08, 1.08) * width
+        y = random.uniform(-0.08, 1.08) * height
+        left = max(0, int(x - radius))
+        right = min(width, int(x + radius) + 2)
+        top = max(0, int(y - radius))
+        bottom = min(height, int(y + radius) + 2)
+        angle = random.uniform(0.0, 2.0 * np.pi)
+        tint = random.random((channels, 1, 1), dtype=np.float32)
         tint = tint.mean() + np.float32(random.random()) * (
             tint - tint.mean()
         )  # most things are nearly grey
-        share, flat = np.float32(random.uniform(0.2, 0.8)), random.uniform(0.4, 1.0)
+        share = np.float32(random.uniform(0.2, 0.8))
+        flat = random.uniform(0.4, 1.0)
         corners = int(random.integers(3, 8)) if random.random() < 0.5 else 0
         leaf = bank[int(random.integers(len(bank)))]
         if right <= left or bottom <= top:

@@ -1,4 +1,6 @@
-"""Datasets by name or folder: images in [0, 1] of a network's input size, with labels of its classes."""
+"""Datasets by name or folder: images in [0, 1] of a network's input size, with labels of its
+classes.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -30,11 +32,12 @@ def photographs_suit(spec: InputSpec) -> bool:
 def load(
     name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None
 ) -> Images:
-    """Load a dataset by name or path, its images in the size of `spec`. DataError says what is missing.
+    """Load a dataset by name or path, its images in the size of `spec`. DataError says what is
+    missing.
 
     Args:
-        name: "digits" and "photographs" (embedded, the latter without labels), "torch/mnist", "torch/cifar10", ... (with
-            `data_dir`), or a folder.
+        name: "digits" and "photographs" (embedded, the latter without labels), "torch/mnist",
+            "torch/cifar10", ... (with `data_dir`), or a folder.
         split: train, val, test, or None for the one to evaluate on.
     """
     require_named(name)
@@ -122,7 +125,9 @@ def _is_synset(name: str) -> bool:
 
 
 def imagenet_indices(names: Sequence[str]) -> Tensor | None:
-    """Return ImageNet's indices of synsets (n01440764, ...), None for other names. DataError for an unknown synset."""
+    """Return ImageNet's indices of synsets (n01440764, ...), None for other names. DataError for an
+    unknown synset.
+    """
     if len(names) > 1000 or not all(map(_is_synset, names)):
         return None
     import certcli.system.compat  # noqa: F401
@@ -130,13 +135,13 @@ def imagenet_indices(names: Sequence[str]) -> Tensor | None:
     # isort: split
     from timm.data import ImageNetInfo
 
-    known = {
+    index_of = {
         synset: index for index, synset in enumerate(ImageNetInfo("imagenet-1k").label_names())
     }
-    strange = [name for name in names if name not in known]
+    strange = [name for name in names if name not in index_of]
     if strange:
         raise DataError(f"folder '{strange[0]}' is not one of ImageNet's 1,000 synsets")
-    return torch.tensor([known[name] for name in names])
+    return torch.tensor([index_of[name] for name in names])
 
 
 def _in_memory(
@@ -162,7 +167,9 @@ def _in_memory(
 
 
 def resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor], Tensor], str]:
-    """Return the map from stored images to the network's input size, and a note where it is not the identity."""
+    """Return the map from stored images to the network's input size, and a note where it is not the
+    identity.
+    """
     if size == spec.size:
         return (lambda images: images), ""
     channels, height, width = spec.size
@@ -242,7 +249,9 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
 def _require_consistent(
     name: str, data_dir: Path, count: int, labels: Sequence[int] | Tensor, classes: int
 ) -> None:
-    """Raise DataError where the files of a dataset contradict each other: torchvision reads each alone."""
+    """Raise DataError where the files of a dataset contradict each other: torchvision reads each
+    alone.
+    """
     numbers = torch.as_tensor(labels)
     reason = ""
     if count != len(numbers):

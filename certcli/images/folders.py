@@ -1,4 +1,6 @@
-"""Datasets in folders: a folder of class folders, one that holds such splits, or images beside a labels.csv."""
+"""Datasets in folders: a folder of class folders, one that holds such splits, or images beside a
+labels.csv.
+"""
 
 import csv
 import os
@@ -37,12 +39,13 @@ def _is_image(name: str) -> bool:
 
 
 def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Return the image files, and those in folders, sorted; and the folders that cannot be read, each with the reason.
+    """Return the image files, and those in folders, sorted; and the folders that cannot be read,
+    each with the reason.
 
     Raises:
         DataError: a file is missing, or a folder holds no images.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     unreadable: list[str] = []
 
     def note(failure: OSError) -> None:
@@ -62,12 +65,14 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
                 f"{one_line(path)} holds no images{' that can be read' if unreadable else ''}",
                 f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
             )
-        found += inside if path.is_dir() else [path]
-    return found, unreadable
+        files += inside if path.is_dir() else [path]
+    return files, unreadable
 
 
 def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
-    """Load a folder of class folders, or one with train/, val/, test/ of such folders; its name is the dataset's."""
+    """Load a folder of class folders, or one with train/, val/, test/ of such folders; its name is
+    the dataset's.
+    """
     return replace(_part_of_folder(folder, spec, split), name=folder.resolve().name)
 
 
@@ -81,15 +86,15 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
             return whole
         require_split(folder.name, split, ("all", "train", "val"))
         return whole.select(split_training(whole.labels, split).tolist())
-    wanted = split or ("test" if "test" in parts else parts[-1])
-    if wanted == "val" and "validation" in parts:
-        wanted = "validation"
-    if wanted in parts and not (wanted == "train" and not {"val", "validation"} & set(parts)):
-        return _class_folder(folder, folder / wanted, spec, wanted)
-    if wanted in ("train", "val") and "train" in parts:
-        whole = _class_folder(folder, folder / "train", spec, wanted)
-        return whole.select(split_training(whole.labels, wanted).tolist())
-    require_split(folder.name, wanted, parts)
+    part = split or ("test" if "test" in parts else parts[-1])
+    if part == "val" and "validation" in parts:
+        part = "validation"
+    if part in parts and not (part == "train" and not {"val", "validation"} & set(parts)):
+        return _class_folder(folder, folder / part, spec, part)
+    if part in ("train", "val") and "train" in parts:
+        whole = _class_folder(folder, folder / "train", spec, part)
+        return whole.select(split_training(whole.labels, part).tolist())
+    require_split(folder.name, part, parts)
     raise AssertionError("unreachable")
 
 
@@ -129,7 +134,8 @@ def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) ->
             raise DataError(f"{path} is not a regular file", "remove it")
     decode = Decoder(spec)
     ahead = Ahead(lambda position: decode(paths[position]))
-    zeros, positions = torch.zeros(len(paths), dtype=torch.long), torch.arange(len(paths))
+    zeros = torch.zeros(len(paths), dtype=torch.long)
+    positions = torch.arange(len(paths))
     return Images(
         name=name,
         split=split,
@@ -146,13 +152,17 @@ def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) ->
 
 
 def _printable(path: Path) -> str:
-    """Return a path for one line of a record or a report: slashes between folders, unprintable characters escaped."""
+    """Return a path for one line of a record or a report: slashes between folders, unprintable
+    characters escaped.
+    """
     text = plain(path.as_posix())
     return text if len(text) <= LONGEST_NAME else f"…{text[1 - LONGEST_NAME :]}"
 
 
 def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
-    """Return a note where one of a few images is smaller than the network's input, or coloured for a grey network."""
+    """Return a note where one of a few images is smaller than the network's input, or coloured for
+    a grey network.
+    """
     channels, height, width = spec.size
     for path in paths[:: max(1, len(paths) // 8)]:
         try:
@@ -195,24 +205,26 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]
     labels: list[int] = []
     others: list[str] = []
     for label, name in enumerate(classes):
-        found = sorted(_images_below(folder / name, others))
-        if not found:
+        files = sorted(_images_below(folder / name, others))
+        if not files:
             raise DataError(
                 f"class folder {folder / name} holds no images",
                 "remove it, or put its images there",
             )
-        paths += found
-        labels += [label] * len(found)
+        paths += files
+        labels += [label] * len(files)
     return paths, labels, classes, others
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the classes in the order of their names; where all are numbers, in the order of the numbers."""
-    found = list(names)
-    if not all(name.isascii() and name.isdigit() for name in found):
-        return sorted(found)
+    """Return the classes in the order of their names; where all are numbers, in the order of the
+    numbers.
+    """
+    estimates = list(names)
+    if not all(name.isascii() and name.isdigit() for name in estimates):
+        return sorted(estimates)
     # by length first: Python refuses to read a hostile number of many thousand digits
-    return sorted(found, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
+    return sorted(estimates, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
 
 
 def _images_below(folder: Path, others: list[str]) -> Iterator[Path]:
@@ -249,7 +261,8 @@ def _lines(handle: IO[str], listing: Path) -> Iterator[str]:
 def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
     """Return the images beside a labels.csv, which has a header and columns for file and class.
 
-    Classes come in the order of their names, as those of folders do; where all are numbers, in the order of the numbers.
+    Classes come in the order of their names, as those of folders do; where all are numbers, in the
+    order of the numbers.
     """
     try:
         with listing.open(newline="", encoding="utf-8-sig") as handle:  # Excel begins with a mark
@@ -287,7 +300,8 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
 
 
 def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
-    """Return timm's evaluation transform (resize, crop) without the normalisation, which the network holds.
+    """Return timm's evaluation transform (resize, crop) without the normalisation, which the
+    network holds.
 
     Its border, where the images have one, has the colour of the mean.
     """
@@ -320,7 +334,9 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
 
 
 class Decoder:
-    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without a known scale."""
+    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without
+    a known scale.
+    """
 
     def __init__(self, spec: InputSpec) -> None:
         self.channels = spec.size[0]

@@ -36,10 +36,12 @@ def sent(pixels: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0, 1].
+    """Labelled images in a fixed order. `fetch(positions)` returns pixel images (b, c, h, w) in [0,
+    1].
 
-    `expect(positions)` starts decoding all images that will be fetched next (`ahead`; None for images in memory).
-    `file(position)` returns the image's file below the dataset's folder, printable; None without files.
+    `expect(positions)` starts decoding all images that will be fetched next (`ahead`; None for
+    images in memory). `file(position)` returns the image's file below the dataset's folder,
+    printable; None without files.
     unlabelled: the labels are zeros; `answered` puts a network's own answers in their place.
     """
 
@@ -59,7 +61,9 @@ class Images:
         return len(self.labels)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all images in order. `indices` are positions in the whole split, also after `limit`."""
+        """Yield all images in order. `indices` are positions in the whole split, also after
+        `limit`.
+        """
         for start in range(0, len(self), batch_size):
             positions = list(range(start, min(start + batch_size, len(self))))
             pixels = self.fetch(positions)
@@ -77,14 +81,17 @@ class Images:
         return self
 
     def answered(self, classes: Sequence[int], names: tuple[str, ...]) -> "Images":
-        """Return the images with a network's own answers as their labels, as a split of its own name."""
+        """Return the images with a network's own answers as their labels, as a split of its own
+        name.
+        """
         return replace(
             self, split=OWN, classes=names, labels=torch.tensor(classes).long(), unlabelled=False
         )
 
     def select(self, positions: Sequence[int]) -> "Images":
         """Return the images at these positions, in this order, with their indices."""
-        chosen, file = list(positions), self.file
+        chosen = list(positions)
+        file = self.file
         part = replace(
             self,
             labels=self.labels[chosen],
@@ -100,18 +107,22 @@ class Images:
         return part
 
     def without(self, others: "Images") -> "Images":
-        """Return the images whose indices are not among those of `others`, a part of the same images."""
+        """Return the images whose indices are not among those of `others`, a part of the same
+        images.
+        """
         return self.select((~torch.isin(self.indices, others.indices)).nonzero().flatten().tolist())
 
     def and_then(self, more: "Images") -> "Images":
-        """Return these images and `more` behind them; their indices go on, and no image names its file."""
+        """Return these images and `more` behind them; their indices go on, and no image names its
+        file.
+        """
         count = len(self)
 
-        def apart(positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        def split_up(positions: Sequence[int]) -> tuple[list[int], list[int]]:
             return [p for p in positions if p < count], [p - count for p in positions if p >= count]
 
         def fetch(positions: Sequence[int]) -> Tensor:
-            mine, theirs = apart(positions)
+            mine, theirs = split_up(positions)
             if not mine or not theirs:
                 return self.fetch(mine) if mine else more.fetch(theirs)
             pixels = torch.cat([self.fetch(mine), more.fetch(theirs)])
@@ -119,7 +130,7 @@ class Images:
             return pixels[torch.where(at, len(mine) + at.cumsum(0) - 1, (~at).cumsum(0) - 1)]
 
         def expect(positions: Sequence[int]) -> None:
-            mine, theirs = apart(positions)
+            mine, theirs = split_up(positions)
             self.expect(mine)
             more.expect(theirs)
 
@@ -141,7 +152,9 @@ class Images:
         return self.select(sorted(_balanced(self.labels, count, seed)))
 
     def in_turn(self, seed: int = 0) -> "Images":
-        """Return all images, the classes in turn: the first n are those of `limit(n, seed)`, for every n."""
+        """Return all images, the classes in turn: the first n are those of `limit(n, seed)`, for
+        every n.
+        """
         return self.select(_balanced(self.labels, len(self), seed))
 
     def per_class(self, count: int, seed: int = 0) -> "Images":
@@ -181,21 +194,22 @@ class Images:
 
     @cached_property
     def _digested(self) -> dict[int, tuple[str, str]]:
-        found: dict[int, tuple[str, str]] = {}
+        digests: dict[int, tuple[str, str]] = {}
         for start in range(0, len(self), DIGESTED):
-            found |= {
+            digests |= {
                 row[0]: row[1:]
                 for row in self.digests_at(range(start, min(start + DIGESTED, len(self))))
             }
-        return found
+        return digests
 
     def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Return (index, digest with the label, digest of the pixels) of the images at these positions."""
-        indices, labels = (
-            self.indices[list(positions)].tolist(),
-            self.labels[list(positions)].tolist(),
-        )
-        found, pixels = [], self.fetch(positions)
+        """Return (index, digest with the label, digest of the pixels) of the images at these
+        positions.
+        """
+        indices = self.indices[list(positions)].tolist()
+        labels = self.labels[list(positions)].tolist()
+        digests = []
+        pixels = self.fetch(positions)
         self.expect_at(max(positions) + 1, DIGESTED)
         for index, label, row in zip(
             indices, labels, pixels.cpu().contiguous().numpy(), strict=True
@@ -203,13 +217,15 @@ class Images:
             head = f"{row.dtype.str}\0{row.shape}\0".encode()
             texts = [f"{label}\0".encode() + head + row.tobytes(), head + row.tobytes()]
             labelled, alone = (hashlib.sha256(text).hexdigest()[:16] for text in texts)
-            found.append((index, labelled, alone))
-        return found
+            digests.append((index, labelled, alone))
+        return digests
 
-    def with_digests(self, found: Sequence[tuple[int, str, str]]) -> "Images":
+    def with_digests(self, digests: Sequence[tuple[int, str, str]]) -> "Images":
         """Return the same images with digests that are known already."""
         same = replace(self)
-        same.__dict__["_digested"] = {index: (labelled, alone) for index, labelled, alone in found}
+        same.__dict__["_digested"] = {
+            index: (labelled, alone) for index, labelled, alone in digests
+        }
         return same  # where `cached_property` looks first
 
     @cached_property
@@ -228,7 +244,8 @@ def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     classes = labels.unique()
     queues = []
-    # classes in a random order too: with one image a class, the first N would all be neighbouring classes
+    # classes in a random order too: with one image a class, the first N would all be neighbouring
+    # classes
     for label in classes[torch.randperm(len(classes), generator=generator)].tolist():
         members = (labels == label).nonzero().flatten()
         queues.append(members[torch.randperm(len(members), generator=generator)].tolist())
@@ -237,13 +254,17 @@ def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
 
 
 def split_training(labels: Tensor, split: str) -> Tensor:
-    """Return positions of the fixed 90 % (train) or 10 % (val) of a training set without a validation split."""
+    """Return positions of the fixed 90 % (train) or 10 % (val) of a training set without a
+    validation split.
+    """
     count = max(1, round(VALIDATION_SHARE * len(labels)))
     validation = torch.zeros(len(labels), dtype=torch.bool)
     validation[_balanced(labels, count, _SPLIT_SEED)] = True
     return (validation if split == "val" else ~validation).nonzero().flatten()
 
 
-def require_split(name: str, split: str, known: Sequence[str]) -> None:
-    if split not in known:
-        raise DataError(f"dataset '{name}' has no split '{split}'", f"--split {' or '.join(known)}")
+def require_split(name: str, split: str, splits: Sequence[str]) -> None:
+    if split not in splits:
+        raise DataError(
+            f"dataset '{name}' has no split '{split}'", f"--split {' or '.join(splits)}"
+        )

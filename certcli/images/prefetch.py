@@ -21,12 +21,13 @@ def usual_workers() -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(MOST, cores // max(1, int(beside) if beside.isdecimal() else 1)))
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, min(MOST, cores // max(1, int(processes) if processes.isdecimal() else 1)))
 
 
 class Ahead:
-    """Images by position, (b, c, h, w) in the order of the positions; errors of `read` are raised when an image is fetched.
+    """Images by position, (b, c, h, w) in the order of the positions; errors of `read` are raised
+    when an image is fetched.
 
     Args:
         read: position -> one image (c, h, w).

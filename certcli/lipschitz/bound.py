@@ -7,7 +7,8 @@ from typing import Any
 
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_sum
 
-FEATURES, LOGITS = "features", "logits"
+FEATURES = "features"
+LOGITS = "logits"
 """The outputs that a bound speaks of; a proof's root has the kind `FEATURES` where the network has no classifier."""
 
 
@@ -31,16 +32,18 @@ class Bound:
     parts: tuple["Bound", ...] = ()
 
     def nodes(self) -> list["Bound"]:
-        """Return every node once, parts before wholes (a residual uses its input twice: the proof is a graph)."""
+        """Return every node once, parts before wholes (a residual uses its input twice: the proof
+        is a graph).
+        """
         nodes: list[Bound] = []
-        seen: set[int] = set()
+        visited: set[int] = set()
         stack: list[tuple[Bound, bool]] = [(self, False)]
         while stack:
             node, expanded = stack.pop()
             if expanded:
                 nodes.append(node)
-            elif id(node) not in seen:
-                seen.add(id(node))
+            elif id(node) not in visited:
+                visited.add(id(node))
                 stack.append((node, True))
                 stack.extend((part, False) for part in reversed(node.parts))
         return nodes
@@ -73,8 +76,8 @@ def log10_or_none(value: Real) -> float | None:
 def bound_document(value: Real, name: str = "upper") -> dict[str, Any]:
     """Return a proven number as all JSON documents write it, under four keys made of `name`.
 
-    `<name>` is "inf" both where there is no bound and where float64 is too small for it; `<name>_finite` tells these two
-    apart, and `log10_<name>` and `<name>_text` then hold the size.
+    `<name>` is "inf" both where there is no bound and where float64 is too small for it;
+    `<name>_finite` tells these two apart, and `log10_<name>` and `<name>_text` then hold the size.
     """
     shown = float(value)
     return {
@@ -113,7 +116,9 @@ LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
 
 
 def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each node of a proof from JSON that fails; empty if every law holds. Needs no torch."""
+    """Return one line for each node of a proof from JSON that fails; empty if every law holds.
+    Needs no torch.
+    """
     values: list[Real] = []
     problems: list[str] = []
     for number, row in enumerate(rows):

@@ -1,7 +1,7 @@
 """Networks that are a chain of linear layers and activations, read from the trace.
 
-Certificates (`certify.chains`) and losses (`finetune.losses.chain`) follow a neighbourhood from layer to layer of such a
-chain, the first with proven norms, the second with trainable ones.
+Certificates (`certify.chains`) and losses (`finetune.losses.chain`) follow a neighbourhood from
+layer to layer of such a chain, the first with proven norms, the second with trainable ones.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,8 @@ rules = RuleTable("sequential")
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """x -> W x + bias on batches: a linear layer, a convolution, or the pixel normalisation, which divides by its weight.
+    """x -> W x + bias on batches: a linear layer, a convolution, or the pixel normalisation, which
+    divides by its weight.
 
     Attributes:
         path: The module's name.
@@ -68,7 +69,9 @@ class LinearLayer:
 
 @dataclass(frozen=True)
 class Activation:
-    """A monotone map of slope at most 1, entry by entry and in l2. pairs: whether it joins the halves of the last axis."""
+    """A monotone map of slope at most 1, entry by entry and in l2. pairs: whether it joins the
+    halves of the last axis.
+    """
 
     apply: Callable[[Tensor], Tensor]
     pairs: bool = False
@@ -164,7 +167,8 @@ def flatten(call: Call, *arguments: Any, start_dim: int = 0, end_dim: int = -1) 
 
 
 def _chain(arguments: tuple[Any, ...]) -> Chain:
-    """Return the chain before a call from its arguments, of which a module's rule gets the module first.
+    """Return the chain before a call from its arguments, of which a module's rule gets the module
+    first.
 
     A constant in its place cannot be unpacked: the walk refuses a rule that fails.
     """
@@ -173,7 +177,9 @@ def _chain(arguments: tuple[Any, ...]) -> Chain:
 
 
 class _ChainDomain(Domain):
-    """The layers from the image to each tensor. Two branches cannot meet: no rule takes two tensors."""
+    """The layers from the image to each tensor. Two branches cannot meet: no rule takes two
+    tensors.
+    """
 
     rules = rules
 

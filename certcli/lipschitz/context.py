@@ -1,4 +1,6 @@
-"""The first argument of every rule: the arithmetic, the shapes of the call, and ways to build a value with its proof."""
+"""The first argument of every rule: the arithmetic, the shapes of the call, and ways to build a
+value with its proof.
+"""
 
 import math
 from collections.abc import Sequence
@@ -98,7 +100,8 @@ class Context:
         Args:
             x: A settled value.
             why: The theorem in words, for the report.
-            fibre, total, peak: Bounds on the result's fibres along `axis`, on its norm, on its entries (see `Size`).
+            fibre, total, peak: Bounds on the result's fibres along `axis`, on its norm, on its
+                entries (see `Size`).
             shape: The result's shape; by default the call's.
         """
         shape = self.shape if shape is None else shape
@@ -113,10 +116,13 @@ class Context:
         path: str | None = None,
         kind: str | None = None,
     ) -> Value:
-        """Return the value of this size after a map with this constant, reported under `path` and `kind` (the call's)."""
+        """Return the value of this size after a map with this constant, reported under `path` and
+        `kind` (the call's).
+        """
         if x.waiting is not None:
             raise AssertionError("a rule must settle its input before charging a constant")
-        path, kind = self.path if path is None else path, self.kind if kind is None else kind
+        path = self.path if path is None else path
+        kind = self.kind if kind is None else kind
         base = x.base * constant
         self.walk.charges.append(Charge(path, kind, constant, "composition", why, base))
         proof = None
@@ -128,7 +134,9 @@ class Context:
         return Value(base, size, None, proof, size.shape)
 
     def combine(self, parts: Sequence[tuple[Value, Scalar]], why: str, size: Size) -> Value:
-        """Return the value of a map with constant c_i in its i-th argument x_i, all settled: base sum_i c_i base_i."""
+        """Return the value of a map with constant c_i in its i-th argument x_i, all settled: base
+        sum_i c_i base_i.
+        """
         merged: list[tuple[Value, Scalar]] = []
         for value, constant in parts:
             if value.waiting is not None:
@@ -148,7 +156,9 @@ class Context:
     def join(
         self, law: Literal["sum", "concatenation"], values: Sequence[Value], why: str, size: Size
     ) -> Value:
-        """Return the sum of settled values, or the tensor that has them side by side, with its proof."""
+        """Return the sum of settled values, or the tensor that has them side by side, with its
+        proof.
+        """
         bases = [value.base for value in values]
         base = self.arith.total(bases) if law == "sum" else self.arith.root_sum_of_squares(bases)
         proofs = tuple(value.proof for value in values if value.proof is not None)
@@ -160,7 +170,9 @@ class Context:
         return self.arith.const(float("inf"))
 
     def settle(self, x: Value, keep: type | tuple[type, ...] = ()) -> Value:
-        """Charge the waiting operation to the bound, unless its type is in `keep`: then `base` is the tensor's own."""
+        """Charge the waiting operation to the bound, unless its type is in `keep`: then `base` is
+        the tensor's own.
+        """
         if x.waiting is None or isinstance(x.waiting, keep):
             return x
         settled = self.walk.settled

@@ -18,8 +18,10 @@ class HeadNorms:
 
 
 def head_norms(model: nn.Module) -> list[HeadNorms]:
-    """Return the norms of all linear maps `qkv`, `q`, `k`, `v`, `query` of modules with `num_heads`, split into heads."""
-    found = []
+    """Return the norms of all linear maps `qkv`, `q`, `k`, `v`, `query` of modules with
+    `num_heads`, split into heads.
+    """
+    norms_of = []
     for path, module in model.named_modules():
         heads = getattr(module, "num_heads", None)
         if not isinstance(heads, int):
@@ -32,5 +34,5 @@ def head_norms(model: nn.Module) -> list[HeadNorms]:
                 continue
             for part, weight in zip(parts, child.weight.detach().chunk(len(parts)), strict=True):
                 norms = spectral_norms(list(weight.chunk(heads)))
-                found.append(HeadNorms(own_name(model, f"{path}.{name}"), part, tuple(norms)))
-    return found
+                norms_of.append(HeadNorms(own_name(model, f"{path}.{name}"), part, tuple(norms)))
+    return norms_of

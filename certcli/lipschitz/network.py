@@ -30,8 +30,10 @@ class NetworkBound:
     Attributes:
         pairs: K of `pair_constants`; None without a bound.
         charges: One for each theorem that was applied, in the order of execution.
-        blocks: (path, kind, constant before, constant after) of each module that was traced through.
-        traced: The graph that was proven and replayed, for other domains with the same rules; None without one.
+        blocks: (path, kind, constant before, constant after) of each module that was traced
+            through.
+        traced: The graph that was proven and replayed, for other domains with the same rules; None
+            without one.
     """
 
     bound: Bound
@@ -46,24 +48,30 @@ class NetworkBound:
 
 
 def prove(model: PixelModel, classes: int) -> NetworkBound:
-    """Prove the bound of a network of `classes` logits, or 0 for one that ends in features; inf where there is none."""
-    found = bound_network(model, model.input_size, classes)
+    """Prove the bound of a network of `classes` logits, or 0 for one that ends in features; inf
+    where there is none.
+    """
+    bound = bound_network(model, model.input_size, classes)
     if classes:
-        return found
-    root = found.bound
+        return bound
+    root = bound.bound
     why = (
         "the network has no classifier: its outputs are features" if root.value.finite else root.why
     )
-    return replace(found, bound=Bound("", FEATURES, root.value, "same", why, (root,)))
+    return replace(bound, bound=Bound("", FEATURES, root.value, "same", why, (root,)))
 
 
 def prove_checkpoint(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> NetworkBound:
-    """Prove the bound of a checkpoint's network. ArchitectureError when its tensors and architecture disagree."""
+    """Prove the bound of a checkpoint's network. ArchitectureError when its tensors and
+    architecture disagree.
+    """
     return prove(load(checkpoint, device), checkpoint.record.classes)
 
 
 def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:
-    """Prove the bound of any module on images of this size (c, h, w); inf, with the reason, where there is none."""
+    """Prove the bound of any module on images of this size (c, h, w); inf, with the reason, where
+    there is none.
+    """
     try:
         with replayed(model, size, rules) as traced:
             outcome = propagate(traced, RigorousArithmetic())
@@ -88,7 +96,9 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
 
 
 def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
-    """Return the bound of the trace, without a replay, for steps of a search that ends in `prove`. Never shown."""
+    """Return the bound of the trace, without a replay, for steps of a search that ends in `prove`.
+    Never shown.
+    """
     with torch.no_grad(), deep_recursion():
         try:
             outcome = propagate(trace_network(model, size), RigorousArithmetic())
@@ -100,11 +110,13 @@ def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
 def pair_constants(outcome: Propagation, classes: int) -> Any:
     """Return K with |(z_i - z_j)(x) - (z_i - z_j)(y)| <= K_ij |x - y|: (k, k), zero diagonal.
 
-    With a final linear map pending, K_ij = base |w_i - w_j|; else, and beyond 4096 classes, sqrt(2) times the constant of
-    all logits (beyond 4096 classes expanded from one number, so that the diagonal, which no margin uses, is not 0).
+    With a final linear map pending, K_ij = base |w_i - w_j|; else, and beyond 4096 classes, sqrt(2)
+    times the constant of all logits (beyond 4096 classes expanded from one number, so that the
+    diagonal, which no margin uses, is not 0).
     Source: Theorem 9.2.
     """
-    arith, logits = outcome.context.arith, outcome.logits
+    arith = outcome.context.arith
+    logits = outcome.logits
     pending = logits.pending
     effective = None if pending is None or pending.axis != -1 else pending.effective(arith)
     if (
@@ -130,9 +142,11 @@ def pair_constants(outcome: Propagation, classes: int) -> Any:
     largest = float(logits.base)
     if math.isinf(largest):  # beyond float64
         return torch.full((classes, classes), math.inf, dtype=torch.float64).fill_diagonal_(0.0)
-    # |w_i - w_j|^2 from the Gram matrix, whose entries are off by at most gamma_d |w_i| |w_j|; + 2 |dE| for the rows' own
-    # error; 1e-12 covers the few roundings that remain, relative to each factor. Entries are of ordinary size: a square
-    # neither overflows nor underflows to anything that counts beside the largest row
+    # |w_i - w_j|^2 from the Gram matrix, whose entries are off by at most gamma_d |w_i| |w_j|; + 2
+    # |dE| for the rows' own error; 1e-12 covers the few roundings that remain, relative to each
+    # factor. Entries are of ordinary size: a square neither overflows nor underflows to anything
+    # that counts beside the
+    # largest row
     scaled, exponent = scale_to_unit(rows)
     gram = rows.new_zeros(classes, classes) if scaled is None else scaled @ scaled.T
     square = gram.diagonal().clone()

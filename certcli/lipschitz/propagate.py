@@ -1,4 +1,6 @@
-"""The global domain: a walk over the traced graph gives every node its Lipschitz constant from the pixels."""
+"""The global domain: a walk over the traced graph gives every node its Lipschitz constant from the
+pixels.
+"""
 
 import math
 import sys
@@ -88,13 +90,16 @@ class GlobalDomain(Domain):
         """Yield each call of a module with the constants of its input and output."""
         for scope in traced.scopes:
             if scope.entry is not None and scope.exit is not None:
-                before, after = self.bases.get(scope.entry), self.bases.get(scope.exit)
+                before = self.bases.get(scope.entry)
+                after = self.bases.get(scope.exit)
                 if before is not None and after is not None:
                     yield scope, before, after
 
 
 def _arranged(result: Any, shape: Any) -> Any:
-    """A rule's result in the call's shape where it has as many entries and nothing waits: norms do not see how they lie."""
+    """A rule's result in the call's shape where it has as many entries and nothing waits: norms do
+    not see how they lie.
+    """
     if isinstance(result, (list, tuple)) and isinstance(shape, list) and len(result) == len(shape):
         return [_arranged(item, part) for item, part in zip(result, shape, strict=True)]
     if (
@@ -109,13 +114,17 @@ def _arranged(result: Any, shape: Any) -> Any:
 
 
 def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:
-    """Return the graph of `model` on one image of this size (c, h, w); modules with a rule of this domain are leaves."""
+    """Return the graph of `model` on one image of this size (c, h, w); modules with a rule of this
+    domain are leaves.
+    """
     return trace_model(model, example_of(model, size), rules)
 
 
 @contextmanager
 def deep_recursion() -> Iterator[None]:
-    """Raise Python's recursion limit: size bounds are computed on demand, back to the pixels, some calls a layer."""
+    """Raise Python's recursion limit: size bounds are computed on demand, back to the pixels, some
+    calls a layer.
+    """
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 50_000))
     try:

@@ -22,12 +22,14 @@ Thunk = Callable[[], Scalar] | None
 
 
 class Size:
-    """Bounds on a tensor over [0, 1]^pixels; each may be absent, and follows from others as far as possible.
+    """Bounds on a tensor over [0, 1]^pixels; each may be absent, and follows from others as far as
+    possible.
 
     peak <= fibre <= total, fibre <= peak sqrt(length), total <= fibre sqrt(count).
 
     Attributes:
-        fibre: Largest l2 norm of the entries along one `axis` (negative). Along -1 a fibre is a row: a token.
+        fibre: Largest l2 norm of the entries along one `axis` (negative). Along -1 a fibre is a
+            row: a token.
         total: Frobenius norm.
         peak: Largest absolute entry.
         pixels: Whether the tensor is the image itself.
@@ -58,35 +60,37 @@ class Size:
 
     def fibre_along(self, axis: int) -> Scalar:
         """Return the largest fibre along this (negative) axis."""
-        known: list[Scalar] = []
+        candidates: list[Scalar] = []
         if self._fibre is not None and (axis == self.axis or not self.shape):
-            known.append(self._fibre.value)
+            candidates.append(self._fibre.value)
             if not self.arith.rigorous:
-                return known[0]
+                return candidates[0]
         if self._peak is not None:
-            known.append(self._peak.value * self._root(self.shape[axis] if self.shape else 1))
+            candidates.append(self._peak.value * self._root(self.shape[axis] if self.shape else 1))
         if self._total is not None:
-            known.append(self._total.value)
-        elif not known and self._fibre is not None:
-            known.append(self.total)
-        return self._least(known)
+            candidates.append(self._total.value)
+        elif not candidates and self._fibre is not None:
+            candidates.append(self.total)
+        return self._least(candidates)
 
     @cached_property
     def total(self) -> Scalar:
-        known: list[Scalar] = []
+        candidates: list[Scalar] = []
         count = math.prod(self.shape)
         if self._total is not None:
-            known.append(self._total.value)
+            candidates.append(self._total.value)
         if self._fibre is not None and self.shape:
-            known.append(self._fibre.value * self._root(count // max(1, self.shape[self.axis])))
+            candidates.append(
+                self._fibre.value * self._root(count // max(1, self.shape[self.axis]))
+            )
         if self._peak is not None:
-            known.append(self._peak.value * self._root(count))
-        return self._least(known)
+            candidates.append(self._peak.value * self._root(count))
+        return self._least(candidates)
 
     @cached_property
     def peak(self) -> Scalar:
         return self._least(
-            [known.value for known in (self._peak, self._fibre, self._total) if known is not None]
+            [fact.value for fact in (self._peak, self._fibre, self._total) if fact is not None]
         )
 
     def along(self, axis: int) -> "Size":
@@ -103,16 +107,18 @@ class Size:
         )
 
     def arranged(self, shape: tuple[int, ...], axis: int | None, factor: float = 1.0) -> "Size":
-        """Return the bounds of the same entries in another arrangement; entries may be dropped, never repeated.
+        """Return the bounds of the same entries in another arrangement; entries may be dropped,
+        never repeated.
 
         Args:
-            axis: Where fibres lie that consist of at most `factor` old fibres, or None where nothing is known of fibres.
+            axis: Where fibres lie that consist of at most `factor` old fibres, or None where
+                nothing is known of fibres.
         """
         fibre: Thunk = None
         if axis is not None and self._fibre is not None:
-            known = self._fibre
-            grown = lambda: known.value * self.arith.sqrt(self.arith.const(factor))  # noqa: E731
-            fibre = grown if factor != 1 else self._of(known)
+            fibre_norm = self._fibre
+            grown = lambda: fibre_norm.value * self.arith.sqrt(self.arith.const(factor))  # noqa: E731
+            fibre = grown if factor != 1 else self._of(fibre_norm)
         total = (lambda: self.total) if axis is None else self._of(self._total)
         return Size(
             self.arith, shape, fibre, -1 if axis is None else axis, total, self._of(self._peak)
@@ -121,14 +127,14 @@ class Size:
     def _root(self, count: int) -> Scalar:
         return self.arith.sqrt(self.arith.const(float(count)))
 
-    def _least(self, known: list[Scalar]) -> Scalar:
-        if not known:
+    def _least(self, candidates: list[Scalar]) -> Scalar:
+        if not candidates:
             return self.arith.const(math.inf)
-        least = known[0]
-        for other in known[1:]:
-            least = self.arith.minimum(least, other)
-        return least
+        smallest = candidates[0]
+        for other in candidates[1:]:
+            smallest = self.arith.minimum(smallest, other)
+        return smallest
 
     @staticmethod
-    def _of(known: Lazy | None) -> Thunk:
-        return None if known is None else (lambda: known.value)
+    def _of(fact: Lazy | None) -> Thunk:
+        return None if fact is None else (lambda: fact.value)

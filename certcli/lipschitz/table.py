@@ -1,4 +1,6 @@
-"""The theorems of the global domain: `rules.module`, `.function`, `.method` and `.settles` register them."""
+"""The theorems of the global domain: `rules.module`, `.function`, `.method` and `.settles` register
+them.
+"""
 
 from certcli.engine.table import RuleTable
 

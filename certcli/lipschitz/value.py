@@ -1,4 +1,6 @@
-"""The value of one tensor of the network: its bounds, and the operation that waits to be charged with its neighbours."""
+"""The value of one tensor of the network: its bounds, and the operation that waits to be charged
+with its neighbours.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from certcli.lipschitz.size import Size
 
 @dataclass(frozen=True)
 class Affine:
-    """A pending map x -> factor M diag(gain) P x + bias along one axis, not yet charged to the bound.
+    """A pending map x -> factor M diag(gain) P x + bias along one axis, not yet charged to the
+    bound.
 
     Linear maps are multiplied out before their norm is taken: |W G P| <= |W| |G P|, often by a lot.
 
@@ -25,9 +28,10 @@ class Affine:
         gain, matrix: None for the identity.
         source: Names of the modules that were folded in.
         factor: A number, rounded up.
-        index: For features on several axes (heads): entry p of the tensor is feature index[p] of its token. `index` has
-            the tensor's rank, and size 1 on every axis that holds tokens.
-        result: The size of the tensor after the map, where more is known than its norm times the input's size.
+        index: For features on several axes (heads): entry p of the tensor is feature index[p] of
+            its token. `index` has the tensor's rank, and size 1 on every axis that holds tokens.
+        result: The size of the tensor after the map, where more is known than its norm times the
+            input's size.
         kind: The type of module that is charged.
     """
 
@@ -74,8 +78,8 @@ class Affine:
         )
 
     def rows(self, arith: Arithmetic) -> Matrix:
-        """Return `matrix`, the identity where it is None: a second gain is not multiplied into the first, whose rounding
-        away from zero allows for one."""
+        """Return `matrix`, the identity where it is None: a second gain is not multiplied into the
+        first, whose rounding away from zero allows for one."""
         if self.matrix is not None:
             return self.matrix
         place = None if self.gain is None else self.gain.device
@@ -135,7 +139,8 @@ class Convolution:
     """A pending convolution: maps of its output channels that follow are multiplied in first.
 
     Attributes:
-        weight: The kernel with the neighbouring maps folded in, within `error` (Frobenius); it acts on `input`.
+        weight: The kernel with the neighbouring maps folded in, within `error` (Frobenius); it acts
+            on `input`.
         input: The settled value before the maps that are folded in.
         windows: What bounds the size of the result; the smallest bound counts.
         axis: Where the output channels are (negative).
@@ -164,23 +169,25 @@ class Convolution:
     def shifted(self, arith: Arithmetic, shift: Matrix) -> "Convolution":
         """Return this convolution plus a constant for each of its output channels."""
         sums = [
-            shift if seen.bias is None else arith.add(seen.bias, shift) for seen in self.windows
+            shift if part.bias is None else arith.add(part.bias, shift) for part in self.windows
         ]
         shifted = tuple(
-            replace(seen, bias=bias) for seen, bias in zip(self.windows, sums, strict=True)
+            replace(part, bias=bias) for part, bias in zip(self.windows, sums, strict=True)
         )
         return replace(self, windows=shifted)
 
     def after(
         self, arith: Arithmetic, weight: Matrix, bias: Tensor | None, path: str
     ) -> "Convolution | None":
-        """Return this convolution followed by weight (new out, out) and bias; None where its kernel would be too large."""
+        """Return this convolution followed by weight (new out, out) and bias; None where its kernel
+        would be too large.
+        """
         whole = self
         if self.groups > 1:
             if self.weight.numel() * self.groups > _LARGEST_KERNEL:
                 return None
             spread = tuple(
-                replace(seen, kernel=_ungrouped(seen.kernel, self.groups)) for seen in self.windows
+                replace(part, kernel=_ungrouped(part.kernel, self.groups)) for part in self.windows
             )
             whole = replace(
                 self, weight=_ungrouped(self.weight, self.groups), windows=spread, groups=1
@@ -193,7 +200,9 @@ class Convolution:
     def _followed(
         self, arith: Arithmetic, change: Callable[[Matrix], Matrix], path: str
     ) -> "Convolution":
-        """Return this convolution followed by a linear map, given as a change of matrices whose rows are the channels."""
+        """Return this convolution followed by a linear map, given as a change of matrices whose
+        rows are the channels.
+        """
 
         def kernel(old: Tensor, error: float) -> tuple[Tensor, float]:
             new = change(replace(arith.matrix(old.flatten(1)), error=error, key=None))
@@ -201,12 +210,14 @@ class Convolution:
 
         weight, error = kernel(self.weight, self.error)
         windows = []
-        for seen in self.windows:
-            moved = (
-                (weight, error) if seen.kernel is self.weight else kernel(seen.kernel, seen.error)
+        for part in self.windows:
+            kernel_and_error = (
+                (weight, error) if part.kernel is self.weight else kernel(part.kernel, part.error)
             )
             windows.append(
-                Windows(*moved, None if seen.bias is None else change(seen.bias), seen.entry)
+                Windows(
+                    *kernel_and_error, None if part.bias is None else change(part.bias), part.entry
+                )
             )
         source = (*self.source, path)
         return replace(
@@ -215,11 +226,15 @@ class Convolution:
 
 
 def _ungrouped(kernel: Tensor, groups: int) -> Tensor:
-    """Return the kernel (out, in, ...) of one group that is this kernel of several, (out, in / groups, ...)."""
+    """Return the kernel (out, in, ...) of one group that is this kernel of several, (out, in /
+    groups, ...).
+    """
     out, width, *taps = kernel.shape
     blocks = kernel.reshape(groups, out // groups, 1, width, math.prod(taps))
-    own = torch.eye(groups, dtype=kernel.dtype, device=kernel.device).view(groups, 1, groups, 1, 1)
-    return (own * blocks).reshape(out, groups * width, *taps)
+    identity = torch.eye(groups, dtype=kernel.dtype, device=kernel.device).view(
+        groups, 1, groups, 1, 1
+    )
+    return (identity * blocks).reshape(out, groups * width, *taps)
 
 
 @dataclass(frozen=True)
@@ -257,9 +272,9 @@ Waiting = Affine | Convolution | Scores | Probabilities
 class Value:
     """The bounds of one tensor.
 
-    With nothing waiting, `base` and `size` are those of the tensor itself. With a pending map (Affine) they are those of
-    the tensor before it. With any other operation waiting `base` is inf, so that a rule which forgets to settle proves
-    nothing.
+    With nothing waiting, `base` and `size` are those of the tensor itself. With a pending map
+    (Affine) they are those of the tensor before it. With any other operation waiting `base` is inf,
+    so that a rule which forgets to settle proves nothing.
 
     Attributes:
         base: Lipschitz constant from the pixels (Frobenius norm).

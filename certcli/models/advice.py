@@ -1,4 +1,6 @@
-"""Which option reads a file, by what its tensors show: for the hint of a file that does not fit its architecture."""
+"""Which option reads a file, by what its tensors show: for the hint of a file that does not fit its
+architecture.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ _DISTILLED = {192: "deit_tiny", 384: "deit_small", 768: "deit_base"}
 
 @dataclass(frozen=True)
 class Advice:
-    """A tensor that the named network lacks or has in another shape, and the options under which it has it."""
+    """A tensor that the named network lacks or has in another shape, and the options under which it
+    has it.
+    """
 
     tensor: str
     options: str
@@ -40,7 +44,8 @@ def _registers(tensors: Tensors, expected: Tensors) -> Iterator[Advice]:
 
 
 def _channels(tensors: Tensors, expected: Tensors) -> Iterator[Advice]:
-    first, usual = tensors.get(_PATCHES), expected.get(_PATCHES)
+    first = tensors.get(_PATCHES)
+    usual = expected.get(_PATCHES)
     if first is None or usual is None or first.dim() != usual.dim():
         return
     if first.shape[1] != usual.shape[1] and first.shape[0] == usual.shape[0]:
@@ -50,7 +55,8 @@ def _channels(tensors: Tensors, expected: Tensors) -> Iterator[Advice]:
 
 
 def _width(tensors: Tensors, expected: Tensors) -> Iterator[Advice]:
-    first, usual = tensors.get(_PATCHES), expected.get(_PATCHES)
+    first = tensors.get(_PATCHES)
+    usual = expected.get(_PATCHES)
     if first is not None and usual is not None and first.shape[0] != usual.shape[0]:
         yield Advice(
             _PATCHES, f"--arch-arg embed_dim={first.shape[0]} and --arch-arg num_heads=..."

@@ -31,7 +31,8 @@ _OTHERS = (
 
 def appearance(tensors: Mapping[str, Tensor]) -> str:
     """What the tensors' names and shapes tell, and what they cannot."""
-    embedding, qkv = tensors.get("patch_embed.proj.weight"), tensors.get("blocks.0.attn.qkv.weight")
+    embedding = tensors.get("patch_embed.proj.weight")
+    qkv = tensors.get("blocks.0.attn.qkv.weight")
     if embedding is None or qkv is None or embedding.dim() != 4:
         whose = next(
             (
@@ -43,10 +44,12 @@ def appearance(tensors: Mapping[str, Tensor]) -> str:
         )
         if whose is not None:
             return f"has no certvit record; its tensors have the names of {whose}"
-        known = ", ".join(sorted(tensors)[:2])
-        return f"has no certvit record, and its tensors ({known}, ...) are not those of a timm vision transformer"
-    width, channels, patch = embedding.shape[0], embedding.shape[1], embedding.shape[2]
-    depth = len({found[1] for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))})
+        examples = ", ".join(sorted(tensors)[:2])
+        return f"has no certvit record, and its tensors ({examples}, ...) are not those of a timm vision transformer"
+    width = embedding.shape[0]
+    channels = embedding.shape[1]
+    patch = embedding.shape[2]
+    depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
     return (
         f"looks like a timm vision transformer (width {width}, depth {depth}, patch {patch}, {channels} channels), but "
         "its number of heads, mean and std cannot be known from its tensors"

@@ -1,8 +1,8 @@
 """Properties of a network that its tensors do not show, and files whose tensors fit two networks.
 
-Heads, pooling, activation, eps and pixel statistics leave no trace in the shapes of tensors. Each is reported with its
-origin. Where an argument departs from the architecture's default and the tensors fit both, the file is refused until the
-user decides.
+Heads, pooling, activation, eps and pixel statistics leave no trace in the shapes of tensors. Each
+is reported with its origin. Where an argument departs from the architecture's default and the
+tensors fit both, the file is refused until the user decides.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,18 +50,19 @@ def reading_of(
     """Return the facts that reading this network rests on.
 
     Args:
-        origins: The origin of an architecture's argument, of "architecture", "mean", "std" or "view".
+        origins: The origin of an architecture's argument, of "architecture", "mean", "std" or
+            "view".
         default: The origin of all others.
     """
     spec = record.input
-    given = {
+    option_names = {
         name: next((origins[key] for key in keys if key in origins), default)
         for name, keys in _ARGUMENTS.items()
     }
     view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
     view += "" if spec.crop_mode == "center" else f" {spec.crop_mode}"
     facts = [Fact("architecture", record.arch, origins.get("architecture", default))]
-    facts += [Fact(name, value, given[name]) for name, value in invisible(net).items()]
+    facts += [Fact(name, value, option_names[name]) for name, value in invisible(net).items()]
     facts += [
         Fact("mean", _numbers(spec.mean), origins.get("mean", default)),
         Fact("std", _numbers(spec.std), origins.get("std", default)),
@@ -71,20 +72,24 @@ def reading_of(
 
 
 def invisible(net: nn.Module) -> dict[str, str]:
-    """Return the properties that no tensor's shape shows: heads, norms with eps and place, activations, pooling."""
-    found: dict[str, list[str]] = {"heads": [], "norm": [], "activation": []}
+    """Return the properties that no tensor's shape shows: heads, norms with eps and place,
+    activations, pooling.
+    """
+    properties: dict[str, list[str]] = {"heads": [], "norm": [], "activation": []}
     for path, module in net.named_modules():
         kind = type(module).__name__
         if isinstance(getattr(module, "num_heads", None), int):
-            found["heads"].append(str(module.num_heads))
+            properties["heads"].append(str(module.num_heads))
         if "norm" in kind.lower() and not list(module.children()):
             eps = getattr(module, "eps", None)
-            found["norm"].append(f"{kind} eps {eps:g}" if isinstance(eps, float) else kind)
+            properties["norm"].append(f"{kind} eps {eps:g}" if isinstance(eps, float) else kind)
         last = path.rpartition(".")[2]
         if last.startswith("act") and not list(module.children()):
-            found["activation"].append(kind)
-    shown = {name: " and ".join(dict.fromkeys(values)) or "none" for name, values in found.items()}
-    if found["norm"]:
+            properties["activation"].append(kind)
+    shown = {
+        name: " and ".join(dict.fromkeys(values)) or "none" for name, values in properties.items()
+    }
+    if properties["norm"]:
         kinds = {type(module) for module in net.modules()}
         shown["norm"] += "".join(f", {order}" for block, order in _ORDERS.items() if block in kinds)
     pooling = getattr(net, "global_pool", None)
@@ -95,17 +100,19 @@ def invisible(net: nn.Module) -> dict[str, str]:
 
 
 def statistics_doubts(net: nn.Module, record: Record) -> list[str]:
-    """Return a sentence for each pixel statistic of a published network's size that is not timm's own for its name."""
-    own = getattr(net, "pretrained_cfg", None) or {}
-    if record.classes != own.get("num_classes"):
+    """Return a sentence for each pixel statistic of a published network's size that is not timm's
+    own for its name.
+    """
+    pretrained = getattr(net, "pretrained_cfg", None) or {}
+    if record.classes != pretrained.get("num_classes"):
         return []  # a head of one's own: trained on other images
-    pairs = ((name, getattr(record.input, name), own.get(name)) for name in ("mean", "std"))
+    pairs = ((name, getattr(record.input, name), pretrained.get(name)) for name in ("mean", "std"))
     return [
-        f"{name} {_numbers(given)} is not timm's own {_numbers(tuple(usual))} for {record.arch}"
-        for name, given, usual in pairs
+        f"{name} {_numbers(value)} is not timm's own {_numbers(tuple(usual))} for {record.arch}"
+        for name, value, usual in pairs
         if usual
-        and len(usual) == len(given)
-        and any(abs(a - b) > 5e-3 for a, b in zip(given, usual, strict=True))
+        and len(usual) == len(value)
+        and any(abs(a - b) > 5e-3 for a, b in zip(value, usual, strict=True))
     ]
 
 
@@ -114,17 +121,20 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 
 def rival(
-    net: nn.Module, record: Record, tensors: Mapping[str, Tensor], given: Iterable[str]
+    net: nn.Module, record: Record, tensors: Mapping[str, Tensor], names: Iterable[str]
 ) -> str | None:
-    """Return why the tensors may belong to another network: they fit without the `given` arguments, with other logits.
+    """Return why the tensors may belong to another network: they fit without the `given` arguments,
+    with other logits.
 
-    None where the tensors show the arguments, as those of a network that is not registered with its number of heads.
+    None where the tensors show the arguments, as those of a network that is not registered with its
+    number of heads.
     """
-    left = set(given) - _IMAGE_AND_CLASSES
-    if not left:
+    optional = set(names) - _IMAGE_AND_CLASSES
+    if not optional:
         return None
     usual = replace(
-        record, arch_args={key: value for key, value in record.arch_args.items() if key not in left}
+        record,
+        arch_args={key: value for key, value in record.arch_args.items() if key not in optional},
     )
     try:
         checkpoints = (
@@ -139,20 +149,20 @@ def rival(
             here, there = (
                 build.PixelModel(record.input, each).eval()(pixels).double() for each in nets
             )
-        apart = float((here - there).norm() / there.norm().clamp_min(1e-300))
+        difference = float((here - there).norm() / there.norm().clamp_min(1e-300))
     except (ArchitectureError, RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         return None  # one of the two does not fit; loading shows whether the other runs
-    if apart <= _SAME:
+    if difference <= _SAME:
         return None
     first, second = (invisible(each) for each in nets)
     differ = [
         f"{name} {second.get(name, 'none')}" for name in first if first[name] != second.get(name)
     ]
     words = ", ".join(
-        f"{key}={record.arch_args[key]}" for key in sorted(left) if key in record.arch_args
+        f"{key}={record.arch_args[key]}" for key in sorted(optional) if key in record.arch_args
     )
-    own = f" ({', '.join(differ)})" if differ else ""
+    difference_text = f" ({', '.join(differ)})" if differ else ""
     return (
-        f"the tensors fit {record.arch} with {words} and without{own} alike, and the logits of the two differ by "
-        f"{100 * apart:.0f} %"
+        f"the tensors fit {record.arch} with {words} and without{difference_text} alike, and the logits of the two differ by "
+        f"{100 * difference:.0f} %"
     )

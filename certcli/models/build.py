@@ -1,4 +1,6 @@
-"""From a record to its network, whose first layer normalises pixels; weights are set strictly, and only once."""
+"""From a record to its network, whose first layer normalises pixels; weights are set strictly, and
+only once.
+"""
 
 import copy
 import math
@@ -81,7 +83,9 @@ class OpenCheckpoint(Checkpoint):
 
     @cached_property
     def net(self) -> nn.Module:
-        """The network as `build` returns it; every `load` puts the tensors into a copy of its modules."""
+        """The network as `build` returns it; every `load` puts the tensors into a copy of its
+        modules.
+        """
         return build(self.record, like=self.tensors)
 
 
@@ -95,14 +99,16 @@ def with_network(
     """
     if isinstance(checkpoint, OpenCheckpoint):
         return checkpoint
-    found = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading)
+    opened = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading)
     if net is not None:
-        vars(found)["net"] = net  # where `cached_property` looks first
-    return found
+        vars(opened)["net"] = net  # where `cached_property` looks first
+    return opened
 
 
 def own_network(checkpoint: Checkpoint) -> nn.Module:
-    """Return the modules of the checkpoint's network for the caller to change, with weights that are yet to be set."""
+    """Return the modules of the checkpoint's network for the caller to change, with weights that
+    are yet to be set.
+    """
     if isinstance(checkpoint, OpenCheckpoint):
         return copy.deepcopy(
             checkpoint.net, {id(weight): weight for weight in checkpoint.net.parameters()}
@@ -111,7 +117,9 @@ def own_network(checkpoint: Checkpoint) -> nn.Module:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Tell whether the device multiplies matrices faster in bfloat16: tensor cores, a CPU's AMX tiles or AVX512-BF16."""
+    """Tell whether the device multiplies matrices faster in bfloat16: tensor cores, a CPU's AMX
+    tiles or AVX512-BF16.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and (
@@ -120,7 +128,9 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def own_name(model: nn.Module, path: str) -> str:
-    """Return the checkpoint's name of a module or tensor of `model`: without PixelModel's own `net.`."""
+    """Return the checkpoint's name of a module or tensor of `model`: without PixelModel's own
+    `net.`.
+    """
     if not isinstance(model, PixelModel):
         return path
     return "" if path == "net" else path.removeprefix("net.")
@@ -133,10 +143,12 @@ def create(
     initialise: bool,
     like: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Build a timm model in eval mode, without published weights; ArchitectureError for an unknown name or argument.
+    """Build a timm model in eval mode, without published weights; ArchitectureError for an unknown
+    name or argument.
 
     Args:
-        like: The tensors of the network; an architecture much larger than they are is refused before it is built.
+        like: The tensors of the network; an architecture much larger than they are is refused
+            before it is built.
     """
     with Building(like, initialise=initialise):
         return _create(arch, arch_args)
@@ -182,7 +194,9 @@ def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
 def build(
     record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None
 ) -> nn.Module:
-    """Build the record's network with its surgery; weights are unset unless `initialise`. `like` as in `create`."""
+    """Build the record's network with its surgery; weights are unset unless `initialise`. `like` as
+    in `create`.
+    """
     with Building(like, initialise=initialise):
         net = _create(record.arch, record.arch_args)
         for replacement in record.surgery:
@@ -235,15 +249,15 @@ def load(
     """Return the checkpoint's network with its weights, in eval mode, from pixels to logits.
 
     Args:
-        writable: Copy the weights, for training. Without it, they share the checkpoint's memory-mapped tensors where
-            device and dtype allow, and must not be changed.
+        writable: Copy the weights, for training. Without it, they share the checkpoint's
+            memory-mapped tensors where device and dtype allow, and must not be changed.
     """
     keep_float32(torch.device(device))
     tensors = checkpoint.tensors
     net = own_network(checkpoint)
     # copies for the CPU are mapped where they are large; a device converts after the transfer
     load_weights(
-        net, tensors, own=writable, dtype=dtype if torch.device(device).type == "cpu" else None
+        net, tensors, copy=writable, dtype=dtype if torch.device(device).type == "cpu" else None
     )
     for parameter in net.parameters():
         parameter.requires_grad_(False)
@@ -256,9 +270,11 @@ def load(
 
 @torch.no_grad()
 def require_described(model: PixelModel, record: Record) -> None:
-    """Raise ArchitectureError unless the network maps a black image of the record's size to finite logits, one a class.
+    """Raise ArchitectureError unless the network maps a black image of the record's size to finite
+    logits, one a class.
 
-    With a record of two classes and ten logits, a certificate would be the smallest of 2 margins instead of 10.
+    With a record of two classes and ten logits, a certificate would be the smallest of 2 margins
+    instead of 10.
     """
     weight = next((value for value in model.parameters() if value.is_floating_point()), None)
     kind, where = (torch.float32, "cpu") if weight is None else (weight.dtype, weight.device)
@@ -299,7 +315,9 @@ def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> P
 
 
 def converted(model: PixelModel, dtype: torch.dtype) -> PixelModel:
-    """Return a copy of the network with floating weights in another dtype; it shares unchanged tensors with `model`."""
+    """Return a copy of the network with floating weights in another dtype; it shares unchanged
+    tensors with `model`.
+    """
     place = (
         "cpu" if dtype == torch.float64 and next(model.parameters()).device.type == "mps" else None
     )
@@ -310,19 +328,20 @@ def converted(model: PixelModel, dtype: torch.dtype) -> PixelModel:
         memo[id(value)] = (
             nn.Parameter(other, requires_grad=False) if isinstance(value, nn.Parameter) else other
         )
-    found = copy.deepcopy(model, memo)
-    found.normalize = model.normalize if place is None else found.normalize
-    return found
+    copied = copy.deepcopy(model, memo)
+    copied.normalize = model.normalize if place is None else copied.normalize
+    return copied
 
 
 def tensors_of(model: PixelModel, *, copy: bool = True) -> dict[str, Tensor]:
-    """Return the tensors for a checkpoint, by timm's names, without the normalisation, which the record holds.
+    """Return the tensors for a checkpoint, by timm's names, without the normalisation, which the
+    record holds.
 
     Args:
         copy: Copy them, for a model that will change.
     """
-    found = {name: value.detach().cpu() for name, value in model.net.state_dict().items()}
-    return {name: value.clone() for name, value in found.items()} if copy else found
+    tensors = {name: value.detach().cpu() for name, value in model.net.state_dict().items()}
+    return {name: value.clone() for name, value in tensors.items()} if copy else tensors
 
 
 def initialise(
@@ -337,8 +356,8 @@ def initialise(
 ) -> OpenCheckpoint:
     """Return a freshly initialised checkpoint; the same seed gives the same bytes.
 
-    Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given. The record names the
-    shape that a new network of this name gets (`SHAPES`).
+    Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given. The
+    record names the shape that a new network of this name gets (`SHAPES`).
     """
     arch_args = {**SHAPES.get(arch, {}), **arch_args}
     with torch.random.fork_rng(devices=[]):
@@ -351,20 +370,23 @@ def initialise(
     tensors = {name: value.detach() for name, value in net.state_dict().items()}
     for name, _ in net.named_buffers():
         if name in tensors and tensors[name].is_floating_point():
-            # timm writes "clip nothing" as an infinite limit: no finite number exceeds the largest one
+            # timm writes "clip nothing" as an infinite limit: no finite number exceeds the largest
+            # one
             tensors[name] = tensors[name].nan_to_num(nan=math.nan)
     return with_network(Checkpoint(tensors, record), net)
 
 
 def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:
-    """Return the network's input size, which `img_size` may set; None where only its configuration knows it."""
+    """Return the network's input size, which `img_size` may set; None where only its configuration
+    knows it.
+    """
     config = getattr(net, "pretrained_cfg", None) or {}
     size = getattr(getattr(net, "patch_embed", None), "img_size", None)
-    stated = tuple(config.get("input_size") or ())
-    if size is None or len(stated) != 3:
+    expected = tuple(config.get("input_size") or ())
+    if size is None or len(expected) != 3:
         return None
     first = next((part for part in net.modules() if isinstance(part, nn.Conv2d)), None)
-    channels = stated[0] if first is None else first.in_channels
+    channels = expected[0] if first is None else first.in_channels
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     return int(channels), int(height), int(width)
 
@@ -381,10 +403,13 @@ def spec_of(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
 ) -> InputSpec:
-    """Return the given input, completed by the timm model's configuration; one value stands for every channel."""
+    """Return the given input, completed by the timm model's configuration; one value stands for
+    every channel.
+    """
     config = getattr(net, "pretrained_cfg", None) or {}
     input_size = size or tuple(config.get("input_size") or ())
-    mean, std = mean or config.get("mean"), std or config.get("std")
+    mean = mean or config.get("mean")
+    std = std or config.get("std")
     if len(input_size) != 3 or not mean or not std:
         raise UsageError(
             "the architecture does not say its input size, mean or std", "give --mean and --std"

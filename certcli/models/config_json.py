@@ -1,4 +1,6 @@
-"""The description of a foreign file: from the options first, then config.json, then timm's configuration."""
+"""The description of a foreign file: from the options first, then config.json, then timm's
+configuration.
+"""
 
 import re
 from collections.abc import Mapping
@@ -47,26 +49,27 @@ def config_path(path: Path) -> Path:
 
 
 def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[str]]:
-    """Return config.json beside the file, None where it is not used, and sentences on its differences to the options.
+    """Return config.json beside the file, None where it is not used, and sentences on its
+    differences to the options.
 
     Raises:
-        ArchitectureError: it may belong to another file: weights under timm's own name lie there too, or the file's name
-            is that of another architecture.
+        ArchitectureError: it may belong to another file: weights under timm's own name lie there
+            too, or the file's name is that of another architecture.
     """
     config = config_path(path)
     if not config.is_file():
         return None, []
     try:
-        stated = read_config(
+        fields = read_config(
             config, decode_config, "it needs what timm writes: architecture, num_classes, ..."
         )
     except CheckpointError as failure:
         if hints.arch is None:
             raise
         return None, [f"not used: {failure.message}"]
-    if hints.arch is not None and _stem(hints.arch) != _stem(stated.architecture):
-        return None, [f"--arch says {hints.arch}, {CONFIG} {stated.architecture}: it is not used"]
-    why = None if hints.as_stated else _of_another(path, stated)
+    if hints.arch is not None and _stem(hints.arch) != _stem(fields.architecture):
+        return None, [f"--arch says {hints.arch}, {CONFIG} {fields.architecture}: it is not used"]
+    why = None if hints.as_stated else _of_another(path, fields)
     if why is not None and hints.arch is None:
         raise ArchitectureError(
             f"is {config} about {path.name}? {why}",
@@ -74,16 +77,17 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
         )
     if why is not None:
         return None, [f"{CONFIG} is not used: {why}"]
-    return stated, [*stated.doubts, *_differences(stated, hints)]
+    return fields, [*fields.doubts, *_differences(fields, hints)]
 
 
 def _stem(name: str) -> str:
     return name.split(".")[0]
 
 
-def _of_another(path: Path, stated: ConfigFields) -> str | None:
+def _of_another(path: Path, fields: ConfigFields) -> str | None:
     """Return why the config may belong to another file, or None."""
-    arch, called = _stem(stated.architecture), path.name.lower()
+    arch = _stem(fields.architecture)
+    called = path.name.lower()
     names = timm.list_models()
     named = max((name for name in names if called.startswith(name)), key=len, default=None)
     family = re.split(r"[^a-z0-9]", called)[0]
@@ -98,33 +102,35 @@ def _of_another(path: Path, stated: ConfigFields) -> str | None:
     return None
 
 
-def _differences(stated: ConfigFields, hints: Hints) -> list[str]:
+def _differences(fields: ConfigFields, hints: Hints) -> list[str]:
     """Return a sentence for each option that overrules config.json."""
-    about = stated.pretrained_cfg
+    about = fields.pretrained_cfg
     pairs: list[tuple[str, Any, Any]] = [
         ("--mean", hints.mean, about.mean),
         ("--std", hints.std, about.std),
     ]
     pairs += [
-        (f"--arch-arg {key}", value, stated.model_args.get(key))
+        (f"--arch-arg {key}", value, fields.model_args.get(key))
         for key, value in hints.arch_args.items()
     ]
-    found = []
-    for option, given, said in pairs:
-        if given is None or said is None or _same(given, said):
+    differences = []
+    for option, option_value, said in pairs:
+        if option_value is None or said is None or _same(option_value, said):
             continue
-        found.append(f"{option} says {_shown(given)}, {CONFIG} {_shown(said)}: the option is taken")
-    return found
-
-
-def _same(given: Any, said: Any) -> bool:
-    if isinstance(given, (list, tuple)) and isinstance(said, (list, tuple)):
-        longest = max(len(given), len(said))
-        left, right = (
-            list(part) * longest if len(part) == 1 else list(part) for part in (given, said)
+        differences.append(
+            f"{option} says {_shown(option_value)}, {CONFIG} {_shown(said)}: the option is taken"
         )
-        return left == right
-    return bool(given == said)
+    return differences
+
+
+def _same(first: Any, said: Any) -> bool:
+    if isinstance(first, (list, tuple)) and isinstance(said, (list, tuple)):
+        longest = max(len(first), len(said))
+        one, right = (
+            list(part) * longest if len(part) == 1 else list(part) for part in (first, said)
+        )
+        return one == right
+    return bool(first == said)
 
 
 def _shown(value: Any) -> str:
@@ -135,7 +141,8 @@ def describe(
     path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]
 ) -> Description:
     """Return the description of a foreign file, from config.json or, without it, the options."""
-    origins, net = dict.fromkeys(hints.arch_args, "--arch-arg"), None
+    origins = dict.fromkeys(hints.arch_args, "--arch-arg")
+    net = None
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     if config is not None:
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
@@ -156,27 +163,28 @@ def describe(
     return Description(record, origins, net)
 
 
-def _as_hints(stated: ConfigFields, hints: Hints) -> Hints:
+def _as_hints(fields: ConfigFields, hints: Hints) -> Hints:
     """Return what config.json says as options would say it; the options themselves come first."""
     classes = (
-        {} if stated.num_classes is None or hints.features else {"num_classes": stated.num_classes}
+        {} if fields.num_classes is None or hints.features else {"num_classes": fields.num_classes}
     )
     return replace(
         hints,
-        arch=stated.architecture,
-        arch_args={**classes, **stated.model_args, **hints.arch_args},
+        arch=fields.architecture,
+        arch_args={**classes, **fields.model_args, **hints.arch_args},
     )
 
 
 def _from_config(
-    config: Path, stated: ConfigFields, hints: Hints, tensors: Mapping[str, Tensor]
+    config: Path, fields: ConfigFields, hints: Hints, tensors: Mapping[str, Tensor]
 ) -> Record:
-    about = stated.pretrained_cfg
-    arguments = {**stated.model_args, **hints.arch_args}
-    if (found := _classes(tensors, hints, stated.num_classes)) is not None:
-        arguments.setdefault("num_classes", found)
-    arguments = {**_of_input_size(stated), **arguments}
-    mean, std = hints.mean or about.mean, hints.std or about.std
+    about = fields.pretrained_cfg
+    arguments = {**fields.model_args, **hints.arch_args}
+    if (class_count := _classes(tensors, hints, fields.num_classes)) is not None:
+        arguments.setdefault("num_classes", class_count)
+    arguments = {**_of_input_size(fields), **arguments}
+    mean = hints.mean or about.mean
+    std = hints.std or about.std
     classes = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
     missing = [name for name, value in needed.items() if value is None]
@@ -193,7 +201,7 @@ def _from_config(
         about.crop_mode or "center",
     )
     spec = pixel_input(_size_of(about.input_size, arguments), mean or (), std or (), view, _PIXELS)
-    return Record(stated.architecture, arguments, spec, classes, _names_of(stated, classes))
+    return Record(fields.architecture, arguments, spec, classes, _names_of(fields, classes))
 
 
 def _names_of(stated: ConfigFields, classes: int) -> tuple[str, ...] | None:
@@ -203,7 +211,9 @@ def _names_of(stated: ConfigFields, classes: int) -> tuple[str, ...] | None:
 
 
 def _of_input_size(stated: ConfigFields) -> dict[str, Any]:
-    """Return the arguments that timm derives from input_size: channels, and the size of a network of a fixed one."""
+    """Return the arguments that timm derives from input_size: channels, and the size of a network
+    of a fixed one.
+    """
     about = stated.pretrained_cfg
     if about.input_size is None:
         return {}
@@ -229,7 +239,9 @@ def _size_of(stated: tuple[int, int, int], arguments: Mapping[str, Any]) -> tupl
 
 
 def image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str]:
-    """Return doubts about the images of a config: none are described, or they stand within a border."""
+    """Return doubts about the images of a config: none are described, or they stand within a
+    border.
+    """
     spec = record.input
     if spec.crop_mode == "border":
         return [
@@ -250,24 +262,31 @@ def image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str
     ]
 
 
-def _classes(tensors: Mapping[str, Tensor], hints: Hints, stated: int | None = None) -> int | None:
-    """Return the number of classes: that of the last layer's matrix, else 0 for features, else the stated one."""
+def _classes(
+    tensors: Mapping[str, Tensor], hints: Hints, config_classes: int | None = None
+) -> int | None:
+    """Return the number of classes: that of the last layer's matrix, else 0 for features, else the
+    stated one.
+    """
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
     rows = int(head.shape[0]) if head is not None and head.dim() else 0
-    return rows or (0 if hints.features else stated)
+    return rows or (0 if hints.features else config_classes)
 
 
 def _from_hints(
     hints: Hints, tensors: Mapping[str, Tensor], path: Path
 ) -> tuple[Record, nn.Module]:
-    """Return record and network of `hints.arch`; mean, std, crop and interpolation are timm's unless given."""
+    """Return record and network of `hints.arch`; mean, std, crop and interpolation are timm's
+    unless given.
+    """
     arguments = dict(hints.arch_args)
     if (classes := _classes(tensors, hints)) is not None:
         arguments.setdefault("num_classes", classes)
     assert hints.arch is not None
     net = build.create(hints.arch, arguments, initialise=False, like=tensors)
     config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}
-    mean, std = hints.mean or config.get("mean"), hints.std or config.get("std")
+    mean = hints.mean or config.get("mean")
+    std = hints.std or config.get("std")
     if not mean or not std:
         raise ArchitectureError(
             f"{path} does not say how its images were normalised, and timm has no configuration of '{hints.arch}'",
@@ -282,13 +301,14 @@ def _from_hints(
     return Record(hints.arch, arguments, spec, build.classes_of(net)), net
 
 
-def require_consistent(stated: ConfigFields, net: nn.Module, config: Path, hints: Hints) -> None:
+def require_consistent(fields: ConfigFields, net: nn.Module, config: Path, hints: Hints) -> None:
     """Raise ArchitectureError where config.json contradicts the network that it names."""
     for name in ("num_features", "global_pool"):
-        said, found = getattr(stated, name), getattr(net, name, None)
-        known = isinstance(found, (int, str)) and isinstance(said, (int, str))
-        if known and said != found and name not in hints.arch_args and not hints.as_stated:
+        said = getattr(fields, name)
+        actual = getattr(net, name, None)
+        comparable = isinstance(actual, (int, str)) and isinstance(said, (int, str))
+        if comparable and said != actual and name not in hints.arch_args and not hints.as_stated:
             raise ArchitectureError(
-                f"{config} says {name} {said}, and the network that it names has {found}: is it about this file?",
+                f"{config} says {name} {said}, and the network that it names has {actual}: is it about this file?",
                 f"--arch-arg {name}=..., or --as-stated if the rest of it is right",
             )

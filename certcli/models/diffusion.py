@@ -1,7 +1,8 @@
 """A folder of diffusers becomes a UNet and its noise schedule. diffusers itself is never imported.
 
-The folder holds `config.json`, `diffusion_pytorch_model.safetensors` and `scheduler_config.json`, or the first two in
-`unet/` and the third in `scheduler/`. Each field is read, or must have the one value that leaves the function as it is.
+The folder holds `config.json`, `diffusion_pytorch_model.safetensors` and `scheduler_config.json`,
+or the first two in `unet/` and the third in `scheduler/`. Each field is read, or must have the one
+value that leaves the function as it is.
 A field that is unknown here is refused: it may change the function.
 """
 
@@ -100,7 +101,8 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
 
     Raises:
         CheckpointError: a file is missing or broken.
-        ArchitectureError: the network is another one than an unconditional UNet for this number of channels.
+        ArchitectureError: the network is another one than an unconditional UNet for this number of
+        channels.
     """
     inner = path / "unet" if (path / "unet").is_dir() else path
     beside = path / "scheduler" if (path / "scheduler").is_dir() else path

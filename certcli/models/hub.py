@@ -1,4 +1,6 @@
-"""The hub of published weights: a quick test of the connection, since its library retries for a minute."""
+"""The hub of published weights: a quick test of the connection, since its library retries for a
+minute.
+"""
 
 import os
 import socket
@@ -22,7 +24,9 @@ def host() -> str:
 
 
 def reachable() -> bool:
-    """Tell whether the hub's host accepts a connection; True behind a proxy, which the library uses."""
+    """Tell whether the hub's host accepts a connection; True behind a proxy, which the library
+    uses.
+    """
     if any(
         os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     ):
@@ -36,7 +40,9 @@ def reachable() -> bool:
 
 @contextmanager
 def cache_if_unreachable() -> Iterator[str]:
-    """Let the hub's library read only its cache where there is no network; yield the reason, "" with a network."""
+    """Let the hub's library read only its cache where there is no network; yield the reason, ""
+    with a network.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or reachable():
@@ -50,7 +56,8 @@ def cache_if_unreachable() -> Iterator[str]:
 
 
 def fetched(name: str) -> Path:
-    """Fetch configs and weights of a hub's repository, and return the file of weights; timm would also unpickle files.
+    """Fetch configs and weights of a hub's repository, and return the file of weights; timm would
+    also unpickle files.
 
     Args:
         name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.

@@ -1,4 +1,6 @@
-"""A module in memory as a checkpoint: it is copied, and then traced and bounded like the network of a file."""
+"""A module in memory as a checkpoint: it is copied, and then traced and bounded like the network of
+a file.
+"""
 
 import copy
 import hashlib
@@ -30,25 +32,30 @@ def open_module(
     *,
     features: bool = False,
 ) -> build.OpenCheckpoint:
-    """Copy a module, in eval mode, with its weights as they are; later changes of the module do not count.
+    """Copy a module, in eval mode, with its weights as they are; later changes of the module do not
+    count.
 
     Args:
-        module: Normalised images (b, c, h, w) -> logits or features (b, k), or what `build.load` returned.
-        mean, std: Pixel statistics, one value or one a channel; those of timm's configuration where None.
+        module: Normalised images (b, c, h, w) -> logits or features (b, k), or what `build.load`
+            returned.
+        mean, std: Pixel statistics, one value or one a channel; those of timm's configuration where
+            None.
         input_size: (c, h, w); that of timm's configuration where None.
         features: The module has no classifier: its outputs are features.
 
     Raises:
-        UsageError: a statistic or the size is missing or invalid, or `features` is given for a classifier.
-        ArchitectureError: the module cannot be copied, does not map such images to logits, or has no classifier.
+        UsageError: a statistic or the size is missing or invalid, or `features` is given for a
+        classifier.
+        ArchitectureError: the module cannot be copied, does not map such images to logits, or has
+        no classifier.
         CheckpointError: a weight is not finite.
     """
     kind = type(module).__name__
     if _is_plain(module):
         input_size = input_size or module.input_size
-        own = module.normalize
-        shift = own.mean.flatten()
-        scale = own.std.flatten()
+        normalisation = module.normalize
+        shift = normalisation.mean.flatten()
+        scale = normalisation.std.flatten()
         stated_none = _all_are(mean, 0.0) and _all_are(
             std, 1.0
         )  # it takes pixels: the same function
@@ -104,22 +111,26 @@ def open_module(
             f"the {kind} is no classifier of images of size {spec.size}: {failure.message}",
             "it must map (b, c, h, w) to logits (b, k)",
         ) from failure
-    stated = getattr(net, "num_classes", None)  # of any type, in a module of the user's
-    known = isinstance(stated, int)
-    ends = (known and stated == 0) or (features and not (known and stated == width))
+    class_count = getattr(net, "num_classes", None)  # of any type, in a module of the user's
+    is_number = isinstance(class_count, int)
+    ends = (is_number and class_count == 0) or (
+        features and not (is_number and class_count == width)
+    )
     if width < 2 and not ends:
         raise ArchitectureError(
             f"the {kind} returns one logit an image", "a classifier has two logits or more"
         )
-    found = build.with_network(
+    opened = build.with_network(
         Checkpoint(tensors, Record(arch, shown, spec, 0 if ends else width)), net
     )
-    (require_features if features else require_classifier)(found, f"the {kind}")
-    return found
+    (require_features if features else require_classifier)(opened, f"the {kind}")
+    return opened
 
 
 def _removal_of_old_hooks(module: nn.Module) -> str:
-    """Return the hint for torch's old spectral_norm and weight_norm, which compute a weight in a hook."""
+    """Return the hint for torch's old spectral_norm and weight_norm, which compute a weight in a
+    hook.
+    """
     for path, part in module.named_modules():
         for hook in part._forward_pre_hooks.values():
             kind = type(hook).__name__
@@ -132,7 +143,9 @@ def _removal_of_old_hooks(module: nn.Module) -> str:
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
-    """Whether a module is normalisation and network and nothing else: no forward or hook of its own."""
+    """Whether a module is normalisation and network and nothing else: no forward or hook of its
+    own.
+    """
     if type(module) is not build.PixelModel or type(module.normalize) is not build.PixelNormalize:
         return False
     parts = (module, module.normalize)

@@ -1,4 +1,6 @@
-"""Limits on building a network that a file describes: no needless initialisation, nothing far larger than its tensors."""
+"""Limits on building a network that a file describes: no needless initialisation, nothing far
+larger than its tensors.
+"""
 
 import contextlib
 import math
@@ -21,14 +23,17 @@ SPARE_STEPS = 4_000
 
 
 class Building(OperationMode):
-    """Skip random fills, with operations on their results, and count all values that constructors make.
+    """Skip random fills, with operations on their results, and count all values that constructors
+    make.
 
-    Skipped values are replaced later. Memory that is never written is never paged in, so building costs none. Tensors with
-    a skipped fill stay alive until the mode ends, so that no other tensor gets their memory and is mistaken for them.
+    Skipped values are replaced later. Memory that is never written is never paged in, so building
+    costs none. Tensors with a skipped fill stay alive until the mode ends, so that no other tensor
+    gets their memory and is mistaken for them.
 
     Args:
-        like: The tensors of the network. Values are counted before they are made; a few times more than these tensors
-            hold are an ArchitectureError, since a few numbers in a file can describe more than a machine has.
+        like: The tensors of the network. Values are counted before they are made; a few times more
+            than these tensors hold are an ArchitectureError, since a few numbers in a file can
+            describe more than a machine has.
     """
 
     _FILLS = frozenset(f"aten::{name}_" for name in ("normal", "uniform", "random", "trunc_normal"))
@@ -57,7 +62,8 @@ class Building(OperationMode):
             if name in self._AFTERWARDS and args[0].data_ptr() in self.unset:
                 return args[0]
             if name in self._COMPARISONS and args[0].data_ptr() in self.unset:
-                # torch draws a truncated normal until all values are in range, which unset memory may never be
+                # torch draws a truncated normal until all values are in range, which unset memory
+                # may never be
                 return torch.zeros((), dtype=torch.bool, device=args[0].device)
         if all(result.alias_info is None for result in func._schema.returns):
             self._take(_values(name, args), any(isinstance(part, Tensor) for part in args))
@@ -116,16 +122,18 @@ _POINTWISE = frozenset(
 
 
 def _values(name: str, args: tuple[Any, ...]) -> int:
-    """Return how many values an operation on these arguments will make, by a size argument or by broadcasting."""
+    """Return how many values an operation on these arguments will make, by a size argument or by
+    broadcasting.
+    """
     shapes = [tuple(part.shape) for part in args if isinstance(part, Tensor)]
     if shapes:
-        most = max(map(math.prod, shapes))
+        largest = max(map(math.prod, shapes))
         if len(shapes) > 1 and name in _POINTWISE:
             with contextlib.suppress(RuntimeError):  # mm of shapes that do not broadcast
-                most = max(most, math.prod(torch.broadcast_shapes(*shapes)))
+                largest = max(largest, math.prod(torch.broadcast_shapes(*shapes)))
         sizes = [part for part in args if isinstance(part, (list, tuple)) and part]
         sizes = [part for part in sizes if all(isinstance(side, int) for side in part)]
-        return max([most, *(math.prod(map(abs, part)) for part in sizes)])
+        return max([largest, *(math.prod(map(abs, part)) for part in sizes)])
     if args and isinstance(args[0], (list, tuple)):
         if all(isinstance(side, int) for side in args[0]):
             return math.prod(args[0])

@@ -13,7 +13,8 @@ from certcli.system.errors import ArchitectureError, UsageError, one_line
 
 
 def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenCheckpoint:
-    """Return the mean of these networks' logits, with `mirror` at the mirror image too; its lineage tells all their steps.
+    """Return the mean of these networks' logits, with `mirror` at the mirror image too; its lineage
+    tells all their steps.
 
     Raises:
         UsageError: one is of another architecture, or takes or gives something else than the first.
@@ -27,15 +28,15 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
     first = members[0].record
     same = ("input", "classes", "class_names")
     for number, member in enumerate(members, 1):
-        own = member.record
-        if own.arch != arch:
-            raise UsageError(f"member {number} is of {one_line(own.arch)}, not {arch}")
-        differs = [name for name in same if getattr(own, name) != getattr(first, name)]
+        member_record = member.record
+        if member_record.arch != arch:
+            raise UsageError(f"member {number} is of {one_line(member_record.arch)}, not {arch}")
+        differs = [name for name in same if getattr(member_record, name) != getattr(first, name)]
         if differs:
             raise UsageError(
                 f"member {number} has another {differs[0].replace('_', ' ')} than the first"
             )
-        if own.surgery or not isinstance(getattr(member.net, "head", None), FlatHead):
+        if member_record.surgery or not isinstance(getattr(member.net, "head", None), FlatHead):
             raise ArchitectureError(
                 f"member {number}: no mean of such networks is built", "certvit_lip_*, sort or mix"
             )

@@ -1,4 +1,6 @@
-"""Files of a network with its normaliser before it: the statistics that they hold, beside those of options."""
+"""Files of a network with its normaliser before it: the statistics that they hold, beside those of
+options.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +27,9 @@ def with_statistics(hints: Hints, stated: Normaliser, path: Path) -> Hints:
 
 
 def read_with(reading: Reading, hints: Hints, stated: Normaliser) -> Reading:
-    """Return the reading with the file's own statistics named, and a doubt where an option overrules them."""
+    """Return the reading with the file's own statistics named, and a doubt where an option
+    overrules them.
+    """
     doubts = list(reading.doubts)
     facts = list(reading.facts)
     for name, given, own in (("mean", hints.mean, stated.mean), ("std", hints.std, stated.std)):

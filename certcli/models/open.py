@@ -1,7 +1,8 @@
-"""Checkpoints from any source: certvit's own files, downloaded files, folders from the hub, timm and hf-hub names.
+"""Checkpoints from any source: certvit's own files, downloaded files, folders from the hub, timm
+and hf-hub names.
 
-Tensors do not show heads, mean or standard deviation. `OpenCheckpoint.reading` holds the origin of each; a file that lacks
-one, or that fits two networks, is refused.
+Tensors do not show heads, mean or standard deviation. `OpenCheckpoint.reading` holds the origin of
+each; a file that lacks one, or that fits two networks, is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,19 +65,21 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
 
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
-        ArchitectureError: no network fits its tensors, or two do, or it has no classifier and no hint allows for that.
+        ArchitectureError: no network fits its tensors, or two do, or it has no classifier and no
+        hint allows for that.
     """
     hints = hints or Hints()
-    found = _opened(source, hints)
-    stated, own = found.record.classes, build.classes_of(found.net)
-    if bool(stated) != bool(own):
+    checkpoint = _opened(source, hints)
+    recorded = checkpoint.record.classes
+    actual = build.classes_of(checkpoint.net)
+    if bool(recorded) != bool(actual):
         raise ArchitectureError(
-            f"the record of {source} says {stated} classes, and its network has {own}",
+            f"the record of {source} says {recorded} classes, and its network has {actual}",
             "the file was edited, or written by another program; go back to the checkpoint it came from",
         )
     if not hints.features:
-        require_classifier(found, source)
-    return found
+        require_classifier(checkpoint, source)
+    return checkpoint
 
 
 def require_classifier(checkpoint: Checkpoint, source: str) -> None:
@@ -98,12 +101,12 @@ def require_features(checkpoint: Checkpoint, source: str) -> None:
 def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     path = Path(source)
     try:
-        found = path.exists()
+        exists = path.exists()
     except OSError as failure:
         raise CheckpointError(
             f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
         ) from failure
-    if found and path.is_dir():
+    if exists and path.is_dir():
         weights = weights_in(path)
         if weights is None and (path / "pytorch_model.bin").is_file():
             weights = path / "pytorch_model.bin"
@@ -113,7 +116,7 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
                 "name the file itself",
             )
         return _from_file(weights, hints)
-    if found:
+    if exists:
         return _from_file(path, hints)
     if source.startswith(("hf-hub:", "hf_hub:")):
         return _from_file(fetched(source.partition(":")[2]), hints)
@@ -153,16 +156,22 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     stated = bare.normaliser
     given = hints if stated is None else with_statistics(hints, stated, path)
     converted = _converted(bare.tensors, path, given)
-    found = _of_timm(path, bare, given) if converted is None else _as_timm(converted, bare.facts())
+    read_file = (
+        _of_timm(path, bare, given) if converted is None else _as_timm(converted, bare.facts())
+    )
     if stated is not None:
-        found = replace(found, reading=read_with(found.reading, hints, stated))
+        read_file = replace(read_file, reading=read_with(read_file.reading, hints, stated))
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-    record = _valid(found.reading.noted(replace(found.record, foreign=texts)), path.name)
-    return build.with_network(Checkpoint(found.tensors, record), found.net, found.reading)
+    record = _valid(read_file.reading.noted(replace(read_file.record, foreign=texts)), path.name)
+    return build.with_network(
+        Checkpoint(read_file.tensors, record), read_file.net, read_file.reading
+    )
 
 
 def _valid(record: Record, name: str) -> Record:
-    """Return the record; ArchitectureError unless it could be read again from a file of certvit's own."""
+    """Return the record; ArchitectureError unless it could be read again from a file of certvit's
+    own.
+    """
     try:
         return Record.from_json(record.to_json())
     except CertvitError as failure:
@@ -202,8 +211,11 @@ def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Conve
 
 
 def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
-    """Return the network of timm that computes the same function; ArchitectureError where a tensor is missing or left."""
-    record, tensors = converted.record, converted.tensors
+    """Return the network of timm that computes the same function; ArchitectureError where a tensor
+    is missing or left.
+    """
+    record = converted.record
+    tensors = converted.tensors
     net = build.build(record, like=tensors)
     try:
         require_fitting(net, tensors)
@@ -222,7 +234,9 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
 
 
 def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
-    """Return the network of a file with timm's names, or those of the repository that timm took the network from."""
+    """Return the network of a file with timm's names, or those of the repository that timm took the
+    network from.
+    """
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
         raise ArchitectureError(f"{path} {appearance(bare.tensors)}", _MISSING_HINT)
@@ -287,7 +301,9 @@ def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
-    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse what would not load."""
+    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse
+    what would not load.
+    """
     whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
     if whole.keys() == net.state_dict().keys():
         bare = replace(
@@ -298,13 +314,18 @@ def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
         require_fitting(net, tensors)
         return bare
     except ArchitectureError as failure:
-        found = filtered(tensors, net)
-        if found is not None and _fits(net, found):
-            own = {name for name, _ in net.named_buffers()}
+        matching = filtered(tensors, net)
+        if matching is not None and _fits(net, matching):
+            buffers = {name for name, _ in net.named_buffers()}
             require_computed(
-                net, {name: value for name, value in tensors.items() if name in own - found.keys()}
+                net,
+                {
+                    name: value
+                    for name, value in tensors.items()
+                    if name in buffers - matching.keys()
+                },
             )
-            return replace(bare, tensors=found, original=True)
+            return replace(bare, tensors=matching, original=True)
         if hints.arch is None and not hints.arch_args:
             raise ArchitectureError(
                 failure.message,
@@ -384,11 +405,13 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     doubts += [] if hints.weights is None else [f"{name} is one set of weights: --weights ignored"]
     doubts += [
         f"{name} was published with {option[2:]} {published}, {option} says otherwise"
-        for option, given, published in (
+        for option, option_value, published in (
             ("--mean", hints.mean, about.get("mean")),
             ("--std", hints.std, about.get("std")),
         )
-        if given is not None and published is not None and set(given) != set(published)
+        if option_value is not None
+        and published is not None
+        and set(option_value) != set(published)
     ]
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}

@@ -12,7 +12,9 @@ KEY = "assumed"
 
 @dataclass(frozen=True)
 class Fact:
-    """A property of the network, its value, and the origin of the value (an option, config.json, the record, ...)."""
+    """A property of the network, its value, and the origin of the value (an option, config.json,
+    the record, ...).
+    """
 
     name: str
     value: str

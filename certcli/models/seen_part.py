@@ -1,6 +1,7 @@
 """The network on the part of an image that a view shows, the rest grey or its tokens dropped.
 
-What is hidden does not enter a pass: two images that agree where a view sees give it the same input, bit for bit.
+What is hidden does not enter a pass: two images that agree where a view sees give it the same
+input, bit for bit.
 """
 
 from abc import ABC, abstractmethod
@@ -22,18 +23,23 @@ from certcli.models.build import PixelModel
 from certcli.models.views import Grid
 from certcli.system.errors import UsageError, one_line
 
-AUTO, TOKENS, PIXELS = "auto", "tokens", "pixels"
+AUTO = "auto"
+TOKENS = "tokens"
+PIXELS = "pixels"
 HIDING = (AUTO, TOKENS, PIXELS)
-_COARSE, _FINE = 32, 112
+_COARSE = 32
+_FINE = 112
 """Cells a side where hidden pixels are grey, at most: where each takes a pass, and where masks are made of them."""
 _SAME = 1e-3
 """Relative: logits with all tokens kept beside the network's own. Sums in another order move them by 1e-6."""
 
 
 class SeenPart(nn.Module, ABC):
-    """Pixels (b, c, h, w) in [0, 1] and one view each (b, rows, columns) bool -> logits (b, k), with gradients.
+    """Pixels (b, c, h, w) in [0, 1] and one view each (b, rows, columns) bool -> logits (b, k),
+    with gradients.
 
-    alike: whether views can be in one batch, by a number that must be equal. why: what speaks against dropping tokens.
+    alike: whether views can be in one batch, by a number that must be equal. why: what speaks
+        against dropping tokens.
     """
 
     hides: str
@@ -41,7 +47,8 @@ class SeenPart(nn.Module, ABC):
 
     def __init__(self, model: PixelModel, grid: Grid) -> None:
         super().__init__()
-        self.model, self.grid = model, grid
+        self.model = model
+        self.grid = grid
         self.eval()
 
     @abstractmethod
@@ -73,10 +80,11 @@ class GreyPixels(SeenPart):
 
 
 class KeptTokens(SeenPart):
-    """Hidden tokens are left out of the sequence, the others keep their position embedding: ViT, DeiT, with registers.
+    """Hidden tokens are left out of the sequence, the others keep their position embedding: ViT,
+    DeiT, with registers.
 
-    The prefix (class, distillation, register tokens) stays. Source: Salman et al. 2022, Certified patch robustness via
-    smoothed vision transformers, section 3.
+    The prefix (class, distillation, register tokens) stays. Source: Salman et al. 2022, Certified
+    patch robustness via smoothed vision transformers, section 3.
     """
 
     hides = TOKENS
@@ -86,12 +94,14 @@ class KeptTokens(SeenPart):
         down, across = self.grid.cell
         if self.model.is_double:
             pixels = pixels.double()
-        kept = views.flatten(1).nonzero()[:, 1].view(len(views), -1)
+        indices = views.flatten(1).nonzero()[:, 1].view(len(views), -1)
         pieces = self.model.normalize(pixels).unfold(2, down, down).unfold(3, across, across)
         pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(
             1, 2
         )  # (b, rows, columns, c, down, across) before
-        pieces = pieces[torch.arange(len(kept), device=kept.device)[:, None], kept].flatten(2)
+        pieces = pieces[
+            torch.arange(len(indices), device=indices.device)[:, None], indices
+        ].flatten(2)
         embed = net.patch_embed
         tokens = embed.norm(linear(pieces, embed.proj.weight.flatten(1), embed.proj.bias))
         prefix = [getattr(net, name, None) for name in ("cls_token", "dist_token", "reg_token")]
@@ -104,7 +114,7 @@ class KeptTokens(SeenPart):
             before = (
                 net.pos_embed.shape[1] - views[0].numel()
             )  # positions of the prefix, where it has any
-            tokens = tokens + net.pos_embed[0, before:][kept]
+            tokens = tokens + net.pos_embed[0, before:][indices]
             first = first + net.pos_embed[:, :before] if before else first
         whole = torch.cat([first.expand(len(tokens), -1, -1), tokens], dim=1)
         logits: Tensor = net.forward_head(net.norm(net.blocks(net.norm_pre(whole))))
@@ -141,18 +151,20 @@ def _require_tokens(net: nn.Module) -> PatchEmbed:
 
 @torch.no_grad()
 def _require_same(part: KeptTokens, size: tuple[int, int, int]) -> None:
-    """UsageError unless it is the network itself where all tokens are kept, and runs where some are not."""
+    """UsageError unless it is the network itself where all tokens are kept, and runs where some are
+    not.
+    """
     weight = next(part.model.parameters())
     pixels = torch.rand(2, *size, generator=torch.Generator().manual_seed(0)).to(weight.device)
     views = torch.ones(2, *part.grid.shape, dtype=torch.bool, device=weight.device)
     some = views.clone()
     some[:, 0, 0] = False
     try:
-        whole, own, _ = part(pixels, views), part.model(pixels), part(pixels, some)
+        whole, partial, _ = part(pixels, views), part.model(pixels), part(pixels, some)
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as failure:
-        told = f"tokens of this network cannot be dropped: a part of it wants them all ({one_line(failure)})"
-        raise UsageError(told, "--hide pixels takes any network") from failure
-    if not bool((whole - own).abs().max() <= _SAME * (1 + own.abs().max())):
+        message = f"tokens of this network cannot be dropped: a part of it wants them all ({one_line(failure)})"
+        raise UsageError(message, "--hide pixels takes any network") from failure
+    if not bool((whole - partial).abs().max() <= _SAME * (1 + partial.abs().max())):
         raise UsageError(
             "tokens of this network cannot be dropped: with all of them kept it gives other logits",
             "--hide pixels takes any network",
@@ -162,10 +174,11 @@ def _require_same(part: KeptTokens, size: tuple[int, int, int]) -> None:
 def seen_part(
     model: PixelModel, hide: str, cell: Sequence[int] | None = None, fine: bool = True
 ) -> SeenPart:
-    """How passes hide: "tokens", "pixels", or "auto" (tokens where that is possible). UsageError where it is not.
+    """How passes hide: "tokens", "pixels", or "auto" (tokens where that is possible). UsageError
+    where it is not.
 
-    cell: pixels (height, width) that are hidden together, where pixels are grey. Without it they are few (fine), else as many
-    as a token has, where there are tokens.
+    cell: pixels (height, width) that are hidden together, where pixels are grey. Without it they
+    are few (fine), else as many as a token has, where there are tokens.
     """
     if hide not in HIDING:
         raise UsageError(f"--hide {hide}: one of {', '.join(HIDING)}")
@@ -183,8 +196,8 @@ def seen_part(
             why = reason.message
     tokens = getattr(getattr(model.net, "patch_embed", None), "patch_size", None)
     if fine or not (isinstance(tokens, (tuple, list)) and len(tokens) == 2):
-        most = _FINE if fine else _COARSE
-        tokens = (-(-size[1] // most), -(-size[2] // most))
+        patch = _FINE if fine else _COARSE
+        tokens = (-(-size[1] // patch), -(-size[2] // patch))
     sides = cell or tokens
     if not 1 <= sides[0] <= size[1] or not 1 <= sides[1] <= size[2]:
         raise UsageError(

@@ -1,7 +1,9 @@
 """Views: which cells of an image a pass sees.
 
-An image (height, width) is cut into cells of (cell height, cell width) pixels, the last ones smaller where the sides do not
-divide: tokens, where tokens are dropped. A view is a grid of cells, True where seen: (rows, columns) bool.
+An image (height, width) is cut into cells of (cell height, cell width) pixels, the last ones
+smaller where the sides do not
+divide: tokens, where tokens are dropped. A view is a grid of cells, True where seen: (rows,
+columns) bool.
 """
 
 import itertools
@@ -28,7 +30,9 @@ class Grid:
 
 
 def band_views(grid: Grid, kind: str, width: int) -> Tensor:
-    """Views (m, rows, columns) that see `width` columns (or rows, or a block), one for each place, wrapped around."""
+    """Views (m, rows, columns) that see `width` columns (or rows, or a block), one for each place,
+    wrapped around.
+    """
     rows, columns = grid.shape
     across = [_ring(columns, width)] if kind != "rows" else []
     down = [_ring(rows, width)] if kind != "columns" else []
@@ -52,7 +56,8 @@ def _ring(cells: int, width: int) -> Tensor:
 
 
 def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
-    """Views (m, rows, columns), each without a square of `side` pixels, at places x places places from border to border.
+    """Views (m, rows, columns), each without a square of `side` pixels, at places x places places
+    from border to border.
 
     On a grid of tokens the square covers whole tokens. UsageError where it does not fit.
     """

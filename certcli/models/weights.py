@@ -14,22 +14,24 @@ def load_weights(
     net: nn.Module,
     tensors: Mapping[str, Tensor],
     *,
-    own: bool = False,
+    copy: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Set the weights of `net` to exactly these tensors; ArchitectureError names those that do not fit.
+    """Set the weights of `net` to exactly these tensors; ArchitectureError names those that do not
+    fit.
 
     Args:
         own: Copy all tensors. Without it, the network shares those whose type need not change.
     """
     require_fitting(net, tensors)
-    # half precision is widened, and single beside double. This is exact: bound and forward pass use the same numbers
+    # half precision is widened, and single beside double. This is exact: bound and forward pass use
+    # the same numbers
     double = any(value.dtype == torch.float64 for value in tensors.values())
     wide = dtype or (torch.float64 if double else torch.float32)
     dtypes = {
         name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()
     }
-    copied = {name: value for name, value in tensors.items() if own or value.dtype != dtypes[name]}
+    copied = {name: value for name, value in tensors.items() if copy or value.dtype != dtypes[name]}
     net.load_state_dict({**tensors, **mapped.copies(copied, dtypes)}, strict=True, assign=True)
 
 
@@ -61,18 +63,19 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def require_computed(net: nn.Module, stated: Mapping[str, Tensor]) -> None:
-    """Raise ArchitectureError unless tensors that the network computes itself are, in the file, what it computes.
+def require_computed(net: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Raise ArchitectureError unless tensors that the network computes itself are, in the file,
+    what it computes.
 
     A difference is allowed up to four roundings of the file's type, which logarithms may differ by.
     """
-    own = dict(net.named_buffers())
-    for name, value in stated.items():
-        if name not in own:
+    buffers = dict(net.named_buffers())
+    for name, value in stored.items():
+        if name not in buffers:
             raise ArchitectureError(
                 f"architecture and tensors disagree: unexpected '{one_line(name)}'"
             )
-        expected = own[name].double().flatten()
+        expected = buffers[name].double().flatten()
         rounding = 4 * torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
         allowed = rounding * float(expected.abs().max()) if len(expected) else 0.0
         same = value.numel() == len(expected)

@@ -13,9 +13,11 @@ The excess, 1.1e-7, is more than the rounding of 1/r to float32."""
 
 
 class MaxMin(nn.Module):
-    """(a, b) -> (max(a, b), min(a, b)) on the two halves of the last dimension: (..., 2m) -> (..., 2m).
+    """(a, b) -> (max(a, b), min(a, b)) on the two halves of the last dimension: (..., 2m) -> (...,
+    2m).
 
-    A permutation of coordinates at every point, hence an isometry piece by piece: Lipschitz constant 1 in l2, and no
+    A permutation of coordinates at every point, hence an isometry piece by piece: Lipschitz
+    constant 1 in l2, and no
     gradient norm is lost. Source: Anil, Lucas, Grosse 2019 (GroupSort with groups of two).
     """
 
@@ -35,7 +37,9 @@ def _sorted(x: Tensor) -> Tensor:
 
 
 class _Sorted(torch.autograd.Function):
-    """MaxMin with a backward pass of products: that of torch.maximum works with masks and takes four times as long."""
+    """MaxMin with a backward pass of products: that of torch.maximum works with masks and takes
+    four times as long.
+    """
 
     generate_vmap_rule = True
 
@@ -58,10 +62,12 @@ class _Sorted(torch.autograd.Function):
 
 
 class SoftMaxMin(nn.Module):
-    """(a, b) -> m +- tanh(d/T) d/r with m = (a + b)/2, d = (a - b)/2, on the two halves: (..., 2m) -> (..., 2m).
+    """(a, b) -> m +- tanh(d/T) d/r with m = (a + b)/2, d = (a - b)/2, on the two halves: (..., 2m)
+    -> (..., 2m).
 
-    m +- tanh(d/T) d are the averages of a and b under softmax weights of (a, b)/T and of -(a, b)/T. Dividing their distance
-    from the mean by r, the root of r tanh r = 1, makes the Lipschitz constant 1 for every T (docs/bounds.md, 11.3).
+    m +- tanh(d/T) d are the averages of a and b under softmax weights of (a, b)/T and of -(a, b)/T.
+    Dividing their distance from the mean by r, the root of r tanh r = 1, makes the Lipschitz
+    constant 1 for every T (docs/bounds.md, 11.3).
     """
 
     def __init__(self) -> None:
@@ -70,16 +76,19 @@ class SoftMaxMin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
-        mean, half = (first + second) / 2, (first - second) / 2
-        apart = half * torch.tanh(half * torch.exp(-self.log_temperature)) * (1 / SOFTMAX_SLOPE)
-        return torch.cat([mean + apart, mean - apart], dim=-1)
+        mean = (first + second) / 2
+        half = (first - second) / 2
+        offset = half * torch.tanh(half * torch.exp(-self.log_temperature)) * (1 / SOFTMAX_SLOPE)
+        return torch.cat([mean + offset, mean - offset], dim=-1)
 
 
 class ClippedReLU(nn.Module):
-    """x -> max(min(x, theta), 0) with one learnt threshold theta an entry: (b, *shape) -> (b, *shape).
+    """x -> max(min(x, theta), 0) with one learnt threshold theta an entry: (b, *shape) -> (b,
+    *shape).
 
     Lipschitz constant 1 in l2. A threshold of at most 0 makes its entry 0 for every x.
-    Source: Huang et al. 2021 (Local-Lip), section 4, ReLU-theta; the networks of CertViT's Table 1 have it.
+    Source: Huang et al. 2021 (Local-Lip), section 4, ReLU-theta; the networks of CertViT's Table 1
+    have it.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:

@@ -1,4 +1,6 @@
-"""The base classes of attentions that replace timm's: heads, the output map, and the positions of the old attention."""
+"""The base classes of attentions that replace timm's: heads, the output map, and the positions of
+the old attention.
+"""
 
 import math
 from typing import ClassVar, Self
@@ -12,14 +14,17 @@ from certcli.system.errors import ArchitectureError
 
 
 class AttentionReplacement(nn.Module):
-    """x -> proj(mix(x)): (b, n, d) -> (b, n, out). A subclass makes `proj` and its other maps, in the order of its state."""
+    """x -> proj(mix(x)): (b, n, d) -> (b, n, out). A subclass makes `proj` and its other maps, in
+    the order of its state.
+    """
 
     title: ClassVar[str]
     proj: nn.Linear
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = shape.heads, shape.head_width
+        self.num_heads = shape.heads
+        self.head_dim = shape.head_width
 
     @classmethod
     def replacing(cls, old: nn.Module) -> Self:
@@ -49,16 +54,19 @@ class LipschitzAttention(AttentionReplacement):
     """An attention that keeps the positions of the one it replaces, under timm's names.
 
     For Swin, windows are the batch axis and a learned relative position bias is added to the logits
-    (`relative_position_bias_table`, `relative_position_index`). For ConViT, heads are (1 - g_h) P_h v_h + g_h B_h v_h with
-    a constant positional map B_h and a gate g_h (`pos_proj`, `gating_param`).
+    (`relative_position_bias_table`, `relative_position_index`). For ConViT, heads are (1 - g_h) P_h
+    v_h + g_h B_h v_h with a constant positional map B_h and a gate g_h (`pos_proj`,
+    `gating_param`).
     """
 
     relative_position_index: Tensor
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        window, heads = shape.window, shape.heads
-        self.window_size, self.gated = window, shape.gated
+        window = shape.window
+        heads = shape.heads
+        self.window_size = window
+        self.gated = shape.gated
         self.proj = nn.Linear(shape.inner, shape.out_width, bias=shape.proj_bias)
         if window is not None:
             cells = (2 * window[0] - 1) * (2 * window[1] - 1)
@@ -95,7 +103,9 @@ class LipschitzAttention(AttentionReplacement):
         return features.view(b, n, self.num_heads, self.head_dim).transpose(1, 2)
 
     def average(self, logits: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Return [P_h v_h]_h with the positions of this layer: (b, h, n, n), (b, h, n, dh) -> (b, n, h * dh)."""
+        """Return [P_h v_h]_h with the positions of this layer: (b, h, n, n), (b, h, n, dh) -> (b,
+        n, h * dh).
+        """
         b, h, n, _ = logits.shape
         if self.window_size is not None:
             logits = logits + self.position_bias()
@@ -120,7 +130,9 @@ class LipschitzAttention(AttentionReplacement):
         )
 
     def get_rel_indices(self, n: int) -> Tensor:
-        """Return (x, y, x^2 + y^2) from token to token of a square grid, the input of `pos_proj`: (1, n, n, 3)."""
+        """Return (x, y, x^2 + y^2) from token to token of a square grid, the input of `pos_proj`:
+        (1, n, n, 3).
+        """
         side = math.isqrt(n)
         if side * side != n:
             raise ArchitectureError(
@@ -155,16 +167,20 @@ def copy_linear(layer: nn.Linear | nn.Conv1d, weight: Tensor, bias: Tensor | Non
 
 
 def tied_query(weights: AttentionWeights, head: int) -> Tensor:
-    """Return W_h (dh, d) with 2 W_h^T W_h / sqrt(dh) the best positive approximation of rank dh to scale W_Q,h^T W_K,h.
+    """Return W_h (dh, d) with 2 W_h^T W_h / sqrt(dh) the best positive approximation of rank dh to
+    scale W_Q,h^T W_K,h.
 
-    L2 logits are (2 q_i.q_j - |q_j|^2) / sqrt(dh) up to a constant of the row; dot-product logits are scale q_i.k_j. The
-    nearest symmetric matrix to A is (A + A^T) / 2, its nearest positive semidefinite one of rank dh keeps the dh largest
-    positive eigenvalues (Eckart-Young for symmetric matrices).
+    L2 logits are (2 q_i.q_j - |q_j|^2) / sqrt(dh) up to a constant of the row; dot-product logits
+    are scale q_i.k_j. The nearest symmetric matrix to A is (A + A^T) / 2, its nearest positive
+    semidefinite one of rank dh keeps the dh largest positive eigenvalues (Eckart-Young for
+    symmetric matrices).
     """
     product = weights.head(weights.query, head).T @ weights.head(weights.key, head)
     product = product * (weights.scale * math.sqrt(weights.head_dim))
     values, vectors = torch.linalg.eigh((product + product.T) / 2)
-    top, directions = values[-weights.head_dim :].clamp_min(0), vectors[:, -weights.head_dim :]
-    # a direction that the logits do not use still carries values: give it a small weight instead of none
+    top = values[-weights.head_dim :].clamp_min(0)
+    directions = vectors[:, -weights.head_dim :]
+    # a direction that the logits do not use still carries values: give it a small weight instead of
+    # none
     floor = 1e-2 * top.max().clamp_min(1e-12)
     return (top.clamp_min(floor) / 2).sqrt().unsqueeze(1) * directions.T

@@ -1,7 +1,8 @@
-"""The shape and the weights of an attention to be replaced: the shape builds the new one, the weights start it.
+"""The shape and the weights of an attention to be replaced: the shape builds the new one, the
+weights start it.
 
-Only timm's Attention, Swin's WindowAttention and ConViT's GPSA and MHSA are read. An option that a replacement would drop
-is refused by name.
+Only timm's Attention, Swin's WindowAttention and ConViT's GPSA and MHSA are read. An option that a
+replacement would drop is refused by name.
 """
 
 from dataclasses import dataclass
@@ -38,19 +39,21 @@ class AttentionShape:
 
     @staticmethod
     def of(old: nn.Module) -> "AttentionShape":
-        """Read the shape of `old`; ArchitectureError for an unknown module, or one with an option that would be lost."""
-        known = _require_known(old)
-        inputs, inner = _input_maps(known)
-        window = tuple(known.window_size) if type(known) is WindowAttention else None
+        """Read the shape of `old`; ArchitectureError for an unknown module, or one with an option
+        that would be lost.
+        """
+        attention = _require_known(old)
+        inputs, inner = _input_maps(attention)
+        window = tuple(attention.window_size) if type(attention) is WindowAttention else None
         return AttentionShape(
             width=inputs[0].in_features,
-            heads=known.num_heads,
-            head_width=inner // known.num_heads,
+            heads=attention.num_heads,
+            head_width=inner // attention.num_heads,
             bias=inputs[0].bias is not None,
-            out_width=known.proj.out_features,
-            proj_bias=known.proj.bias is not None,
+            out_width=attention.proj.out_features,
+            proj_bias=attention.proj.bias is not None,
             window=window,
-            gated=type(known) is GPSA,
+            gated=type(attention) is GPSA,
         )
 
     @property
@@ -76,7 +79,8 @@ class AttentionWeights:
         query, key, value: (heads * head_dim, width); their biases (heads * head_dim,) or None.
         proj_weight: (out, heads * head_dim).
         position_bias: (heads, n, n) for windows of n tokens, else None.
-        gate, gate_weight, gate_bias: (heads,), (heads, 3) and (heads,) of ConViT's positional map, else None.
+        gate, gate_weight, gate_bias: (heads,), (heads, 3) and (heads,) of ConViT's positional map,
+            else None.
     """
 
     query: Tensor
@@ -98,45 +102,47 @@ class AttentionWeights:
     @staticmethod
     def of(old: nn.Module) -> "AttentionWeights":
         """Read the weights of `old`; ArchitectureError as for `AttentionShape.of`."""
-        known = _require_known(old)
-        layers, inner = _input_maps(known)
+        attention = _require_known(old)
+        layers, inner = _input_maps(attention)
         weight = torch.cat([layer.weight.detach() for layer in layers])
         bias = (
             None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         )
         query, key, value = weight.split(inner)
         query_bias, key_bias, value_bias = (None, None, None) if bias is None else bias.split(inner)
-        found = AttentionWeights(
+        weights = AttentionWeights(
             query,
             key,
             value,
             query_bias,
             key_bias,
             value_bias,
-            proj_weight=known.proj.weight.detach(),
-            proj_bias=None if known.proj.bias is None else known.proj.bias.detach(),
-            scale=float(known.scale),
-            num_heads=known.num_heads,
-            head_dim=inner // known.num_heads,
+            proj_weight=attention.proj.weight.detach(),
+            proj_bias=None if attention.proj.bias is None else attention.proj.bias.detach(),
+            scale=float(attention.scale),
+            num_heads=attention.num_heads,
+            head_dim=inner // attention.num_heads,
         )
-        if type(known) is WindowAttention:
-            found.position_bias = known._get_rel_pos_bias()[0].detach()
-        if type(known) is GPSA:
-            found.gate = known.gating_param.detach()
-            found.gate_weight, found.gate_bias = (
-                known.pos_proj.weight.detach(),
-                known.pos_proj.bias.detach(),
+        if type(attention) is WindowAttention:
+            weights.position_bias = attention._get_rel_pos_bias()[0].detach()
+        if type(attention) is GPSA:
+            weights.gate = attention.gating_param.detach()
+            weights.gate_weight, weights.gate_bias = (
+                attention.pos_proj.weight.detach(),
+                attention.pos_proj.bias.detach(),
             )
-        return found
+        return weights
 
     def head(self, tensor: Tensor, number: int) -> Tensor:
         """Return the rows of one head, in float64."""
         return tensor[number * self.head_dim : (number + 1) * self.head_dim].double()
 
 
-def _input_maps(known: Any) -> tuple[list[nn.Linear], int]:
-    """Return the linear layers whose outputs, side by side, are queries, keys and values, and the width of each."""
-    layers = [known.qk, known.v] if type(known) is GPSA else [known.qkv]
+def _input_maps(attention: Any) -> tuple[list[nn.Linear], int]:
+    """Return the linear layers whose outputs, side by side, are queries, keys and values, and the
+    width of each.
+    """
+    layers = [attention.qk, attention.v] if type(attention) is GPSA else [attention.qkv]
     return layers, sum(layer.out_features for layer in layers) // 3
 
 

@@ -1,4 +1,6 @@
-"""Tokens mixed by parallel one-dimensional convolutions instead of attention: linear, so its constant is exact."""
+"""Tokens mixed by parallel one-dimensional convolutions instead of attention: linear, so its
+constant is exact.
+"""
 
 from torch import Tensor, nn
 
@@ -11,9 +13,11 @@ KERNEL = 3
 
 
 class ConvAttention(AttentionReplacement):
-    """x -> W_O [K_h * x]_h, * the zero-padded convolution over the token axis: (b, n, d) -> (b, n, d).
+    """x -> W_O [K_h * x]_h, * the zero-padded convolution over the token axis: (b, n, d) -> (b, n,
+    d).
 
-    One kernel (head_dim, d, 3) a head; the heads side by side are one convolution. The class token, where there is one,
+    One kernel (head_dim, d, 3) a head; the heads side by side are one convolution. The class token,
+    where there is one,
     is the first of the sequence. Source: the token mixing of CoViT as CertViT compares with it.
     """
 

@@ -1,4 +1,6 @@
-"""The small convolutional networks of the certified-training literature, and those of CertViT's Table 1."""
+"""The small convolutional networks of the certified-training literature, and those of CertViT's
+Table 1.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,6 @@
-"""Classifier heads that lose no gradient norm, in place of a mean over n tokens, which loses a factor sqrt(n)."""
+"""Classifier heads that lose no gradient norm, in place of a mean over n tokens, which loses a
+factor sqrt(n).
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +17,8 @@ from certcli.system.errors import ArchitectureError
 class FlatHead(nn.Module):
     """Tokens side by side, then linear layers with MaxMin between them: (b, n, d) -> (b, k).
 
-    With `widths` empty it is one linear map, which suitable weights make equal to mean or class-token pooling and a head.
+    With `widths` empty it is one linear map, which suitable weights make equal to mean or
+    class-token pooling and a head.
     """
 
     def __init__(self, features: int, widths: Sequence[int], classes: int) -> None:
@@ -33,10 +36,13 @@ class FlatHead(nn.Module):
 
 
 class L2Pool(nn.Module):
-    """The length of each channel over each of windows x windows windows of tokens: (b, side^2, d) -> (b, windows^2, d).
+    """The length of each channel over each of windows x windows windows of tokens: (b, side^2, d)
+    -> (b, windows^2, d).
 
-    Lipschitz constant 1: each entry of x is in one length, which has slope 1. A gradient keeps its norm where no length is
-    0. Unlike a flat head's, its weights do not know where in a window a feature was. Source: LipNeXt (Hu et al. 2026).
+    Lipschitz constant 1: each entry of x is in one length, which has slope 1. A gradient keeps its
+    norm where no length is
+    0. Unlike a flat head's, its weights do not know where in a window a feature was. Source:
+      LipNeXt (Hu et al. 2026).
     """
 
     def __init__(self, side: int, windows: int) -> None:
@@ -45,7 +51,8 @@ class L2Pool(nn.Module):
             raise ArchitectureError(
                 f"{side} x {side} tokens do not fall into {windows} x {windows} windows"
             )
-        self.side, self.windows = side, windows
+        self.side = side
+        self.windows = windows
 
     def forward(self, x: Tensor) -> Tensor:
         reach = self.side // self.windows
@@ -61,8 +68,8 @@ class L2Pool(nn.Module):
 class _Lengths(torch.autograd.Function):
     """l2 lengths along dims 2 and 4, with the gradient 0 where a length is 0.
 
-    `torch.linalg.vector_norm` takes ten times as long in training. Proofs follow it all the same: the error of a root near 0
-    has no known bound, that of a norm has.
+    `torch.linalg.vector_norm` takes ten times as long in training. Proofs follow it all the same:
+    the error of a root near 0 has no known bound, that of a norm has.
     """
 
     generate_vmap_rule = True
@@ -83,7 +90,9 @@ class _Lengths(torch.autograd.Function):
 
 
 def build_flat_head(net: nn.Module, widths: Sequence[int] = ()) -> nn.Module:
-    """Give a plain timm ViT a head over all its tokens, in place; return it with pooling switched off."""
+    """Give a plain timm ViT a head over all its tokens, in place; return it with pooling switched
+    off.
+    """
     if type(net) is not VisionTransformer or net.attn_pool is not None or net.pos_embed is None:
         raise ArchitectureError(
             "a flat head replaces the head of timm's plain VisionTransformer only"

@@ -1,4 +1,6 @@
-"""L2 self-attention with tied queries and keys: Lipschitz everywhere with tied values, on bounded rows with untied ones."""
+"""L2 self-attention with tied queries and keys: Lipschitz everywhere with tied values, on bounded
+rows with untied ones.
+"""
 
 import math
 
@@ -10,11 +12,13 @@ from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 
 
 class L2Attention(LipschitzAttention):
-    """x -> W_O [P_h q_h]_h with q_h = W_h x and P_h,ij ~ exp(-|q_h,i - q_h,j|^2 / sqrt(dh)): (b, n, d) -> (b, n, d).
+    """x -> W_O [P_h q_h]_h with q_h = W_h x and P_h,ij ~ exp(-|q_h,i - q_h,j|^2 / sqrt(dh)): (b, n,
+    d) -> (b, n, d).
 
-    This is Kim et al.'s F = [P_h x A_h W_V,h]_h W_O with A_h = W_h W_h^T / sqrt(dh): since x A_h W_V,h =
-    (x W_h) (W_h^T W_V,h / sqrt(dh)), the value and output maps act one after the other on P_h q_h and are stored as their
-    product, `proj`. The factor A_h is what makes it Lipschitz: values must be a function of the tied queries.
+    This is Kim et al.'s F = [P_h x A_h W_V,h]_h W_O with A_h = W_h W_h^T / sqrt(dh): since x A_h
+    W_V,h = (x W_h) (W_h^T W_V,h / sqrt(dh)), the value and output maps act one after the other on
+    P_h q_h and are stored as their product, `proj`. The factor A_h is what makes it Lipschitz:
+    values must be a function of the tied queries.
 
     With a bias b_h in the queries the logits do not change and the output gains a constant.
     Source: Kim, Papamakarios, Mnih 2021, section 3.2.
@@ -32,7 +36,9 @@ class L2Attention(LipschitzAttention):
         return self.average(l2_logits(q), q, mask)
 
     def start(self, weights: AttentionWeights) -> None:
-        """Set tied queries by `tied_query`, and `proj` to the least-squares answer W_O,h W_V,h W_h^+ to the old values."""
+        """Set tied queries by `tied_query`, and `proj` to the least-squares answer W_O,h W_V,h
+        W_h^+ to the old values.
+        """
         queries = [tied_query(weights, h) for h in range(self.num_heads)]
         copy_linear(self.query, torch.cat(queries), None)
         outputs = weights.proj_weight.double().split(self.head_dim, dim=1)
@@ -42,8 +48,8 @@ class L2Attention(LipschitzAttention):
         ]
         bias = weights.proj_bias
         if weights.value_bias is not None:
-            moved = weights.proj_weight.double() @ weights.value_bias.double()
-            bias = moved if bias is None else moved + bias.double()
+            constant = weights.proj_weight.double() @ weights.value_bias.double()
+            bias = constant if bias is None else constant + bias.double()
         copy_linear(self.proj, torch.cat(maps, dim=1), bias)
         self.start_positions(weights)
 
@@ -55,10 +61,12 @@ def l2_logits(q: Tensor) -> Tensor:
 
 
 class L2UntiedValueAttention(LipschitzAttention):
-    """x -> W_O [P_h W_V,h x]_h, P_h,ij ~ exp(-|q_h,i - q_h,j|^2 / sqrt(dh)), q_h = W_h x: (b, n, d) -> (b, n, d).
+    """x -> W_O [P_h W_V,h x]_h, P_h,ij ~ exp(-|q_h,i - q_h,j|^2 / sqrt(dh)), q_h = W_h x: (b, n, d)
+    -> (b, n, d).
 
-    The form of the published code. Without the factor A_h it is not Lipschitz on R^(n x d): along the null space of W_h,
-    values grow while the attention weights stay. It has a bound on rows of bounded norm (docs/bounds.md, 6.3).
+    The form of the published code. Without the factor A_h it is not Lipschitz on R^(n x d): along
+    the null space of W_h, values grow while the attention weights stay. It has a bound on rows of
+    bounded norm (docs/bounds.md, 6.3).
     """
 
     title = "L2 attention with untied values"

@@ -1,4 +1,6 @@
-"""Attention whose scores are divided by their own size (LipschitzNorm): Lipschitz everywhere, with a constant O(1) in n."""
+"""Attention whose scores are divided by their own size (LipschitzNorm): Lipschitz everywhere, with
+a constant O(1) in n.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,12 @@ FLOOR = 1e-12
 
 
 class LipschitzNormAttention(LipschitzAttention):
-    """x -> W_O [softmax(q k^T / M_h) v]_h, M_h = max(|Q| max|k_j|, |Q| max|v_j|, max|k_j| max|v_j|): (b, n, d) -> (b, n, d).
+    """x -> W_O [softmax(q k^T / M_h) v]_h, M_h = max(|Q| max|k_j|, |Q| max|v_j|, max|k_j|
+    max|v_j|): (b, n, d) -> (b, n, d).
 
     |Q| is the Frobenius norm of the head's queries of one image (or window). Scores shrink like 1 / sqrt(n): with many
-    tokens the layer is close to a mean of values. Source: Dasoulas, Scaman, Virmaux 2021, section 4.
+    tokens the layer is close to a mean of values. Source: Dasoulas, Scaman, Virmaux 2021, section
+    4.
     """
 
     title = "LipschitzNorm attention"

@@ -13,10 +13,12 @@ MOST_MEMBERS = 32
 
 
 class MeanNetwork(nn.Module):
-    """x -> the mean over members f and views v of f(v(x)), v the image and with `mirror` its mirror image: -> (b, k).
+    """x -> the mean over members f and views v of f(v(x)), v the image and with `mirror` its mirror
+    image: -> (b, k).
 
-    The members' features stand side by side, and one head maps them all. A mirror image is a permutation of pixels: where
-    the features have one constant, each margin's is the root mean square of the members' (docs/bounds.md, section 11.5).
+    The members' features stand side by side, and one head maps them all. A mirror image is a
+    permutation of pixels: where the features have one constant, each margin's is the root mean
+    square of the members' (docs/bounds.md, section 11.5).
     """
 
     def __init__(self, members: Sequence[nn.Module], mirror: bool) -> None:
@@ -40,8 +42,11 @@ class MeanNetwork(nn.Module):
 
 
 def build_members(make: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
-    """Build make(**arguments), or the mean of `members` of them; `head_2` is the second member's own `head`."""
-    count, mirror = arguments.pop("members", None), arguments.pop("mirror", False)
+    """Build make(**arguments), or the mean of `members` of them; `head_2` is the second member's
+    own `head`.
+    """
+    count = arguments.pop("members", None)
+    mirror = arguments.pop("mirror", False)
     if not isinstance(mirror, bool):
         raise ArchitectureError(f"mirror cannot be {mirror!r}", "true or false")
     if count is None and not mirror:
@@ -51,22 +56,27 @@ def build_members(make: Callable[..., nn.Module], arguments: dict[str, Any]) -> 
         raise ArchitectureError(
             f"members cannot be {count!r}", f"a number from 1 to {MOST_MEMBERS}"
         )
-    own = [
+    own_arguments = [
         {key: value for key, value in arguments.items() if key.endswith(f"_{i}")}
         for i in range(1, count + 1)
     ]
     shared = {
-        key: value for key, value in arguments.items() if not any(key in part for part in own)
+        key: value
+        for key, value in arguments.items()
+        if not any(key in part for part in own_arguments)
     }
-    each = [shared | {key.rpartition("_")[0]: value for key, value in part.items()} for part in own]
+    each = [
+        shared | {key.rpartition("_")[0]: value for key, value in part.items()}
+        for part in own_arguments
+    ]
     return MeanNetwork([make(**part) for part in each], mirror)
 
 
 def mean_tensors(members: Sequence[Mapping[str, Tensor]], mirror: bool) -> dict[str, Tensor]:
     """Return the tensors of the `MeanNetwork` of networks with these tensors."""
-    found: dict[str, Tensor] = {}
+    mean: dict[str, Tensor] = {}
     for number, tensors in enumerate(members):
-        found |= {
+        mean |= {
             f"members.{number}.{name}": t
             for name, t in tensors.items()
             if not name.startswith("head.out.")
@@ -77,4 +87,4 @@ def mean_tensors(members: Sequence[Mapping[str, Tensor]], mirror: bool) -> dict[
     )
     # one by one, since an order of sums that depends on the processor would be another file there
     bias = sum((tensors["head.out.bias"] for tensors in members), torch.zeros(())) / len(members)
-    return found | {"head.weight": weights.repeat(1, views), "head.bias": bias}
+    return mean | {"head.weight": weights.repeat(1, views), "head.bias": bias}

@@ -10,9 +10,11 @@ from certcli.system.errors import ArchitectureError
 
 
 class CenterNorm(nn.Module):
-    """x -> d / (d - 1) * weight * (x - mean(x)) + bias over the last dimension: (..., d) -> (..., d).
+    """x -> d / (d - 1) * weight * (x - mean(x)) + bias over the last dimension: (..., d) -> (...,
+    d).
 
-    Linear, so its Lipschitz constant is d / (d - 1) * sigma(diag(weight) P), P the projection off the constant vectors.
+    Linear, so its Lipschitz constant is d / (d - 1) * sigma(diag(weight) P), P the projection off
+    the constant vectors.
     Source: Qi et al. 2023 (LipsFormer), eq. 4.
     """
 
@@ -33,10 +35,13 @@ class CenterNorm(nn.Module):
 
 
 class FloorNorm(nn.Module):
-    """x -> weight * P x / max(s, floor) + bias, P x = x - mean(x), s = |P x| / sqrt(d): (..., d) -> (..., d).
+    """x -> weight * P x / max(s, floor) + bias, P x = x - mean(x), s = |P x| / sqrt(d): (..., d) ->
+    (..., d).
 
-    A LayerNorm whose deviation never falls below `floor` > 0; above it, LayerNorm with eps = 0. P x / max(s, floor) is
-    the projection of P x to the ball of radius sqrt(d) floor, divided by floor: slope 1 / floor, rows within sqrt(d).
+    A LayerNorm whose deviation never falls below `floor` > 0; above it, LayerNorm with eps = 0. P x
+    / max(s, floor) is
+    the projection of P x to the ball of radius sqrt(d) floor, divided by floor: slope 1 / floor,
+    rows within sqrt(d).
     The floor is a buffer: stored with the weights, read by the bound, not trained.
     """
 
@@ -56,7 +61,8 @@ class FloorNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         centred = x - x.mean(dim=-1, keepdim=True)
         variance = centred.square().mean(dim=-1, keepdim=True)
-        # the floor comes before the root, whose slope at 0 is infinite: constant tokens keep finite gradients
+        # the floor comes before the root, whose slope at 0 is infinite: constant tokens keep finite
+        # gradients
         return (
             centred / torch.maximum(variance, self.floor.square()).sqrt() * self.weight + self.bias
         )
@@ -66,11 +72,13 @@ class FloorNorm(nn.Module):
 
 
 class TokenBatchNorm(nn.BatchNorm1d):
-    """BatchNorm of every feature over all tokens of all images: (b, n, d) -> (b, n, d). An affine map in eval mode.
+    """BatchNorm of every feature over all tokens of all images: (b, n, d) -> (b, n, d). An affine
+    map in eval mode.
 
     A pooled token (b, d), which timm's `fc_norm` takes, is normed over the images alone.
 
-    Its tensors have the names of any norm's, `weight` and `bias`, and BatchNorm's statistics beside them.
+    Its tensors have the names of any norm's, `weight` and `bias`, and BatchNorm's statistics beside
+    them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +88,8 @@ class TokenBatchNorm(nn.BatchNorm1d):
             )
         if self.training:
             return super().forward(x.mT).mT if x.dim() == 3 else super().forward(x)
-        mean, variance = self.running_mean, self.running_var
+        mean = self.running_mean
+        variance = self.running_var
         if mean is None or variance is None:
             raise ArchitectureError("a BatchNorm without statistics depends on the batch")
         scale = (
@@ -92,7 +101,9 @@ class TokenBatchNorm(nn.BatchNorm1d):
 
 
 def norm_width(old: nn.Module) -> int:
-    """Return the width of a LayerNorm over the last dimension; ArchitectureError for any other norm."""
+    """Return the width of a LayerNorm over the last dimension; ArchitectureError for any other
+    norm.
+    """
     shape = getattr(old, "normalized_shape", None)
     if not isinstance(old, nn.LayerNorm) or shape is None or len(shape) != 1:
         raise ArchitectureError(f"{type(old).__name__} is not a LayerNorm over the last dimension")
@@ -100,7 +111,9 @@ def norm_width(old: nn.Module) -> int:
 
 
 def floor_fits(old: nn.Module) -> bool:
-    """Tell whether this is exactly a LayerNorm over the last dimension: torch's own or timm's, which computes the same."""
+    """Tell whether this is exactly a LayerNorm over the last dimension: torch's own or timm's,
+    which computes the same.
+    """
     return (
         type(old) in (nn.LayerNorm, TimmLayerNorm)
         and len(getattr(old, "normalized_shape", ())) == 1

@@ -1,4 +1,6 @@
-"""Attention with fixed orthogonal weights: every head multiplies its values by one orthogonal matrix over the tokens."""
+"""Attention with fixed orthogonal weights: every head multiplies its values by one orthogonal
+matrix over the tokens.
+"""
 
 from torch import Tensor, nn
 
@@ -9,9 +11,11 @@ from certcli.system.errors import ArchitectureError
 
 
 class OrthogonalAttention(AttentionReplacement):
-    """x -> W_O ([M_h W_V,h x]_h + p), M_h (n, n) orthogonal: (b, n, d) -> (b, n, d), for n tokens and no other number.
+    """x -> W_O ([M_h W_V,h x]_h + p), M_h (n, n) orthogonal: (b, n, d) -> (b, n, d), for n tokens
+    and no other number.
 
-    The limit of attention whose weights do not depend on the image. Constant |W_O| max_h |M_h| |W_V|, by the parts.
+    The limit of attention whose weights do not depend on the image. Constant |W_O| max_h |M_h|
+    |W_V|, by the parts.
     """
 
     title = "orthogonal token mixing"
@@ -36,7 +40,9 @@ class OrthogonalAttention(AttentionReplacement):
 
 
 def build(old: nn.Module, tokens: int | None = None) -> OrthogonalAttention:
-    """Build orthogonal mixing of `tokens` tokens with the shape of a timm attention without positions."""
+    """Build orthogonal mixing of `tokens` tokens with the shape of a timm attention without
+    positions.
+    """
     shape = AttentionShape.of(old)
     shape.require_no_positions("orthogonal-attention")
     if tokens is None or tokens < 1:

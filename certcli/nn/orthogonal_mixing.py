@@ -1,8 +1,9 @@
 """Token mixing that loses no gradient norm: attention's limits with a Lipschitz constant of 1.
 
-Softmax attention averages tokens, which shrinks their differences, so it cannot be orthogonal. Two of its limits are:
-fixed weights, with which a head multiplies its tokens by an orthogonal matrix (no longer a function of the image), and
-weights of 0 or 1, with which every channel of a token attends to exactly one token (still a function of the image).
+Softmax attention averages tokens, which shrinks their differences, so it cannot be orthogonal. Two
+of its limits are: fixed weights, with which a head multiplies its tokens by an orthogonal matrix
+(no longer a function of the image), and weights of 0 or 1, with which every channel of a token
+attends to exactly one token (still a function of the image).
 Proofs: docs/bounds.md, section 11.
 """
 
@@ -14,11 +15,12 @@ from certcli.system.errors import ArchitectureError
 
 
 class OrthogonalMixing(nn.Module):
-    """x -> [M_h x_h]_h + p, x_h the h-th group of channels, M_h (n, n), p (n, d): (b, n, d) -> (b, n, d).
+    """x -> [M_h x_h]_h + p, x_h the h-th group of channels, M_h (n, n), p (n, d): (b, n, d) -> (b,
+    n, d).
 
-    Attention with weights that do not depend on the image. Its Lipschitz constant is max_h |M_h|: 1 while the matrices are
-    orthogonal, as they are at the start and stay under the optimiser `stiefel`. p tells places apart for the activation
-    that follows.
+    Attention with weights that do not depend on the image. Its Lipschitz constant is max_h |M_h|: 1
+    while the matrices are orthogonal, as they are at the start and stay under the optimiser
+    `stiefel`. p tells places apart for the activation that follows.
     """
 
     def __init__(self, tokens: int, width: int, heads: int) -> None:
@@ -47,13 +49,16 @@ class OrthogonalMixing(nn.Module):
 
 
 class TokenMaxMin(nn.Module):
-    """Tokens i and i + stride, shifted by p, meet in their first `across` channels; the others meet in MaxMin within a token.
+    """Tokens i and i + stride, shifted by p, meet in their first `across` channels; the others meet
+    in MaxMin within a token.
 
-    Hard attention: a pair becomes its maximum and minimum, channel by channel. y_ic = sum_j P^c_ij(x) (x + p)_jc, where
-    P^c(x) is the permutation of tokens that sorts the pair in channel c, so that each output entry attends to exactly one
-    token, and which one depends on the image. A permutation of entries at every point, continuous where two are equal:
-    Lipschitz constant 1. The learned p (n, d) sets the offset at which a pair swaps: far from 0 it makes a fixed routing.
-    With `soft` the pair becomes `SoftMaxMin`'s softmax averages. (b, n, d) -> (b, n, d).
+    Hard attention: a pair becomes its maximum and minimum, channel by channel. y_ic = sum_j
+    P^c_ij(x) (x + p)_jc, where P^c(x) is the permutation of tokens that sorts the pair in channel
+    c, so that each output entry attends to exactly one token, and which one depends on the image. A
+    permutation of entries at every point, continuous where two are equal:
+    Lipschitz constant 1. The learned p (n, d) sets the offset at which a pair swaps: far from 0 it
+    makes a fixed routing. With `soft` the pair becomes `SoftMaxMin`'s softmax averages. (b, n, d)
+    -> (b, n, d).
     """
 
     def __init__(
@@ -86,11 +91,13 @@ class TokenMaxMin(nn.Module):
 
 
 class ChannelRoll(nn.Module):
-    """Move three quarters of the channels by one token: down, right, and both, around the edges: (b, side^2, d) -> the same.
+    """Move three quarters of the channels by one token: down, right, and both, around the edges:
+    (b, side^2, d) -> the same.
 
-    A permutation of entries: Lipschitz constant 1. A linear layer behind it maps each token's own first quarter, and the
-    other quarters of three neighbours: a window of 2 x 2 tokens. Source: LipNeXt (Hu et al. 2026); here both axes.
-    With `back` the channels move up and left.
+    A permutation of entries: Lipschitz constant 1. A linear layer behind it maps each token's own
+    first quarter, and the
+    other quarters of three neighbours: a window of 2 x 2 tokens. Source: LipNeXt (Hu et al. 2026);
+    here both axes. With `back` the channels move up and left.
     """
 
     def __init__(self, side: int, width: int, back: bool = False) -> None:
@@ -99,13 +106,14 @@ class ChannelRoll(nn.Module):
             raise ArchitectureError(
                 f"a width of {width} does not fall into quarters", "a multiple of 4"
             )
-        self.side, self.step = side, -1 if back else 1
+        self.side = side
+        self.step = -1 if back else 1
 
     def forward(self, x: Tensor) -> Tensor:
-        own, down, right, both = x.unflatten(1, (self.side, self.side)).chunk(4, dim=-1)
+        still, down, right, both = x.unflatten(1, (self.side, self.side)).chunk(4, dim=-1)
         step = self.step
-        moved = [own, down.roll(step, 1), right.roll(step, 2), both.roll((step, step), (1, 2))]
-        return torch.cat(moved, dim=-1).flatten(1, 2)
+        rolled = [still, down.roll(step, 1), right.roll(step, 2), both.roll((step, step), (1, 2))]
+        return torch.cat(rolled, dim=-1).flatten(1, 2)
 
     def extra_repr(self) -> str:
         return f"side={self.side}, step={self.step}"

@@ -10,7 +10,8 @@ from certcli.nn.l2_attention import L2UntiedValueAttention
 
 
 class ClassAndMeanViT(VisionTransformer):
-    """A ViT whose head reads the class token beside the mean of the patches' tokens: (b, c, h, w) -> (b, k).
+    """A ViT whose head reads the class token beside the mean of the patches' tokens: (b, c, h, w)
+    -> (b, k).
 
     Source: the linear classifier of DINOv2 (Oquab et al. 2023), as transformers has it.
     """
@@ -27,7 +28,8 @@ class ClassAndMeanViT(VisionTransformer):
 
 
 class TiedL2ViT(VisionTransformer):
-    """The ViT of CertViT's Table 1: L2 attention, no biases but those of the norms: (b, c, h, w) -> (b, k).
+    """The ViT of CertViT's Table 1: L2 attention, no biases but those of the norms: (b, c, h, w) ->
+    (b, k).
 
     Queries and keys share their matrix, values have their own: three maps of width d a block, as
     in the published code. The parameter counts of Table 1 are reproduced exactly.

@@ -1,4 +1,6 @@
-"""A pyramid of tokens that is Lipschitz by design: neighbours exchange channels, and 2 x 2 tokens become one."""
+"""A pyramid of tokens that is Lipschitz by design: neighbours exchange channels, and 2 x 2 tokens
+become one.
+"""
 
 from collections.abc import Sequence
 
@@ -12,10 +14,11 @@ from certcli.system.errors import ArchitectureError
 
 
 class LipschitzPyramid(nn.Module):
-    """Patches to tokens; stages of [roll, linear, MaxMin], between them 2 x 2 tokens become one; the length of each channel
-    over windows of tokens; a MaxMin head. No attention.
+    """Patches to tokens; stages of [roll, linear, MaxMin], between them 2 x 2 tokens become one;
+    the length of each channel over windows of tokens; a MaxMin head. No attention.
 
-    The constant is the product of the layers' spectral norms: 1 while they are kept orthogonal (`finetune`'s `stiefel`).
+    The constant is the product of the layers' spectral norms: 1 while they are kept orthogonal
+    (`finetune`'s `stiefel`).
 
     Args:
         widths, depths: of each stage.

@@ -1,9 +1,10 @@
 """Reference networks, registered with timm under `certvit_*`:
 
-- `certvit_vit_*`: plain timm vision transformers (dot-product attention, LayerNorm); `mnist` to `tinyimagenet` with the
-  sizes of CertViT's Table 4. The table does not give the number of heads; ours are width / 32 (digits: / 16), width / 64
-  at 384.
-- `certvit_vit_ibp_3_3_8`, `pgd_2_3_16`: the vision transformers of VNN-COMP 2023, without norms or with BatchNorm.
+- `certvit_vit_*`: plain timm vision transformers (dot-product attention, LayerNorm); `mnist` to
+  `tinyimagenet` with the sizes of CertViT's Table 4. The table does not give the number of heads;
+  ours are width / 32 (digits: / 16), width / 64 at 384.
+- `certvit_vit_ibp_3_3_8`, `pgd_2_3_16`: the vision transformers of VNN-COMP 2023, without norms or
+  with BatchNorm.
 - `certvit_4c3f`, `6c2f`, `8c2f`: the small CNNs of the certified-training literature (Lee et al.
   2020, BCP). No attention.
 - `certvit_4c3f_mnist`, `4c3f_cifar10`, `6c2f_cifar10`, `8c2f_cifar100`, `8c2f_tinyimagenet`,
@@ -11,21 +12,28 @@
   have no biases and, but on MNIST, one learnt threshold an entry (ClippedReLU). The ViTs have tied
   L2 attention and no biases but those of the norms. Their layers and MLP ratios are those which the
   counts give, not those of the paper's Table 4. At TinyImageNet ratio 1.5 with two maps of
-  attention, or 0.5 with four, gives the same count as ratio 1 with three; the other rows have three.
-- `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all tokens. No attention. With
-  `--arch-arg rolls=true`, as `certvit_lip_cifar10` has it, neighbours exchange channels before each layer.
-- `certvit_lip_pyramid_cifar10_small` (1.3 million weights), `_base` (2.2) and `_large` (6.8): rolled channels in stages
-  (`widths`, `depths`), 2 x 2 tokens merged between them, and the length of each channel over windows of tokens before the
+  attention, or 0.5 with four, gives the same count as ratio 1 with three; the other rows have
+  three.
+- `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all
+  tokens. No attention. With `--arch-arg rolls=true`, as `certvit_lip_cifar10` has it, neighbours
+  exchange channels before each layer.
+- `certvit_lip_pyramid_cifar10_small` (1.3 million weights), `_base` (2.2) and `_large` (6.8):
+  rolled channels in stages (`widths`, `depths`), 2 x 2 tokens merged between them, and the length
+  of each channel over windows of tokens before the
   head. Without a size in its name: the one before these, 1.4 million.
-- `certvit_lip_attention_mnist`: `certvit_lip_mnist` with hard attention between linear maps of each place, and one linear
-  layer over all tokens: it needs its attention. `--arch-arg mixing=soft` makes that softmax, `none` takes it out.
-- `certvit_sort_mnist`: Lipschitz by design; tokens are mixed by hard attention only: each channel of a token attends to
-  exactly one token, chosen by the image. No softmax.
-- `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which do not depend on the
-  image. `--arch-arg mixing=none` takes the mixing out of either (docs/lab/attention-at-work.md).
+- `certvit_lip_attention_mnist`: `certvit_lip_mnist` with hard attention between linear maps of each
+  place, and one linear
+  layer over all tokens: it needs its attention. `--arch-arg mixing=soft` makes that softmax, `none`
+  takes it out.
+- `certvit_sort_mnist`: Lipschitz by design; tokens are mixed by hard attention only: each channel
+  of a token attends to exactly one token, chosen by the image. No softmax.
+- `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which
+  do not depend on the image. `--arch-arg mixing=none` takes the mixing out of either
+  (docs/lab/attention-at-work.md).
 
-Those that are Lipschitz by design take `--arch-arg mirror=true`, the mean over an image and its mirror image, and
-`members=2`, the mean of several networks, which `certvit init --member` makes of trained ones.
+Those that are Lipschitz by design take `--arch-arg mirror=true`, the mean over an image and its
+mirror image, and `members=2`, the mean of several networks, which `certvit init --member` makes of
+trained ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,11 +72,11 @@ def _config(
     }
 
 
-def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def _network_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return timm.create_model's arguments without those about pretrained weights."""
     return {
         key: value
-        for key, value in given.items()
+        for key, value in arguments.items()
         if value is not None
         and key not in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
     }
@@ -77,7 +85,7 @@ def _network_arguments(given: dict[str, Any]) -> dict[str, Any]:
 def _vit(
     config: dict[str, Any],
     defaults: dict[str, Any],
-    given: dict[str, Any],
+    options: dict[str, Any],
     kind: type[VisionTransformer] = VisionTransformer,
 ) -> nn.Module:
     channels, side, _ = config["input_size"]
@@ -87,7 +95,7 @@ def _vit(
         "num_classes": config["num_classes"],
         **defaults,
     }
-    arguments |= _network_arguments(given)
+    arguments |= _network_arguments(options)
     net = kind(**arguments)
     net.pretrained_cfg = dict(config)  # type: ignore[assignment]
     return net
@@ -97,10 +105,12 @@ def _sized(
     make: Callable[..., nn.Module],
     config: dict[str, Any],
     shape: dict[str, Any],
-    given: dict[str, Any],
+    options: dict[str, Any],
 ) -> nn.Module:
-    """Build make(channels, side, classes, **shape), where `given` may change each; other channels share one statistic."""
-    arguments = _network_arguments(given)
+    """Build make(channels, side, classes, **shape), where `given` may change each; other channels
+    share one statistic.
+    """
+    arguments = _network_arguments(options)
     channels = arguments.pop("in_chans", config["input_size"][0])
     side = arguments.pop("img_size", config["input_size"][1])
     if channels != config["input_size"][0]:
@@ -109,8 +119,8 @@ def _sized(
             **{name: tuple(config[name][:1]) * channels for name in ("mean", "std")},
         }
     classes = arguments.pop("num_classes", config["num_classes"])
-    own = lambda **own_shape: make(channels=channels, side=side, classes=classes, **own_shape)  # noqa: E731
-    net = build_members(own, shape | arguments)
+    member = lambda **own_shape: make(channels=channels, side=side, classes=classes, **own_shape)  # noqa: E731
+    net = build_members(member, shape | arguments)
     net.pretrained_cfg = {**config, "input_size": (channels, side, side)}  # type: ignore[assignment]
     return net
 
@@ -119,23 +129,24 @@ def _convnet(
     config: dict[str, Any],
     convolutions: Sequence[Sequence[int]],
     widths: Sequence[int],
-    given: dict[str, Any],
+    options: dict[str, Any],
     **form: bool,
 ) -> nn.Module:
     own = {"in_chans", "img_size", "num_classes", "bias", "clipped", "convolutions", "widths"}
-    unknown = sorted(_network_arguments(given).keys() - own)
+    unknown = sorted(_network_arguments(options).keys() - own)
     if unknown:
         raise TypeError(f"unknown arguments {unknown}")
     shape = {"convolutions": convolutions, "widths": widths, **form}
-    return _sized(SmallConvNet, config, shape, given)
+    return _sized(SmallConvNet, config, shape, options)
 
 
 class LipschitzMixer(nn.Module):
-    """Patches to tokens, MaxMin MLP blocks without norms or residuals, a MaxMin head over all tokens. No attention.
+    """Patches to tokens, MaxMin MLP blocks without norms or residuals, a MaxMin head over all
+    tokens. No attention.
 
-    The constant is the product of the layers' spectral norms: 1 while they are kept orthogonal (`finetune`'s `stiefel`).
-    With `rolls` neighbours exchange channels before each layer of a block, forwards and back in turn; without, tokens meet
-    in the head alone.
+    The constant is the product of the layers' spectral norms: 1 while they are kept orthogonal
+    (`finetune`'s `stiefel`). With `rolls` neighbours exchange channels before each layer of a
+    block, forwards and back in turn; without, tokens meet in the head alone.
     """
 
     def __init__(
@@ -196,10 +207,12 @@ def _token_mixing(
 
 
 class TokenMixer(nn.Module):
-    """Patches to tokens, blocks of [token mixing, linear, MaxMin], the mean of all tokens, a MaxMin head on that mean.
+    """Patches to tokens, blocks of [token mixing, linear, MaxMin], the mean of all tokens, a MaxMin
+    head on that mean.
 
-    The linear layers are shared by all tokens and the head sees only their mean, so a feature that depends on two places
-    at once comes through the mixing. The constant is the product of the spectral norms and 1/sqrt(tokens) of the mean.
+    The linear layers are shared by all tokens and the head sees only their mean, so a feature that
+    depends on two places at once comes through the mixing. The constant is the product of the
+    spectral norms and 1/sqrt(tokens) of the mean.
     """
 
     def __init__(
@@ -234,10 +247,12 @@ class TokenMixer(nn.Module):
 
 
 class PlaceMixer(nn.Module):
-    """Patches to tokens, blocks of [a linear map for each place, hard attention], one linear layer over all tokens.
+    """Patches to tokens, blocks of [a linear map for each place, hard attention], one linear layer
+    over all tokens.
 
-    A token's features meet those of others in the attention's `across` channels alone: without it the logits are a sum of
-    functions of one patch each. The constant is the product over layers of their largest spectral norm.
+    A token's features meet those of others in the attention's `across` channels alone: without it
+    the logits are a sum of functions of one patch each. The constant is the product over layers of
+    their largest spectral norm.
     """
 
     def __init__(
@@ -255,7 +270,8 @@ class PlaceMixer(nn.Module):
         self.num_classes = classes
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         tokens = (side // patch) ** 2
-        # orthogonal mixing of the transposed tensor: a place is a head, and its channels are what it mixes
+        # orthogonal mixing of the transposed tensor: a place is a head, and its channels are what
+        # it mixes
         self.maps = nn.ModuleList(OrthogonalMixing(width, tokens, tokens) for _ in range(depth))
         mixings = [_token_mixing(mixing, tokens, width, 1, block, across) for block in range(depth)]
         self.mixings = nn.ModuleList(
@@ -295,7 +311,8 @@ _COMPETITION_SHAPE = {
     "pool_include_prefix": True,
     "fc_norm": False,
 }
-_GREY, _COLOUR = (1, 28, 10, (0.0,), (1.0,)), ((0.0,) * 3, (1.0,) * 3)
+_GREY = (1, 28, 10, (0.0,), (1.0,))
+_COLOUR = ((0.0,) * 3, (1.0,) * 3)
 _TOKENS = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256]}
 
 
@@ -309,9 +326,9 @@ def _shape(patch: int, width: int, depth: int, heads: int, ratio: float) -> dict
     }
 
 
-def _pyramid(widths: Sequence[int], depths: Sequence[int], given: dict[str, Any]) -> nn.Module:
+def _pyramid(widths: Sequence[int], depths: Sequence[int], options: dict[str, Any]) -> nn.Module:
     shape = {"patch": 4, "widths": widths, "depths": depths, "windows": 4, "head": [256]}
-    return _sized(LipschitzPyramid, _config(3, 32, 10, *_COLOUR), shape, given)
+    return _sized(LipschitzPyramid, _config(3, 32, 10, *_COLOUR), shape, options)
 
 
 _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
@@ -400,8 +417,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _register(name: str, make: Callable[[dict[str, Any]], nn.Module]) -> None:
-    def build(pretrained: bool = False, **given: Any) -> nn.Module:
-        return make(given)
+    def build(pretrained: bool = False, **options: Any) -> nn.Module:
+        return make(options)
 
     build.__name__ = f"certvit_{name}"
     register_model(build)

@@ -1,4 +1,6 @@
-"""Residual connections with a bound below 1 + L, and blocks of timm's families with them in place of additions."""
+"""Residual connections with a bound below 1 + L, and blocks of timm's families with them in place
+of additions.
+"""
 
 from typing import Any
 
@@ -12,7 +14,9 @@ from certcli.system.errors import ArchitectureError
 
 
 class ConvexResidual(nn.Module):
-    """(x, f) -> (1 - t) x + t f with t = sigmoid(theta) in (0, 1): Lipschitz constant (1 - t) + t L_f."""
+    """(x, f) -> (1 - t) x + t f with t = sigmoid(theta) in (0, 1): Lipschitz constant (1 - t) + t
+    L_f.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +46,14 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, block: Block, residual: Residual) -> None:
         super().__init__()
-        self.norm1, self.attn, self.ls1, self.drop_path1 = (
-            block.norm1,
-            block.attn,
-            block.ls1,
-            block.drop_path1,
-        )
-        self.norm2, self.mlp, self.ls2, self.drop_path2 = (
-            block.norm2,
-            block.mlp,
-            block.ls2,
-            block.drop_path2,
-        )
+        self.norm1 = block.norm1
+        self.attn = block.attn
+        self.ls1 = block.ls1
+        self.drop_path1 = block.drop_path1
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.ls2 = block.ls2
+        self.drop_path2 = block.drop_path2
         self.residual1, self.residual2 = residual(), residual()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,12 +66,10 @@ class ResidualConvitBlock(nn.Module):
 
     def __init__(self, block: ConvitBlock, residual: Residual) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = (
-            block.norm1,
-            block.attn,
-            block.norm2,
-            block.mlp,
-        )
+        self.norm1 = block.norm1
+        self.attn = block.attn
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
         self.drop_path = block.drop_path
         self.residual1, self.residual2 = residual(), residual()
 
@@ -81,7 +79,9 @@ class ResidualConvitBlock(nn.Module):
 
 
 class ResidualSwinBlock(SwinTransformerBlock):
-    """Swin's block with its two additions as modules; windows, shift and mask are its own code. (b, h, w, c) -> same."""
+    """Swin's block with its two additions as modules; windows, shift and mask are its own code. (b,
+    h, w, c) -> same.
+    """
 
     def __init__(self, block: SwinTransformerBlock, residual: Residual) -> None:
         nn.Module.__init__(self)
@@ -93,8 +93,12 @@ class ResidualSwinBlock(SwinTransformerBlock):
             "dynamic_mask",
         ):
             setattr(self, name, getattr(block, name))
-        self.norm1, self.attn, self.drop_path1 = block.norm1, block.attn, block.drop_path1
-        self.norm2, self.mlp, self.drop_path2 = block.norm2, block.mlp, block.drop_path2
+        self.norm1 = block.norm1
+        self.attn = block.attn
+        self.drop_path1 = block.drop_path1
+        self.norm2 = block.norm2
+        self.mlp = block.mlp
+        self.drop_path2 = block.drop_path2
         mask: Any = block.attn_mask
         self.register_buffer("attn_mask", mask, persistent=False)
         self.residual1, self.residual2 = residual(), residual()
@@ -125,7 +129,8 @@ def build_weighted(old: nn.Module) -> nn.Module:
 
 
 def attention_weight(model: nn.Module) -> float | None:
-    """Return the largest weight of an attention branch in its residual sum: t if convex, |a| if weighted, 1 if plain.
+    """Return the largest weight of an attention branch in its residual sum: t if convex, |a| if
+    weighted, 1 if plain.
 
     None for a network without attention.
     """

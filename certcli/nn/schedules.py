@@ -1,7 +1,8 @@
-"""Noise schedules of diffusion models: step t -> alpha_bar_t, how much of the image's variance is left.
+"""Noise schedules of diffusion models: step t -> alpha_bar_t, how much of the image's variance is
+left.
 
-Source: Ho, Jain & Abbeel 2020 (linear); Rombach et al. 2022 (scaled linear); Nichol & Dhariwal 2021 (cosine);
-Lin et al. 2024 (no signal at the last step). The names are diffusers'.
+Source: Ho, Jain & Abbeel 2020 (linear); Rombach et al. 2022 (scaled linear); Nichol & Dhariwal 2021
+(cosine); Lin et al. 2024 (no signal at the last step). The names are diffusers'.
 """
 
 import math
@@ -39,7 +40,9 @@ BETAS: Mapping[str, Callable[[float, float, int], Tensor]] = {
 
 
 def alpha_bars(betas: Tensor, zero_snr: bool = False) -> Tensor:
-    """prod_{s <= t} (1 - beta_s), float64; with `zero_snr` its root is moved and scaled to end at 0."""
+    """prod_{s <= t} (1 - beta_s), float64; with `zero_snr` its root is moved and scaled to end at
+    0.
+    """
     left = (1 - betas.double()).cumprod(0)
     if not zero_snr:
         return left

@@ -1,4 +1,6 @@
-"""Scaled cosine similarity attention: queries, keys and values on (nearly) unit spheres, Lipschitz everywhere."""
+"""Scaled cosine similarity attention: queries, keys and values on (nearly) unit spheres, Lipschitz
+everywhere.
+"""
 
 import math
 
@@ -13,9 +15,11 @@ EPS = 1.0
 
 
 class CosineAttention(LipschitzAttention):
-    """x -> W_O [nu_h softmax(tau_h q k^T) v]_h with rows q, k, v = w / sqrt(|w|^2 + eps) of w = W x: (b, n, d) -> (b, n, d).
+    """x -> W_O [nu_h softmax(tau_h q k^T) v]_h with rows q, k, v = w / sqrt(|w|^2 + eps) of w = W
+    x: (b, n, d) -> (b, n, d).
 
-    nu and tau: one learned number a head, 1 at first; eps = 1 is fixed. Source: Qi et al. 2023 (LipsFormer), section 3.2.
+    nu and tau: one learned number a head, 1 at first; eps = 1 is fixed. Source: Qi et al. 2023
+    (LipsFormer), section 3.2.
     """
 
     title = "scaled cosine similarity attention"
@@ -39,12 +43,15 @@ class CosineAttention(LipschitzAttention):
         return w * (w.square().sum(dim=-1, keepdim=True) + EPS).rsqrt()
 
     def start(self, weights: AttentionWeights) -> None:
-        """Set W / s_h, tau_h = 2 scale s_q s_k, nu_h = sqrt(2) s_v: the old function on rows of typical norms.
+        """Set W / s_h, tau_h = 2 scale s_q s_k, nu_h = sqrt(2) s_v: the old function on rows of
+        typical norms.
 
-        s_h^2 = |W_h|_F^2 + |b_h|^2 is the mean square of |W_h u + b_h| over u with E u u^T = I, as behind a LayerNorm. At
+        s_h^2 = |W_h|_F^2 + |b_h|^2 is the mean square of |W_h u + b_h| over u with E u u^T = I, as
+        behind a LayerNorm. At
         |w| = s the new row is w / sqrt(2 s^2): tau and nu undo that. Both maps grow with s: larger norms are shortened.
         """
-        heads, maps = self.num_heads, (weights.query, weights.key, weights.value)
+        heads = self.num_heads
+        maps = (weights.query, weights.key, weights.value)
         sizes = []
         biases = (weights.query_bias, weights.key_bias, weights.value_bias)
         for layer, weight, bias in zip(

@@ -1,6 +1,8 @@
-"""The module replacements that a record can name. A builder takes the old module and returns the new one.
+"""The module replacements that a record can name. A builder takes the old module and returns the
+new one.
 
-It reads no weights, which come from the checkpoint; `certcli.adapt` starts a new part from the old weights.
+It reads no weights, which come from the checkpoint; `certcli.adapt` starts a new part from the old
+weights.
 """
 
 from certcli.system.registry import Entry, Registry

@@ -1,7 +1,9 @@
-"""The unconditional UNet of published diffusion models, with the tensor names of diffusers' `UNet2DModel`.
+"""The unconditional UNet of published diffusion models, with the tensor names of diffusers'
+`UNet2DModel`.
 
-Source: Ho, Jain & Abbeel 2020, Denoising diffusion probabilistic models (the network); Dhariwal & Nichol 2021 (scale and
-shift by the time, residual blocks that resample); diffusers 0.42 (names, and the meaning of each field).
+Source: Ho, Jain & Abbeel 2020, Denoising diffusion probabilistic models (the network); Dhariwal &
+Nichol 2021 (scale and shift by the time, residual blocks that resample); diffusers 0.42 (names, and
+the meaning of each field).
 """
 
 import math
@@ -48,12 +50,16 @@ class UNetShape:
 
     @property
     def scales(self) -> bool:
-        """Tell whether the time scales and shifts a normalised map; else it is added before the norm."""
+        """Tell whether the time scales and shifts a normalised map; else it is added before the
+        norm.
+        """
         return self.resnet_time_scale_shift == "scale_shift"
 
 
 class Attention(nn.Module):
-    """Attention over all pixels of one image, added to its input: (x + out(attention(norm(x)))) / scale."""
+    """Attention over all pixels of one image, added to its input: (x + out(attention(norm(x)))) /
+    scale.
+    """
 
     def __init__(
         self, width: int, shape: UNetShape, groups: int | None, scale: float = 1.0
@@ -151,7 +157,9 @@ class Upsample(nn.Module):
 
 
 class DownBlock(nn.Module):
-    """Residual blocks at one resolution, then a step to half of it; every map is a skip for the way up."""
+    """Residual blocks at one resolution, then a step to half of it; every map is a skip for the way
+    up.
+    """
 
     def __init__(
         self, kind: str, inputs: int, outputs: int, time: int, shape: UNetShape, last: bool

@@ -1,4 +1,6 @@
-"""Layers that an architecture's arguments may name: closed tables from words to classes; no word imports anything."""
+"""Layers that an architecture's arguments may name: closed tables from words to classes; no word
+imports anything.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,21 +22,25 @@ NORM_EPS = "norm_eps"
 
 
 def with_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a constructor's arguments, with classes for the words of `norm_layer` and `act_layer`; Refused lists them."""
-    found = dict(arguments)
+    """Return a constructor's arguments, with classes for the words of `norm_layer` and `act_layer`;
+    Refused lists them.
+    """
+    options = dict(arguments)
     for key, table in _TABLES.items():
-        word = found.get(key)
+        word = options.get(key)
         if isinstance(word, str):
             if word not in table:
                 raise Refused(f"{key}={one_line(word)}: one of {', '.join(sorted(table))}")
-            found[key] = table[word]
+            options[key] = table[word]
         elif word is not None:
             raise Refused(f"{key} is a word, not {one_line(repr(word))[:40]}")
-    return found
+    return options
 
 
 def set_norm_eps(net: nn.Module, eps: float) -> None:
-    """Set eps of every norm; Refused for an eps outside (0, 1], or a network without a norm that has one."""
+    """Set eps of every norm; Refused for an eps outside (0, 1], or a network without a norm that
+    has one.
+    """
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps <= 1:
         raise Refused(f"{NORM_EPS} is a number in (0, 1], not {one_line(repr(eps))[:40]}")
     named = [module for module in net.modules() if "norm" in type(module).__name__.lower()]

@@ -39,7 +39,10 @@ Pictures = Mapping[str, Gallery]
 
 
 def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
-    network, dataset, bound, machine = audit.network, audit.dataset, audit.bound, audit.machine
+    network = audit.network
+    dataset = audit.dataset
+    bound = audit.bound
+    machine = audit.machine
     size = " x ".join(str(side) for side in network.input)
     images = (
         "no images"
@@ -107,17 +110,19 @@ def _chip(audit: Audit) -> tuple[str, str]:
 
 def curves(audit: Audit) -> Iterator[PlotLine]:
     """Return certified shares as the records have them, and what attacks left."""
-    for found in audit.certificates:
-        label = "proven" if found.failure == 0 else f"{found.promise}, smoothed"
-        label = f"{found.method}, {label}, n = {found.clean.images}"
-        points, marks = _asked(found.clean, found.certified)
-        if found.failure > 0:  # it stops drawing beyond its radius: nothing is known of larger ones
+    for shares in audit.certificates:
+        label = "proven" if shares.failure == 0 else f"{shares.promise}, smoothed"
+        label = f"{shares.method}, {label}, n = {shares.clean.images}"
+        points, marks = _asked(shares.clean, shares.certified)
+        if (
+            shares.failure > 0
+        ):  # it stops drawing beyond its radius: nothing is known of larger ones
             yield PlotLine(label, "probability", points, marks)
             continue
         radii = [
-            float(row.radius[found.method]) if row.prediction == row.label else -1.0
+            float(row.radius[shares.method]) if row.prediction == row.label else -1.0
             for row in audit.records
-            if found.method in row.radius
+            if shares.method in row.radius
         ]
         yield PlotLine(label, "proven", steps(radii), marks[1:])
     if (attack := audit.attack) is not None:
@@ -129,14 +134,16 @@ def _asked(
     clean: Share, shares: Mapping[str, Share]
 ) -> tuple[list[tuple[float, float]], list[Mark]]:
     """Return points and marks of the shares at the radii of the plan, radius 0 first."""
-    found = [(0.0, clean), *((float(at), share) for at, share in shares.items() if float(at) > 0)]
-    return [(at, share.share) for at, share in found], [
-        Mark(at, share.share, *share.interval) for at, share in found
+    points = [(0.0, clean), *((float(at), share) for at, share in shares.items() if float(at) > 0)]
+    return [(at, share.share) for at, share in points], [
+        Mark(at, share.share, *share.interval) for at, share in points
     ]
 
 
 def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
-    """Certified radius of each image, negative where it is misclassified -> (radius, share certified beyond it)."""
+    """Certified radius of each image, negative where it is misclassified -> (radius, share
+    certified beyond it).
+    """
     count = len(radii)
     finite = sorted({radius for radius in radii if 0 < radius < float("inf")})
     points = [(0.0, sum(radius >= 0 for radius in radii) / count)]
@@ -146,13 +153,13 @@ def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _tables(audit: Audit) -> Iterator[Table]:
-    told = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
+    facts = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
     if audit.slope is not None:
-        told.append(
+        facts.append(
             f"slope {audit.slope.lower:.4g} found (measured, images tried: {audit.slope.images})"
         )
     if audit.attention_weight is not None:
-        told.append(
+        facts.append(
             f"largest weight of attention in a residual sum {audit.attention_weight:.2g} (measured)"
         )
     yield Table(
@@ -160,12 +167,13 @@ def _tables(audit: Audit) -> Iterator[Table]:
         COLUMNS,
         [row.cells for row in share_rows(audit)],
         NUMBERS,
-        "; ".join(told),
+        "; ".join(facts),
     )
     changed = [compare.cells(change) for change in audit.changes]
     yield Table(compare.TITLE, compare.COLUMNS, changed)
     rows = [
-        [found.method, found.about, found.title, found.statement] for found in audit.certificates
+        [shares.method, shares.about, shares.title, shares.statement]
+        for shares in audit.certificates
     ]
     if (behind := audit.patched) is not None:
         rows.append(["patch", "the network behind masks", behind.title, behind.statement])
@@ -183,7 +191,9 @@ def _tables(audit: Audit) -> Iterator[Table]:
 def lineage_table(
     steps: Iterable[tuple[Any, Mapping[str, Any]]], title: str = "Lineage, as the file tells it"
 ) -> Table:
-    """Return a row for each step, which has a command, a seed and a parent, with the parameters that are shown of it."""
+    """Return a row for each step, which has a command, a seed and a parent, with the parameters
+    that are shown of it.
+    """
     rows = [
         [str(number), step.command, str(step.seed), (step.parent or "-")[:12], _short(parameters)]
         for number, (step, parameters) in enumerate(steps, 1)
@@ -196,12 +206,12 @@ def _fact(value: object) -> str:
 
 
 def _short(values: Mapping[str, Any]) -> str:
-    told = [
+    facts = [
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in values.items()
         if value not in (None, False, [], {}, "")
     ]
-    text = ", ".join(told)
+    text = ", ".join(facts)
     return text if len(text) <= 400 else f"{text[:399]}…"
 
 
@@ -210,11 +220,9 @@ def _commands(audit: Audit) -> Iterator[Command]:
         "The same audit (how many images fit into its time depends on the machine):",
         audit.reproduce,
     )
-    for found in audit.certificates:
-        what = (
-            f"The certificates of {found.method}, again, on the same {found.dataset.images} images:"
-        )
-        yield Command(what, certify_again(audit, found.method))
+    for shares in audit.certificates:
+        what = f"The certificates of {shares.method}, again, on the same {shares.dataset.images} images:"
+        yield Command(what, certify_again(audit, shares.method))
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
         "certvit log FILE.safetensors --verify",
@@ -222,14 +230,14 @@ def _commands(audit: Audit) -> Iterator[Command]:
 
 
 def certify_again(audit: Audit, method: str) -> str:
-    found = next(item for item in audit.certificates if item.method == method)
+    shares = next(item for item in audit.certificates if item.method == method)
     words = audit.reproduce.split(" -e ")[0].replace("certvit audit", "certvit certify", 1)
-    radii = " ".join(f"-e {radius}" for radius in found.certified)
+    radii = " ".join(f"-e {radius}" for radius in shares.certified)
     seed = audit.reproduce.partition("--seed ")[2].partition(" ")[0]
-    line = f"{words} {radii} --method {method} --limit {found.dataset.images} --seed {seed}"
-    given = found.parameters
+    line = f"{words} {radii} --method {method} --limit {shares.dataset.images} --seed {seed}"
+    options = shares.parameters
     if method == "smoothing":
-        line += f" --sigma {given['sigma']:g} --n0 {given['n0']} -n {given['samples']} --enough {given['enough']:g}"
-        line += " --decide" if given.get("decide") else ""
-        line += "" if given["precision"] == "float32" else f" --precision {given['precision']}"
+        line += f" --sigma {options['sigma']:g} --n0 {options['n0']} -n {options['samples']} --enough {options['enough']:g}"
+        line += " --decide" if options.get("decide") else ""
+        line += "" if options["precision"] == "float32" else f" --precision {options['precision']}"
     return line

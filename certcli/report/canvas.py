@@ -1,6 +1,8 @@
-"""One place that opens, styles and saves figures: all of them look alike, and each is written whole or not at all.
+"""One place that opens, styles and saves figures: all of them look alike, and each is written whole
+or not at all.
 
-Colours are Okabe & Ito's, which colour-blind readers tell apart; sizes are such that a figure can be read at half its width.
+Colours are Okabe & Ito's, which colour-blind readers tell apart; sizes are such that a figure can
+be read at half its width.
 """
 
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ from certcli.system.files import atomic_file
 
 
 def _exists(path: Any) -> bool:
-    """Tell whether a path exists, but for the settings of the folder that certvit happens to run in."""
+    """Tell whether a path exists, but for the settings of the folder that certvit happens to run
+    in.
+    """
     return path != "matplotlibrc" and exists(path)
 
 
@@ -29,17 +33,16 @@ with mock.patch("os.path.exists", _exists):  # that file may hang, fail, or star
     from matplotlib.text import Text
 
 
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#e69f00",
-    "#cc79a7",
-    "#56b4e9",
-)
+BLUE = "#0072b2"
+VERMILION = "#d55e00"
+GREEN = "#009e73"
+ORANGE = "#e69f00"
+PURPLE = "#cc79a7"
+SKY = "#56b4e9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 """Colours of what is shown, in this order; VERMILION is kept for attacks."""
-INK, FAINT = "#222222", "#d9d9d9"
+INK = "#222222"
+FAINT = "#d9d9d9"
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: figures are alike on every machine
@@ -78,9 +81,12 @@ STYLE: Any = {
 def grid(
     path: Path, rows: int, columns: int, size: tuple[float, float], title: str = ""
 ) -> Iterator[list[Any]]:
-    """Axes to draw on, row by row; the figure appears at `path`, in the format of its ending, when the block ends well."""
+    """Axes to draw on, row by row; the figure appears at `path`, in the format of its ending, when
+    the block ends well.
+    """
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # no settings of the user's or of a folder: figures are alike everywhere
+        # no settings of the user's or of a folder: figures are alike everywhere
+        matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         canvas, cells = pyplot.subplots(
             rows, columns, figsize=size, layout="constrained", squeeze=False

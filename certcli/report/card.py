@@ -1,4 +1,6 @@
-"""An audit for readers of a model's page: a badge (SVG) and a block for its card (YAML front matter and Markdown)."""
+"""An audit for readers of a model's page: a badge (SVG) and a block for its card (YAML front matter
+and Markdown).
+"""
 
 import json
 import re
@@ -12,51 +14,66 @@ from certcli.evaluation.radii import confidence, proven_percent, proven_radius
 from certcli.report.document import Audit, CertifiedShares, Dataset, Share
 from certcli.report.shares import COLUMNS, share_rows
 
-PROVEN, PROBABLE, NONE = "#0060a8", "#00795a", "#6e7781"
+PROVEN = "#0060a8"
+PROBABLE = "#00795a"
+NONE = "#6e7781"
 """As in the charts of a page."""
 CHARACTER = 6.6
 """Width of a character of the badge's font, about."""
 
 
 def best(audit: Audit) -> tuple[CertifiedShares, str, Share] | None:
-    """The certificates that the badge speaks of: proofs that certify anything before statements of chance."""
+    """The certificates that the badge speaks of: proofs that certify anything before statements of
+    chance.
+    """
     offered = [
-        (found.failure == 0 and share.hits > 0, -float(radius), share.share, found, radius, share)
-        for found in audit.certificates
-        for radius, share in found.certified.items()
+        (
+            shares_of_method.failure == 0 and share.hits > 0,
+            -float(radius),
+            share.share,
+            shares_of_method,
+            radius,
+            share,
+        )
+        for shares_of_method in audit.certificates
+        for radius, share in shares_of_method.certified.items()
     ]
     if not offered:
         return None
-    *_, found, radius, share = max(offered, key=lambda row: row[:3])
-    return found, radius, share
+    *_, shares_of_method, radius, share = max(offered, key=lambda row: row[:3])
+    return shares_of_method, radius, share
 
 
 def as_badge(audit: Audit) -> str:
     """ "certified l2 0.12 | 52 % of 50, p 0.999", in one line of fixed height."""
     chosen = best(audit)
     if chosen is None:
-        left, right, colour = "certified", "not measured", NONE
+        label = "certified"
+        right = "not measured"
+        colour = NONE
     else:
-        found, radius, share = chosen
-        left = f"certified l2 {proven_radius(radius)}"
-        promise = "proven" if found.failure == 0 else f"p {confidence(found.failure)}"
+        shares, radius, share = chosen
+        label = f"certified l2 {proven_radius(radius)}"
+        promise = "proven" if shares.failure == 0 else f"p {confidence(shares.failure)}"
         few = interval_of_few(share.hits, share.images)
         right = f"{share.hits if few else proven_percent(share.share, 0)} of {share.images}{few}, {promise}"
-        colour = NONE if not share.hits else PROVEN if found.failure == 0 else PROBABLE
-    first, second = (round(CHARACTER * len(text) + 14) for text in (left, right))
-    title = escape(one_line(f"certvit audit of {audit.network.name}: {left}: {right}"))
+        colour = NONE if not share.hits else PROVEN if shares.failure == 0 else PROBABLE
+    first, second = (round(CHARACTER * len(text) + 14) for text in (label, right))
+    title = escape(one_line(f"certvit audit of {audit.network.name}: {label}: {right}"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{first + second}" height="20" role="img">'
         f"<title>{title}</title>"
         f'<rect width="{first}" height="20" fill="#24292f"/><rect x="{first}" width="{second}" height="20" fill="{colour}"/>'
         '<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" text-anchor="middle">'
-        f'<text x="{first / 2:g}" y="14">{escape(left)}</text><text x="{first + second / 2:g}" y="14">{escape(right)}</text>'
+        f'<text x="{first / 2:g}" y="14">{escape(label)}</text><text x="{first + second / 2:g}" y="14">{escape(right)}</text>'
         "</g></svg>\n"
     )
 
 
 def as_card(audit: Audit) -> str:
-    """Front matter with a `model-index`, then the answer and the figures, for a README on a model hub."""
+    """Front matter with a `model-index`, then the answer and the figures, for a README on a model
+    hub.
+    """
     lines = ["---", "model-index:", f"- name: {quoted(audit.network.name)}", "  results:"]
     for dataset, metrics in _metrics(audit):
         lines += ["  - task:", "      type: image-classification", "    dataset:"]
@@ -107,7 +124,9 @@ def prose(text: str) -> str:
 
 
 def _metrics(audit: Audit) -> Iterator[tuple[Dataset, list[tuple[str, str, float]]]]:
-    """Return (dataset, its metrics): one group of images each, since every stage judged as many as fitted."""
+    """Return (dataset, its metrics): one group of images each, since every stage judged as many as
+    fitted.
+    """
     for _, group in groupby(share_rows(audit), key=lambda row: row.dataset.digest):
         rows = list(group)
         yield rows[0].dataset, [(row.kind, row.metric, row.share.share) for row in rows]

@@ -1,4 +1,6 @@
-"""What changed between two audits, figure by figure: compared only at the same threat and on the same images."""
+"""What changed between two audits, figure by figure: compared only at the same threat and on the
+same images.
+"""
 
 from collections.abc import Iterator
 
@@ -10,19 +12,21 @@ COLUMNS = ["figure", "before", "after", "compared"]
 
 
 def changes(before: Audit, after: Audit) -> list[Change]:
-    """Return every figure that one of the two has, in the order of `after`. `alike` says whether they can be compared."""
+    """Return every figure that one of the two has, in the order of `after`. `alike` says whether
+    they can be compared.
+    """
     return [*_bounds(before, after), *_shares(before, after)]
 
 
 def _bounds(before: Audit, after: Audit) -> Iterator[Change]:
     old, new = (
-        "not measured" if found.bound is None else found.bound.upper_text
-        for found in (before, after)
+        "not measured" if audit_of.bound is None else audit_of.bound.upper_text
+        for audit_of in (before, after)
     )
     same = before.network.input == after.network.input
     why = "" if same else "inputs of other sizes"
     yield Change(figure="Lipschitz bound", before=old, after=new, alike=same, why=why)
-    weights = [found.attention_weight for found in (before, after)]
+    weights = [audit_of.attention_weight for audit_of in (before, after)]
     if any(weight is not None for weight in weights):
         old, new = ("not measured" if weight is None else f"{weight:.2g}" for weight in weights)
         yield Change(figure="attention's weight", before=old, after=new, alike=same, why=why)
@@ -32,7 +36,8 @@ def _shares(before: Audit, after: Audit) -> Iterator[Change]:
     old = {_subject(row): row for row in share_rows(before)}
     new = {_subject(row): row for row in share_rows(after)}
     for subject in [*new, *(one for one in old if one not in new)]:
-        first, last = old.get(subject), new.get(subject)
+        first = old.get(subject)
+        last = new.get(subject)
         why = _unlike(first, last) or _other_attack(before, after, first)
         yield Change(
             figure=subject, before=_figure(first), after=_figure(last), alike=not why, why=why
@@ -71,7 +76,7 @@ def _other_attack(before: Audit, after: Audit, row: ShareRow | None) -> str:
     ):
         return ""
     old, new = (
-        {**found.settings, "batch_size": 0} for found in (before.attack, after.attack)
+        {**attack.settings, "batch_size": 0} for attack in (before.attack, after.attack)
     )  # decided by the time
     return "" if old == new else "attacks with other settings"
 

@@ -14,9 +14,11 @@ def draw_certified(
     title: str,
     norm: str = "l2",
 ) -> None:
-    """certified: label -> certified radius of each image, negative where it is misclassified, the same images for all.
+    """certified: label -> certified radius of each image, negative where it is misclassified, the
+    same images for all.
 
-    attacked: radius -> share of these very images that withstood every attack there; radius 0 is the clean share.
+    attacked: radius -> share of these very images that withstood every attack there; radius 0 is
+        the clean share.
     """
     count = len(next(iter(certified.values())))
     end = 1.15 * max([farthest, *attacked]) or 1.0
@@ -33,7 +35,8 @@ def draw_certified(
         if attacked:
             points = [(at, 100 * share) for at, share in sorted(attacked.items())]
             points.append((end, points[-1][1]))
-            # what withstands a radius withstands smaller ones: between two radii the left value is an upper bound
+            # what withstands a radius withstands smaller ones: between two radii the left value is
+            # an upper bound
             axes.step(
                 *zip(*points),
                 where="post",

@@ -1,7 +1,9 @@
-"""What `certvit audit` found, as one document: typed, decodable, and published as docs/schema/audit.json.
+"""What `certvit audit` found, as one document: typed, decodable, and published as
+docs/schema/audit.json.
 
-Shares carry the number of images they are shares of. A value that was not measured is absent (null), never 0; `skipped` says
-why; `doubts` why its numbers may say little. `upper` is the string "inf" where float64 is too small for the bound or where
+Shares carry the number of images they are shares of. A value that was not measured is absent
+(null), never 0; `skipped` says why; `doubts` why its numbers may say little. `upper` is the string
+"inf" where float64 is too small for the bound or where
 there is none: `upper_finite` says which.
 """
 
@@ -24,7 +26,9 @@ class _Part(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Share(_Part):
-    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images that these are a sample of."""
+    """hits of images; interval: 95 %, Clopper and Pearson, for the share among all images that
+    these are a sample of.
+    """
 
     hits: Natural
     images: Natural
@@ -44,7 +48,8 @@ class Network(_Part):
     Args:
         name: the source as it was given, without its folders.
         reading: the assumptions about the file, each with its origin.
-        path: the file below the root of its git repository; None for a file outside every repository.
+        path: the file below the root of its git repository; None for a file outside every
+            repository.
     """
 
     name: str
@@ -66,7 +71,9 @@ class Dataset(_Part):
 
 
 class Block(_Part):
-    """A part of the network, in order of execution: log10 of its proven constant, and what it does to the bound."""
+    """A part of the network, in order of execution: log10 of its proven constant, and what it does
+    to the bound.
+    """
 
     path: str
     kind: str
@@ -98,9 +105,11 @@ class Slope(_Part):
 
 
 class CertifiedShares(_Part):
-    """Certificates of one method on the first images. failure: chance that one certificate is wrong; 0 for a proof.
+    """Certificates of one method on the first images. failure: chance that one certificate is
+    wrong; 0 for a proof.
 
-    about: which network the statement is about. parameters, limit, seed: what `certify` needs to find the same again.
+    about: which network the statement is about. parameters, limit, seed: what `certify` needs to
+        find the same again.
     """
 
     method: str
@@ -121,9 +130,11 @@ class CertifiedShares(_Part):
 
 
 class PatchShares(_Part):
-    """Certificates of the classifier that is defended against patches (`certify --method patch`), for each size of them.
+    """Certificates of the classifier that is defended against patches (`certify --method patch`),
+    for each size of them.
 
-    clean, certified: of the defended classifier. Its shares are not comparable with those at a radius.
+    clean, certified: of the defended classifier. Its shares are not comparable with those at a
+        radius.
     """
 
     procedure: str
@@ -138,7 +149,8 @@ class PatchShares(_Part):
 
 
 class AttackShares(_Part):
-    """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell at each radius.
+    """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell
+    at each radius.
 
     fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
     """
@@ -156,7 +168,9 @@ class AttackShares(_Part):
 
 
 class PatchAttack(_Part):
-    """What an attack with patches left of the network itself, without masks: place and pixels of one patch were searched."""
+    """What an attack with patches left of the network itself, without masks: place and pixels of
+    one patch were searched.
+    """
 
     patch: str
     dataset: Dataset
@@ -166,8 +180,10 @@ class PatchAttack(_Part):
 
 
 class ImageRow(_Part):
-    """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at each radius. proven:
-    patches that do not change the class behind masks. file: below the dataset's folder, where the dataset is one.
+    """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at
+    each radius. proven:
+    patches that do not change the class behind masks. file: below the dataset's folder, where the
+    dataset is one.
     """
 
     index: Natural
@@ -194,7 +210,9 @@ Verdict = Literal["passed", "failed", "not decided"]
 
 
 class GateResult(_Part):
-    """One gate of --fail-on. measured: at the look that decided (`docs/audit.md`); null where the quantity was not."""
+    """One gate of --fail-on. measured: at the look that decided (`docs/audit.md`); null where the
+    quantity was not.
+    """
 
     fail_on: str
     passed: bool
@@ -222,7 +240,9 @@ class LineageStep(_Part):
 
 
 class Machine(_Part):
-    """Where an audit ran: the last digits of sums, and how many images fitted into its time, depend on it."""
+    """Where an audit ran: the last digits of sums, and how many images fitted into its time, depend
+    on it.
+    """
 
     cpu: str
     threads: Natural
@@ -230,7 +250,9 @@ class Machine(_Part):
 
 
 class Change(_Part):
-    """One figure of two audits; before: by the word of the earlier one. alike: of the same threat and images, else `why`."""
+    """One figure of two audits; before: by the word of the earlier one. alike: of the same threat
+    and images, else `why`.
+    """
 
     figure: str
     before: str
@@ -242,7 +264,8 @@ class Change(_Part):
 class Audit(_Part):
     """The document of `certvit audit --json` and `--report FILE.json`.
 
-    headline: the answer in one sentence. points: the same in three lines: attacked, proven, and what else holds.
+    headline: the answer in one sentence. points: the same in three lines: attacked, proven, and
+        what else holds.
     scale: how large the radius is. reference: the same figures of a published network.
     date: UTC, ISO 8601. changes: against the audit of --compare.
     """
@@ -297,12 +320,14 @@ def from_json(text: str | bytes) -> Audit:
     """Inverse of `to_json`, checked; Refused when it is no such document."""
     from certcli.checkpoint.schema import decode
 
-    found: Audit = decode(text, Audit)
-    return found
+    audit: Audit = decode(text, Audit)
+    return audit
 
 
 def written_schema() -> str:
-    """docs/schema/audit.json, as `python -m certcli.report.document` prints it and a test compares it."""
+    """docs/schema/audit.json, as `python -m certcli.report.document` prints it and a test compares
+    it.
+    """
     return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
 
 

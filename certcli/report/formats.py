@@ -25,8 +25,10 @@ def as_json(audit: Audit) -> str:
 
 
 def as_csv(audit: Audit) -> str:
-    """One line an image: index, label, prediction, a certified radius a method, whether it withstood each radius, file."""
-    methods = [found.method for found in audit.certificates]
+    """One line an image: index, label, prediction, a certified radius a method, whether it
+    withstood each radius, file.
+    """
+    methods = [cells_of.method for cells_of in audit.certificates]
     radii = [] if audit.attack is None else list(audit.attack.robust)
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
@@ -35,12 +37,12 @@ def as_csv(audit: Audit) -> str:
         ["index", "label", "prediction", *heads, "adversarial_prediction", "norm", "file"]
     )
     for row in audit.records:
-        found = [row.radius.get(method, "") for method in methods]
-        found += [
+        cells_of = [row.radius.get(method, "") for method in methods]
+        cells_of += [
             str(int(row.withstood[radius])) if radius in row.withstood else "" for radius in radii
         ]
         last = [row.adversarial_prediction, row.norm, _no_formula(row.file or "")]
-        cells = [row.index, row.label, row.prediction, *found, *last]
+        cells = [row.index, row.label, row.prediction, *cells_of, *last]
         table.writerow(["" if cell is None else cell for cell in cells])
     return out.getvalue()
 
@@ -62,5 +64,5 @@ TEXTS: Mapping[str, Callable[[Audit], str]] = {
 
 def text_of(audit: Audit, suffix: str, pictures: Pictures | None = None) -> str:
     """The audit in the format of this suffix; .html or any other is a page, with its pictures."""
-    made = TEXTS.get(suffix)
-    return render(page_of(audit, pictures or {})) if made is None else made(audit)
+    make_text = TEXTS.get(suffix)
+    return render(page_of(audit, pictures or {})) if make_text is None else make_text(audit)

@@ -13,7 +13,8 @@ from certcli.report.pixels import magnified
 
 @dataclass(frozen=True)
 class AttackedImage:
-    """One image before one network: images (c, h, w) in [0, 1], c = 1 or 3, and the words below them.
+    """One image before one network: images (c, h, w) in [0, 1], c = 1 or 3, and the words below
+    them.
 
     as_file: whether the found class is that of the image as an 8-bit file, too.
     """
@@ -31,9 +32,11 @@ class AttackedImage:
 
 
 def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str) -> None:
-    """One row an image, three columns a network: the image, what changes, the sum. Every row has as many networks.
+    """One row an image, three columns a network: the image, what changes, the sum. Every row has as
+    many networks.
 
-    Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the range.
+    Each perturbation is drawn around grey, magnified until its largest change of a pixel fills the
+    range.
     """
     networks = len(rows[0])
     height = (

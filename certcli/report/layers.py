@@ -11,8 +11,8 @@ Layers = Sequence[tuple[str, float | None]]
 
 def draw_layers(networks: Mapping[str, Layers], path: Path, title: str) -> None:
     """networks: label -> its layers."""
-    told = [_told_apart(layers) for layers in networks.values()]
-    names = _merged([list(layers) for layers in told])
+    labelled = [_told_apart(layers) for layers in networks.values()]
+    names = _merged([list(layers) for layers in labelled])
     count = len(networks)
     height = 0.8 / count
     longest = max(map(len, names), default=0)
@@ -20,16 +20,16 @@ def draw_layers(networks: Mapping[str, Layers], path: Path, title: str) -> None:
         path, (4.4 + 0.085 * longest, 1.5 + 0.21 * count**0.5 * max(len(names), 4)), title
     ) as axes:
         axes.grid(False, axis="y")
-        for number, (label, found, color) in enumerate(zip(networks, told, SERIES)):
+        for number, (label, constants, color) in enumerate(zip(networks, labelled, SERIES)):
             place = {
                 name: row + (number - (count - 1) / 2) * height
                 for row, name in enumerate(names)
-                if name in found
+                if name in constants
             }
-            values = [found[name] or 0.0 for name in place]
+            values = [constants[name] or 0.0 for name in place]
             axes.barh(list(place.values()), values, color=color, height=0.9 * height, label=label)
             for name, where in place.items():
-                if found[name] is None:
+                if constants[name] is None:
                     axes.text(0, where, " no bound, or 0", va="center", fontsize=8)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.tick_params(axis="y", length=0)
@@ -41,20 +41,20 @@ def draw_layers(networks: Mapping[str, Layers], path: Path, title: str) -> None:
 
 def _told_apart(layers: Layers) -> dict[str, float | None]:
     """A module that is used several times has a bar for each."""
-    found: dict[str, float | None] = {}
+    constants: dict[str, float | None] = {}
     for name, value in layers:
-        again = sum(other == name or other.startswith(f"{name} (") for other in found)
-        found[f"{name} ({again + 1})" if again else name] = value
-    return found
+        repeats = sum(other == name or other.startswith(f"{name} (") for other in constants)
+        constants[f"{name} ({repeats + 1})" if repeats else name] = value
+    return constants
 
 
 def _merged(lists: Sequence[Sequence[str]]) -> list[str]:
     """All names; what only a later list has stands behind its predecessor there."""
-    found = list(lists[0])
+    merged = list(lists[0])
     for names in lists[1:]:
         at = 0
         for name in names:
-            if name not in found:
-                found.insert(at, name)
-            at = found.index(name) + 1
-    return found
+            if name not in merged:
+                merged.insert(at, name)
+            at = merged.index(name) + 1
+    return merged

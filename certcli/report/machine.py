@@ -1,4 +1,6 @@
-"""An audit for other programs: SARIF 2.1.0 (code scanning) and JUnit XML (test reports). Every string is escaped."""
+"""An audit for other programs: SARIF 2.1.0 (code scanning) and JUnit XML (test reports). Every
+string is escaped.
+"""
 
 import json
 import re
@@ -31,7 +33,7 @@ def as_sarif(audit: Audit) -> str:
         _result("certvit/gate", row.reason, row.fail_on, LEVELS[row.verdict])
         for row in audit.gate.judged
     ]
-    proofs = [found.certified for found in audit.certificates if found.failure == 0]
+    proofs = [shares.certified for shares in audit.certificates if shares.failure == 0]
     proofs += [] if audit.patched is None else [audit.patched.certified]
     if audit.bound is not None and not any(
         share.hits for shares in proofs for share in shares.values()
@@ -39,9 +41,10 @@ def as_sarif(audit: Audit) -> str:
         results.append(_result("certvit/no-usable-proof", audit.verdict[0], "proof"))
     if audit.attack is not None:
         for radius, count in audit.attack.fooled.items():
-            names, correct = ", ".join(audit.attack.attacks), audit.attack.clean.hits
-            told = f"{names} fooled {part_of(count, correct, 'correct images')} at l2 {radius}"
-            results += [_result("certvit/fooled", told, f"{names}@{radius}")] if count else []
+            names = ", ".join(audit.attack.attacks)
+            correct = audit.attack.clean.hits
+            message = f"{names} fooled {part_of(count, correct, 'correct images')} at l2 {radius}"
+            results += [_result("certvit/fooled", message, f"{names}@{radius}")] if count else []
     results += [
         _result("certvit/not-done", f"{item.stage}: {item.why}", item.stage)
         for item in audit.skipped
@@ -74,7 +77,9 @@ def as_sarif(audit: Audit) -> str:
 
 
 def _result(rule: str, text: str, subject: str, level: str = "note") -> dict[str, Any]:
-    """Return a result; level "none": a requirement that was met. subject: what stays the same from run to run."""
+    """Return a result; level "none": a requirement that was met. subject: what stays the same from
+    run to run.
+    """
     return {
         "ruleId": rule,
         "ruleIndex": list(RULES).index(rule),
@@ -87,11 +92,15 @@ def _result(rule: str, text: str, subject: str, level: str = "note") -> dict[str
 
 def about(audit: Audit) -> dict[str, str]:
     """Return date, machine and versions under flat names."""
-    found = {f"version.{name}": version for name, version in audit.versions.items()}
+    properties = {f"version.{name}": version for name, version in audit.versions.items()}
     if audit.machine is not None:
         machine = audit.machine
-        found |= {"cpu": machine.cpu, "threads": str(machine.threads), "device": machine.device}
-    return {"date": audit.date, **found} if audit.date else found
+        properties |= {
+            "cpu": machine.cpu,
+            "threads": str(machine.threads),
+            "device": machine.device,
+        }
+    return {"date": audit.date, **properties} if audit.date else properties
 
 
 def xml_text(text: str) -> str:
@@ -100,9 +109,11 @@ def xml_text(text: str) -> str:
 
 
 def as_junit(audit: Audit) -> str:
-    """One suite: a test a gate, a skipped test a stage that was not done, figures as properties, the verdict as its output.
+    """One suite: a test a gate, a skipped test a stage that was not done, figures as properties,
+    the verdict as its output.
 
-    Allowed by Ant's JUnit.xsd (windyroad), the strictest, and by Jenkins' junit-10.xsd. Documents travel: no host is named.
+    Allowed by Ant's JUnit.xsd (windyroad), the strictest, and by Jenkins' junit-10.xsd. Documents
+    travel: no host is named.
     """
     failed = sum(not row.passed for row in audit.gate.judged)
     total = len(audit.gate.judged) + len(audit.skipped) + 1
@@ -136,11 +147,13 @@ def as_junit(audit: Audit) -> str:
 
     case("audit", audit.seconds)
     for row in audit.gate.judged:
-        made = case(row.fail_on)
+        element = case(row.fail_on)
         if not row.passed:
-            told = xml_text(row.reason)
+            message = xml_text(row.reason)
             kind = "gate" if row.verdict == "failed" else "gate not decided"
-            ElementTree.SubElement(made, "failure", {"message": told, "type": kind}).text = told
+            ElementTree.SubElement(
+                element, "failure", {"message": message, "type": kind}
+            ).text = message
     for item in audit.skipped:
         ElementTree.SubElement(case(item.stage), "skipped", {"message": xml_text(item.why)})
     ElementTree.SubElement(suite, "system-out").text = xml_text(
@@ -157,13 +170,13 @@ def as_junit(audit: Audit) -> str:
 
 def figures(audit: Audit) -> dict[str, str]:
     """Return every figure of the audit under a flat name, with n where it is a share."""
-    found = {"checkpoint": audit.checkpoint}
+    values = {"checkpoint": audit.checkpoint}
     if audit.bound is not None:
-        found["upper"] = audit.bound.upper_text
+        values["upper"] = audit.bound.upper_text
     if audit.slope is not None:
-        found["slope"] = f"{audit.slope.lower:.6g}"
+        values["slope"] = f"{audit.slope.lower:.6g}"
     if audit.attention_weight is not None:
-        found["attention_weight"] = f"{audit.attention_weight:.6g}"
+        values["attention_weight"] = f"{audit.attention_weight:.6g}"
     for row in share_rows(audit):
-        found[row.key] = f"{row.share.share:.4f} (n = {row.share.images}, {row.holds})"
-    return found
+        values[row.key] = f"{row.share.share:.4f} (n = {row.share.images}, {row.holds})"
+    return values

@@ -1,6 +1,8 @@
-"""One self-contained page: words, tables, a chart in SVG, pictures. No network, no script; every string is escaped.
+"""One self-contained page: words, tables, a chart in SVG, pictures. No network, no script; every
+string is escaped.
 
-Names in a checkpoint may be hostile: the template escapes every string, and the page forbids scripts to itself.
+Names in a checkpoint may be hostile: the template escapes every string, and the page forbids
+scripts to itself.
 """
 
 import math
@@ -13,7 +15,12 @@ from jinja2 import Environment, StrictUndefined
 
 from certcli.system.errors import plain_lines
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM, HEIGHT = 480, 50, 466, 14, 250, 292
+WIDTH = 480
+LEFT = 50
+RIGHT = 466
+TOP = 14
+BOTTOM = 250
+HEIGHT = 292
 """Of the chart, in CSS pixels: about the width of a phone, so that its text is readable there."""
 MOST_CONSTANTS = 60
 MOST_TICKS = 6
@@ -31,7 +38,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class PlotLine:
-    """kind: "proven", "probability" or "attacked". points: (radius, share), ascending; between two the curve is constant.
+    """kind: "proven", "probability" or "attacked". points: (radius, share), ascending; between two
+    the curve is constant.
 
     marks: shares at the radii of the plan, drawn as dots with their intervals.
     """
@@ -44,7 +52,9 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class Constant:
-    """A part of the network. value: log10 of its proven constant, text: the constant; law: why it holds."""
+    """A part of the network. value: log10 of its proven constant, text: the constant; law: why it
+    holds.
+    """
 
     name: str
     value: float
@@ -54,7 +64,9 @@ class Constant:
 
 @dataclass(frozen=True)
 class Figure:
-    """images: (data URI, what it shows) side by side. large: whether an image has more pixels than are shown."""
+    """images: (data URI, what it shows) side by side. large: whether an image has more pixels than
+    are shown.
+    """
 
     caption: str
     images: Sequence[tuple[str, str]]
@@ -90,9 +102,12 @@ class HtmlPage:
     """What a page shows; a part that is empty is left out.
 
     Args:
-        chip: the verdict of the gates, and a sentence about it. headline: the answer in one sentence; points: in three lines.
-        first: one picture beside it, whose images bear both answers. about: its scale, and what it is compared with.
-        next: commands. gates: the verdict of each, and its sentence. examples: further pictures; galleries: further down.
+        chip: the verdict of the gates, and a sentence about it. headline: the answer in one
+            sentence; points: in three lines.
+        first: one picture beside it, whose images bear both answers. about: its scale, and what it
+            is compared with.
+        next: commands. gates: the verdict of each, and its sentence. examples: further pictures;
+            galleries: further down.
         words: what the page's words mean.
     """
 
@@ -128,7 +143,9 @@ def render(page: HtmlPage) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Spell out terminal escapes and text directions: they would be obeyed, or make the file invalid."""
+    """Spell out terminal escapes and text directions: they would be obeyed, or make the file
+    invalid.
+    """
     return plain_lines(value) if type(value) is str else value
 
 
@@ -197,13 +214,15 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
 
 
 def bars(rows: Sequence[Constant]) -> list[dict[str, Any]]:
-    """Return rows with the length of each bar in percent. Beyond MOST_CONSTANTS the largest are kept, in order."""
-    least = min(
+    """Return rows with the length of each bar in percent. Beyond MOST_CONSTANTS the largest are
+    kept, in order.
+    """
+    threshold = min(
         sorted((abs(row.value) for row in rows), reverse=True)[:MOST_CONSTANTS], default=0.0
     )
-    kept = [row for row in rows if abs(row.value) >= least][:MOST_CONSTANTS]
-    most = max((abs(row.value) for row in kept), default=0.0) or 1.0
+    shown = [row for row in rows if abs(row.value) >= threshold][:MOST_CONSTANTS]
+    largest = max((abs(row.value) for row in shown), default=0.0) or 1.0
     return [
-        {"row": row, "width": round(100 * abs(row.value) / most, 1), "small": row.value < 0}
-        for row in kept
+        {"row": row, "width": round(100 * abs(row.value) / largest, 1), "small": row.value < 0}
+        for row in shown
     ]

@@ -16,7 +16,8 @@ def draw_curves(
     path: Path,
     title: str,
 ) -> None:
-    """curves: layer -> (error, norm) points, errors ascending; chosen: layer -> (error, norm) as written.
+    """curves: layer -> (error, norm) points, errors ascending; chosen: layer -> (error, norm) as
+    written.
 
     The error's axis is linear to 1 % and logarithmic beyond, where the chosen points lie apart.
     """
@@ -25,7 +26,8 @@ def draw_curves(
     marks = []
     with grid(path, rows, columns, (2.5 * columns, 1.9 * rows + 0.9), title) as cells:
         for number, (axes, (name, points)) in enumerate(zip(cells, curves.items())):
-            errors, norms = [100 * error for error, _ in points], [norm for _, norm in points]
+            errors = [100 * error for error, _ in points]
+            norms = [norm for _, norm in points]
             marks = axes.plot(errors, norms, color=BLUE, marker=".", label="what can be reached")
             if name in chosen:
                 error, norm = chosen[name]

@@ -1,4 +1,6 @@
-"""Measured figures of networks that nobody defended: what an audit is compared with (docs/results.md)."""
+"""Measured figures of networks that nobody defended: what an audit is compared with
+(docs/results.md).
+"""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +26,8 @@ class Part(Struct, forbid_unknown_fields=True):
 class Published(Struct, forbid_unknown_fields=True):
     """A network as it is published, or trained without any defence.
 
-    fooled: by PGD, of the correct images. smoothed: that keep their class with noise. command: that measured it.
+    fooled: by PGD, of the correct images. smoothed: that keep their class with noise. command: that
+        measured it.
     """
 
     name: str
@@ -37,12 +40,12 @@ class Published(Struct, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        fell = self.fooled
-        told = f"{self.name} on {self.images}: {fell.hits} of {fell.images} correct images fooled at l2 "
-        told += f"{attacked_radius(fell.radius)}, global bound 10^{self.log10_bound:.0f}"
-        if (kept := self.smoothed) is not None:
-            told += f", with smoothing {kept.hits} of {kept.images} certified at l2 {proven_radius(kept.radius)}"
-        return f"{told}."
+        attack = self.fooled
+        sentence = f"{self.name} on {self.images}: {attack.hits} of {attack.images} correct images fooled at l2 "
+        sentence += f"{attacked_radius(attack.radius)}, global bound 10^{self.log10_bound:.0f}"
+        if (noisy := self.smoothed) is not None:
+            sentence += f", with smoothing {noisy.hits} of {noisy.images} certified at l2 {proven_radius(noisy.radius)}"
+        return f"{sentence}."
 
 
 def published() -> list[Published]:
@@ -51,10 +54,12 @@ def published() -> list[Published]:
 
 
 def nearest(size: Sequence[int]) -> Published | None:
-    """Return the network whose input has about as many pixel values, None where none is alike. size: (c, h, w)."""
+    """Return the network whose input has about as many pixel values, None where none is alike.
+    size: (c, h, w).
+    """
 
-    def distance(known: Published) -> float:
-        return abs(math.log(math.prod(known.input) / math.prod(size)))
+    def distance(entry: Published) -> float:
+        return abs(math.log(math.prod(entry.input) / math.prod(size)))
 
-    found = min(published(), key=distance)
-    return found if distance(found) <= math.log(ALIKE) and found.input[0] == size[0] else None
+    closest = min(published(), key=distance)
+    return closest if distance(closest) <= math.log(ALIKE) and closest.input[0] == size[0] else None

@@ -15,8 +15,10 @@ class ShareRow:
     """One share at one threat.
 
     Args:
-        key: name in machine formats, "certified.smoothing@0.12". kind: of the metric, as model cards name it.
-        name, what: for a terminal, and for a page. size: radius or patch, rounded to what holds; empty for clean accuracy.
+        key: name in machine formats, "certified.smoothing@0.12". kind: of the metric, as model
+            cards name it.
+        name, what: for a terminal, and for a page. size: radius or patch, rounded to what holds;
+            empty for clean accuracy.
         holds: "proven", "measured", or the promise of each certificate.
     """
 
@@ -31,7 +33,9 @@ class ShareRow:
 
     @property
     def metric(self) -> str:
-        """Return the name on a model card, "certified accuracy, l2 0.5, lipschitz (proven), n = 200"."""
+        """Return the name on a model card, "certified accuracy, l2 0.5, lipschitz (proven), n =
+        200".
+        """
         what = {"accuracy": "accuracy", "robust_accuracy": f"accuracy {self.what}"}.get(
             self.kind, "certified accuracy"
         )
@@ -84,15 +88,18 @@ def share_rows(audit: Audit) -> Iterator[ShareRow]:
         yield ShareRow(
             "clean", "accuracy", "clean", "clean", "", audit.clean, MEASURED, audit.dataset
         )
-    for found in audit.certificates:
-        holds = "proven" if found.failure == 0 else found.promise
-        for radius, share in found.certified.items():
-            at, what = proven_radius(radius), f"certified, {found.method}"
-            key, name = f"certified.{found.method}@{radius}", f"{found.method} at {at}"
-            yield ShareRow(key, "certified_accuracy", name, what, at, share, holds, found.dataset)
+    for shares in audit.certificates:
+        holds = "proven" if shares.failure == 0 else shares.promise
+        for radius, share in shares.certified.items():
+            at = proven_radius(radius)
+            what = f"certified, {shares.method}"
+            key = f"certified.{shares.method}@{radius}"
+            name = f"{shares.method} at {at}"
+            yield ShareRow(key, "certified_accuracy", name, what, at, share, holds, shares.dataset)
     if (behind := audit.patched) is not None:
         for size, share in behind.certified.items():
-            key, name = f"patched.{behind.procedure}@{size}", f"{behind.procedure} against {size}"
+            key = f"patched.{behind.procedure}@{size}"
+            name = f"{behind.procedure} against {size}"
             what = f"no patch changes it, {behind.procedure}"
             yield ShareRow(
                 key, "certified_accuracy", name, what, size, share, "proven", behind.dataset
@@ -100,7 +107,8 @@ def share_rows(audit: Audit) -> Iterator[ShareRow]:
     if (attack := audit.attack) is not None:
         for radius, share in attack.robust.items():
             at = attacked_radius(radius)
-            key, what = f"robust@{radius}", f"after {', '.join(attack.attacks)}"
+            key = f"robust@{radius}"
+            what = f"after {', '.join(attack.attacks)}"
             yield ShareRow(
                 key,
                 "robust_accuracy",
@@ -112,11 +120,9 @@ def share_rows(audit: Audit) -> Iterator[ShareRow]:
                 attack.dataset,
             )
     if (tried := audit.patch_attack) is not None:
-        key, name, what = (
-            f"robust.patch@{tried.patch}",
-            f"patched by {tried.patch}",
-            "after patches, without masks",
-        )
+        key = f"robust.patch@{tried.patch}"
+        name = f"patched by {tried.patch}"
+        what = "after patches, without masks"
         yield ShareRow(
             key, "robust_accuracy", name, what, tried.patch, tried.robust, MEASURED, tried.dataset
         )

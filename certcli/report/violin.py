@@ -1,4 +1,6 @@
-"""Distribution over images of each block's largest singular value: of one network, or of two side by side."""
+"""Distribution over images of each block's largest singular value: of one network, or of two side
+by side.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,9 @@ def draw_violins(
     """networks: label -> block -> largest singular value at each image."""
     names = list(dict.fromkeys(name for values in networks.values() for name in values))
     width = 0.8 / len(networks)
-    seen = [value for values in networks.values() for each in values.values() for value in each]
+    all_values = [
+        value for values in networks.values() for each in values.values() for value in each
+    ]
     with figure(
         path, (max(6.4, 2.0 + 0.5 * len(names) * len(networks) ** 0.5), 4.2), title
     ) as axes:
@@ -37,7 +41,7 @@ def draw_violins(
             ha="right" if turned else "center",
         )
         axes.set_ylabel("largest singular value (measured)")
-        if max(seen) > 10 * max(min(seen), 1e-30):
+        if max(all_values) > 10 * max(min(all_values), 1e-30):
             axes.set_yscale("log")
         marks = [
             Patch(facecolor=color, alpha=0.45, label=label)

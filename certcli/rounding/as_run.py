@@ -1,8 +1,10 @@
-"""Is the network the same program in the arithmetic that executes it? Its graph there is compared with the one proven.
+"""Is the network the same program in the arithmetic that executes it? Its graph there is compared
+with the one proven.
 
-A `forward` may look at the precision of a tensor, at `torch.finfo`, or open `torch.autocast`: then it is another network when
-it is executed. So a copy in that arithmetic is traced too. Both graphs have the same operations with the same arguments, the
-same shapes, and constants that are the stored ones; what was float64 has the precision of the arithmetic.
+A `forward` may look at the precision of a tensor, at `torch.finfo`, or open `torch.autocast`: then
+it is another network when it is executed. So a copy in that arithmetic is traced too. Both graphs
+have the same operations with the same arguments, the same shapes, and constants that are the stored
+ones; what was float64 has the precision of the arithmetic.
 """
 
 import copy
@@ -92,7 +94,9 @@ def _arguments(node: fx.Node, places: dict[fx.Node, int], precision: torch.dtype
 
 
 def _is_stored(proven: Trace, name: str, stored: Tensor, precision: Precision) -> bool:
-    """Tell whether a constant is the stored one: bit by bit, or up to its proven error where the network computes it."""
+    """Tell whether a constant is the stored one: bit by bit, or up to its proven error where the
+    network computes it.
+    """
     exact = proven.constants[name]
     if not exact.is_floating_point():
         return exact.dtype == stored.dtype and torch.equal(exact, stored)

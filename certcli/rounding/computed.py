@@ -1,7 +1,9 @@
-"""How far a constant that the network computes of its own tensors is off, as an arithmetic executes it: its worst entry.
+"""How far a constant that the network computes of its own tensors is off, as an arithmetic executes
+it: its worst entry.
 
-Such are the scales and position biases of Swin v2, and queries that are learned. Each rule bounds |executed - exact| over all
-entries from the errors of its operands; an operation without a rule is refused by name.
+Such are the scales and position biases of Swin v2, and queries that are learned. Each rule bounds
+|executed - exact| over all entries from the errors of its operands; an operation without a rule is
+refused by name.
 """
 
 import math
@@ -20,29 +22,31 @@ _UP = 1 + 2.0**-30
 """Above the roundings of the sums and products in a rule."""
 
 
-def error_of(x: Tensor, p: Precision, made: Moved) -> float:
-    """Return a bound on |executed - exact| of every entry of a constant; NoRule where there is none."""
+def error_of(x: Tensor, p: Precision, moves: Moved) -> float:
+    """Return a bound on |executed - exact| of every entry of a constant; NoRule where there is
+    none.
+    """
     place = place_of(x)
-    if place in made.storages:
+    if place in moves.storages:
         return float(Stored.of(x, p).farthest) if x.is_floating_point() else 0.0
-    step = made.computed.get(place)
+    step = moves.computed.get(place)
     rule = None if step is None else _RULES.get(step.name)
     if step is None or rule is None or tensors_of(step.kwargs):
         by = "" if step is None else f" by '{step.name}'"
         raise NoRule(
             f"its rounding at the neighbours of an image is not known: a constant that the network computes{by}"
         )
-    errors = [_error(operand, p, made) for operand in step.args]
+    errors = [_error(operand, p, moves) for operand in step.args]
     sizes = [max(map(_most, tensors_of(a))) + e if tensors_of(a) else _number(a)
              for a, e in zip(step.args, errors, strict=True)]  # fmt: skip
-    found = rule(p, step, sizes, errors) * _UP + 4 * p.tiny
-    return found if _most(step.result) + found < p.largest else math.inf
+    error = rule(p, step, sizes, errors) * _UP + 4 * p.tiny
+    return error if _most(step.result) + error < p.largest else math.inf
 
 
-def _error(operand: Any, p: Precision, made: Moved) -> float:
+def _error(operand: Any, p: Precision, moves: Moved) -> float:
     """Return the error of an argument: of a list the largest one, of a number that of storing it."""
     if tensors_of(operand):
-        return max(error_of(x, p, made) for x in tensors_of(operand))
+        return max(error_of(x, p, moves) for x in tensors_of(operand))
     return _number(operand) * 2 * p.unit
 
 
@@ -61,8 +65,8 @@ def _matrices(p: Precision, step: Computed, sizes: list[float], errors: list[flo
     )
     bias = (sizes[0], errors[0]) if step.name == "addmm" else (0.0, 0.0)
     passed = float(x.sum(-1).max()) * errors[-1] + float(w.sum(-2).max()) * errors[-2]
-    own = (_most(x @ w) + bias[0]) * float(p.products(x.shape[-1]))
-    return own + passed + bias[1] + float(p.lost(x.shape[-1], 1.0))
+    rounding = (_most(x @ w) + bias[0]) * float(p.products(x.shape[-1]))
+    return rounding + passed + bias[1] + float(p.lost(x.shape[-1], 1.0))
 
 
 def _product(p: Precision, step: Computed, sizes: list[float], errors: list[float]) -> float:

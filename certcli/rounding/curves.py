@@ -14,17 +14,20 @@ from certcli.rounding.sums import UNIT, total
 
 
 def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-    """A function with this largest slope; its own rounding from the lengths of its argument and its result."""
+    """A function with this largest slope; its own rounding from the lengths of its argument and its
+    result.
+    """
 
     @rule(*names)
     def passed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
-        value, size = op.run(), op.size(x)
+        value = op.run()
+        size = op.size(x)
         result = value[0] if isinstance(value, (tuple, list)) else value
-        own = rounding(op.norm(x), op.norm(result), math.sqrt(x.numel())) + TINY
-        found = total(own, None if size is None else size * slope)
-        return value, found if result is value else [
-            found,
-            *[torch.full_like(found, torch.inf)] * (len(value) - 1),
+        rounding_error = rounding(op.norm(x), op.norm(result), math.sqrt(x.numel())) + TINY
+        error = total(rounding_error, None if size is None else size * slope)
+        return value, error if result is value else [
+            error,
+            *[torch.full_like(error, torch.inf)] * (len(value) - 1),
         ]
 
 
@@ -45,24 +48,31 @@ _curve("hardsigmoid", slope=0.17, rounding=lambda x, value, root: x.new_tensor(2
 
 @rule("leaky_relu")
 def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
-    value, size = op.run(), op.size(x)
-    own = op.norm(value) * (2 * UNIT) + TINY
-    return value, total(own, None if size is None else size * max(1.0, abs(negative_slope)))
+    value = op.run()
+    size = op.size(x)
+    rounding_error = op.norm(value) * (2 * UNIT) + TINY
+    return value, total(
+        rounding_error, None if size is None else size * max(1.0, abs(negative_slope))
+    )
 
 
 @rule("elu")
 def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
-    value, size = op.run(), op.size(x)
+    value = op.run()
+    size = op.size(x)
     slope = abs(scale) * max(1.0, abs(alpha * input_scale)) * ROUNDED
-    own = (op.norm(x) + math.sqrt(x.numel()) * (1 + abs(alpha))) * (4 * FUNCTION * slope) + TINY
-    return value, total(own, None if size is None else size * slope)
+    rounding_error = (op.norm(x) + math.sqrt(x.numel()) * (1 + abs(alpha))) * (
+        4 * FUNCTION * slope
+    ) + TINY
+    return value, total(rounding_error, None if size is None else size * slope)
 
 
 @rule("exp")
 def exponential(op: Operation, x: Tensor) -> Found:
-    value, size = op.run(), op.size(x)
-    own = op.norm(value) * FUNCTION + TINY
-    return value, own if size is None else own + size * (
+    value = op.run()
+    size = op.size(x)
+    rounding_error = op.norm(value) * FUNCTION + TINY
+    return value, rounding_error if size is None else rounding_error + size * (
         value.amax() * (size * ROUNDED).exp() * ROUNDED
     )
 
@@ -70,13 +80,14 @@ def exponential(op: Operation, x: Tensor) -> Found:
 @rule("sqrt", "rsqrt")
 def root(op: Operation, x: Tensor) -> Found:
     """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
-    value, size = op.run(), op.size(x)
-    own = op.norm(value) * (UNIT if op.name == "sqrt" else FUNCTION) + TINY
+    value = op.run()
+    size = op.size(x)
+    rounding_error = op.norm(value) * (UNIT if op.name == "sqrt" else FUNCTION) + TINY
     if size is None:
-        return value, own
+        return value, rounding_error
     below = x.amin() - size * ROUNDED
     steep = below.sqrt() if op.name == "sqrt" else below * below.sqrt()
-    return value, torch.where(below > 0, own + size / steep * ROUNDED, torch.inf)
+    return value, torch.where(below > 0, rounding_error + size / steep * ROUNDED, torch.inf)
 
 
 @put_together("reciprocal")
@@ -108,16 +119,18 @@ def power(x: Any, exponent: Any) -> Any:
 
 @rule("_softmax", "_safe_softmax", "softmax")
 def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
-    """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum, relative to the result.
+    """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
+    relative to the result.
 
     Scores of exactly -inf (a mask) have probability exactly 0.
     """
-    value, size = op.run(), op.size(x)
+    value = op.run()
+    size = op.size(x)
     masked = x.isneginf()
     scores = x.masked_fill(masked, 0.0) if bool(masked.any()) else x
     shifted = (op.norm(scores) + scores.abs().amax() * math.sqrt(x.numel())) * UNIT
-    own = op.norm(value) * (4 * FUNCTION + gamma(x.shape[dim])) + TINY
-    return value, own + total(shifted, size) * (0.5 * ROUNDED)
+    rounding_error = op.norm(value) * (4 * FUNCTION + gamma(x.shape[dim])) + TINY
+    return value, rounding_error + total(shifted, size) * (0.5 * ROUNDED)
 
 
 @rule("linalg_vector_norm")
@@ -131,20 +144,23 @@ def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Foun
 
 
 def _normalised(op: Operation, x: Tensor, size: Any, eps: float) -> tuple[Tensor, Tensor]:
-    """(x - mean) / sqrt(variance + eps) along the last axis, computed here by two passes, and its error.
+    """(x - mean) / sqrt(variance + eps) along the last axis, computed here by two passes, and its
+    error.
 
-    Slope 1 / sqrt(variance + eps), with the least variance within the error: a deviation moves by e / sqrt(n) at most. The
-    rounding of the centred entries counts as one of the input.
+    Slope 1 / sqrt(variance + eps), with the least variance within the error: a deviation moves by e
+    / sqrt(n) at most. The rounding of the centred entries counts as one of the input.
     """
     op.require(eps >= 0, "a negative eps")
     n = x.shape[-1]
     centred = x - x.mean(-1, keepdim=True)
     variance = (centred * centred).mean(-1, keepdim=True)
-    found = centred * (variance + eps).rsqrt()
-    moved = total(op.norm(x) * (4 * gamma(n + 8)), size)
-    least = variance.amin().sqrt() / ROUNDED - moved * (ROUNDED / math.sqrt(n))
-    slope = 1 / (least.clamp_min(0.0).square() + eps).sqrt() * ROUNDED
-    return found, moved * slope + op.norm(found) * (gamma(n + 8) + 2 * FUNCTION) + TINY
+    normalised = centred * (variance + eps).rsqrt()
+    centred_error = total(op.norm(x) * (4 * gamma(n + 8)), size)
+    smallest = variance.amin().sqrt() / ROUNDED - centred_error * (ROUNDED / math.sqrt(n))
+    slope = 1 / (smallest.clamp_min(0.0).square() + eps).sqrt() * ROUNDED
+    return normalised, centred_error * slope + op.norm(normalised) * (
+        gamma(n + 8) + 2 * FUNCTION
+    ) + TINY
 
 
 def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shape: Any) -> Found:
@@ -152,7 +168,8 @@ def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shap
         op.size(weight) is None and op.size(bias) is None, "a norm whose weights were computed"
     )
     if weight is not None:
-        x, size = x * weight.view(shape), size * weight.abs().amax()
+        x = x * weight.view(shape)
+        size = size * weight.abs().amax()
         size = size + (torch.linalg.vector_norm(x) + TINY) * UNIT
     if bias is not None:
         x = x + bias.view(shape)
@@ -162,8 +179,8 @@ def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shap
 
 @rule("native_layer_norm")
 def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
-    found, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
-    return _scaled(op, found.view(x.shape), size, weight, bias, shape)
+    normalised, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
+    return _scaled(op, normalised.view(x.shape), size, weight, bias, shape)
 
 
 @rule("native_group_norm")
@@ -179,8 +196,8 @@ def group_norm(
     eps: float,
 ) -> Found:
     shape = (-1, *[1] * (x.dim() - 2))
-    found, error = _normalised(op, x.reshape(count, groups, -1), op.size(x), eps)
-    return _scaled(op, found.view(x.shape), error, weight, bias, shape)
+    normalised, error = _normalised(op, x.reshape(count, groups, -1), op.size(x), eps)
+    return _scaled(op, normalised.view(x.shape), error, weight, bias, shape)
 
 
 @put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
@@ -192,8 +209,8 @@ def batch_norm(
     shape = (-1, *[1] * (x.dim() - 2))
     scale = (variance + options[-1]).rsqrt()
     scale = scale if weight is None else scale * weight
-    found = (x - mean.view(shape)) * scale.view(shape)
-    return (found if bias is None else found + bias.view(shape)), None, None
+    normalised = (x - mean.view(shape)) * scale.view(shape)
+    return (normalised if bias is None else normalised + bias.view(shape)), None, None
 
 
 def _variance(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> Tensor:

@@ -1,4 +1,6 @@
-"""Rounding in walks that enclose the executed tensors near an image: each operation's, from the sizes that the walk finds."""
+"""Rounding in walks that enclose the executed tensors near an image: each operation's, from the
+sizes that the walk finds.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from certcli.rounding.precisions import Precision
 
 @dataclass(frozen=True)
 class Step:
-    """One tensor of the graph: slopes in the tensors that it is made of, what rounding adds, its sizes on the whole box.
+    """One tensor of the graph: slopes in the tensors that it is made of, what rounding adds, its
+    sizes on the whole box.
 
     node: the name of the node that made it.
     """
@@ -44,7 +47,9 @@ def errors_of_pairs(
     sizes: Mapping[int, Executed] | Sequence[Executed],
     errors: Mapping[int, Real] | Sequence[Real],
 ) -> Tensor:
-    """Return E_ij of all logits, (k, k), from the errors of all tensors; last: the place of the logits."""
+    """Return E_ij of all logits, (k, k), from the errors of all tensors; last: the place of the
+    logits.
+    """
     if head is None:
         both = errors[last] * (1 + 2.0**-1)  # |z_i - z_j| moves by sqrt(2) |z| at most
         classes = steps[last].box.shape[-1]
@@ -54,10 +59,11 @@ def errors_of_pairs(
 
 
 class EnclosedErrors:
-    """What `enclosure.zonotopes.executed.Execution` promises, of a network whose operations were followed.
+    """What `enclosure.zonotopes.executed.Execution` promises, of a network whose operations were
+    followed.
 
-    enclosed: names of the nodes whose executed values a walk encloses; their errors count as 0 in what comes behind them.
-    NoRule where one of them was not followed.
+    enclosed: names of the nodes whose executed values a walk encloses; their errors count as 0 in
+    what comes behind them. NoRule where one of them was not followed.
     """
 
     def __init__(
@@ -68,7 +74,10 @@ class EnclosedErrors:
         head: Head | None,
         precision: Precision,
     ) -> None:
-        self.steps, self.last, self.head, self.precision = steps, last, head, precision
+        self.steps = steps
+        self.last = last
+        self.head = head
+        self.precision = precision
         self.places: dict[str, list[int]] = {}
         for place, step in enumerate(steps):
             if not step.node or step.node in enclosed:
@@ -82,7 +91,9 @@ class EnclosedErrors:
 
 
 class EnclosedWalk:
-    """One walk around some images. The walk calls `found` with the bounds of every value, in the order of execution."""
+    """One walk around some images. The walk calls `found` with the bounds of every value, in the
+    order of execution.
+    """
 
     def __init__(self, errors: EnclosedErrors, images: int) -> None:
         self.errors = errors
@@ -92,20 +103,20 @@ class EnclosedWalk:
     def found(self, node: str, parts: Sequence[Bounds]) -> None:
         """Note the values of a node; "" is the image. What may overflow has no enclosure."""
         for place, bounds in zip(self.errors.places[node], parts, strict=True):
-            box, rows = (
-                self.errors.steps[place].box,
-                zip(*(part.tolist() for part in bounds), strict=True),
-            )
+            box = self.errors.steps[place].box
+            rows = zip(*(part.tolist() for part in bounds), strict=True)
             for image, (total, fibre, peak, deviation) in enumerate(rows):
-                most = [
+                largest = [
                     as_real(x) if x >= 0 else INF for x in (total, fibre, peak)
                 ]  # not where it is NaN
-                size = box.within_all(most[0], most[1], most[2], deviation)
+                size = box.within_all(largest[0], largest[1], largest[2], deviation)
                 self.sizes[image][place] = size
                 self.holds[image] &= size.peak < self.errors.precision.largest
 
     def lost(self, node: str) -> list[Tensor]:
-        """Return the l2 norm of what rounding adds to each result of a node, image by image: (b,) each."""
+        """Return the l2 norm of what rounding adds to each result of a node, image by image: (b,)
+        each.
+        """
         return [
             torch.tensor(
                 [self._lost(image, self.errors.steps[place]) for image in range(len(self.sizes))]
@@ -119,18 +130,21 @@ class EnclosedWalk:
         return float(added) if added.finite else 0.0
 
     def pairs(self) -> Tensor:
-        """Return how far what is executed behind the enclosed nodes moves z_i - z_j: (b, k, k), infinite without proof."""
+        """Return how far what is executed behind the enclosed nodes moves z_i - z_j: (b, k, k),
+        infinite without proof.
+        """
         return torch.stack([self._pairs(image) for image in range(len(self.sizes))])
 
     def _pairs(self, image: int) -> Tensor:
-        known, sizes = self.errors, dict(self.sizes[image])
+        analysis = self.errors
+        sizes = dict(self.sizes[image])
         errors: dict[int, Real] = dict.fromkeys(sizes, ZERO)
-        for place, step in enumerate(known.steps):
+        for place, step in enumerate(analysis.steps):
             if place in sizes or any(source not in sizes for source in step.sources):
                 continue  # enclosed, or not read by the logits
             added = step.rounding(lambda x: sizes[x.place])
             error = carried(step.slopes, [errors[source] for source in step.sources]) + added
             sizes[place] = step.box
-            errors[place] = error if step.box.peak < known.precision.largest else INF
-        found = errors_of_pairs(known.steps, known.last, known.head, sizes, errors)
-        return found if self.holds[image] else torch.full_like(found, torch.inf)
+            errors[place] = error if step.box.peak < analysis.precision.largest else INF
+        errors_of = errors_of_pairs(analysis.steps, analysis.last, analysis.head, sizes, errors)
+        return errors_of if self.holds[image] else torch.full_like(errors_of, torch.inf)

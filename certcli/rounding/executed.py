@@ -1,4 +1,6 @@
-"""What the rounding of one operation adds, from the sizes of the tensors that are executed. Proofs: docs/soundness.md."""
+"""What the rounding of one operation adds, from the sizes of the tensors that are executed. Proofs:
+docs/soundness.md.
+"""
 
 import math
 import operator
@@ -85,8 +87,8 @@ Rounding = Callable[[Sizes], Real]
 class Operation:
     """The first argument of every rule.
 
-    made: how the network made the constants that are not its own. vanished: why results so far have no bound, whatever
-    their operands.
+    made: how the network made the constants that are not its own. vanished: why results so far have
+    no bound, whatever their operands.
     """
 
     precision: Precision
@@ -105,16 +107,22 @@ class Operation:
             raise NoRule(f"its rounding at the neighbours of an image is not known: {reason}")
 
     def require_own(self, tensor: Tensor) -> None:
-        """Raise NoRule for a constant that was computed: that was rounded, or chosen by numbers that were."""
+        """Raise NoRule for a constant that was computed: that was rounded, or chosen by numbers
+        that were.
+        """
         self.require(place_of(tensor) in self.made.storages, "a constant that the network computes")
 
     def stored(self, tensor: Tensor) -> Stored:
-        """Return one of the network's own tensors, as it is, as a part of it or with its entries moved."""
+        """Return one of the network's own tensors, as it is, as a part of it or with its entries
+        moved.
+        """
         self.require_own(tensor)
         return Stored.of(tensor, self.precision)
 
     def operand(self, tensor: Tensor) -> Stored:
-        """Return a constant that is added or multiplied with; of a computed one a number of at least the executed size."""
+        """Return a constant that is added or multiplied with; of a computed one a number of at
+        least the executed size.
+        """
         if place_of(tensor) in self.made.storages:
             return self.stored(tensor)
         # from real numbers on, there and in float64, in which the graph has it
@@ -170,14 +178,14 @@ def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
 def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
     """(x - mean) / std: the difference and the quotient are rounded, mean and std are stored."""
     mean, std = (Stored.of(part, op.precision) for part in (module.mean, module.std))
-    least = float(std.number.abs().min()) - float(std.farthest)
-    op.require(least > 0, "a deviation of 0")
-    relative = compounded(as_real(4 * op.precision.unit) + std.farthest / least)
+    smallest = float(std.number.abs().min()) - float(std.farthest)
+    op.require(smallest > 0, "a deviation of 0")
+    relative = compounded(as_real(4 * op.precision.unit) + std.farthest / smallest)
     root = as_real(float(x.entries)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
         difference = sizes(x).total + largest(mean.number) * root
-        return (difference * relative + mean.farthest * root * 2.0) / least + op.underflow()
+        return (difference * relative + mean.farthest * root * 2.0) / smallest + op.underflow()
 
     return rounding
 
@@ -186,25 +194,26 @@ def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
 @rules.function(operator.add, operator.iadd, torch.add, operator.sub, operator.isub, torch.sub)
 def added(op: Operation, a: Any, b: Any) -> Rounding:
     """The result is rounded; a constant is stored first."""
-    moved, constant, tensors = ZERO, ZERO, []
+    error = ZERO
+    constant = ZERO
+    tensors = []
     for part in (a, b):
         if isinstance(part, Followed):
             tensors.append((part, as_real(op.entries / part.entries).sqrt()))
         elif isinstance(part, Constant):
-            stored, root = (
-                op.operand(part.tensor),
-                as_real(op.entries / max(1, part.tensor.numel())).sqrt(),
-            )
-            moved, constant = moved + stored.moved * root, constant + length(stored.number) * root
+            stored = op.operand(part.tensor)
+            root = as_real(op.entries / max(1, part.tensor.numel())).sqrt()
+            error, constant = error + stored.moved * root, constant + length(stored.number) * root
         else:
             size = as_real(abs(float(part))) * as_real(float(op.entries)).sqrt()
-            moved, constant = moved + size * (2 * op.precision.unit), constant + size
+            error = error + size * (2 * op.precision.unit)
+            constant = constant + size
 
     def rounding(sizes: Sizes) -> Real:
-        total = constant + moved
+        total = constant + error
         for x, root in tensors:
             total = total + sizes(x).total * root
-        return total * op.precision.unit + moved + op.underflow()
+        return total * op.precision.unit + error + op.underflow()
 
     return rounding
 
@@ -225,16 +234,17 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
     """x / d, or x times a rounded 1 / d: |1/d' - 1/d| <= |d' - d| / (|d'| |d|)."""
     op.require(not isinstance(divisor, Followed), "a division by what depends on the image")
     stored = op.factor(divisor)
-    least = float(stored.number.abs().min()) - float(stored.farthest)
-    op.require(least > 0, "a division by 0")
-    relative = compounded(as_real(4 * op.precision.unit) + stored.farthest / least) / least
+    smallest = float(stored.number.abs().min()) - float(stored.farthest)
+    op.require(smallest > 0, "a division by 0")
+    relative = compounded(as_real(4 * op.precision.unit) + stored.farthest / smallest) / smallest
     root = as_real(op.entries / x.entries).sqrt()
-    return lambda sizes: sizes(x).total * root * relative + op.underflow() * (ONE + ONE / least)
+    return lambda sizes: sizes(x).total * root * relative + op.underflow() * (ONE + ONE / smallest)
 
 
 @rules.module(nn.AvgPool2d)
 def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
-    kernel, stride = pair(module.kernel_size), pair(module.stride)
+    kernel = pair(module.kernel_size)
+    stride = pair(module.stride)
     plain = (
         module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
     )
@@ -249,23 +259,26 @@ def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
 def averaged_adaptively(op: Operation, x: Followed, output_size: Any) -> Rounding:
     assert op.call is not None
     axes = int(op.call.kind[-2])  # adaptive_avg_pool2d
-    sizes, counts = x.shape[-axes:], op.call.shape[-axes:]
+    sizes = x.shape[-axes:]
+    counts = op.call.shape[-axes:]
     op.require(all(c <= s for s, c in zip(sizes, counts, strict=True)), "a pooling that enlarges")
-    least, most = (
+    fewest, most_entries = (
         math.prod(s // c + more * (s % c > 0) for s, c in zip(sizes, counts, strict=True))
         for more in (0, 2)
     )
-    return _means(op, x, least, most, windows_of_entry(sizes, counts))
+    return _means(op, x, fewest, most_entries, windows_of_entry(sizes, counts))
 
 
-def _means(op: Operation, x: Followed, least: int, most: int, windows: float) -> Rounding:
-    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in some windows."""
-    share = (as_real(windows) / least).sqrt() * op.precision.products(most)
+def _means(op: Operation, x: Followed, fewest: int, entries: int, windows: float) -> Rounding:
+    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in some
+    windows.
+    """
+    share = (as_real(windows) / fewest).sqrt() * op.precision.products(entries)
 
     def rounding(sizes: Sizes) -> Real:
-        if not op.precision.fits(sizes(x).peak * float(most)):
+        if not op.precision.fits(sizes(x).peak * float(entries)):
             return INF
-        return sizes(x).total * share + op.precision.lost(most, op.entries)
+        return sizes(x).total * share + op.precision.lost(entries, op.entries)
 
     return rounding
 
@@ -273,7 +286,9 @@ def _means(op: Operation, x: Followed, least: int, most: int, windows: float) ->
 @rules.method("mean", "sum")
 @rules.function(torch.mean, torch.sum)
 def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
-    """gamma sum |x_i|, divided by n for a mean, is at most gamma |x| sqrt(n) or gamma |x| / sqrt(n) of n terms."""
+    """gamma sum |x_i|, divided by n for a mean, is at most gamma |x| sqrt(n) or gamma |x| / sqrt(n)
+    of n terms.
+    """
     assert op.call is not None
     averaged, count = op.call.kind == "mean", x.entries // max(1, op.entries)
     root = as_real(float(count)).sqrt()
@@ -337,26 +352,29 @@ class Head:
             total: The norm of the executed features.
             whole: The error of all logits; infinite where they may overflow.
         """
-        p, layer, up = self.layer.precision, self.layer, 1 + 2.0**-30
+        p = self.layer.precision
+        layer = self.layer
+        up = 1 + 2.0**-30
         if not (whole.finite and float(total) < 1e150 and float(error) < 1e150):
             return torch.full((layer.out, layer.out), math.inf, dtype=torch.float64)
-        size, gamma = float(total), float(p.products(layer.terms))
+        size = float(total)
+        gamma = float(p.products(layer.terms))
         norm = torch.linalg.vector_norm(layer.weight.number, dim=1)
-        own = norm * (size * gamma) + float(p.lost(layer.terms, 1.0))
-        own = (
-            own
+        rounding = norm * (size * gamma) + float(p.lost(layer.terms, 1.0))
+        rounding = (
+            rounding
             + (torch.linalg.vector_norm(layer.weight.difference, dim=1) + layer.weight.flushed)
             * size
         )
         if layer.bias is not None:
-            own = (
-                own
+            rounding = (
+                rounding
                 + layer.bias.number.abs() * gamma
                 + layer.bias.difference.abs()
                 + layer.bias.flushed
             )
-        apart = torch.cdist(self.exact, self.exact, compute_mode="donot_use_mm_for_euclid_dist")
-        return (apart * float(error) + own[:, None] + own[None, :]) * up + 1e-300
+        distances = torch.cdist(self.exact, self.exact, compute_mode="donot_use_mm_for_euclid_dist")
+        return (distances * float(error) + rounding[:, None] + rounding[None, :]) * up + 1e-300
 
 
 def head_of(traced: Trace, precision: Precision) -> Head | None:

@@ -1,8 +1,10 @@
-"""What rounding adds in one layer of attention, dot-product or L2, fused or written out. Proofs: docs/soundness.md.
+"""What rounding adds in one layer of attention, dot-product or L2, fused or written out. Proofs:
+docs/soundness.md.
 
-All bounds are of one token, over all tokens. Where q, k, v are off by dq, dk, dv, the scores s = t q.k by at most
-ds = t (|dq| |k| + |q| |dk| + |dq| |dk|) beside their own rounding, softmax moves by |dp|_1 <= max |ds| (its differential is a
-weighted mean absolute deviation), and sum_j p_j v_j by |dp|_1 max |v_j| + max |dv_j|.
+All bounds are of one token, over all tokens. Where q, k, v are off by dq, dk, dv, the scores s = t
+q.k by at most ds = t (|dq| |k| + |q| |dk| + |dq| |dk|) beside their own rounding, softmax moves by
+|dp|_1 <= max |ds| (its differential is a weighted mean absolute deviation), and sum_j p_j v_j by
+|dp|_1 max |v_j| + max |dv_j|.
 """
 
 import math
@@ -36,26 +38,29 @@ class Rows:
         return cls(layer.reach(token) + error, error)
 
 
-def softmax_error(p: Precision, tokens: int, score: Real, moved: Real) -> Real:
-    """Return |dp|_1 of softmax over scores of at most this size that are moved by this much, and of its own rounding.
+def softmax_error(p: Precision, tokens: int, score: Real, score_error: Real) -> Real:
+    """Return |dp|_1 of softmax over scores of at most this size that are moved by this much, and of
+    its own rounding.
 
-    Inside, numbers are kept as sums are: score - max, exp, up to one factor of a rescaling a token (blocked kernels keep a
-    running maximum), the sum, the quotient; then the probability is stored.
+    Inside, numbers are kept as sums are: score - max, exp, up to one factor of a rescaling a token
+    (blocked kernels keep a running maximum), the sum, the quotient; then the probability is stored.
     """
     inside = score * (16 * p.sums.unit) + (tokens + 4) * p.sums.function + p.order(2 * tokens)
-    own = compounded(inside + 4 * p.unit)
-    return moved + own + p.lost(1, 1.0) * float(tokens)
+    rounding = compounded(inside + 4 * p.unit)
+    return score_error + rounding + p.lost(1, 1.0) * float(tokens)
 
 
 def averaged(p: Precision, tokens: int, probabilities: Real, value: Rows) -> Real:
     """Return the error of sum_j p_j v_j."""
     mass = (probabilities + 1.0) * value.size
-    own = mass * p.products(tokens) + p.lost(tokens, 1.0)
-    return probabilities * value.size + value.error * (probabilities + 1.0) + own
+    rounding = mass * p.products(tokens) + p.lost(tokens, 1.0)
+    return probabilities * value.size + value.error * (probabilities + 1.0) + rounding
 
 
 def _output(heads: list[Real], values: list[Real], proj: LinearMap, tokens: int) -> Real:
-    """Return the error of all tokens behind the output map, of its rows' errors and lengths head by head."""
+    """Return the error of all tokens behind the output map, of its rows' errors and lengths head by
+    head.
+    """
     error = _root_of_squares(heads)
     row = _root_of_squares(values) + error
     return (proj.norm * error + proj.moved * error + proj.rounding(row)) * as_real(
@@ -81,38 +86,44 @@ def dot_product(
     op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False
 ) -> Rounding:
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    p, count = op.precision, module.num_heads
+    p = op.precision
+    count = module.num_heads
     parts = _heads(op, module.qkv.weight, module.qkv.bias, 3 * count)
-    scale, width = as_real(module.head_dim**-0.5 * (1 + 2.0**-50)), module.head_dim
+    scale = as_real(module.head_dim**-0.5 * (1 + 2.0**-50))
+    width = module.head_dim
 
     def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
-        found = []
+        facts = []
         for h in range(count):
             q, k, v = (Rows.of(parts[kind * count + h], token) for kind in range(3))
             product = q.size * k.size
             if not p.fits(product):
                 return None
             score = product * scale
-            moved = (
+            score_error = (
                 q.error * k.size + q.size * k.error
             ) * scale  # |dq| |dk| is inside: sizes are of executed rows
-            own = score * p.products(width) + p.lost(width, 1.0)
-            found.append((score + own, moved + own, v))
-        return found
+            rounding = score * p.products(width) + p.lost(width, 1.0)
+            facts.append((score + rounding, score_error + rounding, v))
+        return facts
 
     return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
 
 
 def _positions(op: Operation, module: LipschitzAttention, mask: Any) -> tuple[Real, Real]:
-    """Return the largest |entry| of what is added to the scores, learned positions and a mask, and what storing it moves."""
+    """Return the largest |entry| of what is added to the scores, learned positions and a mask, and
+    what storing it moves.
+    """
     op.require(not module.gated, "attention whose positions have a gate")
     added = [] if module.window_size is None else [op.stored(module.relative_position_bias_table)]
     if mask is not None:
         added.append(op.stored(op.tensor(mask)))
-    size, moved = ZERO, ZERO
+    size = ZERO
+    error = ZERO
     for part in added:
-        size, moved = size + largest(part.number), moved + part.farthest
-    return size, moved
+        size = size + largest(part.number)
+        error = error + part.farthest
+    return size, error
 
 
 def _attended(
@@ -123,17 +134,20 @@ def _attended(
 ) -> Rounding:
     """Return the rounding of softmax attention behind a rule for its heads.
 
-    heads: from the longest token, of each head the size of its scores, how far they are off, and its values; None where
-    they may overflow.
+    heads: from the longest token, of each head the size of its scores, how far they are off, and
+    its values; None where they may overflow.
     """
-    p, tokens = op.precision, x.shape[-2]
+    p = op.precision
+    tokens = x.shape[-2]
 
     def rounding(sizes: Sizes) -> Real:
-        found, errors, lengths = heads(sizes(x).fibre), [], []
-        if found is None:
+        facts = heads(sizes(x).fibre)
+        errors = []
+        lengths = []
+        if facts is None:
             return INF
-        for score, moved, value in found:
-            errors.append(averaged(p, tokens, softmax_error(p, tokens, score, moved), value))
+        for score, score_error, value in facts:
+            errors.append(averaged(p, tokens, softmax_error(p, tokens, score, score_error), value))
             lengths.append(value.size)
         return _output(errors, lengths, proj, tokens) * as_real(float(x.rows // tokens)).sqrt()
 
@@ -143,7 +157,9 @@ def _attended(
 @rules.module(L2Attention)
 def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
        mask: Any = None) -> Rounding:  # fmt: skip
-    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q| |dq|."""
+    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q|
+    |dq|.
+    """
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     op.require(
         all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)),
@@ -154,35 +170,43 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
 
     def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
-        found = []
+        facts = []
         for layer in parts:
             q = Rows.of(layer, token)
             square = q.size * q.size * 4.0
             if not p.fits(square):
                 return None
-            moved = q.size * q.error * 8.0 * scale  # 4 |dq|^2 is inside: sizes are of executed rows
-            own = square * scale * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
-            found.append((*_placed(p, square * scale + own, moved + own, positions), q))
-        return found
+            score_error = (
+                q.size * q.error * 8.0 * scale
+            )  # 4 |dq|^2 is inside: sizes are of executed rows
+            rounding = (
+                square * scale * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
+            )
+            facts.append(
+                (*_placed(p, square * scale + rounding, score_error + rounding, positions), q)
+            )
+        return facts
 
     return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
 
 
 def _placed(
-    p: Precision, score: Real, moved: Real, positions: tuple[Real, Real]
+    p: Precision, score: Real, score_error: Real, positions: tuple[Real, Real]
 ) -> tuple[Real, Real]:
     """Return size and error of scores to which positions and a mask, two numbers, were added."""
     if positions[0] == ZERO:
-        return score, moved
+        return score, score_error
     whole = score + positions[0]
     rounded = whole * compounded(as_real(4 * p.unit))
-    return whole + rounded, moved + positions[1] + rounded
+    return whole + rounded, score_error + positions[1] + rounded
 
 
 @rules.module(CosineAttention)
 def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
            mask: Any = None) -> Rounding:  # fmt: skip
-    """Rows w / sqrt(|w|^2 + 1) are within 1, of slope 1 in w = W x, and lose a few roundings; tau and nu are stored."""
+    """Rows w / sqrt(|w|^2 + 1) are within 1, of slope 1 in w = W x, and lose a few roundings; tau
+    and nu are stored.
+    """
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     layers = (module.query, module.key, module.value)
     op.require(
@@ -197,7 +221,7 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
     )  # of |w|^2 + 1, which is no less than 1
 
     def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
-        found = []
+        facts = []
         for h in range(module.num_heads):
             rows = []
             for layer in (kind[h] for kind in maps):
@@ -207,21 +231,24 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
                 rows.append(Rows(ONE + relative, w.error + relative + p.lost(width, 1.0)))
             q, k, v = rows
             score = q.size * k.size * largest(tau[h].number)
-            own = score * p.products(width) + p.lost(width, 1.0) + q.size * k.size * tau[h].farthest
-            moved = (q.error * k.size + q.size * k.error) * largest(tau[h].number)
-            size, rounded = v.size * largest(nu[h].number), compounded(as_real(2 * p.unit))
+            rounding = (
+                score * p.products(width) + p.lost(width, 1.0) + q.size * k.size * tau[h].farthest
+            )
+            score_error = (q.error * k.size + q.size * k.error) * largest(tau[h].number)
+            size = v.size * largest(nu[h].number)
+            rounded = compounded(as_real(2 * p.unit))
             error = (
                 v.error * largest(nu[h].number)
                 + v.size * nu[h].farthest
                 + size * rounded
                 + p.lost(1, 1.0)
             )
-            found.append(
+            facts.append(
                 (
-                    *_placed(p, score + own, moved + own, positions),
+                    *_placed(p, score + rounding, score_error + rounding, positions),
                     Rows(size + size * rounded, error),
                 )
             )
-        return found
+        return facts
 
     return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)

@@ -26,7 +26,9 @@ def _curve(
     of_x: int,
     of_one: int = 0,
 ) -> None:
-    """Register a curve computed within `function` (of_x |x_i| + of_one) of each entry; `function` is above two units."""
+    """Register a curve computed within `function` (of_x |x_i| + of_one) of each entry; `function`
+    is above two units.
+    """
 
     def rounding(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
         fixed = as_real(float(x.entries)).sqrt() * float(of_one)
@@ -39,7 +41,8 @@ def _curve(
     rules.method(*methods)(rounding)
 
 
-# x g(x) with 0 <= g <= 1: what is off by a factor in the argument of g moves |g| by 1/2 of that factor at most
+# x g(x) with 0 <= g <= 1: what is off by a factor in the argument of g moves |g| by 1/2 of that
+# factor at most
 _curve(
     nn.SiLU,
     timm_activations.Swish,
@@ -74,7 +77,9 @@ _curve(
 
 @rules.function(functional.gelu)
 def gelu(op: Operation, x: Followed, approximate: str = "none") -> Rounding:
-    """x times a number of [0, 1] that is off by at most 4 `function`; the tanh form makes cubes on its way."""
+    """x times a number of [0, 1] that is off by at most 4 `function`; the tanh form makes cubes on
+    its way.
+    """
 
     def rounding(sizes: Sizes) -> Real:
         peak = sizes(x).peak

@@ -1,4 +1,6 @@
-"""What rounding adds where fixed matrices or sorted pairs mix the tokens. Proofs: docs/soundness.md."""
+"""What rounding adds where fixed matrices or sorted pairs mix the tokens. Proofs:
+docs/soundness.md.
+"""
 
 import math
 from collections.abc import Callable
@@ -17,7 +19,9 @@ from certcli.rounding.stored import BlockMap, largest, length
 
 @rules.module(OrthogonalMixing)
 def orthogonal_mixing(op: Operation, module: OrthogonalMixing, x: Followed) -> Rounding:
-    """[M_h x_h]_h + p: linear maps of disjoint parts of x, of which the largest norms count; then the sum is rounded."""
+    """[M_h x_h]_h + p: linear maps of disjoint parts of x, of which the largest norms count; then
+    the sum is rounded.
+    """
     weights = [part.weight for part in module.maps]
     for weight in weights:
         op.stored(weight)  # type: ignore[arg-type]
@@ -25,9 +29,9 @@ def orthogonal_mixing(op: Operation, module: OrthogonalMixing, x: Followed) -> R
     columns = x.entries // (len(weights) * mixed.terms)
 
     def rounding(sizes: Sizes) -> Real:
-        moved = mixed.rounding(sizes(x).total, columns)
-        size = mixed.reach(sizes(x).total) + moved + length(shift.number)
-        return moved + shift.moved + size * op.precision.unit + op.underflow()
+        error = mixed.rounding(sizes(x).total, columns)
+        size = mixed.reach(sizes(x).total) + error + length(shift.number)
+        return error + shift.moved + size * op.precision.unit + op.underflow()
 
     return rounding
 
@@ -41,30 +45,33 @@ def token_max_min(op: Operation, module: TokenMaxMin, x: Followed) -> Rounding:
     soft = _soft_pairs(op, module.pair)  # type: ignore[arg-type]
 
     def rounding(sizes: Sizes) -> Real:
-        moved = shifted(sizes)
-        total, peak = sizes(x).total + length(shift.number), sizes(x).peak + largest(shift.number)
-        return moved + soft(total + moved, peak + moved)
+        shift_error = shifted(sizes)
+        total = sizes(x).total + length(shift.number)
+        peak = sizes(x).peak + largest(shift.number)
+        return shift_error + soft(total + shift_error, peak + shift_error)
 
     return rounding
 
 
 def _soft_pairs(op: Operation, module: SoftMaxMin) -> Callable[[Real, Real], Real]:
-    """Return, from the norm and the largest entry of pairs (a, b), what m +- t tanh(c t) / r loses, c = exp(-T).
+    """Return, from the norm and the largest entry of pairs (a, b), what m +- t tanh(c t) / r loses,
+    c = exp(-T).
 
-    m, t = (a +- b) / 2 are off by u of themselves, which t tanh(c t) / r, of slope 1 in t, passes on. A factor 1 + f of c or
-    of c t moves tanh(c t) by f |z| / cosh^2 z <= f / 2 at most, c's underflow by tiny |t|. So both results are off by
-    f (|m| + |t|), f the sum of all these, and |m| + |t| over all pairs is at most |(a, b)|; sqrt(2) for two results.
+    m, t = (a +- b) / 2 are off by u of themselves, which t tanh(c t) / r, of slope 1 in t, passes
+    on. A factor 1 + f of c or of c t moves tanh(c t) by f |z| / cosh^2 z <= f / 2 at most, c's
+    underflow by tiny |t|. So both results are off by f (|m| + |t|), f the sum of all these, and |m|
+    + |t| over all pairs is at most |(a, b)|; sqrt(2) for two results.
     """
     p, log_temperature = op.precision, op.stored(module.log_temperature)
     stored = as_real(float(log_temperature.number.abs())) + log_temperature.farthest
     op.require(stored < 80.0, "a temperature that is 0 or infinite")
-    most = as_real(math.exp(float(stored)) * (1 + 2.0**-40)) * 2.0
+    inverse_temperature = as_real(math.exp(float(stored)) * (1 + 2.0**-40)) * 2.0
     roundings = log_temperature.farthest * 2.0 + 2 * p.function + 16 * p.unit
 
-    def own(total: Real, peak: Real) -> Real:
-        if not p.fits(most * (peak * 2.0 + 1.0)):
+    def rounding(total: Real, peak: Real) -> Real:
+        if not p.fits(inverse_temperature * (peak * 2.0 + 1.0)):
             return INF
         relative = compounded(roundings + (peak + 4.0) * p.tiny)
         return total * relative * (1.5) + op.underflow() * 4.0
 
-    return own
+    return rounding

@@ -1,4 +1,6 @@
-"""Operations that move, choose or compare entries: they round nothing but the constants among their operands."""
+"""Operations that move, choose or compare entries: they round nothing but the constants among their
+operands.
+"""
 
 import operator
 from typing import Any
@@ -28,7 +30,7 @@ def exact(op: Operation, *args: Any, **named: Any) -> Rounding:
 
 def _constants_in(x: Any) -> list[Tensor]:
     if isinstance(x, (list, tuple)):
-        return [found for part in x for found in _constants_in(part)]
+        return [constant for part in x for constant in _constants_in(part)]
     if isinstance(x, dict):
         return _constants_in(list(x.values()))
     if isinstance(x, slice):
@@ -39,23 +41,23 @@ def _constants_in(x: Any) -> list[Tensor]:
 @rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
 def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved; those of constants are stored."""
-    moved = ZERO
+    error = ZERO
     for constant in _constants_in((args, named)):
-        moved = moved + op.stored(constant).moved
-    return lambda sizes: moved
+        error = error + op.stored(constant).moved
+    return lambda sizes: error
 
 
 @rules.method("maximum", "minimum")
 @rules.function(torch.maximum, torch.minimum)
 def larger(op: Operation, a: Any, b: Any) -> Rounding:
     """Entries are compared; those of a constant, which may be repeated, are stored."""
-    moved = ZERO
+    error = ZERO
     for constant in _constants_in((a, b)):
-        moved = (
-            moved
+        error = (
+            error
             + op.stored(constant).moved * as_real(op.entries / max(1, constant.numel())).sqrt()
         )
-    return lambda sizes: moved
+    return lambda sizes: error
 
 
 rules.module(
@@ -86,8 +88,8 @@ def padded(
     op: Operation, x: Followed, padding: Any, mode: str = "constant", value: float | None = None
 ) -> Rounding:
     """Entries are moved, beside a number that is stored."""
-    moved = op.factor(value or 0.0).farthest * as_real(float(op.entries)).sqrt()
-    return lambda sizes: moved
+    error = op.factor(value or 0.0).farthest * as_real(float(op.entries)).sqrt()
+    return lambda sizes: error
 
 
 @rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
@@ -97,16 +99,16 @@ def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
     farthest = [
         op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None
     ]
-    moved = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
-    return lambda sizes: moved
+    error = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
+    return lambda sizes: error
 
 
 @rules.module(nn.ReLU6, nn.Hardtanh)
 def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
     """Entries are compared with limits that are stored."""
     limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
-    moved = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
-    return lambda sizes: moved
+    error = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
+    return lambda sizes: error
 
 
 @rules.module(ClippedReLU)

@@ -24,16 +24,20 @@ from certcli.rounding.stored import largest, length
 def _gain(
     op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: Real, error: Real
 ) -> Real:
-    """Return the error of gain n + bias for an n that is off by `error`, of norm `n` as executed, of the size of x."""
+    """Return the error of gain n + bias for an n that is off by `error`, of norm `n` as executed,
+    of the size of x.
+    """
     relative = compounded(as_real(6 * op.precision.unit))
-    gain, moved = as_real(factor), ZERO
+    gain = as_real(factor)
+    gain_error = ZERO
     if weight is not None:
         stored = op.stored(op.tensor(weight))
-        gain, moved = gain * largest(stored.number), gain * stored.farthest
-    total = gain * (error + n * relative) + moved * n
+        gain, gain_error = gain * largest(stored.number), gain * stored.farthest
+    total = gain * (error + n * relative) + gain_error * n
     if bias is not None:
         tensor = op.tensor(bias)
-        shift, root = op.stored(tensor), as_real(x.entries / tensor.numel()).sqrt()
+        shift = op.stored(tensor)
+        root = as_real(x.entries / tensor.numel()).sqrt()
         total = total + (length(shift.number) * relative + shift.moved) * root
     return total + gain * op.underflow()
 
@@ -42,54 +46,61 @@ def _normalised(
     op: Operation,
     x: Followed,
     sizes: Sizes,
-    least: float,
+    deviation: float,
     weight: Any,
     bias: Any,
     group: int | None = None,
 ) -> Real:
-    """Return the error of gain c / sqrt(s^2 + eps) or of gain c / max(s, floor), c = x - mean, s = |c| / sqrt(d).
+    """Return the error of gain c / sqrt(s^2 + eps) or of gain c / max(s, floor), c = x - mean, s =
+    |c| / sqrt(d).
 
-    least: sqrt(eps), or the floor. The centred c' is off by D = (products + 2 unit) |x|, the deviation s' by 4 D / sqrt(d)
-    (two passes, or Welford's), and |c| |1/sqrt(s'^2 + eps) - 1/sqrt(s^2 + eps)| <= sqrt(d) |s' - s| / least: the error of
-    a row is at most 5 D / least, and a few roundings of a row that is no longer than sqrt(d) + 5 D / least. Where s is known
-    to be larger, least may be s - 4 D.
+    least: sqrt(eps), or the floor. The centred c' is off by D = (products + 2 unit) |x|, the
+    deviation s' by 4 D / sqrt(d) (two passes, or Welford's), and |c| |1/sqrt(s'^2 + eps) -
+    1/sqrt(s^2 + eps)| <= sqrt(d) |s' - s| / least: the error of a row is at most 5 D / least, and a
+    few roundings of a row that is no longer than sqrt(d) + 5 D / least. Where s is known to be
+    larger, least may be s - 4 D.
 
     group: How many entries are normalised together; by default a row.
     """
-    p, d = op.precision, x.shape[-1] if group is None else group
+    p = op.precision
+    d = x.shape[-1] if group is None else group
     size = sizes(x)
     longest = size.fibre if group is None else size.total
     square = longest * longest * 2.0
-    known = size.deviation > 0 and group is None
-    each = float(longest * (p.products(d) + 2 * p.unit)) if known else math.inf
-    least = max(least, (size.deviation - 4 * each) * (1 - 2.0**-40))
-    lost = as_real(least) * least
-    if not p.fits(square) or not lost > _least_square(op, d):
+    is_measured = size.deviation > 0 and group is None
+    each = float(longest * (p.products(d) + 2 * p.unit)) if is_measured else math.inf
+    deviation = max(deviation, (size.deviation - 4 * each) * (1 - 2.0**-40))
+    variance = as_real(deviation) * deviation
+    if not p.fits(square) or not variance > _least_square(op, d):
         return INF
-    moved = size.total * (p.products(d) + 2 * p.unit) * 5.0 / least
-    own = compounded(
-        as_real(2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(lost)) * 2)
+    centring_error = size.total * (p.products(d) + 2 * p.unit) * 5.0 / deviation
+    rounding = compounded(
+        as_real(
+            2 * p.function + 8 * p.unit + float(as_real((d + 8) * p.tiny) / float(variance)) * 2
+        )
     )
-    n = as_real(float(x.entries)).sqrt() + moved
-    return _gain(op, x, weight, bias, 1.0, n, moved + n * own)
+    n = as_real(float(x.entries)).sqrt() + centring_error
+    return _gain(op, x, weight, bias, 1.0, n, centring_error + n * rounding)
 
 
 def _least_square(op: Operation, d: int) -> float:
-    """Return the number that a row's variance and eps together must exceed: beside it, underflow is a small error."""
+    """Return the number that a row's variance and eps together must exceed: beside it, underflow is
+    a small error.
+    """
     return 2.0**12 * (d + 8) * op.precision.tiny
 
 
 def _least_deviation(op: Operation, eps: float, d: int) -> float:
     """Return sqrt(eps), rounded down; a smaller eps than the arithmetic needs is noted."""
-    least = math.sqrt(eps) * (1 - 2.0**-40)
-    if least * least <= (needed := _least_square(op, d)):
+    smallest = math.sqrt(eps) * (1 - 2.0**-40)
+    if smallest * smallest <= (needed := _least_square(op, d)):
         place = op.call.path if op.call is not None else "LayerNorm"
         wider = "float64" if op.precision.tiny == FLOAT32.tiny else "float32"
         why = (
             f"the eps {eps:g} of {place} vanishes in {op.precision.name}, which needs {needed:.2g}"
         )
         op.vanished.append(f"{why}: use --arithmetic {wider}, or a larger eps")
-    return least
+    return smallest
 
 
 @rules.function(functional.layer_norm, torch.layer_norm)
@@ -99,8 +110,8 @@ def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = 
         isinstance(normalized_shape, int) or len(normalized_shape) == 1,
         "a norm over more than the last axis",
     )
-    least = _least_deviation(op, eps, x.shape[-1])
-    return lambda sizes: _normalised(op, x, sizes, least, weight, bias)
+    deviation = _least_deviation(op, eps, x.shape[-1])
+    return lambda sizes: _normalised(op, x, sizes, deviation, weight, bias)
 
 
 rules.module(nn.LayerNorm, TimmLayerNorm)(
@@ -113,26 +124,29 @@ def group_norm(op: Operation, x: Followed, num_groups: int, weight: Any = None, 
                *_: Any) -> Rounding:  # fmt: skip
     """A LayerNorm of each group, which is no longer than the whole tensor, by one pass or by two.
 
-    torch computes channels-last batches of images and volumes in one pass, E[x^2] - E[x]^2; memory formats and batches are
-    the caller's, so tensors of 4 and 5 axes are charged what that pass loses too.
+    torch computes channels-last batches of images and volumes in one pass, E[x^2] - E[x]^2; memory
+    formats and batches are the caller's, so tensors of 4 and 5 axes are charged what that pass
+    loses too.
     """
     group = math.prod(x.shape[1:]) // num_groups
-    least = _least_deviation(op, eps, group)
+    deviation = _least_deviation(op, eps, group)
     once = len(x.shape) in (4, 5)
     return lambda sizes: (
-        _normalised(op, x, sizes, least, weight, bias, group)
-        + (_one_pass(op, x, sizes, least, weight, group) if once else ZERO)
+        _normalised(op, x, sizes, deviation, weight, bias, group)
+        + (_one_pass(op, x, sizes, deviation, weight, group) if once else ZERO)
     )
 
 
 def _one_pass(
     op: Operation, x: Followed, sizes: Sizes, least: float, weight: Any, group: int
 ) -> Real:
-    """Return what the variance E[x^2] - E[x]^2, at least 0, adds to a norm's error: 2 P |x|^2 gain / (sqrt(d) eps).
+    """Return what the variance E[x^2] - E[x]^2, at least 0, adds to a norm's error: 2 P |x|^2 gain
+    / (sqrt(d) eps).
 
-    With P = products(d), both terms are off by 2 P |x|^2 / d at most, the variance v' by w = 4 P |x|^2 / d. For a centred
-    group c of norm sqrt(d v), |c| |(v' + eps)^-1/2 - (v + eps)^-1/2| <= sqrt(d) w / (2 eps); groups add to |x|^2. The factor
-    is doubled for the roundings of what follows.
+    With P = products(d), both terms are off by 2 P |x|^2 / d at most, the variance v' by w = 4 P
+    |x|^2 / d. For a centred group c of norm sqrt(d v), |c| |(v' + eps)^-1/2 - (v + eps)^-1/2| <=
+    sqrt(d) w / (2 eps); groups add to |x|^2. The factor is doubled for the roundings of what
+    follows.
     """
     size = sizes(x).total
     square = size * size
@@ -156,21 +170,28 @@ rules.module(nn.GroupNorm)(with_attributes(group_norm, "num_groups", "weight", "
 def rms_norm(
     op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Rounding:
-    """x / sqrt(|x|^2 / d + eps), rows within sqrt(d): relative errors of |x|^2, where nothing cancels, and of roundings."""
+    """x / sqrt(|x|^2 / d + eps), rows within sqrt(d): relative errors of |x|^2, where nothing
+    cancels, and of roundings.
+    """
     op.require(
         len(normalized_shape) == 1 and eps is not None,
         "a norm over more than the last axis, or without eps",
     )
-    p, d = op.precision, x.shape[-1]
-    least = _least_deviation(op, float(eps or 0.0), d)
+    p = op.precision
+    d = x.shape[-1]
+    deviation = _least_deviation(op, float(eps or 0.0), d)
     n = as_real(float(x.entries)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
-        lost, size = as_real(least) * least, sizes(x).fibre
-        if not p.fits(size * size) or not lost > _least_square(op, d):
+        square = as_real(deviation) * deviation
+        size = sizes(x).fibre
+        if not p.fits(size * size) or not square > _least_square(op, d):
             return INF
         relative = compounded(
-            p.products(d) + 2 * p.function + 12 * p.unit + float((d + 8) * p.tiny / float(lost)) * 2
+            p.products(d)
+            + 2 * p.function
+            + 12 * p.unit
+            + float((d + 8) * p.tiny / float(square)) * 2
         )
         return _gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
 
@@ -184,41 +205,47 @@ rules.module(nn.RMSNorm)(with_attributes(rms_norm, "normalized_shape", "weight",
 def normalize(
     op: Operation, x: Followed, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Rounding:
-    """x / max(|x|, eps), fibres within 1: the relative errors of |x|, of eps as it is stored, and of a few roundings."""
-    known, d = op.precision, x.shape[dim]
+    """x / max(|x|, eps), fibres within 1: the relative errors of |x|, of eps as it is stored, and
+    of a few roundings.
+    """
+    precision = op.precision
+    d = x.shape[dim]
     stored = op.factor(eps)
-    lost = as_real(d + 8) * known.tiny  # of |x|^2
-    least = float(eps) * (1 - 2.0**-40)
+    underflow = as_real(d + 8) * precision.tiny  # of |x|^2
+    smallest = float(eps) * (1 - 2.0**-40)
     op.require(
-        p == 2 and float(lost) < 2.0**-20 * least * least,
-        f"an eps of {eps:g}, which vanishes in {known.name}",
+        p == 2 and float(underflow) < 2.0**-20 * smallest * smallest,
+        f"an eps of {eps:g}, which vanishes in {precision.name}",
     )
     relative = (
-        known.products(d)
-        + 2 * known.function
-        + 8 * known.unit
-        + (stored.farthest + lost.sqrt()) / least
+        precision.products(d)
+        + 2 * precision.function
+        + 8 * precision.unit
+        + (stored.farthest + underflow.sqrt()) / smallest
     )
     total = compounded(relative) * as_real(x.entries / d).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
         longest = sizes(x).total
-        return total + op.underflow() if known.fits(longest * longest) else INF
+        return total + op.underflow() if precision.fits(longest * longest) else INF
 
     return rounding
 
 
 @rules.module(L2Pool)
 def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
-    """Sums of squares, where nothing cancels, and their roots: relative errors of lengths, and what underflows."""
-    p, reach = op.precision, module.side // module.windows
+    """Sums of squares, where nothing cancels, and their roots: relative errors of lengths, and what
+    underflows.
+    """
+    p = op.precision
+    reach = module.side // module.windows
     # one sum of all squares of a window, in any order, or one of each row and then one of these
     relative = compounded(p.products(reach * reach) + p.function + 4 * p.unit)
-    lost = (as_real(reach * reach + 8) * p.tiny).sqrt() * as_real(float(op.entries)).sqrt()
+    underflow = (as_real(reach * reach + 8) * p.tiny).sqrt() * as_real(float(op.entries)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
         size = sizes(x).total
-        return size * relative + lost * 2.0 if p.fits(size * size * 2.0) else INF
+        return size * relative + underflow * 2.0 if p.fits(size * size * 2.0) else INF
 
     return rounding
 
@@ -226,29 +253,33 @@ def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
 @rules.module(FloorNorm)
 def floor_norm(op: Operation, module: FloorNorm, x: Followed) -> Rounding:
     floor = op.stored(module.floor)
-    least = float(module.floor) - float(floor.farthest)
-    op.require(least > 0, "a floor of 0")
-    relative = compounded(floor.farthest / least * 2.0)
+    smallest = float(module.floor) - float(floor.farthest)
+    op.require(smallest > 0, "a floor of 0")
+    relative = compounded(floor.farthest / smallest * 2.0)
     root = as_real(float(x.entries)).sqrt() * (
         1.0 if module.weight is None else float(largest(module.weight.detach()))
     )
     return lambda sizes: (
-        _normalised(op, x, sizes, least, module.weight, module.bias) + root * relative * 2.0
+        _normalised(op, x, sizes, smallest, module.weight, module.bias) + root * relative * 2.0
     )
 
 
 @rules.module(GlobalResponseNorm)
 def global_response_norm(op: Operation, module: GlobalResponseNorm, x: Followed) -> Rounding:
-    """x + b + w x n with n_c = |x_c| / (mean_c |x_c| + eps) <= C: nothing cancels in n, whose underflow counts beside eps."""
+    """x + b + w x n with n_c = |x_c| / (mean_c |x_c| + eps) <= C: nothing cancels in n, whose
+    underflow counts beside eps.
+    """
     p, channels = op.precision, module.weight.numel()
     weight, bias, eps = op.stored(module.weight), op.stored(module.bias), op.factor(module.eps)
     area = x.entries // channels
-    lost, least = (
-        (as_real(area + 8) * p.tiny).sqrt() * 4.0 + eps.farthest,
-        float(module.eps) * (1 - 2.0**-40),
-    )
+    underflow = (as_real(area + 8) * p.tiny).sqrt() * 4.0 + eps.farthest
+    smallest = float(module.eps) * (1 - 2.0**-40)
     relative = compounded(
-        p.products(area) + p.products(channels) + 4 * p.function + 12 * p.unit + lost / least
+        p.products(area)
+        + p.products(channels)
+        + 4 * p.function
+        + 12 * p.unit
+        + underflow / smallest
     )
     copies = as_real(float(area)).sqrt()
 
@@ -279,9 +310,9 @@ def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
         total = sizes(x).total
         if not op.precision.fits(total * as_real(float(d)).sqrt()):
             return INF
-        moved = total * relative
+        error = total * relative
         return _gain(
-            op, x, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + moved, moved
+            op, x, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + error, error
         )
 
     return rounding
@@ -301,36 +332,40 @@ def batch_norm(
 ) -> Rounding:
     """a (x - mean) + bias with a = weight / sqrt(variance + eps), or a x + (bias - a mean).
 
-    a' is off by D = max|a| s + |weight' - weight| / sqrt(variance + eps), s the relative error of the root's argument and a
-    few roundings; the result by (|x| + |mean|) D, what storing mean and bias moves, and the roundings of four sizes.
+    a' is off by D = max|a| s + |weight' - weight| / sqrt(variance + eps), s the relative error of
+    the root's argument and a few roundings; the result by (|x| + |mean|) D, what storing mean and
+    bias moves, and the roundings of four sizes.
     """
     op.require(not training, "a BatchNorm that depends on the batch")
     mean, variance = op.stored(op.tensor(running_mean)), op.stored(op.tensor(running_var))
     p, each = op.precision, as_real(x.entries / mean.number.numel()).sqrt()
-    least = (float(variance.number.min()) - float(variance.farthest) + eps) * (1 - 2.0**-40)
-    op.require(least > 0, "a variance of 0")
-    inverse = (ONE / least).sqrt()
-    relative = compounded((variance.farthest + p.tiny) / least + p.function + 8 * p.unit)
-    gain, moved = inverse, inverse * relative
+    smallest = (float(variance.number.min()) - float(variance.farthest) + eps) * (1 - 2.0**-40)
+    op.require(smallest > 0, "a variance of 0")
+    inverse = (ONE / smallest).sqrt()
+    relative = compounded((variance.farthest + p.tiny) / smallest + p.function + 8 * p.unit)
+    gain = inverse
+    gain_error = inverse * relative
     if weight is not None:
         stored = op.stored(op.tensor(weight))
         gain = inverse * (largest(stored.number) + stored.farthest)
-        moved = gain * relative + stored.farthest * inverse
-    shift, shifted = ZERO, mean.moved * each * (gain + moved)
+        gain_error = gain * relative + stored.farthest * inverse
+    shift = ZERO
+    shifted = mean.moved * each * (gain + gain_error)
     if bias is not None:
         stored = op.stored(op.tensor(bias))
-        shift, shifted = length(stored.number) * each, shifted + stored.moved * each
+        shift = length(stored.number) * each
+        shifted = shifted + stored.moved * each
 
     def rounding(sizes: Sizes) -> Real:
         reach = sizes(x).total + length(mean.number) * each
-        size = reach * (gain + moved) + shift
-        if not p.fits(size, gain + moved, reach):
+        size = reach * (gain + gain_error) + shift
+        if not p.fits(size, gain + gain_error, reach):
             return INF
         return (
-            reach * moved
+            reach * gain_error
             + shifted
             + size * compounded(as_real(8 * p.unit))
-            + op.underflow() * (2 + gain + moved)
+            + op.underflow() * (2 + gain + gain_error)
         )
 
     return rounding

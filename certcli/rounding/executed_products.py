@@ -1,4 +1,6 @@
-"""What rounding adds in products of tensors, softmax, and attention written out. Proofs: docs/soundness.md."""
+"""What rounding adds in products of tensors, softmax, and attention written out. Proofs:
+docs/soundness.md.
+"""
 
 import math
 import operator
@@ -21,7 +23,9 @@ from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
 @rules.method("mul", "mul_")
 @rules.function(operator.mul, operator.imul, torch.mul)
 def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
-    """A rounding of each product: |a b| <= max |a_i| |b| of two tensors, of which one may be repeated."""
+    """A rounding of each product: |a b| <= max |a_i| |b| of two tensors, of which one may be
+    repeated.
+    """
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
         x, factor = (a, b) if isinstance(a, Followed) else (b, a)
         return scaled(
@@ -30,7 +34,8 @@ def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     roots = [as_real(op.entries / x.entries).sqrt() for x in (a, b)]
 
     def rounding(sizes: Sizes) -> Real:
-        one, other = sizes(a), sizes(b)
+        one = sizes(a)
+        other = sizes(b)
         whole = min(one.peak * other.total * roots[1], other.peak * one.total * roots[0])
         return whole * (2 * op.precision.unit) + op.underflow()
 
@@ -46,10 +51,14 @@ def linear(op: Operation, x: Followed, weight: Any, bias: Any = None) -> Roundin
 @rules.method("matmul", "bmm", "mm")
 @rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
 def matrices(op: Operation, a: Any, b: Any) -> Rounding:
-    """gamma | |A| |B| |, at most |A|_F times the norm of |B|, which is sqrt(k) times its longest row of k rows at most."""
+    """gamma | |A| |B| |, at most |A|_F times the norm of |B|, which is sqrt(k) times its longest
+    row of k rows at most.
+    """
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
         return _constant_matrix(op, a, b)
-    p, terms, rows = op.precision, a.shape[-1], a.shape[-2]
+    p = op.precision
+    terms = a.shape[-1]
+    rows = a.shape[-2]
     out = b.shape[-1]
     # matrices of one operand may meet several of the other
     copies = [
@@ -58,7 +67,8 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
     ]
 
     def rounding(sizes: Sizes) -> Real:
-        left, right = sizes(a), sizes(b)
+        left = sizes(a)
+        right = sizes(b)
         of_right = min(right.total, right.fibre * as_real(float(terms)).sqrt())
         of_left = min(left.total, left.fibre * as_real(float(rows)).sqrt())
         if not p.sums.fits(left.fibre * of_right):
@@ -70,7 +80,9 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
-    """x W as a linear map of each row, W x of each column; several matrices W meet parts of x of their own."""
+    """x W as a linear map of each row, W x of each column; several matrices W meet parts of x of
+    their own.
+    """
     x, constant = (a, b) if isinstance(a, Followed) else (b, a)
     weight = op.tensor(constant) if isinstance(a, Constant) else op.tensor(constant).mT
     op.require(weight.dim() >= 2, "a product with a vector")
@@ -105,12 +117,17 @@ rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 def fused(
     op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Rounding:
-    """softmax(scale q k^T + m) v, m a constant: roundings of scores, of the sum, of softmax and of the averages, by token."""
+    """softmax(scale q k^T + m) v, m a constant: roundings of scores, of the sum, of softmax and of
+    the averages, by token.
+    """
     op.require(isinstance(key, Followed) and isinstance(value, Followed), "attention to constants")
-    p, tokens, width = op.precision, key.shape[-2], key.shape[-1]
+    p = op.precision
+    tokens = key.shape[-2]
+    width = key.shape[-1]
     factor = as_real(abs(scale if scale is not None else width**-0.5) * (1 + 2.0**-50))
     fixed = None if isinstance(query, Followed) else op.operand(op.tensor(query))
-    bias, moved_bias = ZERO, ZERO
+    bias = ZERO
+    moved_bias = ZERO
     if mask is not None and mask is not CAUSAL:
         tensor = op.tensor(mask)
         hidden = tensor == -math.inf  # of probability 0, exactly
@@ -123,7 +140,8 @@ def fused(
                 else op.operand(tensor)
             )
             op.require_own(tensor) if bool(hidden.any()) else None
-            bias, moved_bias = largest(added.number), added.farthest
+            bias = largest(added.number)
+            moved_bias = added.farthest
 
     def rounding(sizes: Sizes) -> Real:
         q = (
@@ -131,15 +149,18 @@ def fused(
             if fixed is None
             else Rows(_longest(fixed.number), _longest(fixed.difference))
         )
-        k, v = sizes(key).fibre, sizes(value).fibre
+        k = sizes(key).fibre
+        v = sizes(value).fibre
         product = q.size * k
         if not p.fits(product):
             return INF
         score = product * factor
-        own = score * p.products(width) + p.lost(width, 1.0) + q.error * k * factor
-        whole = score + own + bias
-        own = own + moved_bias + whole * compounded(as_real(2 * p.unit))
-        error = averaged(p, tokens, softmax_error(p, tokens, whole + own, own), Rows(v, ZERO))
+        rounding = score * p.products(width) + p.lost(width, 1.0) + q.error * k * factor
+        whole = score + rounding + bias
+        rounding = rounding + moved_bias + whole * compounded(as_real(2 * p.unit))
+        error = averaged(
+            p, tokens, softmax_error(p, tokens, whole + rounding, rounding), Rows(v, ZERO)
+        )
         return error * as_real(op.entries / value.shape[-1]).sqrt()
 
     return rounding

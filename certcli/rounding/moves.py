@@ -1,4 +1,6 @@
-"""Operations that move, choose or copy entries, or take the larger one: errors go where the numbers go."""
+"""Operations that move, choose or copy entries, or take the larger one: errors go where the numbers
+go.
+"""
 
 import math
 from collections.abc import Sequence
@@ -27,8 +29,11 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
     "native_channel_shuffle", "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
 )  # fmt: skip
 def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
-    """Every entry goes to one place at most: what was a piece of a tensor stays one. `copy` takes the second tensor's."""
-    value, note = op.run(), op.note(x)
+    """Every entry goes to one place at most: what was a piece of a tensor stays one. `copy` takes
+    the second tensor's.
+    """
+    value = op.run()
+    note = op.note(x)
     if op.name == "copy":
         return value, spread(op, others[0], value.numel())
     size = op.size(x)
@@ -37,7 +42,8 @@ def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
 
 @rule("split", "split_with_sizes", "unbind")
 def cut(op: Operation, x: Tensor, *_: Any) -> Found:
-    value, size = op.run(), op.size(x)
+    value = op.run()
+    size = op.size(x)
     if size is None:
         return value, None
     whole = object()
@@ -47,9 +53,11 @@ def cut(op: Operation, x: Tensor, *_: Any) -> Found:
 def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
     """Error of several tensors: pieces of one tensor have, together, no more than it has."""
     wholes: dict[int, Tensor] = {}
-    places, sizes = set(), []
+    places = set()
+    sizes = []
     for x in tensors:
-        size, note = op.size(x), op.note(x)
+        size = op.size(x)
+        note = op.note(x)
         if size is None:
             continue
         if isinstance(note, Piece) and (id(note.cut), note.place) not in places:
@@ -63,7 +71,8 @@ def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
 @rule("cat", "stack")
 def joined(op: Operation, tensors: Sequence[Tensor], *_: Any) -> Found:
     """Of max(a, b) and min(a, b) the error of a and b: sorting has slope 1."""
-    value, notes = op.run(), [op.note(x) for x in tensors]
+    value = op.run()
+    notes = [op.note(x) for x in tensors]
     if (
         len(notes) == 2
         and all(isinstance(note, Sorted) for note in notes)
@@ -100,21 +109,26 @@ def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
     "upsample_nearest3d", "take_along_dim", "embedding",
 )  # fmt: skip
 def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Found:
-    """sqrt of how often an entry appears at most, counted by running the operation on the entries' numbers."""
-    value, size = op.run(), op.size(x)
+    """sqrt of how often an entry appears at most, counted by running the operation on the entries'
+    numbers.
+    """
+    value = op.run()
+    size = op.size(x)
     places = [*rest, *named.values()]
     flat = [y for group in places for y in (group if isinstance(group, (list, tuple)) else [group])]
     op.require(all(op.size(y) is None for y in flat), "places that depend on rounded numbers")
     if size is None:
         return value, None
     numbers = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64).view(x.shape)
-    found = op.call(numbers, *rest, **named).flatten().long()
-    return value, size * math.sqrt(float(found.bincount(minlength=2)[1:].max()))
+    indices = op.call(numbers, *rest, **named).flatten().long()
+    return value, size * math.sqrt(float(indices.bincount(minlength=2)[1:].max()))
 
 
 @rule("where", "masked_fill")
 def chosen(op: Operation, *tensors: Any) -> Found:
-    """`where` keeps an entry of one or the other, `masked_fill` an entry or a number, by an exact mask."""
+    """`where` keeps an entry of one or the other, `masked_fill` an entry or a number, by an exact
+    mask.
+    """
     mask = tensors[0] if op.name == "where" else tensors[1]
     op.require(op.size(mask) is None, "a choice by rounded numbers")
     value = op.run()
@@ -127,7 +141,8 @@ def chosen(op: Operation, *tensors: Any) -> Found:
 @rule("_to_copy")
 def copied(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
     """To a type that holds the numbers: floating point from integers, float64 from float32."""
-    value, size = op.run(), op.size(x)
+    value = op.run()
+    size = op.size(x)
     if size is not None:
         op.require(value.dtype == torch.float64, f"a rounded number becomes {value.dtype}")
         return value, size.to(value.device)
@@ -171,8 +186,11 @@ def largest(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
 @rule("max", "min", "sort", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool2d_with_indices",
       "max_pool3d_with_indices")  # fmt: skip
 def with_places(op: Operation, x: Tensor, *options: Any, **named: Any) -> Found:
-    """Of two results the second one is places, which rounding may change. An entry may lie in several windows."""
-    value, size = op.run(), op.size(x)
+    """Of two results the second one is places, which rounding may change. An entry may lie in
+    several windows.
+    """
+    value = op.run()
+    size = op.size(x)
     op.require(not any(isinstance(y, Tensor) for y in options), "two tensors")
     if size is None or isinstance(value, Tensor):
         return value, size
@@ -197,7 +215,9 @@ def overlap(kernel: Sequence[int], stride: Sequence[int], plain: bool = True) ->
 
 
 def windows_of_entry(sizes: Sequence[int], counts: Sequence[int]) -> float:
-    """Return the same of adaptive pooling: windows overlap where their number does not divide the size."""
+    """Return the same of adaptive pooling: windows overlap where their number does not divide the
+    size.
+    """
     sizes = list(sizes)[-len(counts) :]
     return float(
         math.prod(

@@ -1,9 +1,11 @@
-"""How far the logits that an arithmetic computes can lie from those of real arithmetic, at every image near one.
+"""How far the logits that an arithmetic computes can lie from those of real arithmetic, at every
+image near one.
 
-Every operation of the traced graph is followed. For each tensor v, c bounds its slope from the pixels, and e the distance
+Every operation of the traced graph is followed. For each tensor v, c bounds its slope from the
+pixels, and e the distance
 |v_A(x') - v(x')|_2 of the executed tensor from the real one, at every image x' of the box that the arithmetic can represent.
-An operation f of tensors a, b, ... has the theorem |f(a, b) - f(a', b')| <= k_a |a - a'| + k_b |b - b'| of the global domain
-(`lipschitz.rules`), on tensors of the sizes of the executed ones; so
+An operation f of tensors a, b, ... has the theorem |f(a, b) - f(a', b')| <= k_a |a - a'| + k_b |b -
+b'| of the global domain (`lipschitz.rules`), on tensors of the sizes of the executed ones; so
 
     c = k_a c_a + k_b c_b,      e = k_a e_a + k_b e_b + (what rounding adds in f, `rounding.executed`).
 
@@ -11,7 +13,8 @@ Sizes are the lesser of those on the box, |v_A| <= |f| there + e, and of those n
 
     |v_A(x')| <= |v(x)| + c r + e      for |x' - x| <= r.
 
-Every number is a `Real`, which rounds up. k_a is taken with b at rest, and k_b with a: the triangle inequality adds them.
+Every number is a `Real`, which rounds up. k_a is taken with b at rest, and k_b with a: the triangle
+inequality adds them.
 """
 
 import math
@@ -52,7 +55,9 @@ _AT_ONCE = 64
 
 
 class _Rules:
-    """The rules of the global domain with each tensor's error: what the walk looks up in place of them."""
+    """The rules of the global domain with each tensor's error: what the walk looks up in place of
+    them.
+    """
 
     def __init__(self, domain: "_Stepwise") -> None:
         self.domain = domain
@@ -60,19 +65,22 @@ class _Rules:
         self.functions = _Looked(slopes.functions, rules.functions, domain)
 
     def find(self, module: nn.Module) -> Any:
-        slope, own = slopes.find(module), rules.find(module)
+        slope = slopes.find(module)
+        rule = rules.find(module)
         if slope is None:
             return None
         return replace(
-            slope, apply=self.domain.followed(slope.apply, None if own is None else own.apply)
+            slope, apply=self.domain.followed(slope.apply, None if rule is None else rule.apply)
         )
 
 
 class _Looked:
     def __init__(
-        self, slope: Mapping[Any, Rule], own: Mapping[Any, Rule], domain: "_Stepwise"
+        self, slope: Mapping[Any, Rule], rounding: Mapping[Any, Rule], domain: "_Stepwise"
     ) -> None:
-        self.slope, self.own, self.domain = slope, own, domain
+        self.slope = slope
+        self.own = rounding
+        self.domain = domain
 
     def get(self, name: Any) -> Rule | None:
         return (
@@ -83,7 +91,9 @@ class _Looked:
 
 
 class _Stepwise(GlobalDomain):
-    """Follows one graph operation by operation; nothing waits to be folded, since every operation is executed."""
+    """Follows one graph operation by operation; nothing waits to be folded, since every operation
+    is executed.
+    """
 
     def __init__(self, operation: Operation) -> None:
         super().__init__(RigorousArithmetic())
@@ -113,31 +123,33 @@ class _Stepwise(GlobalDomain):
         self.walk.settled.clear()
         return Followed(len(self.steps) - 1, step.box.shape)
 
-    def followed(self, slope: Rule, own: Rule | None) -> Rule:
-        """Return a rule for executed tensors from the theorem of an operation and the rule of its rounding."""
+    def followed(self, slope: Rule, rounding: Rule | None) -> Rule:
+        """Return a rule for executed tensors from the theorem of an operation and the rule of its
+        rounding.
+        """
 
         def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
-            if own is None:
+            if rounding is None:
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
             if ctx.call.dtype not in (None, torch.float64):
                 raise NoRule(f"a precision of its own, {ctx.call.dtype}")
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
             try:
-                found = [
+                operands = [
                     self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources
                 ]
             except NoRule as reason:
                 finite = all(self.steps[x.place].box.total.finite for x in sources)
                 whys = [] if finite else self.operation.vanished  # then no theorem is at fault
                 raise NoRule(next(iter(whys), str(reason))) from reason
-            if not found:
+            if not operands:
                 raise NoRule("an operation without a tensor that depends on the image")
-            own_rounding = own(replace(self.operation, call=ctx.call), *args, **kwargs)
-            several = isinstance(found[0], list)
-            parts = list(zip(*found, strict=True)) if several else [tuple(found)]
+            own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
+            several = isinstance(operands[0], list)
+            parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
             node = "" if ctx.call.node is None else ctx.call.node.name
-            made = [self._step(node, sources, values, own_rounding) for values in parts]
-            return made if several else made[0]
+            steps = [self._step(node, sources, values, own_rounding) for values in parts]
+            return steps if several else steps[0]
 
         return apply
 
@@ -174,7 +186,8 @@ class _Stepwise(GlobalDomain):
         values: Sequence[Value],
         rounding: Callable[[Sizes], Real],
     ) -> Followed:
-        shape, size = tuple(values[0].shape), values[0].size
+        shape = tuple(values[0].shape)
+        size = values[0].size
         bases = tuple(value.base for value in values)
         places = tuple(x.place for x in sources)
         added = rounding(lambda x: self.steps[x.place].box)
@@ -190,7 +203,7 @@ def _followed_in(x: Any) -> list[Followed]:
     if isinstance(x, Followed):
         return [x]
     if isinstance(x, (list, tuple)):
-        return [found for part in x for found in _followed_in(part)]
+        return [value for part in x for value in _followed_in(part)]
     return _followed_in(list(x.values())) if isinstance(x, dict) else []
 
 
@@ -208,7 +221,8 @@ class NeighbourErrors:
     Args:
         model: float64, eval mode, on images of `size` (c, h, w).
         tables: Of other domains, whose leaves the graph shall have.
-        traced: The model's graph with the leaves of the global domain alone, where it has been replayed already.
+        traced: The model's graph with the leaves of the global domain alone, where it has been
+            replayed already.
 
     Raises:
         NoRule: Names the operation whose rounding is not known.
@@ -235,18 +249,22 @@ class NeighbourErrors:
                 require_same_program(model, size, precision, self._traced, self.tables)
         except Untraceable as reason:
             raise NoRule(str(reason)) from reason
-        found: list[Real] = []
+        slopes_of: list[Real] = []
         for step in self._steps:
-            known = [found[source] for source in step.sources]
-            found.append(carried(step.slopes, known) if known else ONE)
-        self._slopes = found
+            slopes_before = [slopes_of[source] for source in step.sources]
+            slopes_of.append(carried(step.slopes, slopes_before) if slopes_before else ONE)
+        self._slopes = slopes_of
         example = next(iter([*model.parameters(), *model.buffers()]))
         self._widest = _floats(domain.errors).to(example.device)
         image = noise_like(torch.empty(1, *size, dtype=torch.float64, device=example.device))
         with torch.no_grad(), written_out():
             at_noise = self._lengths_of(image[0])
-        # sizes that images may share, up to a factor: as those of noise, and as the slopes from the pixels
-        self._profiles = (at_noise.clamp_min(1e-300), _floats(found).to(at_noise).clamp_min(1e-300))
+        # sizes that images may share, up to a factor: as those of noise, and as the slopes from the
+        # pixels
+        self._profiles = (
+            at_noise.clamp_min(1e-300),
+            _floats(slopes_of).to(at_noise).clamp_min(1e-300),
+        )
         self._known: dict[tuple[int, int], Tensor] = {}
 
     def _lengths_of(self, image: Tensor) -> Tensor:
@@ -254,14 +272,14 @@ class NeighbourErrors:
 
         That of float64, and its error, which is below e of any arithmetic.
         """
-        found = []
+        lengths = []
         for node, value in executed(self._traced, image[None]):
             if node.op not in ("get_attr", "output"):
                 parts = value if isinstance(value, (list, tuple)) else [value]
-                found += [torch.linalg.vector_norm(part) for part in parts]
-        if len(found) != len(self._steps):
+                lengths += [torch.linalg.vector_norm(part) for part in parts]
+        if len(lengths) != len(self._steps):
             raise NoRule("the graph makes other tensors than its rules say")
-        return torch.stack(found) * (1 + 2.0**-20) + self._widest
+        return torch.stack(lengths) * (1 + 2.0**-20) + self._widest
 
     @torch.no_grad()
     def _lengths(self, images: Tensor) -> Tensor:
@@ -275,15 +293,19 @@ class NeighbourErrors:
         return self._pairs([math.inf] * len(self._steps)).to(self._profiles[0])
 
     def beside(self, enclosed: Collection[str]) -> EnclosedErrors:
-        """Return what rounding adds to the results of these nodes, and to margins behind them, in walks that enclose them."""
+        """Return what rounding adds to the results of these nodes, and to margins behind them, in
+        walks that enclose them.
+        """
         return EnclosedErrors(
             self._steps, frozenset(enclosed), self._last.place, self._head, self.precision
         )
 
-    def __call__(self, pixels: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
-        """Return bounds on the rounding of z_i - z_j, i the top class: (b, c, h, w), (b,), (b,) -> (b, k).
+    def __call__(self, pixels: Tensor, radii: Tensor, predictions: Tensor) -> Tensor:
+        """Return bounds on the rounding of z_i - z_j, i the top class: (b, c, h, w), (b,), (b,) ->
+        (b, k).
 
-        They hold at all images of the box within each radius. An image's sizes are rounded up to a multiple of each
+        They hold at all images of the box within each radius. An image's sizes are rounded up to a
+        multiple of each
         profile, the one that is less on the whole: images then share one matrix of all pairs.
         """
         pixels = pixels.detach().double()
@@ -296,7 +318,7 @@ class NeighbourErrors:
             if out_of_memory(failure):
                 raise
             # an operation that is not known for many images
-            return self.on_box[tops]
+            return self.on_box[predictions]
         near = at_images + _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
         grown = torch.stack(
             [(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1
@@ -308,7 +330,7 @@ class NeighbourErrors:
         chosen = (whole + steps * len(self._steps)).argmin(1, keepdim=True)
         keys = torch.cat([chosen.double(), steps.gather(1, chosen)], 1).int().tolist()
         return torch.stack(
-            [self._shared(*key)[top] for key, top in zip(keys, tops.tolist(), strict=True)]
+            [self._shared(*key)[top] for key, top in zip(keys, predictions.tolist(), strict=True)]
         )
 
     def _shared(self, profile: int, step: int) -> Tensor:
@@ -328,9 +350,9 @@ class NeighbourErrors:
         for step, length in zip(self._steps, lengths, strict=True):
             added = step.rounding(lambda x: sizes[x.place])
             error = carried(step.slopes, [errors[source] for source in step.sources]) + added
-            found = step.box.within(as_real(length) + error)
-            errors.append(error if found.peak < self.precision.largest else INF)
-            sizes.append(found)
+            box = step.box.within(as_real(length) + error)
+            errors.append(error if box.peak < self.precision.largest else INF)
+            sizes.append(box)
         return errors_of_pairs(self._steps, self._last.place, self._head, sizes, errors)
 
 

@@ -11,14 +11,16 @@ REAL = "real"
 
 @dataclass(frozen=True)
 class Precision:
-    """An arithmetic: a result t of one operation is stored as t (1 + d) + e with |d| <= unit and |e| <= tiny.
+    """An arithmetic: a result t of one operation is stored as t (1 + d) + e with |d| <= unit and
+    |e| <= tiny.
 
     Attributes:
         tiny: What a result below the normal range loses, kept or flushed to zero.
         largest: The largest finite number.
         function: Relative error of exp, erf, tanh and roots.
         factor: Relative error of each factor of a product in a matrix product or a convolution.
-        wide: The arithmetic in which sums and what happens inside softmax are kept; itself where None.
+        wide: The arithmetic in which sums and what happens inside softmax are kept; itself where
+            None.
     """
 
     name: str
@@ -31,7 +33,9 @@ class Precision:
     wide: "Precision | None" = None
 
     def fits(self, *sizes: Real) -> bool:
-        """Tell whether numbers of these sizes do not overflow, not even by the roundings on their way: they get the rest."""
+        """Tell whether numbers of these sizes do not overflow, not even by the roundings on their
+        way: they get the rest.
+        """
         return all(size * 2.0 < self.largest for size in sizes)
 
     @property
@@ -40,11 +44,14 @@ class Precision:
 
     @property
     def stored(self) -> Real:
-        """Return the error of a result that is stored, stored again with a bias, and scaled, relative to that result."""
+        """Return the error of a result that is stored, stored again with a bias, and scaled,
+        relative to that result.
+        """
         return compounded(as_real(3 * self.unit))
 
     def order(self, terms: int) -> Real:
-        """Return the error of a sum of `terms` products and a bias, in any order, relative to the sum of their |terms|.
+        """Return the error of a sum of `terms` products and a bias, in any order, relative to the
+        sum of their |terms|.
 
         Source: gamma_n of Higham 2002, section 3.1.
         """
@@ -56,13 +63,17 @@ class Precision:
         return compounded(self.order(terms) + 2 * self.factor + 3 * self.unit)
 
     def lost(self, terms: int, entries: float) -> Real:
-        """Return the l2 norm of what underflow takes from `entries` inner products of `terms` terms."""
+        """Return the l2 norm of what underflow takes from `entries` inner products of `terms`
+        terms.
+        """
         each = as_real(4.0) * self.tiny + as_real(4.0 * (terms + 8)) * self.sums.tiny
         return each * as_real(entries).sqrt()
 
 
 def compounded(total: Real) -> Real:
-    """Return prod (1 + a_i) - 1 <= s + s^2, rounded up, for nonnegative a_i of sum s; infinite above 1/2."""
+    """Return prod (1 + a_i) - 1 <= s + s^2, rounded up, for nonnegative a_i of sum s; infinite
+    above 1/2.
+    """
     return total + total * total if total <= 0.5 else INF
 
 

@@ -1,18 +1,22 @@
-"""Logits, and how far rounding can have moved them: a running error analysis of the operations that are executed.
+"""Logits, and how far rounding can have moved them: a running error analysis of the operations that
+are executed.
 
-Every operation of torch that the network runs is followed. Beside each tensor x that was computed stands a number e: in real
-arithmetic the same operations give a tensor x* with |x - x*|_2 <= e, over all entries of all images of the batch. A rule says
-how an operation passes e on (its slope at the numbers that are there) and what its own rounding adds:
-gamma_k | |W| |x| |_2 for sums of k products in any order.
+Every operation of torch that the network runs is followed. Beside each tensor x that was computed
+stands a number e: in real arithmetic the same operations give a tensor x* with |x - x*|_2 <= e,
+over all entries of all images of the batch. A rule says how an operation passes e on (its slope at
+the numbers that are there) and what its own rounding adds: gamma_k | |W| |x| |_2 for sums of k
+products in any order.
 
-Assumed of the machine, and of nothing else (`enclosure.rounding`): basic operations of float64 are rounded to nearest, with
-gradual underflow; a matrix product or a convolution is a sum of its products in some order (no Strassen, Winograd or Fourier
-transform; cuDNN stays off); exp, erf, tanh, sin and what is put together of one of them are within `FUNCTION`.
-What is made without a tensor (a scalar, `arange`) is a number of the network. An operation without a rule is refused, and so
-is a number that is read back into Python.
+Assumed of the machine, and of nothing else (`enclosure.rounding`): basic operations of float64 are
+rounded to nearest, with gradual underflow; a matrix product or a convolution is a sum of its
+products in some order (no Strassen, Winograd or Fourier transform; cuDNN stays off); exp, erf,
+tanh, sin and what is put together of one of them are within `FUNCTION`. What is made without a
+tensor (a scalar, `arange`) is a number of the network. An operation without a rule is refused, and
+so is a number that is read back into Python.
 
-Errors are sums and products of numbers that are not negative, so rounding makes each of them smaller by a factor only:
-`ROUNDED`, applied at the end, covers 2^31 roundings on any path. Where one is subtracted, the rule applies it itself.
+Errors are sums and products of numbers that are not negative, so rounding makes each of them
+smaller by a factor only: `ROUNDED`, applied at the end, covers 2^31 roundings on any path. Where
+one is subtracted, the rule applies it itself.
 Source: Higham 2002, Accuracy and stability of numerical algorithms, sections 3.1 and 3.3.
 """
 
@@ -45,7 +49,9 @@ PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
 
 
 def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """Register how errors pass these operations: a function of the op and of the operation's arguments."""
+    """Register how errors pass these operations: a function of the op and of the operation's
+    arguments.
+    """
 
     def register(function: Callable[..., Found]) -> Callable[..., Found]:
         RULES.update(dict.fromkeys(names, function))
@@ -66,7 +72,9 @@ def put_together(*names: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
 @dataclass(frozen=True)
 class Error:
-    """size: bound on the l2 distance of a whole tensor from its real numbers. note: what its next user may know of it."""
+    """size: bound on the l2 distance of a whole tensor from its real numbers. note: what its next
+    user may know of it.
+    """
 
     size: Tensor
     note: Any = None
@@ -118,20 +126,20 @@ class Operation:
         return self.call(*self.args, **self.kwargs)
 
     def note(self, x: Any) -> Any:
-        found = self.running.errors.get(x) if isinstance(x, Tensor) else None
-        return None if found is None else found.note
+        error = self.running.errors.get(x) if isinstance(x, Tensor) else None
+        return None if error is None else error.note
 
     def size(self, x: Any) -> Tensor | None:
-        found = self.running.errors.get(x) if isinstance(x, Tensor) else None
-        return None if found is None else found.size
+        error = self.running.errors.get(x) if isinstance(x, Tensor) else None
+        return None if error is None else error.size
 
     def norm(self, x: Tensor) -> Tensor:
         """Above |x|_2 over all entries, up to roundings; kept for the next user."""
-        found = self.running.norms.get(x)
-        if found is None:
-            found = torch.linalg.vector_norm(x) + TINY
-            self.running.norms[x] = found
-        return found
+        norm = self.running.norms.get(x)
+        if norm is None:
+            norm = torch.linalg.vector_norm(x) + TINY
+            self.running.norms[x] = norm
+        return norm
 
     @property
     def exact(self) -> bool:
@@ -146,13 +154,15 @@ class Operation:
 class Running(OperationMode):
     """Follows the operations of one forward pass.
 
-    errors: of every tensor that is not exact. weights: where the network's own tensors lie; known: of them, what is known.
+    errors: of every tensor that is not exact. weights: where the network's own tensors lie; known:
+        of them, what is known.
     """
 
-    def __init__(self, model: nn.Module, weights: frozenset[int], known: dict[Any, Any]) -> None:
+    def __init__(self, model: nn.Module, weights: frozenset[int], cache: dict[Any, Any]) -> None:
         super().__init__()
         self.errors, self.norms = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-        self.weights, self.known = weights, known
+        self.weights = weights
+        self.known = cache
         self.made = WeakTensorKeyDictionary()  # every tensor that an operation returned
         self.refused: NoRule | None = None
         self.names = {id(module): own_name(model, name) for name, module in model.named_modules()}
@@ -173,19 +183,21 @@ class Running(OperationMode):
             raise self.refused from None
 
     def _found(self, op: Operation) -> Found:
-        """Return a result with its error; integers and truth values are exact where their arguments are."""
-        known = RULES.get(op.name)
-        if known is not None:
+        """Return a result with its error; integers and truth values are exact where their arguments
+        are.
+        """
+        rule_of_name = RULES.get(op.name)
+        if rule_of_name is not None:
             try:
-                return known(op, *op.args, **op.kwargs)
+                return rule_of_name(op, *op.args, **op.kwargs)
             except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as failure:
                 raise NoRule(
                     f"'{op.name}' is called with arguments its rule does not know ({failure})"
                 ) from failure
         if op.exact:
             value = op.run()
-            found = tensors_of(value)
-            if found and not any(x.is_floating_point() for x in found):
+            tensors = tensors_of(value)
+            if tensors and not any(x.is_floating_point() for x in tensors):
                 return value, None
         raise NoRule(f"no rounding error is known of the operation '{op.name}'")
 
@@ -193,8 +205,8 @@ class Running(OperationMode):
         """x.add_(y) as x + y, written to x. What else sees x's memory would not learn of the error."""
         target = args[0]
         plain = name.removesuffix("_")
-        known = isinstance(target, Tensor) and target in self.made
-        if not known or (plain not in RULES and plain != "fill") or plain == name:
+        is_tracked = isinstance(target, Tensor) and target in self.made
+        if not is_tracked or (plain not in RULES and plain != "fill") or plain == name:
             raise NoRule(f"no rounding error is known of '{name}', which writes to a tensor")
 
         def on_copy(first: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -204,8 +216,8 @@ class Running(OperationMode):
         value, error = self._found(op) if plain != "fill" else (op.run(), op.size(args[1]))
         if value.shape != target.shape:
             raise NoRule(f"'{name}' changes a tensor's shape")
-        for x, found in list(self.errors.items()):  # what was noted speaks of the numbers before
-            self.errors[x] = Error(found.size)
+        for x, noted in list(self.errors.items()):  # what was noted speaks of the numbers before
+            self.errors[x] = Error(noted.size)
         storage = target.untyped_storage().data_ptr()
         for x in list(self.made):
             if x.untyped_storage().data_ptr() == storage:
@@ -247,9 +259,11 @@ class Running(OperationMode):
 
 @contextmanager
 def _slopes_of_one(model: nn.Module, running: Running) -> Iterator[None]:
-    """Modules of slope 1 add what they lose on the numbers that are there: |f'(x') - f(x)| <= |f'(x') - f(x')| + |x' - x|.
+    """Modules of slope 1 add what they lose on the numbers that are there: |f'(x') - f(x)| <=
+    |f'(x') - f(x')| + |x' - x|.
 
-    Operation by operation, t tanh(c t) would count as a product whose factors may err apart: 1 + c max |t| times the error.
+    Operation by operation, t tanh(c t) would count as a product whose factors may err apart: 1 + c
+    max |t| times the error.
     """
     entering: list[Error | None] = []
 
@@ -259,9 +273,12 @@ def _slopes_of_one(model: nn.Module, running: Running) -> Iterator[None]:
             return tuple(x.clone() for x in args)
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
-        own, passed = running.errors.get(result), entering.pop()
+        error = running.errors.get(result)
+        passed = entering.pop()
         if passed is not None:
-            running.errors[result] = Error(passed.size if own is None else own.size + passed.size)
+            running.errors[result] = Error(
+                passed.size if error is None else error.size + passed.size
+            )
 
     hooks = []
     for module in model.modules():
@@ -276,7 +293,9 @@ def _slopes_of_one(model: nn.Module, running: Running) -> Iterator[None]:
 
 @contextmanager
 def written_out() -> Iterator[None]:
-    """Fused kernels are left aside for the operations that they are made of; convolutions are sums of products."""
+    """Fused kernels are left aside for the operations that they are made of; convolutions are sums
+    of products.
+    """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -292,7 +311,9 @@ def written_out() -> Iterator[None]:
 
 
 class ErrorAnalysis:
-    """A network's logits with a bound on their rounding. model: in float64 and eval mode; its weights stay as they are."""
+    """A network's logits with a bound on their rounding. model: in float64 and eval mode; its
+    weights stay as they are.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         if float(torch.full((), 2.0**-1074, dtype=torch.float64) * 1.0) == 0:
@@ -300,15 +321,17 @@ class ErrorAnalysis:
                 "the network: denormal numbers are flushed to zero (torch.set_flush_denormal)"
             )
         self.model = model
-        own = [*model.parameters(), *model.buffers()]
-        self._weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in own)
+        tensors = [*model.parameters(), *model.buffers()]
+        self._weights = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
         self._known: dict[Any, Any] = {}
 
     def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and a bound on the error of each, infinite where nothing is known: (b, c, h, w) -> (b, k), (b, 1).
+        """Logits, and a bound on the error of each, infinite where nothing is known: (b, c, h, w)
+        -> (b, k), (b, 1).
 
-        pixels: float64, taken as exact. An error is shared by the images of a batch; those for which it is too much are
-        evaluated again in smaller ones. NoRule names the module with an operation that has no rule.
+        pixels: float64, taken as exact. An error is shared by the images of a batch; those for
+        which it is too much are evaluated again in smaller ones. NoRule names the module with an
+        operation that has no rule.
         """
         logits, error = self._once(pixels)
         if logits.shape[1] < 2:
@@ -334,6 +357,6 @@ class ErrorAnalysis:
             raise running.refused
         if not isinstance(logits, Tensor) or logits.dtype != torch.float64:
             raise NoRule("the logits are not computed in float64")
-        found = running.errors.get(logits)
-        size = logits.new_zeros(()) if found is None else found.size * ROUNDED
+        error = running.errors.get(logits)
+        size = logits.new_zeros(()) if error is None else error.size * ROUNDED
         return logits.clone(), torch.where(torch.isfinite(size), size, torch.inf)

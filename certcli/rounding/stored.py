@@ -1,4 +1,6 @@
-"""A network's own numbers as an arithmetic stores them, and what a linear map of them loses when it is executed."""
+"""A network's own numbers as an arithmetic stores them, and what a linear map of them loses when it
+is executed.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ _ARITHMETIC = RigorousArithmetic()
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor rounded to nearest in an arithmetic. number: the stored one, in float64, infinite where it overflows."""
+    """A tensor rounded to nearest in an arithmetic. number: the stored one, in float64, infinite
+    where it overflows.
+    """
 
     number: Tensor
     difference: Tensor
@@ -38,7 +42,9 @@ class Stored:
 
     @property
     def moved(self) -> Real:
-        """|stored - exact|_2 over all entries, also where numbers below the normal range are flushed to zero."""
+        """|stored - exact|_2 over all entries, also where numbers below the normal range are
+        flushed to zero.
+        """
         return length(self.difference) + self.flushed
 
     @property
@@ -60,7 +66,8 @@ def largest(x: Tensor) -> Real:
 class LinearMap:
     """x -> W x + b on rows as an arithmetic executes it, or a convolution on positions.
 
-    weight: (out, in) of a linear layer, (out, in, ...) of a convolution, whose geometry says where it is applied.
+    weight: (out, in) of a linear layer, (out, in, ...) of a convolution, whose geometry says where
+        it is applied.
     """
 
     def __init__(
@@ -70,7 +77,8 @@ class LinearMap:
         precision: Precision,
         geometry: Geometry | None = None,
     ) -> None:
-        self.precision, self.geometry = precision, geometry
+        self.precision = precision
+        self.geometry = geometry
         self.weight = Stored.of(weight, precision)
         self.bias = None if bias is None else Stored.of(bias, precision)
         self.terms, self.out = weight[0].numel(), len(weight)
@@ -107,30 +115,37 @@ class LinearMap:
         return ZERO if self.bias is None else length(self.bias.number)
 
     def reach(self, x: Real) -> Real:
-        """Return the length of W x + b as executed, without its own rounding, for one x of this length."""
+        """Return the length of W x + b as executed, without its own rounding, for one x of this
+        length.
+        """
         return self.norm * x + self.shift
 
     def rounding(self, x: Real, rows: float = 1.0) -> Real:
         """Return |executed - exact| for executed inputs of norm x over all rows.
 
-        What storing W and b moves, the factors that are rounded, the products, their sum in any order, and the result.
-        Every addition makes a sum of some of the terms t, which is at most (sum |t| + |sum t|) / 2, and loses u of it.
+        What storing W and b moves, the factors that are rounded, the products, their sum in any
+        order, and the result. Every addition makes a sum of some of the terms t, which is at most
+        (sum |t| + |sum t|) / 2, and loses u of it.
         """
-        p, root = self.precision, as_real(rows).sqrt()
-        mass, size = self.mass * x + self.shift * root, self.norm * x + self.shift * root
+        p = self.precision
+        root = as_real(rows).sqrt()
+        mass = self.mass * x + self.shift * root
+        size = self.norm * x + self.shift * root
         if not p.sums.fits(mass):
             return INF
-        moved = self.moved * x + (ZERO if self.bias is None else self.bias.moved * root)
+        error = self.moved * x + (ZERO if self.bias is None else self.bias.moved * root)
         # (W + dW)(x + dx) - W x with |dW| <= f |W| and |dx|_2 <= f |x|_2; 1 + 2^-8 is above f^2
         factors = mass * (p.factor * (1 + 2.0**-8)) + self.norm * x * p.factor
-        mass, size = mass * (1 + 4 * p.factor), size + factors
+        mass = mass * (1 + 4 * p.factor)
+        size = size + factors
         sums = ((mass + size) * 0.5 + mass * p.order(self.terms)) * ((self.terms + 8) * p.sums.unit)
         inside = factors + sums + mass * (2 * p.sums.unit)
-        return moved + inside + (size + inside) * p.stored + p.lost(self.terms, rows * self.out)
+        return error + inside + (size + inside) * p.stored + p.lost(self.terms, rows * self.out)
 
 
 class BlockMap(LinearMap):
-    """x -> [W_h x_h]_h on the parts x_h of x: linear maps of disjoint parts, so that of each norm the largest counts.
+    """x -> [W_h x_h]_h on the parts x_h of x: linear maps of disjoint parts, so that of each norm
+    the largest counts.
 
     weight: (parts, out, in).
     """

@@ -1,4 +1,6 @@
-"""Sums and products: how they pass errors on, and what rounding adds, whatever the order of their terms."""
+"""Sums and products: how they pass errors on, and what rounding adds, whatever the order of their
+terms.
+"""
 
 import math
 from typing import Any
@@ -23,7 +25,9 @@ def total(*errors: Any) -> Any:
 
 
 def _of_number(x: float) -> float | None:
-    """Return the error of a number of Python's, which may have been computed (1 / sqrt(d)), unless it has few digits."""
+    """Return the error of a number of Python's, which may have been computed (1 / sqrt(d)), unless
+    it has few digits.
+    """
     few = not math.isfinite(x) or ((float(x) * _SHORT).is_integer() and abs(x) < 2.0**30)
     return None if few else UNIT * abs(float(x))
 
@@ -32,12 +36,14 @@ def _spread(op: Operation, x: Any, entries: int) -> Any:
     """Return the size of an operand's error, copied to `entries` entries."""
     if isinstance(x, Tensor):
         return spread(op, x, entries)
-    own = _of_number(x)
-    return None if own is None else own * math.sqrt(entries)
+    number_error = _of_number(x)
+    return None if number_error is None else number_error * math.sqrt(entries)
 
 
 def _unrounded(op: Operation, value: Tensor) -> bool:
-    """Tell whether this is made of exact numbers and integers, or small integers itself: then nothing was rounded."""
+    """Tell whether this is made of exact numbers and integers, or small integers itself: then
+    nothing was rounded.
+    """
     if not value.is_floating_point():
         return op.exact
     return (
@@ -48,7 +54,9 @@ def _unrounded(op: Operation, value: Tensor) -> bool:
 
 
 def _reach(x: Any, like: Any) -> Any:
-    """The most that |x y|_2 can be for |y|_2 = 1, y with the shape of `like`: products entry by entry, copied where 1."""
+    """The most that |x y|_2 can be for |y|_2 = 1, y with the shape of `like`: products entry by
+    entry, copied where 1.
+    """
     if not isinstance(x, Tensor):
         return abs(float(x))
     shape = tuple(like.shape) if isinstance(like, Tensor) else ()
@@ -61,7 +69,8 @@ def _reach(x: Any, like: Any) -> Any:
 
 @rule("add", "sub", "rsub")
 def added(op: Operation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
-    """e_a + |alpha| e_b, and the rounding of the result. Where an exact operand is -inf (a mask), so is the result.
+    """e_a + |alpha| e_b, and the rounding of the result. Where an exact operand is -inf (a mask),
+    so is the result.
 
     x - mean(x) is a projection: the mean brings its own rounding only.
     """
@@ -69,11 +78,9 @@ def added(op: Operation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
     if _unrounded(op, value):
         return value, None
     scale = 1.0 if alpha == 1 else abs(float(alpha)) * (1 + UNIT)
-    one, other, entries = (
-        _spread(op, a, value.numel()),
-        _spread(op, b, value.numel()),
-        value.numel(),
-    )
+    one = _spread(op, a, value.numel())
+    other = _spread(op, b, value.numel())
+    entries = value.numel()
     scaled, plain = (one, other) if op.name == "rsub" else (other, one)
     note = op.note(b)
     if (
@@ -106,7 +113,8 @@ def multiplied(op: Operation, a: Any, b: Any) -> Found:
     value = op.run()
     if _unrounded(op, value):
         return value, None
-    one, other = op.size(a), op.size(b)
+    one = op.size(a)
+    other = op.size(b)
     size = op.norm(value) * UNIT + TINY
     for x in (a, b):
         if not isinstance(x, Tensor):
@@ -122,51 +130,58 @@ def multiplied(op: Operation, a: Any, b: Any) -> Found:
 
 @rule("div")
 def divided(op: Operation, a: Any, b: Any, **named: Any) -> Found:
-    """(e_a + |a / b| e_b) / (min |b| - e_b), and the rounding of the result; infinite where b may be 0."""
+    """(e_a + |a / b| e_b) / (min |b| - e_b), and the rounding of the result; infinite where b may
+    be 0.
+    """
     jumps = named.get("rounding_mode") is not None
     op.require(not jumps or op.exact, "a division that jumps")
     value = op.run()
     if jumps or _unrounded(op, value):
         return value, None
-    one, other = op.size(a), op.size(b)
+    one = op.size(a)
+    other = op.size(b)
     size = op.norm(value) * (2 * UNIT) + TINY
     if one is None and other is None:
         return value, size
-    least = b.abs().amin() if isinstance(b, Tensor) else torch.full_like(size, abs(float(b)))
-    below = least if other is None else least - other * ROUNDED
-    lost = total(
+    smallest = b.abs().amin() if isinstance(b, Tensor) else torch.full_like(size, abs(float(b)))
+    below = smallest if other is None else smallest - other * ROUNDED
+    numerator = total(
         None if one is None else one * math.sqrt(value.numel() / a.numel()),
         None if other is None else other * _reach(value, b),
     )
-    return value, torch.where(below > 0, size + lost / below * ROUNDED, torch.inf)
+    return value, torch.where(below > 0, size + numerator / below * ROUNDED, torch.inf)
 
 
 @rule("addcmul")
 def added_product(op: Operation, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Found:
     result = op.run()
-    made, error = multiplied(Operation("mul", torch.mul, (a, b), {}, op.running), a, b)
+    product, error = multiplied(Operation("mul", torch.mul, (a, b), {}, op.running), a, b)
     size = error.size if isinstance(error, Error) else error
     entries = result.numel()
-    size = size * math.sqrt(entries / made.numel()) * abs(value) + op.norm(made) * (
+    size = size * math.sqrt(entries / product.numel()) * abs(value) + op.norm(product) * (
         2 * UNIT * abs(value) * math.sqrt(entries)
     )
     return result, total(size, spread(op, x, entries), op.norm(result) * UNIT)
 
 
 def _plain_norm(x: Tensor) -> Tensor:
-    """Above the spectral norm of |x| in every matrix (last two axes): Frobenius, or sqrt(|x|_1 |x|_inf)."""
-    most = x.abs().amax().clamp_min(TINY)  # scaled, so that no square underflows
-    size = x.abs() / most
+    """Above the spectral norm of |x| in every matrix (last two axes): Frobenius, or sqrt(|x|_1
+    |x|_inf).
+    """
+    largest = x.abs().amax().clamp_min(TINY)  # scaled, so that no square underflows
+    size = x.abs() / largest
     crossed = (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
     return (
         torch.minimum(torch.linalg.vector_norm(size, dim=(-2, -1)), crossed).amax()
-        * (most * ROUNDED)
+        * (largest * ROUNDED)
         + TINY
     )
 
 
 def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
-    """Above |x| and | |x| |, spectral norms, over all matrices of x; of exact ones proven and, for weights, kept."""
+    """Above |x| and | |x| |, spectral norms, over all matrices of x; of exact ones proven and, for
+    weights, kept.
+    """
     if op.size(x) is not None or x.numel() > 2**26:
         plain = _plain_norm(x)
         return plain, plain
@@ -177,15 +192,15 @@ def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
     matrices = x.reshape(-1, *x.shape[-2:])
     plain = _plain_norm(x)
     few = len(matrices) <= 64 and (is_weight or x.numel() <= 2**18)
-    found = (
+    norms = (
         plain.new_tensor(max(spectral_norms(list(matrices))))
         if few and bool(plain.isfinite())
         else plain,
         plain,
     )
     if is_weight:
-        op.running.known[key] = found
-    return found
+        op.running.known[key] = norms
+    return norms
 
 
 @rule("mm", "bmm", "mv", "dot")
@@ -195,15 +210,17 @@ def matrices(op: Operation, a: Tensor, b: Tensor) -> Found:
 
 def _product(op: Operation, a: Tensor, b: Tensor, terms: int) -> Tensor:
     """|b| e_a + |a| e_b + e_a e_b, and gamma | |a| |b| |_2."""
-    one, other = op.size(a), op.size(b)
-    a_, b_ = (a[None] if a.dim() == 1 else a), (b[:, None] if b.dim() == 1 else b)
+    one = op.size(a)
+    other = op.size(b)
+    a_ = a[None] if a.dim() == 1 else a
+    b_ = b[:, None] if b.dim() == 1 else b
     left = right = None
     if other is not None or one is None:
         left = _norms(op, a if a_ is a else _same(op, a, a_))
     if one is not None or other is None:
         right = _norms(op, b if b_ is b else _same(op, b, b_))
-    own = [side[1] * op.norm(x) for side, x in ((left, b), (right, a)) if side is not None]
-    size = own[0] if len(own) == 1 else torch.minimum(*own)
+    bounds = [side[1] * op.norm(x) for side, x in ((left, b), (right, a)) if side is not None]
+    size = bounds[0] if len(bounds) == 1 else torch.minimum(*bounds)
     size = size * (gamma(terms) * ROUNDED) + TINY
     if one is not None and right is not None:
         size = size + one * right[0]
@@ -223,7 +240,8 @@ def _same(op: Operation, x: Tensor, view: Tensor) -> Tensor:
 def matrices_and_bias(
     op: Operation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Found:
-    value, terms = op.run(), a.shape[-1] + 4
+    value = op.run()
+    terms = a.shape[-1] + 4
     size = _product(op, a, b, terms) * (abs(alpha) * ROUNDED)
     return value, size if beta == 0 else size + _bias(op, bias, value, terms) * abs(beta)
 
@@ -237,13 +255,16 @@ def _bias(op: Operation, bias: Tensor, value: Tensor, terms: int) -> Tensor:
 @rule("convolution")
 def convolution(op: Operation, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
                 transposed: bool, *_: Any) -> Found:  # fmt: skip
-    """sqrt(windows of an entry) |W|, W of one window; of a transposed one the same, it is the adjoint of another."""
+    """sqrt(windows of an entry) |W|, W of one window; of a transposed one the same, it is the
+    adjoint of another.
+    """
     value = op.run()
     windows = math.sqrt(overlap(weight.shape[2:], stride, all(d == 1 for d in dilation)))
     flat, plain = _norms(op, _same(op, weight, weight.flatten(1)))
     terms = (weight.numel() if transposed else weight[0].numel()) + 2
     size = op.norm(x) * plain * (windows * gamma(terms) * ROUNDED) + TINY
-    inherited, of_weight = op.size(x), op.size(weight)
+    inherited = op.size(x)
+    of_weight = op.size(weight)
     if inherited is not None:
         size = size + inherited * flat * windows
     if of_weight is not None:
@@ -253,36 +274,37 @@ def convolution(op: Operation, x: Tensor, weight: Tensor, bias: Any, stride: Any
 
 @rule("sum", "mean")
 def summed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
-    """sqrt(n) times the error of n terms, 1 / sqrt(n) of their mean; 2 |x| times it for sums of squares x^2."""
+    """sqrt(n) times the error of n terms, 1 / sqrt(n) of their mean; 2 |x| times it for sums of
+    squares x^2.
+    """
     value = op.run()
     if _unrounded(op, value):
         return value, None
     count = x.numel() // max(1, value.numel())
     factor = 1 / math.sqrt(count) if op.name == "mean" else math.sqrt(count)
-    size, note = op.size(x), op.note(x)
-    own = op.norm(x) * (factor * gamma(count + 8)) + TINY
+    size = op.size(x)
+    note = op.note(x)
+    rounding_error = op.norm(x) * (factor * gamma(count + 8)) + TINY
     if isinstance(note, Square):
         source = note.of
-        error, axes = (
-            op.size(source),
-            [
-                axis
-                for axis in range(x.dim())
-                if len(value.shape) == x.dim() and value.shape[axis] != x.shape[axis]
-            ],
-        )
+        error = op.size(source)
+        axes = [
+            axis
+            for axis in range(x.dim())
+            if len(value.shape) == x.dim() and value.shape[axis] != x.shape[axis]
+        ]
         if math.prod(x.shape[axis] for axis in axes) == count:
             if error is None:
-                return value, own
+                return value, rounding_error
             longest = (
                 torch.linalg.vector_norm(source, dim=axes).amax() + TINY
                 if axes
                 else source.abs().amax()
             )
             squares = error * (2 * longest * ROUNDED + error)
-            return value, own + (squares / count if op.name == "mean" else squares)
-    found = total(own, None if size is None else size * factor)
-    return value, Error(found, Mean(x, own)) if op.name == "mean" else found
+            return value, rounding_error + (squares / count if op.name == "mean" else squares)
+    total_error = total(rounding_error, None if size is None else size * factor)
+    return value, Error(total_error, Mean(x, rounding_error)) if op.name == "mean" else total_error
 
 
 @rule("cumsum")
@@ -306,5 +328,7 @@ def pooled(op: Operation, x: Tensor, sizes: Any, *options: Any, **named: Any) ->
     else:
         windows = math.sqrt(overlap(sizes, options[0] if options and options[0] else sizes))
     size = op.size(x)
-    own = op.norm(x) * (windows * gamma(x.numel() // max(1, math.prod(x.shape[:2])) + 8)) + TINY
-    return value, total(own, None if size is None else size * windows)
+    rounding_error = (
+        op.norm(x) * (windows * gamma(x.numel() // max(1, math.prod(x.shape[:2])) + 8)) + TINY
+    )
+    return value, total(rounding_error, None if size is None else size * windows)

@@ -1,8 +1,10 @@
 """Lets `import torchvision` (hence timm and torchattacks) work beside a CPU build of torch.
 
-The registry's torchvision wheel is linked against CUDA torch. Beside a CPU torch its compiled operators do not load, and
-its Python part then fails with "operator torchvision::nms does not exist", because it registers shape functions for two
-operators whose schemas only the compiled part declares. Declaring those two schemas is enough: certvit never calls them.
+The registry's torchvision wheel is linked against CUDA torch. Beside a CPU torch its compiled
+operators do not load, and its Python part then fails with "operator torchvision::nms does not
+exist", because it registers shape functions for two
+operators whose schemas only the compiled part declares. Declaring those two schemas is enough:
+certvit never calls them.
 """
 
 import importlib
@@ -22,7 +24,9 @@ _declared: list[torch.library.Library] = []  # a Library withdraws its schemas w
 
 
 def ensure_torchvision() -> None:
-    """Import torchvision. Where `torchvision::nms` is missing, declare the schemas and import again."""
+    """Import torchvision. Where `torchvision::nms` is missing, declare the schemas and import
+    again.
+    """
     try:
         importlib.import_module("torchvision")
     except RuntimeError as failure:
@@ -50,10 +54,11 @@ def _is_compile_supported(device: Any) -> bool:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Import without torch's compiler, which torchvision and timm load only to mark functions as not compiled.
+    """Import without torch's compiler, which torchvision and timm load only to mark functions as
+    not compiled.
 
-    Without these stand-ins every command starts 1.4 s of CPU time later (3.9 s instead of 2.5 s, 2,513 modules instead
-    of 1,725).
+    Without these stand-ins every command starts 1.4 s of CPU time later (3.9 s instead of 2.5 s,
+    2,513 modules instead of 1,725).
     """
     names = ("torch._dynamo", "torch._dynamo.utils")
     if names[0] in sys.modules:

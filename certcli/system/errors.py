@@ -60,7 +60,9 @@ class OutputError(CertvitError):
 
 
 class UndecidedError(CertvitError):
-    """A gate was not decided: what was measured allows for both verdicts. More images, or more time, decide it."""
+    """A gate was not decided: what was measured allows for both verdicts. More images, or more
+    time, decide it.
+    """
 
     code = 9
 
@@ -76,10 +78,13 @@ class Refused(ValueError):
 
 
 def plain(text: str) -> str:
-    """Return text of strangers (names of files, classes, keys) for one line of a screen, a log or a report.
+    """Return text of strangers (names of files, classes, keys) for one line of a screen, a log or a
+    report.
 
-    Unprintable characters (line ends, escapes, marks of direction) are spelled out, and so are the beginnings of commands
-    to the programs that run workflows: `::error`, `##[group]`, `##vso[`. What is plain stays as it is.
+    Unprintable characters (line ends, escapes, marks of direction) are spelled out, and so are the
+    beginnings of commands
+    to the programs that run workflows: `::error`, `##[group]`, `##vso[`. What is plain stays as it
+    is.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return _COMMAND.sub(lambda found: f"{found[1]}\\x{ord(found[2][0]):02x}{found[2][1:]}", shown)

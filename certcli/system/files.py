@@ -1,6 +1,7 @@
 """Outputs: a regular file is replaced whole or not at all, a stream is written in one piece.
 
-Links are followed: their target is replaced in its own folder, and the links stay. A pipe, a character device and an open
+Links are followed: their target is replaced in its own folder, and the links stay. A pipe, a
+character device and an open
 descriptor (/dev/stdout, /dev/fd/3, a link to one) are streams: no file is renamed over them.
 """
 
@@ -40,9 +41,9 @@ def _descriptor(path: Path) -> int | None:
     """Return the number of this process's descriptor that `path` names, links followed."""
     for _ in range(MOST_LINKS):
         here = os.path.join(os.path.realpath(path.parent), path.name)
-        found = re.fullmatch(_DESCRIPTOR.pattern.replace("{pid}", str(os.getpid())), here)
-        if found:
-            return int(found[3])
+        match = re.fullmatch(_DESCRIPTOR.pattern.replace("{pid}", str(os.getpid())), here)
+        if match:
+            return int(match[3])
         if not os.path.islink(here):
             return None
         path = Path(os.path.dirname(here), os.readlink(here))
@@ -50,7 +51,8 @@ def _descriptor(path: Path) -> int | None:
 
 
 def require_absent(path: Path, force: bool, option: str = "-o") -> None:
-    """Raise UsageError when `path` exists and `force` is not set, OutputError when it cannot be written.
+    """Raise UsageError when `path` exists and `force` is not set, OutputError when it cannot be
+    written.
 
     A stream needs no `force`: writing to it destroys nothing.
     """
@@ -109,7 +111,8 @@ def _file(path: Path) -> Path:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write; when the block succeeds, it replaces `path` in one step.
 
-    A regular file keeps its permissions; a stream gets the bytes. When the block fails, nothing is left.
+    A regular file keeps its permissions; a stream gets the bytes. When the block fails, nothing is
+    left.
     """
     require_absent(path, force=True)
     file = _file(path)
@@ -138,8 +141,10 @@ def cannot_write(path: Path, failure: Exception) -> OutputError:
     """Return the OutputError for a failure of the system or a library while writing."""
     number = getattr(failure, "errno", None)
     full = number == errno.ENOSPC or "No space left" in str(failure)
-    left = number == errno.EPIPE
-    reason = "the disk is full" if full else "its reader has left" if left else one_line(failure)
+    reader_left = number == errno.EPIPE
+    reason = (
+        "the disk is full" if full else "its reader has left" if reader_left else one_line(failure)
+    )
     return OutputError(f"cannot write {path}: {reason}", "nothing was changed; choose another -o")
 
 
@@ -154,7 +159,9 @@ def open_stream(path: Path) -> IO[bytes]:
 
 
 def open_alone(path: Path) -> IO[bytes]:
-    """Open a file for reading and writing, make it where it is absent, and refuse other runs until it is closed."""
+    """Open a file for reading and writing, make it where it is absent, and refuse other runs until
+    it is closed.
+    """
     handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,16 +193,18 @@ _LONGEST = 200
 
 
 @contextlib.contextmanager
-def _workplace(beside: Path | None, name: str) -> Iterator[Path]:
-    """Yield a temporary folder named after `name`, locked while this process lives, so that `sweep` leaves it.
+def _workplace(folder_of: Path | None, name: str) -> Iterator[Path]:
+    """Yield a temporary folder named after `name`, locked while this process lives, so that `sweep`
+    leaves it.
 
-    A folder, because some libraries replace the file that they write, and the lock would go with the old one.
+    A folder, because some libraries replace the file that they write, and the lock would go with
+    the old one.
     """
-    if beside is not None:
-        sweep(beside, re.escape(name))
+    if folder_of is not None:
+        sweep(folder_of, re.escape(name))
     prefix = "." + os.fsdecode(os.fsencode(name)[:_LONGEST]) + "."
     with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(_SUFFIX, prefix, beside))
+        folder = Path(tempfile.mkdtemp(_SUFFIX, prefix, folder_of))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         number = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, number)

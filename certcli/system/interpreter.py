@@ -7,10 +7,12 @@ from pathlib import Path
 
 
 def run_isolated(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new interpreter that imports nothing from the working folder; return what it printed.
+    """Run code in a new interpreter that imports nothing from the working folder; return what it
+    printed.
 
-    The installed packages are those of this interpreter, PYTHONPATH and the user's own included: the code is to see what a
-    program of the user's sees. Relative entries of PYTHONPATH are left out, since they name the working folder.
+    The installed packages are those of this interpreter, PYTHONPATH and the user's own included:
+    the code is to see what a program of the user's sees. Relative entries of PYTHONPATH are left
+    out, since they name the working folder.
     """
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept_places = [place for place in places if os.path.isabs(place)]

@@ -1,8 +1,9 @@
 """Free memory: the machine's, and that of the control groups of this process.
 
-A container, a batch system or systemd limits a process by its memory control group or by a parent of it; beyond the limit
-the process is killed, however much memory the machine has left. Linux shows groups as folders, in version 1
-(`memory.limit_in_bytes`) or 2 (`memory.max`, `memory.high`). Cached pages of files count as used there, but are free.
+A container, a batch system or systemd limits a process by its memory control group or by a parent
+of it; beyond the limit the process is killed, however much memory the machine has left. Linux shows
+groups as folders, in version 1 (`memory.limit_in_bytes`) or 2 (`memory.max`, `memory.high`). Cached
+pages of files count as used there, but are free.
 """
 
 import contextlib
@@ -32,12 +33,16 @@ _NO_MEMORY = (
 
 
 def free_bytes() -> float:
-    """Return the free bytes that this process may take; half of the machine's memory where the system does not say."""
-    return min([_machine_bytes(), *(left for group in _groups() for left in _group_bytes(group))])
+    """Return the free bytes that this process may take; half of the machine's memory where the
+    system does not say.
+    """
+    return min([_machine_bytes(), *(free for group in _groups() for free in _group_bytes(group))])
 
 
 def out_of_memory(failure: BaseException | None) -> bool:
-    """Tell whether memory ran out in this exception or in one that it was raised from: on a CPU torch has no type for it."""
+    """Tell whether memory ran out in this exception or in one that it was raised from: on a CPU
+    torch has no type for it.
+    """
     while failure is not None:
         typed = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
         # the text of an OSError may be a file's name
@@ -52,7 +57,8 @@ def out_of_memory(failure: BaseException | None) -> bool:
 def give_back() -> None:
     """Return freed memory to the system, where the C library is glibc.
 
-    glibc keeps freed matrices of less than 32 MB: 0.2 GB of 0.9 when layers of width 640 are constrained one by one.
+    glibc keeps freed matrices of less than 32 MB: 0.2 GB of 0.9 when layers of width 640 are
+    constrained one by one.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -69,10 +75,12 @@ def _machine_bytes() -> float:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folders of this process's memory group and of its parents, as far as they are mounted."""
+    """Yield the folders of this process's memory group and of its parents, as far as they are
+    mounted.
+    """
     try:
         mounts = [line.split() for line in (_ROOT / "proc/self/mountinfo").read_text().splitlines()]
-        own = [
+        entries = [
             line.split(":", 2)
             for line in (_ROOT / "proc/self/cgroup").read_text().splitlines()
             if ":" in line
@@ -80,17 +88,19 @@ def _groups() -> Iterator[Path]:
     except (OSError, UnicodeDecodeError):
         return
     for fields in mounts:
-        kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
-        for _, controllers, path in own:
+        kind = fields[fields.index("-") + 1]
+        options = fields[-1].split(",")
+        for _, controllers, path in entries:
             second = kind == "cgroup2" and not controllers
             if second or (
                 kind == "cgroup" and "memory" in options and "memory" in controllers.split(",")
             ):
-                seen, place = PurePosixPath(fields[3]), PurePosixPath(path)
+                mount = PurePosixPath(fields[3])
+                place = PurePosixPath(path)
                 # a container may see its own group as the top one, by a path that is the host's
                 below = (
-                    place.relative_to(seen).parts
-                    if place.is_relative_to(seen) and ".." not in place.parts
+                    place.relative_to(mount).parts
+                    if place.is_relative_to(mount) and ".." not in place.parts
                     else ()
                 )
                 folder = _ROOT / fields[4].lstrip("/")
@@ -101,10 +111,10 @@ def _groups() -> Iterator[Path]:
 def _group_bytes(group: Path) -> Iterator[float]:
     for limit, usage, prefix in _FILES:
         try:
-            most, used = int((group / limit).read_text()), int((group / usage).read_text())
+            limit_bytes, used = int((group / limit).read_text()), int((group / usage).read_text())
             lines = (group / "memory.stat").read_text().splitlines()
             pages = {name: int(value) for name, value in (line.split() for line in lines)}
         except (OSError, ValueError):  # "max" stands for no limit; or there is no such file
             continue
         files = sum(pages.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-        yield max(0.0, float(most - used + files))
+        yield max(0.0, float(limit_bytes - used + files))

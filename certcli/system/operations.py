@@ -10,7 +10,8 @@ class OperationMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler at the first call, to tell it not to compile this one
+        # torch would load its compiler at the first call, to tell it not to compile this one
+        return False
 
     def __torch_dispatch__(
         self,

@@ -1,4 +1,6 @@
-"""The command line's form of a field of an options dataclass; `cli.shared.command` makes Typer's option from it."""
+"""The command line's form of a field of an options dataclass; `cli.shared.command` makes Typer's
+option from it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,12 +1,13 @@
 """Several processes that run one command.
 
-`torchrun --nproc-per-node N -m certcli COMMAND ...` starts N processes that know their rank. Rank 0 leads: only the leader
-writes files and messages. Free processes draw pieces of work from a counter in torch.distributed's store and return their
-results over the store; the leader passes them on in order, so that results do not depend on the number of processes. Only
-numbers that are added up (gradients) go through a process group, gloo or NCCL.
+`torchrun --nproc-per-node N -m certcli COMMAND ...` starts N processes that know their rank. Rank 0
+leads: only the leader writes files and messages. Free processes draw pieces of work from a counter
+in torch.distributed's store and return their results over the store; the leader passes them on in
+order, so that results do not depend on the number of processes. Only numbers that are added up
+(gradients) go through a process group, gloo or NCCL.
 
-The first process that fails says why; the others end silently with its code (`fail`, `Ended`). torch is imported only
-where there are several processes.
+The first process that fails says why; the others end silently with its code (`fail`, `Ended`).
+torch is imported only where there are several processes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Ended(Exception):
 
 
 class Team:
-    """Processes that run one command, each calling the same methods in the same order; `ALONE` is a single process.
+    """Processes that run one command, each calling the same methods in the same order; `ALONE` is a
+    single process.
 
     Args:
         store: A store of torch.distributed; None for the one that the environment names.
@@ -55,8 +57,11 @@ class Team:
             raise UsageError(
                 f"there is no process {rank} of {size}", "RANK and WORLD_SIZE are torchrun's to set"
             )
-        self.rank, self.size = rank, size
-        self._given, self._calls, self._grouped = store, 0, False
+        self.rank = rank
+        self.size = size
+        self._given = store
+        self._calls = 0
+        self._grouped = False
         self._unreachable = False
 
     @property
@@ -89,22 +94,24 @@ class Team:
         self,
         pieces: Sequence[Piece],
         find: Callable[[Piece], Found],
-        known: Callable[[Piece], Found | None] = lambda piece: None,
-        pack: Callable[[Found], Any] = lambda found: found,
+        cached: Callable[[Piece], Found | None] = lambda piece: None,
+        pack: Callable[[Found], Any] = lambda result: result,
         unpack: Callable[[Any], Found] = lambda plain: plain,
         aside: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[bool, Found]]:
-        """Yield (whether it is new, the result) of every piece, in order, in the leader; nothing in the others.
+        """Yield (whether it is new, the result) of every piece, in order, in the leader; nothing in
+        the others.
 
         Args:
-            known: The result of an earlier run, or None; called in the leader, up to the first piece without one.
+            known: The result of an earlier run, or None; called in the leader, up to the first
+                piece without one.
             pack, unpack: Turn a result into plain JSON values and back.
             aside: Work of the leader before its first piece, while the others work on theirs.
         """
         if not self.several:
             aside()
             for piece in pieces:
-                earlier = known(piece)
+                earlier = cached(piece)
                 yield (True, find(piece)) if earlier is None else (False, earlier)
             return
         name = self._next()
@@ -114,37 +121,40 @@ class Team:
                 self._set(f"{name}/{turn}", pack(find(pieces[turn])))
             return
         start = 0
-        while start < len(pieces) and (earlier := known(pieces[start])) is not None:
+        while start < len(pieces) and (earlier := cached(pieces[start])) is not None:
             yield False, earlier
             start += 1
         self._set(f"{name}/from", start)
         aside()
-        own: dict[int, Found] = {}
-        left, turn = True, start
+        results: dict[int, Found] = {}
+        tasks_left = True
+        turn = start
         while turn < len(pieces):
             key = f"{name}/{turn}"
-            if turn in own:
-                yield True, own.pop(turn)
+            if turn in results:
+                yield True, results.pop(turn)
                 turn += 1
             elif self._store.check([key]):
                 yield True, unpack(json.loads(self._store.get(key)))
                 self._store.delete_key(key)
                 turn += 1
-            elif left and (mine := self._draw(name, start)) < len(pieces):
-                own[mine] = find(pieces[mine])
+            elif tasks_left and (mine := self._draw(name, start)) < len(pieces):
+                results[mine] = find(pieces[mine])
             else:
-                left = False
+                tasks_left = False
                 self._pause()
 
     def agree(self, make: Callable[[], Any]) -> Any:
-        """Return the leader's value of `make` in all processes, where clocks or unlike machines could decide differently."""
+        """Return the leader's value of `make` in all processes, where clocks or unlike machines
+        could decide differently.
+        """
         if not self.several:
             return make()
         name = self._next()
         if self.leads:
-            made = make()
-            self._set(name, made)
-            return made
+            message = make()
+            self._set(name, message)
+            return message
         return json.loads(self._wait(name))
 
     def everyone(self, mine: Any) -> list[Any]:
@@ -174,7 +184,9 @@ class Team:
         return distributed
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, bit for bit the same in all; one message for each dtype."""
+        """Replace each tensor by its sum over all processes, bit for bit the same in all; one
+        message for each dtype.
+        """
         import torch
 
         if not self.several:
@@ -196,9 +208,9 @@ class Team:
 
         if not self.several:
             return [tensor]
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.group().all_gather(found, tensor)
-        return found
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.group().all_gather(parts, tensor)
+        return parts
 
     def copy_from_leader(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the leader's, since copies on unlike processors drift apart."""
@@ -209,25 +221,30 @@ class Team:
         """Replace the tensor by that of process `rank`, in all."""
         import torch
 
-        sent = tensor.detach()  # gloo has no booleans
+        payload = tensor.detach()  # gloo has no booleans
         self.group().broadcast(
-            sent.view(torch.uint8) if sent.dtype == torch.bool else sent, src=rank
+            payload.view(torch.uint8) if payload.dtype == torch.bool else payload, src=rank
         )
 
     def join(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-        """Return in the leader the whole tensor, on the CPU, from each process's rows (as torch.chunk splits it).
+        """Return in the leader the whole tensor, on the CPU, from each process's rows (as
+        torch.chunk splits it).
 
         The others get None.
         """
-        most = -(-shape[0] // self.size)
-        sent = rows.new_zeros(most, *shape[1:], device="cpu")
-        sent[: len(rows)] = rows.detach()
-        found = sent.new_empty(most * self.size, *shape[1:]) if self.leads else None
-        self.group().gather(sent, None if found is None else list(found.chunk(self.size)), dst=0)
-        return None if found is None else found[: shape[0]]
+        rows_each = -(-shape[0] // self.size)
+        payload = rows.new_zeros(rows_each, *shape[1:], device="cpu")
+        payload[: len(rows)] = rows.detach()
+        gathered = payload.new_empty(rows_each * self.size, *shape[1:]) if self.leads else None
+        self.group().gather(
+            payload, None if gathered is None else list(gathered.chunk(self.size)), dst=0
+        )
+        return None if gathered is None else gathered[: shape[0]]
 
     def fail(self, code: int) -> int | None:
-        """Return None in the first process that fails, which reports and then calls `said`; else that process's code."""
+        """Return None in the first process that fails, which reports and then calls `said`; else
+        that process's code.
+        """
         if not self.several:
             return None
         try:
@@ -277,8 +294,8 @@ class Team:
     def _wait(self, key: str) -> bytes:
         while not self._store.check([key]):
             self._pause()
-        found: bytes = self._store.get(key)
-        return found
+        value: bytes = self._store.get(key)
+        return value
 
     def _pause(self) -> None:
         self._stop_with_others()
@@ -295,11 +312,12 @@ ALONE = Team()
 @cache
 def team() -> Team:
     """Return the processes that torchrun started, by RANK and WORLD_SIZE; `ALONE` without torchrun."""
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    rank = os.environ.get("RANK")
+    size = os.environ.get("WORLD_SIZE")
     if rank is None or size is None or size == "1":
         return ALONE
     try:
-        found = Team(int(rank), int(size))
+        processes = Team(int(rank), int(size))
     except ValueError as failure:
         raise UsageError(
             f"RANK {one_line(rank)}, WORLD_SIZE {one_line(size)} are no numbers",
@@ -307,9 +325,11 @@ def team() -> Team:
         ) from failure
     port = os.environ.get("MASTER_PORT", "")
     if not (os.environ.get("MASTER_ADDR") and port.isdecimal() and 0 < int(port[:9]) < 2**16):
-        told = f"RANK and WORLD_SIZE name {size} processes, MASTER_ADDR and MASTER_PORT no place where they meet"
-        raise UsageError(told, "torchrun sets them all; unset RANK and WORLD_SIZE for one process")
-    return found
+        message = f"RANK and WORLD_SIZE name {size} processes, MASTER_ADDR and MASTER_PORT no place where they meet"
+        raise UsageError(
+            message, "torchrun sets them all; unset RANK and WORLD_SIZE for one process"
+        )
+    return processes
 
 
 def local_rank() -> int:

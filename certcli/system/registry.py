@@ -12,16 +12,18 @@ from typing import Any, Generic, TypeVar
 from certcli.system.errors import UsageError
 
 
-def one_of(name: str, known: Iterable[str]) -> str:
+def one_of(name: str, choices: Iterable[str]) -> str:
     """Return a hint: the known names, after the one closest to `name`."""
-    names = list(known)
+    names = list(choices)
     near = get_close_matches(name, names, 1)
     return (f"did you mean '{near[0]}'? " if near else "") + f"one of: {', '.join(names)}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A name, the place of its callable ("package.module:attribute"), a summary and the source in the literature."""
+    """A name, the place of its callable ("package.module:attribute"), a summary and the source in
+    the literature.
+    """
 
     name: str
     target: str

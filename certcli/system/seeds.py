@@ -4,7 +4,9 @@ import torch
 
 
 def seed_all(number: int) -> None:
-    """Call torch.manual_seed, but for CUDA only where it runs: else each call keeps a stack trace for later (0.7 ms)."""
+    """Call torch.manual_seed, but for CUDA only where it runs: else each call keeps a stack trace
+    for later (0.7 ms).
+    """
     if torch.cuda.is_initialized() or torch.backends.mps.is_available():
         torch.manual_seed(number)
     else:

@@ -1,7 +1,8 @@
-"""Files that are mapped while a command runs: whether another program wrote to them in the meantime.
+"""Files that are mapped while a command runs: whether another program wrote to them in the
+meantime.
 
-Weights are not copied: a page that is read late has what the file holds by then, and a page behind the end of a file that
-was cut ends the process.
+Weights are not copied: a page that is read late has what the file holds by then, and a page behind
+the end of a file that was cut ends the process.
 """
 
 import os
@@ -31,7 +32,8 @@ def written(path: Path) -> None:
 
 
 def require_unchanged() -> list[Path]:
-    """Return the files in whose place another program has put new ones: those that were read live on, unchanged.
+    """Return the files in whose place another program has put new ones: those that were read live
+    on, unchanged.
 
     Raises:
         CheckpointError: another program wrote to a file that was read.

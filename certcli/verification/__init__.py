@@ -1,1 +1,3 @@
-"""What was claimed, checked again from the weights: a report's proof leaf by leaf, a checkpoint's evidence entry by entry."""
+"""What was claimed, checked again from the weights: a report's proof leaf by leaf, a checkpoint's
+evidence entry by entry.
+"""

@@ -1,8 +1,8 @@
 """A checkpoint's evidence, entry by entry: verified, refuted, or not checked, and why.
 
-What can be recomputed is recomputed from the weights: bounds here, certificates by the caller, who knows the images and the
-methods. Measured results (attacks) prove nothing and are not run again; lineage is the file's own word, and only what
-contradicts it can be found.
+What can be recomputed is recomputed from the weights: bounds here, certificates by the caller, who
+knows the images and the methods. Measured results (attacks) prove nothing and are not run again;
+lineage is the file's own word, and only what contradicts it can be found.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Request:
-    """Images to certify again, as the evidence names them. digest: of all of them, where it was recorded."""
+    """Images to certify again, as the evidence names them. digest: of all of them, where it was
+    recorded.
+    """
 
     split: str | None
     limit: int | None
@@ -81,10 +83,13 @@ Held = float | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Again:
-    """(correct, radius or proven patches) of every image that was certified again; total: how many the evidence is about.
+    """(correct, radius or proven patches) of every image that was certified again; total: how many
+    the evidence is about.
 
-    name, split: of the images. registered: the name is a dataset's, not a folder's, which anyone may name as they like.
-    stated: what the method says of its certificates (promise, failure, arithmetic, parameters), where it was made ready.
+    name, split: of the images. registered: the name is a dataset's, not a folder's, which anyone
+        may name as they like.
+    stated: what the method says of its certificates (promise, failure, arithmetic, parameters),
+        where it was made ready.
     """
 
     rows: Sequence[tuple[bool, Held]]
@@ -106,25 +111,29 @@ def check(
     *,
     measured: bool = True,
 ) -> list[Claim]:
-    """Return every claim of the checkpoint's record. measured: whether results of attacks are asked for too."""
+    """Return every claim of the checkpoint's record. measured: whether results of attacks are asked
+    for too.
+    """
     claims = list(_lineage(checkpoint))
     proven: Real | None = None
     for number, entry in enumerate(checkpoint.record.evidence):
         where = f"evidence {number + 1}: {command_of(entry)}"
-        found: list[Claim] = []
+        claims_of_entry: list[Claim] = []
         try:
             if entry.digest != checkpoint.digest:
-                found = [_stale(checkpoint, entry, where)]
+                claims_of_entry = [_stale(checkpoint, entry, where)]
             else:
                 decoded = decode_evidence(entry)
                 if decoded.command in ("lipschitz", "finetune") and proven is None:
                     proven = prove_checkpoint(checkpoint, device).upper
-                found = list(_check(checkpoint, decoded, where, proven, certify, measured))
+                claims_of_entry = list(
+                    _check(checkpoint, decoded, where, proven, certify, measured)
+                )
         except Refused as refusal:
             unknown = command_of(entry) != entry.command
             why = f"not what {command_of(entry)} writes ({refusal})"
             statement = "not understood, not shown"
-            found = [
+            claims_of_entry = [
                 Claim(
                     where,
                     statement,
@@ -132,12 +141,14 @@ def check(
                     str(refusal) if unknown else why,
                 )
             ]
-        claims += [replace(claim, number=number) for claim in found]
+        claims += [replace(claim, number=number) for claim in claims_of_entry]
     return claims
 
 
 def verdict(claims: Sequence[Claim]) -> list[str]:
-    """Why the checkpoint is not verified, a line each; empty when all that was asked for was, and something was."""
+    """Why the checkpoint is not verified, a line each; empty when all that was asked for was, and
+    something was.
+    """
     asked = [claim for claim in claims if claim.asked or claim.status == "refuted"]
     reasons = [
         f"{c.entry}, {c.claim}: {c.status} ({c.why})" for c in asked if c.status != "verified"
@@ -150,16 +161,18 @@ def verdict(claims: Sequence[Claim]) -> list[str]:
 
 
 def statuses(claims: Sequence[Claim], entries: int) -> list[Status]:
-    """Of each entry of evidence as a whole: refuted where one of its claims is, verified where all but measured ones are."""
-    found: list[Status] = []
+    """Of each entry of evidence as a whole: refuted where one of its claims is, verified where all
+    but measured ones are.
+    """
+    results: list[Status] = []
     for number in range(entries):
-        own = [claim for claim in claims if claim.number == number]
-        bad = any(claim.status == "refuted" for claim in own)
-        open_to_proof = {claim.status for claim in own if claim.why != MEASURED}
-        found.append(
+        claims_of_entry = [claim for claim in claims if claim.number == number]
+        bad = any(claim.status == "refuted" for claim in claims_of_entry)
+        open_to_proof = {claim.status for claim in claims_of_entry if claim.why != MEASURED}
+        results.append(
             "refuted" if bad else "verified" if open_to_proof == {"verified"} else "not checked"
         )
-    return found
+    return results
 
 
 def _check(
@@ -207,7 +220,8 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
     if isinstance(result.upper, float):
         wrong = wrong or below(Real(result.upper), proven)
     if (text := getattr(result, "upper_text", None)) is not None:
-        statement, wrong = f"{statement} ({text})", wrong or below_text(text, proven)
+        statement = f"{statement} ({text})"
+        wrong = wrong or below_text(text, proven)
     lower = getattr(result, "lower", None)
     if wrong:
         yield Claim(
@@ -230,14 +244,16 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
 def _training(
     checkpoint: Checkpoint, entry: Decoded, where: str, certify: Certify
 ) -> Iterator[Claim]:
-    steps, result = checkpoint.record.lineage, entry.result
+    steps = checkpoint.record.lineage
+    result = entry.result
     images = result.dataset if isinstance(result.dataset, JudgedImages) else None
-    limit, digest = entry.parameters.images, None if images is None else images.digest
+    limit = entry.parameters.images
+    digest = None if images is None else images.digest
     seed = steps[-1].seed if steps else 0
-    stated = {"arithmetic": result.arithmetic}
-    request = Request("val", limit, seed, "lipschitz", stated, digest)
+    recorded = {"arithmetic": result.arithmetic}
+    request = Request("val", limit, seed, "lipschitz", recorded, digest)
     shares = [(Threat("l2", entry.parameters.epsilon), result.certified)]
-    yield from _again(where, result.clean, shares, None, images, stated, request, certify)
+    yield from _again(where, result.clean, shares, None, images, recorded, request, certify)
 
 
 def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) -> Iterator[Claim]:
@@ -246,20 +262,20 @@ def _certified(about: Any, result: CertifyResult, where: str, certify: Certify) 
         why = f"more than {MOST_DRAWS:,} draws an image: `certvit certify --verify` on its records checks a sample"
         yield Claim(where, "certificates", "not checked", why)
         return
-    stated = {
+    recorded = {
         "promise": result.promise,
         "failure": result.failure,
         "arithmetic": result.arithmetic,
         "parameters": msgspec.to_builtins(options),
     }
-    given = {name: value for name, value in stated["parameters"].items() if name != "noise"}
-    given["arithmetic"] = result.arithmetic
+    parameters = {name: value for name, value in recorded["parameters"].items() if name != "noise"}
+    parameters["arithmetic"] = result.arithmetic
     request = Request(
-        about.split, about.limit, about.seed, result.method, given, result.dataset.digest
+        about.split, about.limit, about.seed, result.method, parameters, result.dataset.digest
     )
     mean = None if isinstance(result.average_radius, msgspec.UnsetType) else result.average_radius
     yield from _again(
-        where, result.clean, result.shares, mean, result.dataset, stated, request, certify
+        where, result.clean, result.shares, mean, result.dataset, recorded, request, certify
     )
 
 
@@ -269,36 +285,40 @@ def _again(
     shares: Sequence[tuple[Threat, float]],
     mean: float | None,
     images: JudgedImages | None,
-    stated: Mapping[str, Any],
+    recorded: Mapping[str, Any],
     request: Request,
     certify: Certify,
 ) -> Iterator[Claim]:
     """Stated counts beside those of the images certified again. shares: (threat, certified share)."""
     try:
-        again = certify(request)
+        recomputed = certify(request)
     except CertvitError as failure:
         yield Claim(where, "certificates", "not checked", failure.message)
         return
-    total = request.limit or again.total if images is None else images.images
-    if total != again.total:
-        yield Claim(where, f"{total} images", "refuted", f"they are {again.total}")
+    total = request.limit or recomputed.total if images is None else images.images
+    if total != recomputed.total:
+        yield Claim(where, f"{total} images", "refuted", f"they are {recomputed.total}")
         return
-    yield _named(where, images, again, request)
+    yield _named(where, images, recomputed, request)
     different = [
-        name for name, value in stated.items() if again.stated and again.stated.get(name) != value
+        name
+        for name, value in recorded.items()
+        if recomputed.stated and recomputed.stated.get(name) != value
     ]
     if different:
         why = f"{request.method} states another {' and '.join(different)}"
         yield Claim(where, "how it was certified", "refuted", why)
         return
-    yield Claim(where, f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, again))
+    yield Claim(
+        where, f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, recomputed)
+    )
     for threat, share in shares:
         statement = (
             f"certified {count_of(share, total)} of {total} at {threat.norm} {threat.proven()}"
         )
-        yield Claim(where, statement, *_judge(threat, share, again))
+        yield Claim(where, statement, *_judge(threat, share, recomputed))
     if (
-        len(again.rows) < again.total
+        len(recomputed.rows) < recomputed.total
     ):  # who asks for a sample does not ask for what no sample can tell
         yield Claim(
             where,
@@ -308,20 +328,20 @@ def _again(
             asked=False,
         )
     elif mean is not None:
-        yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, again))
+        yield Claim(where, f"mean radius {proven_radius(mean)}", *_judge_mean(mean, recomputed))
 
 
-def _named(where: str, images: JudgedImages | None, again: Again, request: Request) -> Claim:
+def _named(where: str, images: JudgedImages | None, recomputed: Again, request: Request) -> Claim:
     """Tell whether the images are those of the dataset and the split that the evidence names."""
-    here = f"{again.name} ({again.split})"
+    here = f"{recomputed.name} ({recomputed.split})"
     chosen = (
         "" if request.limit is None else f"; which of them, its author chose (seed {request.seed})"
     )
-    if images is None or (images.name, images.split) == (again.name, again.split):
+    if images is None or (images.name, images.split) == (recomputed.name, recomputed.split):
         same = "the same pixels and labels" if images is not None else "no digest is stated"
-        return Claim(where, f"{again.total} images of {here}", "verified", same + chosen)
-    statement = f"{again.total} images of {images.name} ({images.split})"
-    if again.registered or again.split != images.split:
+        return Claim(where, f"{recomputed.total} images of {here}", "verified", same + chosen)
+    statement = f"{recomputed.total} images of {images.name} ({images.split})"
+    if recomputed.registered or recomputed.split != images.split:
         return Claim(where, statement, "refuted", f"they are of {here}")
     return Claim(
         where,
@@ -331,45 +351,52 @@ def _named(where: str, images: JudgedImages | None, again: Again, request: Reque
     )
 
 
-def _judge(threat: Threat | None, share: float, again: Again) -> tuple[Status, str]:
+def _judge(threat: Threat | None, share: float, recomputed: Again) -> tuple[Status, str]:
     """threat: None for images that are right."""
-    hits, count = _hits(threat, again.rows), len(again.rows)
-    stated = count_of(share, again.total)
-    if count < again.total:
+    hits = _hits(threat, recomputed.rows)
+    count = len(recomputed.rows)
+    claimed = count_of(share, recomputed.total)
+    if count < recomputed.total:
         low, high = share_interval(hits, count, SAMPLE_ALPHA)
         wrong = share > high or (threat is None and share < low)
         interval = f"{hits} of a sample of {count} images: between {low:.4f} and {high:.4f} ({1 - SAMPLE_ALPHA:.1%})"
         return ("refuted" if wrong else "verified"), interval
-    wrong = stated != hits if threat is None else stated > hits
+    wrong = claimed != hits if threat is None else claimed > hits
     return ("refuted" if wrong else "verified"), f"{hits} of all {count} images"
 
 
 def _hits(threat: Threat | None, rows: Sequence[tuple[bool, Held]]) -> int:
-    """Images that are right and certified against the threat; a radius at the very edge may round either way."""
+    """Images that are right and certified against the threat; a radius at the very edge may round
+    either way.
+    """
     if threat is None or threat.size == 0:
         return sum(correct for correct, _ in rows)
 
-    def holds(found: Held) -> bool:
-        if isinstance(found, tuple) or not isinstance(threat.size, float):
-            return isinstance(found, tuple) and threat.key in found
-        return found * (1 + SLACK) > threat.size
+    def holds(certified: Held) -> bool:
+        if isinstance(certified, tuple) or not isinstance(threat.size, float):
+            return isinstance(certified, tuple) and threat.key in certified
+        return certified * (1 + SLACK) > threat.size
 
-    return sum(correct and holds(found) for correct, found in rows)
+    return sum(correct and holds(certified) for correct, certified in rows)
 
 
-def _judge_mean(mean: float, again: Again) -> tuple[Status, str]:
+def _judge_mean(mean: float, recomputed: Again) -> tuple[Status, str]:
     radii = [
-        held if correct else 0.0 for correct, held in again.rows if not isinstance(held, tuple)
+        certified if correct else 0.0
+        for correct, certified in recomputed.rows
+        if not isinstance(certified, tuple)
     ]
     finite = [radius for radius in radii if radius < float("inf")]
-    found = sum(finite) / len(finite) if finite else 0.0
+    mean_found = sum(finite) / len(finite) if finite else 0.0
     return (
-        "refuted" if mean > found * (1 + SLACK) else "verified"
-    ), f"found {proven_radius(found)}"
+        "refuted" if mean > mean_found * (1 + SLACK) else "verified"
+    ), f"found {proven_radius(mean_found)}"
 
 
 def _stale(checkpoint: Checkpoint, entry: Evidence, where: str) -> Claim:
-    """Evidence about a network of the lineage is history; about any other, the record or the tensors were changed."""
+    """Evidence about a network of the lineage is history; about any other, the record or the
+    tensors were changed.
+    """
     if entry.digest in {step.parent for step in checkpoint.record.lineage}:
         return Claim(
             where,
@@ -383,7 +410,9 @@ def _stale(checkpoint: Checkpoint, entry: Evidence, where: str) -> Claim:
 
 
 def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """Yield each contradiction of the steps that the file tells; that they happened, no file can prove."""
+    """Yield each contradiction of the steps that the file tells; that they happened, no file can
+    prove.
+    """
     record = checkpoint.record
     commands = [step.command for step in record.lineage]
     statement = " -> ".join(commands) or "no step"
@@ -426,7 +455,9 @@ def _lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
 
 
 def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
-    """(number, digest) of each step's parent, and of each member that a mean is of, as the step tells them."""
+    """(number, digest) of each step's parent, and of each member that a mean is of, as the step
+    tells them.
+    """
     for number, step in enumerate(steps):
         yield from (
             (number, digest) for digest in dict.fromkeys([step.parent or "", *_members(step)])
@@ -434,10 +465,10 @@ def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
 
 
 def _members(step: Step) -> list[str]:
-    told = step.parameters.get("members") if step.command == MEAN else None
+    members = step.parameters.get("members") if step.command == MEAN else None
     return (
-        [digest for digest in told if isinstance(digest, str)]
-        if isinstance(told, list | tuple)
+        [digest for digest in members if isinstance(digest, str)]
+        if isinstance(members, list | tuple)
         else []
     )
 
@@ -445,8 +476,9 @@ def _members(step: Step) -> list[str]:
 def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
     """(file, claim) for each step whose parent, or member of a mean, is one of the other files.
 
-    The parent's own lineage must be all that comes before the step, or with it, where the step leaves the digest as it was. A
-    member's must be a part of what comes before the mean; at a step of its own it must end there.
+    The parent's own lineage must be all that comes before the step, or with it, where the step
+    leaves the digest as it was. A member's must be a part of what comes before the mean; at a step
+    of its own it must end there.
     """
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
@@ -455,20 +487,22 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
             (number for number, step in enumerate(steps) if step.command == MEAN), -1
         )  # a mean is no member
         for number, origin in _origins(steps):
-            parent, before = by_digest.get(origin, name), steps[:number]
+            parent = by_digest.get(origin, name)
+            before = steps[:number]
             if parent == name:
                 continue
-            own = checkpoints[parent].record.lineage
+            lineage = checkpoints[parent].record.lineage
             ends = (
                 number,
                 number + 1,
             )  # `init` names itself: its parent has the digest of its result
             parts = (steps[:end] for end in ends)
             if number == joined:
-                parts = (before[start : start + len(own)] for start in range(number))
+                parts = (before[start : start + len(lineage)] for start in range(number))
             elif number < joined:
-                parts = (steps[max(0, end - len(own)) : end] for end in ends)
-            same, step = own in parts, f"lineage, step {number + 1}"
+                parts = (steps[max(0, end - len(lineage)) : end] for end in ends)
+            same = lineage in parts
+            step = f"lineage, step {number + 1}"
             why = (
                 f"{parent} tells the same steps"
                 if same
@@ -483,33 +517,36 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
 
 
 def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
-    """(file, claim) for each mean whose members are all among the files: made of them again, it must be the same network.
+    """(file, claim) for each mean whose members are all among the files: made of them again, it
+    must be the same network.
 
-    A later step's parent is the mean. Networks are the same where their digests are, so each bit of the tensors counts.
+    A later step's parent is the mean. Networks are the same where their digests are, so each bit of
+    the tensors counts.
     """
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
         steps = checkpoint.record.lineage
         for number, step in enumerate(steps):
-            told = _members(step)
-            if not told or set(told) - by_digest.keys():
+            member_digests = _members(step)
+            if not member_digests or set(member_digests) - by_digest.keys():
                 continue
             after = [later.parent for later in steps[number + 1 :]] or [checkpoint.digest]
-            why = f"the mean of {', '.join(by_digest[digest] for digest in dict.fromkeys(told))}, made again, is "
+            why = f"the mean of {', '.join(by_digest[digest] for digest in dict.fromkeys(member_digests))}, made again, is "
             try:
                 opened = {
-                    digest: with_network(checkpoints[by_digest[digest]]) for digest in set(told)
+                    digest: with_network(checkpoints[by_digest[digest]])
+                    for digest in set(member_digests)
                 }  # each once
                 members, mirror = (
-                    [opened[digest] for digest in told],
+                    [opened[digest] for digest in member_digests],
                     step.parameters.get("mirror", False),
                 )
-                made = mean_of(checkpoint.record.arch, members, mirror)
-                same = made.digest == after[0]
+                mean_checkpoint = mean_of(checkpoint.record.arch, members, mirror)
+                same = mean_checkpoint.digest == after[0]
                 why += (
                     "the same, bit for bit"
                     if same
-                    else f"network {made.digest[:16]}, not that of this step"
+                    else f"network {mean_checkpoint.digest[:16]}, not that of this step"
                 )
             except CertvitError as failure:
                 same, why = False, why + f"refused: {failure.message}"

@@ -13,7 +13,9 @@ from certcli.system.errors import one_line
 
 @dataclass(frozen=True)
 class Verification:
-    """problems: what does not hold, a line each. leaves: whether the theorems about weights were proven again."""
+    """problems: what does not hold, a line each. leaves: whether the theorems about weights were
+    proven again.
+    """
 
     nodes: int
     theorems: int
@@ -41,7 +43,9 @@ def theorems(report: ReportFields) -> int:
 
 
 def check_laws(report: ReportFields) -> Iterator[str]:
-    """Yield the errors of the report by itself: a law that does not hold, a root that is not the headline."""
+    """Yield the errors of the report by itself: a law that does not hold, a root that is not the
+    headline.
+    """
     if not report.proof:
         yield "the proof is empty"
         return
@@ -64,9 +68,11 @@ def check_laws(report: ReportFields) -> Iterator[str]:
         yield f"the headline log10_upper {report.log10_upper} is not that of the root of the proof, {root}"
 
 
-def _same_log10(stated: float | UnsetType | None, value: Real) -> bool:
-    """Tell whether this is the logarithm of the value; None stands for a value that is 0 or infinite."""
+def _same_log10(log10_stated: float | UnsetType | None, value: Real) -> bool:
+    """Tell whether this is the logarithm of the value; None stands for a value that is 0 or
+    infinite.
+    """
     log10 = value.log10() if value.finite and value > ZERO else None
-    if not isinstance(stated, float) or log10 is None:
-        return stated is None and log10 is None
-    return abs(log10 - stated) <= 1e-12 * max(1.0, abs(log10))  # a logarithm's last digits
+    if not isinstance(log10_stated, float) or log10 is None:
+        return log10_stated is None and log10 is None
+    return abs(log10 - log10_stated) <= 1e-12 * max(1.0, abs(log10))  # a logarithm's last digits

@@ -1,9 +1,11 @@
-"""Planted counterexamples: networks of plain torch, each with an image inside a radius that a careless certifier grants.
+"""Planted counterexamples: networks of plain torch, each with an image inside a radius that a
+careless certifier grants.
 
     python -m examples.planted FOLDER     # every case as safetensors, and cases.json
 
-A certifier is wrong if, for the image of a case, it claims a radius of at least `distance`: `adversary` lies there and has
-another class. `careless` is the radius that the named mistake grants, computed from the same weights.
+A certifier is wrong if, for the image of a case, it claims a radius of at least `distance`:
+`adversary` lies there and has another class. `careless` is the radius that the named mistake
+grants, computed from the same weights.
 """
 
 import math
@@ -19,7 +21,9 @@ SIZE = (1, 2, 2)
 
 
 class Planted(NamedTuple):
-    """A network of pixels in [0, 1], two images (1, 2, 2), and the radius that a mistake grants the first."""
+    """A network of pixels in [0, 1], two images (1, 2, 2), and the radius that a mistake grants the
+    first.
+    """
 
     net: nn.Module
     image: Tensor
@@ -80,7 +84,8 @@ _MARGIN = [[1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
 def _layer_norm() -> Planted:
     """LayerNorm counted by its gain, max |gamma| = 1. At a token of deviation s its slope is 1 / s."""
     net = _network(nn.LayerNorm(4, dtype=torch.float64), linear([[1, -1, 0, 0], [-1, 1, 0, 0]]))
-    image, adversary = _image(0.501, 0.499, 0.5, 0.5), _image(0.499, 0.501, 0.5, 0.5)
+    image = _image(0.501, 0.499, 0.5, 0.5)
+    adversary = _image(0.499, 0.501, 0.5, 0.5)
     return Planted(net, image, adversary, _margin(net, image) / math.sqrt(8))
 
 
@@ -100,7 +105,9 @@ def _pixels() -> Planted:
 
 
 class _Attention(nn.Module):
-    """Two keys and values, -1 and 1, and the first pixel as query: its output is tanh(s (x_0 - 0.5))."""
+    """Two keys and values, -1 and 1, and the first pixel as query: its output is tanh(s (x_0 -
+    0.5)).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         query = 1000.0 * (x[:, :1] - 0.5)
@@ -116,21 +123,27 @@ def _attention() -> Planted:
 
 
 class _L2Attention(nn.Module):
-    """Two tokens (a, b) of two pixels; softmax of -|q_i - q_j|^2 with q = 10000 a, and values b that are not tied to q."""
+    """Two tokens (a, b) of two pixels; softmax of -|q_i - q_j|^2 with q = 10000 a, and values b
+    that are not tied to q.
+    """
 
     query = 1e4
 
     def forward(self, x: Tensor) -> Tensor:
-        q, values = self.query * x[:, 0::2], x[:, 1::2]
+        q = self.query * x[:, 0::2]
+        values = x[:, 1::2]
         difference = q.unsqueeze(2) - q.unsqueeze(1)
         weights = (difference * difference * -1.0).softmax(dim=-1)
         return (weights * values.unsqueeze(1)).sum(dim=-1)
 
 
 def _l2_attention() -> Planted:
-    """L2 attention without A_h, by sqrt(n / d) (4 W(n / e) + 1) sqrt(|W_Q| + |W_V|), with n = 2, d = 1 and |W_V| = 1."""
+    """L2 attention without A_h, by sqrt(n / d) (4 W(n / e) + 1) sqrt(|W_Q| + |W_V|), with n = 2, d
+    = 1 and |W_V| = 1.
+    """
     net = _network(_L2Attention(), linear([[1.0, 0], [-1.0, 0]], [-0.75, 0.75]))
-    image, adversary = _image(0.50015, 1.0, 0.5, 0.0), _image(0.50006, 1.0, 0.5, 0.0)
+    image = _image(0.50015, 1.0, 0.5, 0.0)
+    adversary = _image(0.50006, 1.0, 0.5, 0.0)
     slope = (
         math.sqrt(2)
         * (4 * float(lambertw(2 / math.e).real) + 1)
@@ -140,7 +153,9 @@ def _l2_attention() -> Planted:
 
 
 class _Masked(nn.Module):
-    """Scores s and s of two equal keys, of which a mask sets the second to 0: the weights move with s after all."""
+    """Scores s and s of two equal keys, of which a mask sets the second to 0: the weights move with
+    s after all.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         scores = 1000.0 * (x[:, :1] - 0.5) * torch.ones(1, 2, dtype=x.dtype)
@@ -149,19 +164,25 @@ class _Masked(nn.Module):
 
 
 def _mask() -> Planted:
-    """A score replaced by a number, counted as a number added: equal keys would have equal weights, whatever the image."""
+    """A score replaced by a number, counted as a number added: equal keys would have equal weights,
+    whatever the image.
+    """
     net = _network(_Masked(), linear([[1.0], [-1.0]]))
     return Planted(net, _image(0.505, 0.5, 0.5, 0.5), _image(0.495, 0.5, 0.5, 0.5), math.inf)
 
 
 def _tie() -> Planted:
-    """A margin that is nowhere below 0 taken for a proof: beyond the kink both logits are 0, and class 0 comes first."""
+    """A margin that is nowhere below 0 taken for a proof: beyond the kink both logits are 0, and
+    class 0 comes first.
+    """
     net = _network(linear([[0.0, 0, 0, 0], [1.0, 0, 0, 0]], [0.0, -0.5]), nn.ReLU())
     return Planted(net, _image(0.55, 0.5, 0.5, 0.5), _image(0.48, 0.5, 0.5, 0.5), math.inf)
 
 
 def _power_iteration() -> Planted:
-    """A norm by power iteration, which starts orthogonal to the largest singular vector: 1 in place of 10."""
+    """A norm by power iteration, which starts orthogonal to the largest singular vector: 1 in place
+    of 10.
+    """
     root = math.sqrt(0.5)
     rotation = [[root, root, 0, 0], [10 * root, -10 * root, 0, 0]]
     net = _network(linear(rotation), linear([[0, 1], [0, -1]]))
@@ -171,7 +192,8 @@ def _power_iteration() -> Planted:
         start = weight.T @ (weight @ start)
         start = start / start.norm()
     norm = float((weight @ start).norm())
-    image, adversary = _image(0.53, 0.5, 0.5, 0.5), _image(0.47, 0.5, 0.5, 0.5)
+    image = _image(0.53, 0.5, 0.5, 0.5)
+    adversary = _image(0.47, 0.5, 0.5, 0.5)
     return Planted(net, image, adversary, _margin(net, image) / (norm * 2))
 
 
@@ -185,7 +207,8 @@ class _Twice(nn.Module):
 def _concatenation() -> Planted:
     """Concatenated branches counted by the largest of them, 1 in place of sqrt(2)."""
     net = _network(_Twice(), linear([[1, 0, 0, 0] * 2, [-1, 0, 0, 0] * 2], [-1.0, 1.0]))
-    image, adversary = _image(0.6, 0.5, 0.5, 0.5), _image(0.48, 0.5, 0.5, 0.5)
+    image = _image(0.6, 0.5, 0.5, 0.5)
+    adversary = _image(0.48, 0.5, 0.5, 0.5)
     return Planted(net, image, adversary, 4 * 0.1 / (2 * math.sqrt(2)))
 
 
@@ -217,7 +240,9 @@ def _batch_axis() -> Planted:
 
 
 def _reordered() -> Planted:
-    """Pairs of rows read before the logits are reordered: |w_0 - w_1| = 0.2 in place of |w_2 - w_0| = 2."""
+    """Pairs of rows read before the logits are reordered: |w_0 - w_1| = 0.2 in place of |w_2 - w_0|
+    = 2.
+    """
     net = _network(
         linear([[1, 0, 0, 0], [0.8, 0, 0, 0], [-1, 0, 0, 0]], [-0.5, -5, 0.5]),
         Step(lambda z: z[:, [0, 2, 1]]),
@@ -262,7 +287,8 @@ def _slope() -> Planted:
     image = _image(0.55, 0.5, 0.5, 0.5).requires_grad_()
     logits = net(image[None])[0]
     (gradient,) = torch.autograd.grad(logits[0] - logits[1], image)
-    margin, length = float((logits[0] - logits[1]).detach()), float(gradient.norm())
+    margin = float((logits[0] - logits[1]).detach())
+    length = float(gradient.norm())
     return Planted(
         net, image.detach(), _image(0.62, 0.5, 0.5, 0.5), margin / length if length else math.inf
     )

@@ -10,7 +10,9 @@ from examples.planted import CASES
 
 
 def main(folder: Path) -> None:
-    """Write NAME.safetensors (weights, image, adversary) and cases.json, which holds distance and careless radius."""
+    """Write NAME.safetensors (weights, image, adversary) and cases.json, which holds distance and
+    careless radius.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     about = {}
     for name, case in CASES.items():

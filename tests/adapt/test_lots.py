@@ -1,4 +1,6 @@
-"""Calibration images in lots: whoever works on a lot, the sums are the same bits, and every image is met once."""
+"""Calibration images in lots: whoever works on a lot, the sums are the same bits, and every image
+is met once.
+"""
 
 import threading
 
@@ -21,7 +23,8 @@ class Spoken(Team):
 
 def found_by(size: int, count: int) -> list[tuple[list[Tensor], Tensor]]:
     """(sums over lots, rows of all lots) as each of `size` processes has them."""
-    store, found = distributed.HashStore(), [None] * size
+    store = distributed.HashStore()
+    found = [None] * size
     images = torch.randn(count, 5, generator=torch.Generator().manual_seed(0))
 
     def one(rank: int) -> None:
@@ -61,7 +64,8 @@ def test_sums_over_lots_are_the_same_bits_for_any_number_of_processes(count: int
 def test_an_epoch_meets_every_image_once_in_batches_of_the_size_asked_for(
     count: int, batch_size: int
 ) -> None:
-    lots, met = Lots(count), []
+    lots = Lots(count)
+    met = []
     for batch in lots.batches(batch_size, torch.Generator().manual_seed(0)):
         met.append(
             [

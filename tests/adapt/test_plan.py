@@ -1,4 +1,6 @@
-"""Adaptation: the closed forms keep what they claim to keep, the plan is what is done, the result is what is recorded."""
+"""Adaptation: the closed forms keep what they claim to keep, the plan is what is done, the result
+is what is recorded.
+"""
 
 from functools import cache
 from itertools import product
@@ -82,7 +84,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def make(name: str) -> Checkpoint:
-    """Random weights, larger than those that timm starts from: the identity would be too easy to adapt."""
+    """Random weights, larger than those that timm starts from: the identity would be too easy to
+    adapt.
+    """
     arch, arguments = (SMALL | OTHERS)[name]
     side = arguments.get("img_size", 224)
     spec = build.spec_of(build.create(arch, arguments, initialise=False), size=(3, side, side))
@@ -132,7 +136,9 @@ def logit_error(adapted: Checkpoint, original: Checkpoint, images: Tensor) -> fl
 
 
 def test_reparametrisations_keep_the_function(plain: Checkpoint, images: Tensor) -> None:
-    """Weighted residuals start at a = 1, and a flat linear head copies pooling: nothing may change but rounding."""
+    """Weighted residuals start at a = 1, and a flat linear head copies pooling: nothing may change
+    but rounding.
+    """
     settings = AdaptSettings(norm="keep", residual="weighted", head=(), epochs=-1)
     _, surgery_only = run(plain, settings, images)
     fitted = AdaptSettings(norm="keep", residual="weighted", head=(), epochs=0)
@@ -145,13 +151,16 @@ def test_reparametrisations_keep_the_function(plain: Checkpoint, images: Tensor)
 def error_of(adapter: Adapter, images: Tensor) -> float:
     """Return the relative logit error of the new network as it is now."""
     with torch.no_grad():
-        found, goal = adapter.student(images), adapter.teacher(images)
+        found = adapter.student(images)
+        goal = adapter.teacher(images)
     return float((found - goal).norm() / goal.norm())
 
 
 @pytest.mark.parametrize(("name", "residual"), crossed([*SMALL], ["convex", "weighted", "keep"]))
 def test_every_family_keeps_its_function_under_other_residuals(name: str, residual: str) -> None:
-    """Only rounding, and for convex residuals LayerNorm's eps on a stream of half the size, may change anything."""
+    """Only rounding, and for convex residuals LayerNorm's eps on a stream of half the size, may
+    change anything.
+    """
     images = pixels(make(name))
     adapter = Adapter(
         make(name), AdaptSettings(norm="keep", residual=residual, epochs=0), images, CPU
@@ -164,7 +173,9 @@ def test_every_family_keeps_its_function_under_other_residuals(name: str, residu
 
 @pytest.mark.parametrize("name", [*SMALL, *OTHERS])
 def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
-    """A finite bound, a smaller one, and the same function on the images whose deviations were seen."""
+    """A finite bound, a smaller one, and the same function on the images whose deviations were
+    seen.
+    """
     original = make(name)
     images = pixels(original, 5)
     records, result = run(original, AdaptSettings(), images)
@@ -175,7 +186,8 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
     assert {item.path for item in result.record.surgery} == {record.path for record in records}
     assert {item.kind for item in result.record.surgery} == {"floor-norm"}
     floors = [float(value) for key, value in result.tensors.items() if key.endswith("floor")]
-    # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as much
+    # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as
+    # much
     eps = max(part.eps for part in build.load(original).modules() if isinstance(part, nn.LayerNorm))
     assert logit_error(result, original, images) < 10 * sum(
         eps / (2 * floor**2) for floor in floors
@@ -202,10 +214,8 @@ def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
 def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     """A finite bound, closer to the old function than surgery alone, the plan carried out."""
     original = make(name)
-    images, settings = (
-        pixels(original),
-        AdaptSettings("certify", norm=norm, epochs=0, batch_size=10),
-    )
+    images = pixels(original)
+    settings = AdaptSettings("certify", norm=norm, epochs=0, batch_size=10)
     adapter = Adapter(original, settings, images, CPU)
     surgery_alone = error_of(adapter, images)
     records = list(adapter.run())
@@ -219,8 +229,8 @@ def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     model = build.load(result)
     with torch.no_grad():
         assert torch.allclose(model(images), adapter.student(images), rtol=1e-3, atol=1e-3)
-    found = bound_network(model, result.record.input.size, 5)
-    assert found.upper.finite, found.bound.why
+    bound = bound_network(model, result.record.input.size, 5)
+    assert bound.upper.finite, bound.bound.why
 
 
 def test_a_floor_that_is_given_is_the_floor() -> None:
@@ -251,8 +261,8 @@ def test_every_combination_runs_and_is_bounded(
     parts, result = run(plain, settings, images[:64])
     assert any(part.path == "blocks.0" for part in parts)
     model = build.load(result)
-    found = bound_network(model, result.record.input.size, 10)
-    assert found.upper.finite, found.bound.why
+    bound = bound_network(model, result.record.input.size, 10)
+    assert bound.upper.finite, bound.bound.why
     assert isinstance(model.net.blocks[0].attn, L2Attention)
     assert {item.path for item in plan(plain, settings)} == {
         item.path for item in result.record.surgery
@@ -326,7 +336,8 @@ def test_refusals(plain: Checkpoint, images: Tensor) -> None:
     ids=str,
 )
 def test_a_named_part_is_refitted_under_the_goal_keep(named: dict[str, Any]) -> None:
-    alone, chosen = AdaptSettings(), AdaptSettings(**named)
+    alone = AdaptSettings()
+    chosen = AdaptSettings(**named)
     assert (alone.refit, alone.epochs) == (False, 0)
     assert (chosen.refit, chosen.epochs) == (True, named.get("epochs", 3))
     for wrong in ({**named, "keep": 0.9}, {"distill": 3}, {"keep": 0.0}):
@@ -338,7 +349,8 @@ def test_a_family_runs_as_its_network_does() -> None:
     """embed, body, end is the forward pass of every family."""
     for name in SMALL:
         checkpoint = make(name)
-        model, family = build.load(checkpoint), family_of(build.load(checkpoint).net)
+        model = build.load(checkpoint)
+        family = family_of(build.load(checkpoint).net)
         x = pixels(checkpoint, 2)
         with torch.no_grad():
             stream = family.embed(model.net, model.normalize(x))

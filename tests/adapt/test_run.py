@@ -1,4 +1,6 @@
-"""Adaptation as it is run: interrupted and resumed to the same bytes, planned without work, and told about bad input."""
+"""Adaptation as it is run: interrupted and resumed to the same bytes, planned without work, and
+told about bad input.
+"""
 
 import json
 from pathlib import Path
@@ -39,7 +41,8 @@ def whole(
     plain: Checkpoint, images: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Adapter, Path]:
     """A whole run, and a folder with the state after each of its records."""
-    adapter, folder = Adapter(plain, INTERRUPTIBLE, images, CPU), tmp_path_factory.mktemp("states")
+    adapter = Adapter(plain, INTERRUPTIBLE, images, CPU)
+    folder = tmp_path_factory.mktemp("states")
     for number, _ in enumerate(adapter.run(), start=1):
         save_state(folder / f"{number}.safetensors", adapter.state())
     return adapter, folder
@@ -80,7 +83,9 @@ def test_the_state_of_another_run_is_refused(
 
 
 def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
-    """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was left alone."""
+    """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was
+    left alone.
+    """
     words = [
         workshop / "plain.safetensors",
         "--dataset",
@@ -119,7 +124,8 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
         2,
     ]
     words += ["-o", tmp_path / "o.safetensors"]
-    living, refused = Adapter.run, []
+    living = Adapter.run
+    refused = []
 
     def run(self: Adapter) -> Any:
         for record in living(self):
@@ -140,18 +146,19 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
 
 
 def test_the_plan_says_what_would_be_done(plain: Checkpoint) -> None:
-    found = preview(plain, AdaptSettings("certify", norm="floor"))
-    assert {(change.before, change.after) for change in found.changes} == {
+    changes = preview(plain, AdaptSettings("certify", norm="floor"))
+    assert {(change.before, change.after) for change in changes.changes} == {
         ("LayerNorm", "FloorNorm"), ("Attention", "L2Attention"), ("Block", "ResidualBlock")
     }  # fmt: skip
-    assert found.before.parameters == sum(value.numel() for value in plain.tensors.values())
+    assert changes.before.parameters == sum(value.numel() for value in plain.tensors.values())
     width = plain.record.arch_args["embed_dim"]
-    # one map instead of queries, keys and values; two shares of the residual; a buffer is no parameter
-    assert found.before.parameters - found.after.parameters == 2 * width * (width + 1) - 2
-    assert found.before.multiply_adds > found.after.multiply_adds
-    assert found.after.log10_upper is not None
-    assert found.before.log10_upper is not None
-    assert found.after.log10_upper < found.before.log10_upper
+    # one map instead of queries, keys and values; two shares of the residual; a buffer is no
+    # parameter
+    assert changes.before.parameters - changes.after.parameters == 2 * width * (width + 1) - 2
+    assert changes.before.multiply_adds > changes.after.multiply_adds
+    assert changes.after.log10_upper is not None
+    assert changes.before.log10_upper is not None
+    assert changes.after.log10_upper < changes.before.log10_upper
 
 
 def test_multiply_adds_are_those_of_the_products() -> None:
@@ -199,9 +206,9 @@ def _refuse_pretrained() -> Any:
 
 
 def test_a_plan_without_bounds_proves_none(plain: Checkpoint) -> None:
-    found = preview(plain, AdaptSettings("certify"), bounds=False)
-    assert found.after.log10_upper is None
-    assert found.before.log10_upper is None
+    changes = preview(plain, AdaptSettings("certify"), bounds=False)
+    assert changes.after.log10_upper is None
+    assert changes.before.log10_upper is None
 
 
 def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(
@@ -294,10 +301,12 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
     workshop: Path, tmp_path: Path, words: list[str], chosen: tuple[str, str, str, int]
 ) -> None:
     """The headline is that of the written file on images that took no part."""
-    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    source = workshop / "plain.safetensors"
+    out = tmp_path / "out.safetensors"
     outcome = attempt("adapt", source, *words, "--limit", 150, "--json", "-o", out)
     assert outcome.exit_code == 0, outcome.exception
-    report, written = json.loads(outcome.stdout), Checkpoint.read(out)
+    report = json.loads(outcome.stdout)
+    written = Checkpoint.read(out)
     step = written.record.lineage[-1].parameters
     assert tuple(step[name] for name in ("attention", "norm", "residual", "epochs")) == chosen
     old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
@@ -308,7 +317,8 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
         .tensors()
     )
     with torch.no_grad():
-        before, after = old(pixels), new(pixels)
+        before = old(pixels)
+        after = new(pixels)
     kept = report["kept"]
     assert kept["agreement"] == float((before.argmax(1) == after.argmax(1)).double().mean())
     assert kept["accuracy_after"] == float((after.argmax(1) == labels).double().mean())
@@ -347,8 +357,11 @@ def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:
 
 
 def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path: Path) -> None:
-    """On the calibration images and on blank ones the network is the same function, up to LayerNorm's eps."""
-    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    """On the calibration images and on blank ones the network is the same function, up to
+    LayerNorm's eps.
+    """
+    source = workshop / "plain.safetensors"
+    out = tmp_path / "out.safetensors"
     outcome = attempt("adapt", source, "--limit", 100, "--keep", 1, "--json", "-o", out)
     assert outcome.exit_code == 0, outcome.exception
     parts = json.loads(outcome.stdout)["replaced"]
@@ -361,8 +374,10 @@ def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path
     blank = torch.stack([torch.full((1, 8, 8), value) for value in (0.0, 0.5, 1.0)])
     with torch.no_grad():
         for pixels in (seen, blank):
-            before, after = old(pixels), new(pixels)
-            # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten times as much
+            before = old(pixels)
+            after = new(pixels)
+            # each norm differs by eps / (2 floor^2) at most, which later layers may turn into ten
+            # times as much
             assert float((after - before).norm() / before.norm()) < 10 * sum(
                 part["error"] for part in parts
             )

@@ -23,7 +23,8 @@ def test_floor_norm_is_layer_norm_above_its_floor() -> None:
     ).unsqueeze(1)
     norm = FloorNorm(6, floor=0.5)
     deviation = x.var(dim=1, correction=0).sqrt()
-    found, reference = norm(x), nn.functional.layer_norm(x, (6,), eps=0.0)
+    found = norm(x)
+    reference = nn.functional.layer_norm(x, (6,), eps=0.0)
     assert torch.allclose(
         found[deviation > 0.5], reference[deviation > 0.5], atol=1e-5
     )  # float32 rounding
@@ -48,7 +49,8 @@ def test_the_chosen_floor_lies_below_nearly_all_deviations() -> None:
 
 
 def test_folding_a_centre_norm_keeps_the_function() -> None:
-    norm, layer = CenterNorm(6), nn.Linear(6, 4)
+    norm = CenterNorm(6)
+    layer = nn.Linear(6, 4)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x = torch.randn(5, 6)
@@ -60,8 +62,10 @@ def test_folding_a_centre_norm_keeps_the_function() -> None:
 
 def test_least_squares_finds_the_minimiser() -> None:
     torch.manual_seed(0)
-    x, y = torch.randn(50, 5), torch.randn(50, 3)
-    solver, layer = LeastSquares(5, 3, CPU), nn.Linear(5, 3)
+    x = torch.randn(50, 5)
+    y = torch.randn(50, 3)
+    solver = LeastSquares(5, 3, CPU)
+    layer = nn.Linear(5, 3)
     for part in range(0, 50, 7):
         solver.add(x[part : part + 7], y[part : part + 7])
     solver.solve_into(layer, ridge=0.0)
@@ -75,7 +79,8 @@ def test_least_squares_finds_the_minimiser() -> None:
 
 def test_least_squares_without_images_keeps_the_prior() -> None:
     layer = nn.Linear(5, 3)
-    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    weight = layer.weight.detach().clone()
+    bias = layer.bias.detach().clone()
     solver = LeastSquares(5, 3, CPU)
     solver.add(torch.zeros(4, 5), torch.ones(4, 3))
     solver.solve_into(layer, keep=True)

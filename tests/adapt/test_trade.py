@@ -1,4 +1,6 @@
-"""--goal keep: what is tried alone adds up, what is taken keeps enough, and the file is the network that was measured."""
+"""--goal keep: what is tried alone adds up, what is taken keeps enough, and the file is the network
+that was measured.
+"""
 
 import json
 from pathlib import Path
@@ -31,7 +33,9 @@ def candidate(digits: float, error: float) -> Candidate:
 
 
 def test_a_part_is_moved_on_at_a_rising_price() -> None:
-    """Sums of the moves are the options that are left; none of these is dearer than a mixture of two others."""
+    """Sums of the moves are the options that are left; none of these is dearer than a mixture of
+    two others.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         draws = torch.rand(6, 2, generator=generator).tolist()
@@ -41,7 +45,8 @@ def test_a_part_is_moved_on_at_a_rising_price() -> None:
         assert prices == sorted(prices)
         digits = cost = 0.0
         for move in moves:
-            digits, cost = digits + move.digits, cost + move.cost
+            digits = digits + move.digits
+            cost = cost + move.cost
             assert digits == pytest.approx(move.candidate.digits)
             assert cost >= move.candidate.error**2 * (1 - 1e-12)
         assert digits == pytest.approx(max([0.0, *(each.digits for each in candidates)]))
@@ -83,13 +88,16 @@ def test_more_is_changed_as_far_as_enough_is_kept(
 
 
 def test_floors_leave_room_for_images_that_took_no_part(plain: Checkpoint, split: Any) -> None:
-    """On 160 digits the network is the same function, up to LayerNorm's eps, though its floors have seen twelve."""
+    """On 160 digits the network is the same function, up to LayerNorm's eps, though its floors have
+    seen twelve.
+    """
     learnt, _ = split
     pixels = learnt.tensors()[0]
     keeper = Keeper(plain, AdaptSettings(), pixels[:12], CPU)
     list(keeper.run())
     with torch.no_grad():
-        before, after = keeper.teacher(pixels), keeper.student(pixels)
+        before = keeper.teacher(pixels)
+        after = keeper.student(pixels)
     assert float((after - before).norm() / before.norm()) < 10 * sum(
         part.error for part in keeper.records
     )

@@ -1,4 +1,6 @@
-"""Bounds of logits and margins: no image of the neighbourhood leaves them, and they say what certificates say."""
+"""Bounds of logits and margins: no image of the neighbourhood leaves them, and they say what
+certificates say.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ def model_of(kind: str) -> PixelModel:
 
 
 def neighbours(image: Tensor, radius: float, norm: Norm, count: int = 64) -> Tensor:
-    """Return images of [0, 1] within the radius, some at its edge, along a few steep directions as well."""
+    """Return images of [0, 1] within the radius, some at its edge, along a few steep directions as
+    well.
+    """
     moves = torch.randn(count, *image.shape, dtype=torch.float64)
     moves[::4] = moves[::4].sign()
     lengths = moves.flatten(1).norm(dim=1) if norm == "l2" else moves.flatten(1).abs().amax(1)
@@ -54,7 +58,8 @@ def test_no_neighbour_leaves_the_bounds(kind: str, norm: Norm) -> None:
                 assert bool((logits <= bounds.upper[row] + slack).all())
                 assert bool((margins >= bounds.margin_lower[row] - slack).all())
                 assert bool((margins <= bounds.margin_upper[row] + slack).all())
-        best, others = results[0], results[1:]
+        best = results[0]
+        others = results[1:]
         assert torch.equal(best.lower, torch.stack([one.lower for one in others]).amax(0))
         assert torch.equal(best.upper, torch.stack([one.upper for one in others]).amin(0))
 

@@ -1,4 +1,6 @@
-"""Python's door: what people hold is taken, and everything else is one CertvitError in Python's words."""
+"""Python's door: what people hold is taken, and everything else is one CertvitError in Python's
+words.
+"""
 
 import inspect
 import itertools

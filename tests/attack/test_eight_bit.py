@@ -1,4 +1,6 @@
-"""What is shown was judged: adversarial images as files of 8 bits, beside the float images that attacks make."""
+"""What is shown was judged: adversarial images as files of 8 bits, beside the float images that
+attacks make.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Laws over all attacks: none lies below the exact distance, strong ones reach it, the model is left as it was."""
+"""Laws over all attacks: none lies below the exact distance, strong ones reach it, the model is
+left as it was.
+"""
 
 import itertools
 import json
@@ -54,8 +56,9 @@ def test_no_attack_succeeds_below_the_exact_distance(name: str, norm: Norm) -> N
         assert record.withstood or distance[record.index] <= radius
 
 
-# Attacks that follow the likeliest class cannot know the nearest one, so theirs is the net of two classes. FGSM is one
-# step and Square a random search: sharpness is not claimed for them. 5 % is the project's goal.
+# Attacks that follow the likeliest class cannot know the nearest one, so theirs is the net of two
+# classes. FGSM is one step and Square a random search: sharpness is not claimed for them. 5 % is
+# the project's goal.
 SHARP = [
     *(
         (name, norm, 2)
@@ -94,7 +97,9 @@ def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes:
 
 @pytest.mark.parametrize(("name", "norm"), CASES)
 def test_no_attack_leaves_the_ball_of_its_own_image(name: str, norm: Norm) -> None:
-    """Radii just below each image's distance, in one batch: the largest of them would break most of the others."""
+    """Radii just below each image's distance, in one batch: the largest of them would break most of
+    the others.
+    """
     model = linear(5)
     images = pictures(6)
     labels = labelled(model, images)
@@ -108,7 +113,9 @@ def test_no_attack_leaves_the_ball_of_its_own_image(name: str, norm: Norm) -> No
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
-    """The closed form against bisection of the same curve; out of reach, every pixel goes to its end."""
+    """The closed form against bisection of the same curve; out of reach, every pixel goes to its
+    end.
+    """
     generator = torch.Generator().manual_seed(0)
     points = torch.rand(200, 1, 3, 4, generator=generator).double()
     points[::3] = points[::3].round()
@@ -122,11 +129,13 @@ def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
     def moved(length: Tensor) -> Tensor:
         return (points + length.view(-1, 1, 1, 1) * direction).clamp(0, 1) - points
 
-    low, high = torch.zeros(200).double(), torch.full((200,), 1e4).double()
+    low = torch.zeros(200).double()
+    high = torch.full((200,), 1e4).double()
     for _ in range(100):
         middle = (low + high) / 2
         enough = (moved(middle) * normal).flatten(1).sum(1).abs() >= level.abs()
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+        low = torch.where(enough, low, middle)
+        high = torch.where(enough, middle, high)
     reached = high < 1e3
     assert 20 < int(reached.sum()) < 199  # both kinds occur
     assert torch.allclose(moves, moved(high), atol=1e-9)
@@ -141,7 +150,9 @@ def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
     ],
 )
 def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
-    """Successes flip the label inside ball and box, misclassified images stay themselves, a seed fixes all of it."""
+    """Successes flip the label inside ball and box, misclassified images stay themselves, a seed
+    fixes all of it.
+    """
     (name, norm), model = case, MODELS[kind]
     images = torch.cat([pictures(3), pictures(3, seed=2).round()])
     labels = labelled(model, images, wrong=2)
@@ -159,7 +170,8 @@ def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
     for record, again in zip(*runs, strict=True):
         assert record == again
         assert torch.equal(record.adversarial, again.adversarial)
-        image, adversarial = record.image[None], record.adversarial[None]
+        image = record.image[None]
+        adversarial = record.adversarial[None]
         assert region.contains(adversarial, image).all()
         if record.index < 2:
             assert (record.robust[name], record.norm, record.broken_by) == (False, 0.0, None)
@@ -178,8 +190,11 @@ def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
 
 
 def test_where_an_l2_ascent_begins() -> None:
-    """At a length uniform in [0, radius]; a uniform point of the ball would lie within 4 % of its edge here."""
-    images, region = torch.full((4000, 1, 8, 8), 0.5), Region("l2", 0.4)
+    """At a length uniform in [0, radius]; a uniform point of the ball would lie within 4 % of its
+    edge here.
+    """
+    images = torch.full((4000, 1, 8, 8), 0.5)
+    region = Region("l2", 0.4)
     generator = torch.Generator().manual_seed(0)
     share = image_norms(region.random_start(images, generator) - images, "l2").sort().values / 0.4
     edge = image_norms(region.random_point(images, generator) - images, "l2") / 0.4
@@ -190,7 +205,9 @@ def test_where_an_l2_ascent_begins() -> None:
 
 @pytest.mark.parametrize("name", GENERAL)
 def test_an_attack_leaves_no_trace(name: str) -> None:
-    """Modes, buffers, gradients, requires_grad, the caller's tensors and the global random numbers are as before."""
+    """Modes, buffers, gradients, requires_grad, the caller's tensors and the global random numbers
+    are as before.
+    """
     model = convolution(4)
     model[0][0].weight.requires_grad_(False)
     model[1].weight.grad = torch.ones_like(model[1].weight)
@@ -237,7 +254,9 @@ def test_another_seed_is_another_run(name: str) -> None:
 
 
 def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
-    """At corners of the box half of the gradient leads out of it; what remains must still make whole steps."""
+    """At corners of the box half of the gradient leads out of it; what remains must still make
+    whole steps.
+    """
     model = linear(2)
     images = pictures(12).round()
     labels = labelled(model, images)
@@ -255,7 +274,8 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
     model = perceptron(5)
     images = pictures(10)
     labels = labelled(model, images)
-    settings, region = AttackSettings(step_size=100.0, stop_early=False), Region("l2", 1.0)
+    settings = AttackSettings(step_size=100.0, stop_early=False)
+    region = Region("l2", 1.0)
     heights = []
     for steps in range(1, 8):
         peak = ascend(
@@ -271,7 +291,8 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
 def test_tiny_gradients_still_give_whole_steps() -> None:
     """torchattacks adds 1e-10 to the norm of an l2 gradient, which drowns one of 1e-13."""
     images = pictures(10)
-    plain, tiny = Scaled(1.0).eval(), Scaled(1e-12).eval()
+    plain = Scaled(1.0).eval()
+    tiny = Scaled(1e-12).eval()
     data = batches(images, labelled(plain, images))
     runs = [
         robust_accuracy(attack_images(net, data, ["pgd"], Region("l2", 2.0), AttackSettings()))
@@ -303,7 +324,8 @@ def test_deepfool_crosses_the_boundary_it_walks_to() -> None:
 
 
 def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
-    model, source = perceptron(4), perceptron(4, seed=5)
+    model = perceptron(4)
+    source = perceptron(4, seed=5)
     images = pictures(10)
     labels = labelled(model, images)
     calls: list[bool] = []
@@ -383,7 +405,9 @@ def test_autoattack_with_many_classes_tries_nine_targets() -> None:
 
 
 def test_what_was_reached_at_a_smaller_radius_is_tried_first_at_a_larger_one() -> None:
-    """On a linear net of two classes the first direction is the right one, so no second run is needed."""
+    """On a linear net of two classes the first direction is the right one, so no second run is
+    needed.
+    """
     model = linear(2)
     images = pictures(5)
     labels = labelled(model, images)

@@ -26,7 +26,9 @@ from tests.helpers.attack_nets import (
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_judge_clips_before_it_believes(norm: Norm) -> None:
-    """Points far outside the ball, outside the box, NaN and infinite points are never a success as they stand."""
+    """Points far outside the ball, outside the box, NaN and infinite points are never a success as
+    they stand.
+    """
     model = linear(2)
     images = pictures(6)
     labels = labelled(model, images)
@@ -46,7 +48,9 @@ def test_judge_clips_before_it_believes(norm: Norm) -> None:
 @pytest.mark.parametrize("radius", [0.0, 1e-7, 2 / 255, 0.5, 3.0])
 @pytest.mark.parametrize("norm", NORMS)
 def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float) -> None:
-    """Float32 clipping leaves points 1e-8 outside; they come inside without giving up more than 1 part in 10,000."""
+    """Float32 clipping leaves points 1e-8 outside; they come inside without giving up more than 1
+    part in 10,000.
+    """
     images = torch.cat([pictures(20, size=16), pictures(20, seed=2, size=16).round()])
     region = Region(norm, radius)
     generator = torch.Generator().manual_seed(0)
@@ -54,12 +58,14 @@ def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float)
     point = tuck_in(away, images, region)
     assert region.contains(point, images).all()
     if norm == "linf" and 2 / 255 <= radius <= 0.5:
-        # 3e-8 is the rounding of a pixel near 1: relative to the radius at most 4e-6, and shrinks double until they do
+        # 3e-8 is the rounding of a pixel near 1: relative to the radius at most 4e-6, and shrinks
+        # double until they do
         assert (image_norms(point.double() - images.double(), norm) >= radius * (1 - 1e-4)).all()
 
 
 def test_judge_refuses_what_it_cannot_judge() -> None:
-    images, labels = pictures(3), torch.zeros(3, dtype=torch.long)
+    images = pictures(3)
+    labels = torch.zeros(3, dtype=torch.long)
     region = Region("l2", 1.0)
     with pytest.raises(DataError, match="outside"):
         judge(
@@ -95,7 +101,9 @@ class Wavering(nn.Module):
 
 
 def test_of_random_networks_the_mean_of_the_samples_counts() -> None:
-    """The first answer, the last and what is left of the first have another class than the sum of the three."""
+    """The first answer, the last and what is left of the first have another class than the sum of
+    the three.
+    """
     images = pictures(2)
     waver = Wavering((4, 0, 3), (0, 4, 3), (0.5, 0, 0))
     assert predict(waver, images, samples=3).tolist() == [2, 2]

@@ -35,7 +35,8 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
     images = pictures(20)
     labels = labelled(model, images, wrong=3)
     names = ["fgsm", "margin-pgd", "pgd-5"]
-    data, region = batches(images, labels, 20), Region("l2", 0.15)
+    data = batches(images, labels, 20)
+    region = Region("l2", 0.15)
     cascade = list(attack_images(model, data, names, region, AttackSettings()))
     alone = list(attack_images(model, data, names, region, AttackSettings(), independent=True))
     for record in cascade:
@@ -57,7 +58,8 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
     ]
     least = [*attack_images(model, data, ["fab"], Region("l2", 1.0), AttackSettings(steps=20))]
     assert [record.norm for record in nearest] == [record.norm for record in least]
-    in_turn, separate = robust_accuracy(cascade), robust_accuracy(alone)
+    in_turn = robust_accuracy(cascade)
+    separate = robust_accuracy(alone)
     assert in_turn.clean == separate.clean == 17 / 20
     assert (
         in_turn.robust
@@ -177,7 +179,8 @@ def test_margin_agrees_with_known_values() -> None:
 
 def test_checks_of_the_model() -> None:
     images = pictures(40)
-    plain, soft = perceptron(4), nn.Sequential(perceptron(4), nn.Softmax(dim=1)).eval()
+    plain = perceptron(4)
+    soft = nn.Sequential(perceptron(4), nn.Softmax(dim=1)).eval()
     logarithmic = nn.Sequential(perceptron(4), nn.LogSoftmax(dim=1)).eval()
     cases = {
         "plain": (plain, set()),
@@ -214,7 +217,8 @@ def test_checks_of_the_attacks() -> None:
     )
     assert not checks.raised(flags)
     assert [flag.check.name for flag in flags] == ["rising accuracy", "weak iteration"]
-    # a step so small that PGD never leaves the neighbourhood of its start, while FGSM goes the whole way
+    # a step so small that PGD never leaves the neighbourhood of its start, while FGSM goes the
+    # whole way
     lame = AttackSettings(step_size=1e-6, steps=2)
     flags = checks.inspect_attacks(
         model, images, labelled(model, images), Region("linf", 0.05), lame

@@ -83,7 +83,9 @@ def test_saga_refuses_a_net_without_attention(model: nn.Module) -> None:
 
 
 class Threshold(nn.Module):
-    """Flips where the mean pixel exceeds 1/2, by a logit that bfloat16 (8 bits) rounds to a flip too early."""
+    """Flips where the mean pixel exceeds 1/2, by a logit that bfloat16 (8 bits) rounds to a flip
+    too early.
+    """
 
     def __init__(self, matrix: float) -> None:
         super().__init__()

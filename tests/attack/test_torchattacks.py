@@ -1,4 +1,6 @@
-"""Attacks of torchattacks by name: what they find lies in the ball and is judged anew, and their arguments are checked."""
+"""Attacks of torchattacks by name: what they find lies in the ball and is judged anew, and their
+arguments are checked.
+"""
 
 import sys
 from pathlib import Path
@@ -59,10 +61,8 @@ def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
 ) -> None:
     model, images, labels = colour
     region, settings = Region(norm, 1.5 if norm == "l2" else 0.1), AttackSettings(seed=3)
-    before, drawn = (
-        {key: value.clone() for key, value in model.state_dict().items()},
-        torch.get_rng_state(),
-    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
 
     def run() -> list[AttackRecord]:
         batch = [(torch.arange(2), images, labels)]
@@ -100,7 +100,8 @@ def test_most_attacks_find_something(colour: tuple[nn.Module, torch.Tensor, torc
 
 def test_a_failure_of_the_library_is_one_line() -> None:
     """TIFGSM blurs with three kernels, whatever the number of channels."""
-    model, images = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval(), torch.rand(1, 1, 8, 8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval()
+    images = torch.rand(1, 1, 8, 8)
     batch = [(torch.arange(1), images, labelled(model, images))]
     with pytest.raises(UsageError, match="torchattacks:TIFGSM fails on these images: RuntimeError"):
         list(
@@ -180,7 +181,8 @@ def test_the_radius_of_each_image_and_a_step_that_follows_it(
 def test_the_command_writes_records_and_evidence_like_any_other(
     workshop: Path, tmp_path: Path
 ) -> None:
-    out, path = tmp_path / "o.safetensors", tmp_path / "r.jsonl"
+    out = tmp_path / "o.safetensors"
+    path = tmp_path / "r.jsonl"
     words = (
         "attack",
         workshop / "plain.safetensors",

@@ -79,7 +79,8 @@ def found(fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more
     )
 
 
-LARGE, SMALL = (3, 224, 224), (1, 8, 8)
+LARGE = (3, 224, 224)
+SMALL = (1, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,8 @@ def test_published_figures_stand_in_the_docs() -> None:
 
     page = (ROOT / "docs" / "results.md").read_text().splitlines()
     for row in published():
-        size, bound = " x ".join(map(str, row.input)), f"{row.log10_bound:g}"
+        size = " x ".join(map(str, row.input))
+        bound = f"{row.log10_bound:g}"
         cells = [
             row.name,
             row.images,
@@ -227,7 +229,9 @@ def test_published_figures_stand_in_the_docs() -> None:
 
 
 def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
-    """A network with random weights: no attack, no certificate, and a gate that fails for this reason."""
+    """A network with random weights: no attack, no certificate, and a gate that fails for this
+    reason.
+    """
     words = (
         "audit",
         workshop / "init.safetensors",

@@ -1,4 +1,6 @@
-"""The formats of an audit: schemas, figures that agree with the document, and hostile names that stay text."""
+"""The formats of an audit: schemas, figures that agree with the document, and hostile names that
+stay text.
+"""
 
 import csv
 import json
@@ -54,10 +56,10 @@ def test_the_records_are_one_line_an_image(folder: Path, certified_audit: dict) 
     with (folder / "certified.csv").open(newline="") as handle:
         rows = list(csv.DictReader(handle))
     assert len(rows) == 24 == len(certified_audit["records"])
-    held = sum(
+    energy = sum(
         row["label"] == row["prediction"] and float(row["radius_lipschitz"]) > 0.3 for row in rows
     )
-    assert held == certified_audit["certificates"][0]["certified"]["0.3"]["hits"]
+    assert energy == certified_audit["certificates"][0]["certified"]["0.3"]["hits"]
     assert (
         sum(row["withstood_0.3"] == "1" for row in rows)
         == certified_audit["attack"]["robust"]["0.3"]["hits"]
@@ -167,7 +169,9 @@ def objects(text: str, suffix: str) -> Any:
 def test_sarif_and_junit_are_what_their_schemas_allow(
     folder: Path, hostile: Audit, suffix: str, schema: str
 ) -> None:
-    """SARIF by the schema of OASIS; JUnit by Ant's JUnit.xsd within Jenkins' junit-10.xsd, as a JSON schema."""
+    """SARIF by the schema of OASIS; JUnit by Ant's JUnit.xsd within Jenkins' junit-10.xsd, as a
+    JSON schema.
+    """
     rules = json.loads((ROOT / "tests" / "helpers" / schema).read_text())
     for text in ((folder / f"certified{suffix}").read_text(), formats.text_of(hostile, suffix)):
         found = objects(text, suffix)
@@ -177,7 +181,9 @@ def test_sarif_and_junit_are_what_their_schemas_allow(
 
 
 def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> None:
-    """SARIF 2.1.0: version, runs, tool.driver.name (3.13, 3.14, 3.18); a message, a known rule, levels of kinds (3.27)."""
+    """SARIF 2.1.0: version, runs, tool.driver.name (3.13, 3.14, 3.18); a message, a known rule,
+    levels of kinds (3.27).
+    """
     for text in ((folder / "certified.sarif").read_text(), formats.text_of(hostile, ".sarif")):
         log = json.loads(text)
         assert log["version"] == "2.1.0"
@@ -230,7 +236,8 @@ def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_a
 def test_pages_of_certify_and_log(
     workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, page = workshop / "certified.safetensors", folder / "certify.html"
+    path = workshop / "certified.safetensors"
+    page = folder / "certify.html"
     found = document(
         "certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--quiet", "--html", page
     )

@@ -35,7 +35,9 @@ GATES = {
 
 
 def test_gates(workshop: Path) -> None:
-    """Each on its own: those that fail do not hide the others, and radii that only a gate names are measured."""
+    """Each on its own: those that fail do not hide the others, and radii that only a gate names are
+    measured.
+    """
     words = [part for gate in GATES for part in ("--fail-on", gate)]
     found = document("audit", workshop / "certified.safetensors", *QUICK, *words, code=7)
     assert {row["fail_on"]: row["passed"] for row in found["gate"]["judged"]} == GATES
@@ -136,7 +138,9 @@ def test_few_images_decide_nothing_and_later_ones_change_nothing(name: str) -> N
 
 
 def test_what_time_left_out_is_not_decided() -> None:
-    """A stage that more time would have done fails no gate; one that no time would have done fails it."""
+    """A stage that more time would have done fails no gate; one that no time would have done fails
+    it.
+    """
     for for_time, verdict in ((True, "not decided"), (False, "failed")):
         findings = Findings()
         findings.skip("attack", "no batch of images was finished in its time", for_time)
@@ -145,7 +149,9 @@ def test_what_time_left_out_is_not_decided() -> None:
 
 
 def test_a_gate_that_is_not_decided_has_its_own_code(workshop: Path, tmp_path: Path) -> None:
-    """Four images decide nothing, where the user asks for four; a gate that failed counts before one that is open."""
+    """Four images decide nothing, where the user asks for four; a gate that failed counts before
+    one that is open.
+    """
     words = ("audit", workshop / "certified.safetensors", *QUICK[2:], "--limit", 4)
     gate = ("--fail-on", "clean<0.5")
     found = document(*words, *gate, "--report", tmp_path / "r.sarif", code=9)

@@ -1,4 +1,6 @@
-"""`certvit audit --patch`: what no patch changes, in the sentence, the gate, the reports and the evidence."""
+"""`certvit audit --patch`: what no patch changes, in the sentence, the gate, the reports and the
+evidence.
+"""
 
 import json
 from pathlib import Path

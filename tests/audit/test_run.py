@@ -1,4 +1,6 @@
-"""`certvit audit`: what it says is what the commands find, within its time, and a gate that was not measured fails."""
+"""`certvit audit`: what it says is what the commands find, within its time, and a gate that was not
+measured fails.
+"""
 
 import json
 import re
@@ -32,10 +34,8 @@ from tests.helpers.commands import attempt, certvit, document
 def test_the_answer_is_what_the_commands_find(
     workshop: Path, folder: Path, certified_audit: dict
 ) -> None:
-    path, words = (
-        workshop / "certified.safetensors",
-        ("--limit", 24, "-e", 0.05, "-e", 0.3, "--json", "--quiet"),
-    )
+    path = workshop / "certified.safetensors"
+    words = ("--limit", 24, "-e", 0.05, "-e", 0.3, "--json", "--quiet")
     (found,) = certified_audit["certificates"]
     alone = document("certify", path, *words)
     assert {radius: share["share"] for radius, share in found["certified"].items()} == alone[
@@ -62,26 +62,26 @@ def test_the_answer_is_what_the_commands_find(
 
 
 def test_a_network_without_a_usable_proof_is_told_so(folder: Path) -> None:
-    found = json.loads((folder / "plain.json").read_text())
+    table = json.loads((folder / "plain.json").read_text())
     proven = any(
-        item["failure"] == 0 and item["certified"]["0.05"]["hits"] for item in found["certificates"]
+        item["failure"] == 0 and item["certified"]["0.05"]["hits"] for item in table["certificates"]
     )
     opening = (
         "The global bound proves nothing: 10^"
         if proven
         else "No usable proof: the global bound is 10^"
     )
-    assert opening in found["verdict"][0]
-    assert "LayerNorms alone contributes 1,000" in found["verdict"][0]
-    smoothed = next(item for item in found["certificates"] if item["method"] == "smoothing")
+    assert opening in table["verdict"][0]
+    assert "LayerNorms alone contributes 1,000" in table["verdict"][0]
+    smoothed = next(item for item in table["certificates"] if item["method"] == "smoothing")
     assert smoothed["failure"] == 0.001
     at = smoothed["certified"]["0.05"]
     assert any(
         f"certifies {at['hits']} of {at['images']} images" in line and "99.9 %" in line
-        for line in found["verdict"]
+        for line in table["verdict"]
     )
-    assert {"local", "smoothing"} <= {item["method"] for item in found["certificates"]}
-    again = found["reproduce"].split()
+    assert {"local", "smoothing"} <= {item["method"] for item in table["certificates"]}
+    again = table["reproduce"].split()
     assert again[:2] == ["certvit", "audit"]
     assert "--limit" in again
 
@@ -102,7 +102,9 @@ def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder:
 def test_what_is_shown_to_be_typed_works_here(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The terminal names the files as they were typed, with what reading them needs; a document has no folders."""
+    """The terminal names the files as they were typed, with what reading them needs; a document has
+    no folders.
+    """
     (tmp_path / "a b").mkdir()
     shutil.copy(workshop / "certified.safetensors", tmp_path / "a b" / "net.safetensors")
     monkeypatch.chdir(tmp_path)
@@ -156,7 +158,9 @@ class OneBatch(StageTime):
 
 
 def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
-    """Attacks and certificates that go on where they ended: the same records, each image once, in order."""
+    """Attacks and certificates that go on where they ended: the same records, each image once, in
+    order.
+    """
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
     model, cpu = build.load(checkpoint), torch.device("cpu")
     images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0).select(range(10))
@@ -164,7 +168,8 @@ def test_rounds_find_what_one_round_finds(workshop: Path) -> None:
     def attacking() -> Attacking:
         return Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4)
 
-    rounds, whole = attacking(), attacking()
+    rounds = attacking()
+    whole = attacking()
     counts = []
     while rounds.rest:
         rounds.go(OneBatch(1e6))
@@ -205,7 +210,8 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
         return Classifier(model, precision)
 
     network = workshop / "plain.safetensors"  # made when it is first named
-    load, loaded = build.load, []
+    load = build.load
+    loaded = []
     monkeypatch.setattr(
         build, "load", lambda *given, **more: (loaded.append(1), load(*given, **more))[1]
     )

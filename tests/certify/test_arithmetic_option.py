@@ -66,7 +66,8 @@ def test_records_of_another_arithmetic_are_refuted(
     method: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "STEPS", 4)  # of attacks inside radii, which find nothing here
-    checkpoint, records = workshop / "certified.safetensors", tmp_path / "records.jsonl"
+    checkpoint = workshop / "certified.safetensors"
+    records = tmp_path / "records.jsonl"
     if method == "bcp":
         checkpoint = tmp_path / "chain.safetensors"
         certvit("init", "certvit_4c3f", "--arch-arg", "img_size=8", "-o", checkpoint)

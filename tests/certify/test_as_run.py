@@ -1,4 +1,6 @@
-"""What is certified is what runs: precisions, batches, memory formats, and a module's own normalisation."""
+"""What is certified is what runs: precisions, batches, memory formats, and a module's own
+normalisation.
+"""
 
 from typing import Any
 

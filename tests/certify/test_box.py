@@ -1,4 +1,6 @@
-"""Certificates that know the box: the geometry against points of the box, the margins against attacks and a plane."""
+"""Certificates that know the box: the geometry against points of the box, the margins against
+attacks and a plane.
+"""
 
 import math
 from collections.abc import Callable
@@ -22,7 +24,9 @@ PIXELS = 24
 
 
 def drawn(seed: int, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, half of their pixels at 0 or 1; anchors near and far; lengths from next to nothing to beyond the box."""
+    """Images, half of their pixels at 0 or 1; anchors near and far; lengths from next to nothing to
+    beyond the box.
+    """
     generator = torch.Generator().manual_seed(seed)
     images = (2 * torch.rand(rows, PIXELS, generator=generator, dtype=torch.float64) - 0.5).clamp(
         0, 1
@@ -36,7 +40,9 @@ def drawn(seed: int, rows: int = 40) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def points(images: Tensor, anchors: Tensor, radii: Tensor, seed: int) -> list[Tensor]:
-    """Images of the box within the radii: far from the anchor, at random, and the furthest by projections in turn."""
+    """Images of the box within the radii: far from the anchor, at random, and the furthest by
+    projections in turn.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number in range(30):
@@ -44,11 +50,11 @@ def points(images: Tensor, anchors: Tensor, radii: Tensor, seed: int) -> list[Te
         away = images - anchors + (0 if number == 0 else number / 10) * away * radii[:, None]
         inside = images
         for _ in range(30):
-            moved = (
+            furthest = (
                 inside + away * radii[:, None] / away.norm(dim=1, keepdim=True).clamp(min=1e-300)
             ).clamp(0, 1)
-            length = (moved - images).norm(dim=1, keepdim=True).clamp(min=1e-300)
-            inside = images + (moved - images) * (radii[:, None] / length).clamp(max=1) * (
+            length = (furthest - images).norm(dim=1, keepdim=True).clamp(min=1e-300)
+            inside = images + (furthest - images) * (radii[:, None] / length).clamp(max=1) * (
                 1 - 1e-12
             )
         found.append(inside)
@@ -66,7 +72,8 @@ def test_no_image_of_the_box_is_further_than_the_bound(seed: int) -> None:
         squared = (near - anchors).square().sum(1)
         assert (squared <= bound).all()
         highest = torch.maximum(highest, squared)
-    # and it is no far larger number: where the ball lies within the box, or the box holds it back on one side
+    # and it is no far larger number: where the ball lies within the box, or the box holds it back
+    # on one side
     assert (highest > 0.7 * bound).sum() > len(bound) / 2
 
 
@@ -84,16 +91,19 @@ def test_what_is_reached_lies_within(seed: int) -> None:
 
 
 def test_the_distance_is_rounded_up() -> None:
-    """Not below r^2 + |u|^2 + 2 (the dual at mu), in rational numbers, where the dual is taken at its own best points."""
+    """Not below r^2 + |u|^2 + 2 (the dual at mu), in rational numbers, where the dual is taken at
+    its own best points.
+    """
     images, anchors, radii = drawn(7)
-    found = distance(images, anchors, radii)
+    nearest = distance(images, anchors, radii)
     assert (
-        found.squared[0] < 1.001 * radii[0] ** 2
+        nearest.squared[0] < 1.001 * radii[0] ** 2
     ).all()  # an anchor next to the image: nothing else hides rounding
     for image, anchor, r, squared, mu in zip(
-        images, anchors, radii, found.squared, found.mu, strict=True
+        images, anchors, radii, nearest.squared, nearest.mu, strict=True
     ):
-        square, weight = Fraction(float(r)) ** 2, Fraction(float(mu))
+        square = Fraction(float(r)) ** 2
+        weight = Fraction(float(mu))
         exact = square * (1 + weight)
         for x, a in zip(map(Fraction, image.tolist()), map(Fraction, anchor.tolist()), strict=True):
             u = x - a
@@ -104,10 +114,8 @@ def test_the_distance_is_rounded_up() -> None:
 
 
 def test_what_reaches_nowhere() -> None:
-    images, anchors = (
-        torch.zeros(6, 2, dtype=torch.float64),
-        torch.full((6, 2), 0.5, dtype=torch.float64),
-    )
+    images = torch.zeros(6, 2, dtype=torch.float64)
+    anchors = torch.full((6, 2), 0.5, dtype=torch.float64)
     within = torch.tensor([0.0, 0.5, math.inf, math.nan, 1e-200, -1.0], dtype=torch.float64)
     assert reach(images, anchors, within).tolist() == [0, 0, math.inf, 0, 0, 0]
     anchors[0, 0] = math.nan
@@ -117,12 +125,12 @@ def test_what_reaches_nowhere() -> None:
 
 
 def test_a_pixel_without_room_below_it_costs_nothing() -> None:
-    """x = (0, 1/2), the anchor lighter in the first pixel: no image lies on its far side, so |x' - a|^2 <= r^2 + |u|^2."""
+    """x = (0, 1/2), the anchor lighter in the first pixel: no image lies on its far side, so |x' -
+    a|^2 <= r^2 + |u|^2.
+    """
     image = torch.tensor([[0.0, 0.5]], dtype=torch.float64)
-    anchor, r = (
-        torch.tensor([[0.3, 0.5]], dtype=torch.float64),
-        torch.tensor([0.4], dtype=torch.float64),
-    )
+    anchor = torch.tensor([[0.3, 0.5]], dtype=torch.float64)
+    r = torch.tensor([0.4], dtype=torch.float64)
     assert float(distance(image, anchor, r).squared) == pytest.approx(0.25, rel=1e-6)
     assert float(reach(image, anchor, torch.tensor([0.5], dtype=torch.float64))) == pytest.approx(
         0.4, rel=1e-6
@@ -180,16 +188,19 @@ def test_radii_are_never_less_and_are_found_again_alone(arithmetic: str | None) 
         model = network(seed)
         images = drawn(seed)[0].view(-1, 1, 4, 6)
         labels = model(images).argmax(1).tolist()
-        bound, places = prove(model, 4), range(len(labels))
+        bound = prove(model, 4)
+        places = range(len(labels))
         plain = LipschitzCertifier(model, bound, arithmetic).batch(places, images, labels)
         certifier = BoxCertifier(model, bound, arithmetic)
-        found = certifier.batch(places, images, labels)
-        assert all(row.radius >= other.radius for row, other in zip(found, plain, strict=True))
+        certificates = certifier.batch(places, images, labels)
+        assert all(
+            row.radius >= other.radius for row, other in zip(certificates, plain, strict=True)
+        )
         gained = sum(
-            row.radius > 1.02 * other.radius for row, other in zip(found, plain, strict=True)
+            row.radius > 1.02 * other.radius for row, other in zip(certificates, plain, strict=True)
         )
         assert arithmetic == "bf16" or gained > len(labels) / 4
-        for row, image in zip(found, images, strict=True):
+        for row, image in zip(certificates, images, strict=True):
             (again,) = certifier.confirm([row], image[None], Doubt(0, 0.0))
             assert again.status == "verified", (row, again)
 

@@ -1,8 +1,9 @@
-"""The law of certificates, over every registered method: nothing inside a claimed radius is of another class.
+"""The law of certificates, over every registered method: nothing inside a claimed radius is of
+another class.
 
-Judged at the image itself, at random neighbours and where gradients lead, in rational arithmetic wherever the network is a
-chain of linear maps. Of smoothing, which may be wrong with probability alpha, the classifier of two classes is known exactly:
-under noise a linear network is itself.
+Judged at the image itself, at random neighbours and where gradients lead, in rational arithmetic
+wherever the network is a chain of linear maps. Of smoothing, which may be wrong with probability
+alpha, the classifier of two classes is known exactly: under noise a linear network is itself.
 """
 
 import itertools
@@ -49,9 +50,12 @@ def chain(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
 
 
 def cancelling(power: int) -> nn.Sequential:
-    """Rounding decides: the head takes off the biases 2^power, beside which the features are some 2^(power - 50)."""
+    """Rounding decides: the head takes off the biases 2^power, beside which the features are some
+    2^(power - 50).
+    """
     net = chain(16, 16, 4)
-    hidden, head = net[3], net[5]
+    hidden = net[3]
+    head = net[5]
     hidden.weight.mul_(2.0 ** (power - 50))
     hidden.bias.fill_(2.0**power)
     head.weight.zero_()
@@ -146,7 +150,9 @@ def certificates(
 
 
 def real_margins(net: nn.Module, image: Tensor, label: int) -> Fraction | float:
-    """min z_label - z_j, in rational arithmetic of a chain; of another network in float64, where 1e-9 counts as nothing."""
+    """min z_label - z_j, in rational arithmetic of a chain; of another network in float64, where
+    1e-9 counts as nothing.
+    """
 
     def number(x: Tensor) -> Any:
         return np.vectorize(lambda t: Fraction(float(t)), otypes=[object])(x.detach().numpy())
@@ -173,9 +179,12 @@ def real_margins(net: nn.Module, image: Tensor, label: int) -> Fraction | float:
 
 
 def climbed(net: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) -> Tensor:
-    """The worst points that gradients find within each radius, from the image and from random starts: (b, ...)."""
+    """The worst points that gradients find within each radius, from the image and from random
+    starts: (b, ...).
+    """
     length = radii.view(-1, 1, 1, 1)
-    best, worst = pixels, torch.full((len(pixels),), torch.inf, dtype=torch.float64)
+    best = pixels
+    worst = torch.full((len(pixels),), torch.inf, dtype=torch.float64)
     for start in (pixels, *neighbours(pixels, radii, 4)):
         near = start
         for _ in range(20):
@@ -219,9 +228,12 @@ def false_claims(
 def false_of_patches(
     certifier: Certifier, pixels: Tensor, rows: Sequence[Certificate]
 ) -> list[Certificate]:
-    """Those whose defended classifier gives another class where a patch is black, white or noise, at every place."""
+    """Those whose defended classifier gives another class where a patch is black, white or noise,
+    at every place.
+    """
     assert isinstance(certifier, PatchCertifier)
-    draw, found = torch.Generator().manual_seed(6), []
+    draw = torch.Generator().manual_seed(6)
+    found = []
     for row in rows:
         for patch in map(Patch.from_key, row.held if isinstance(row.held, tuple) else ()):
             image = pixels[row.index]
@@ -244,7 +256,9 @@ def false_of_patches(
 def false_of_linear(
     checkpoint: Checkpoint, pixels: Tensor, rows: Sequence[Certificate]
 ) -> list[Certificate]:
-    """Those beyond the distance to the hyperplane between two classes, which the smoothed classifier shares."""
+    """Those beyond the distance to the hyperplane between two classes, which the smoothed
+    classifier shares.
+    """
     net: Any = build.load_double(checkpoint, torch.device("cpu"))
     gap = net.net[1].weight[1] - net.net[1].weight[0]
     steep = float(gap.norm()) / float(net.normalize.std)
@@ -329,10 +343,10 @@ class PatchClaiming(PatchCertifier):
     def batch(
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[PatchCertificate]:
-        tops = self.predict(pixels)
+        predictions = self.predict(pixels)
         return [
             PatchCertificate(index, label, top, 0.0, "patch", 0.0, proven=("2x2",))
-            for index, label, top in zip(indices, labels, tops, strict=True)
+            for index, label, top in zip(indices, labels, predictions, strict=True)
         ]
 
 

@@ -1,4 +1,6 @@
-"""What a certifier says of a network that changed after its proof, of batches it does not take, of odd statistics."""
+"""What a certifier says of a network that changed after its proof, of batches it does not take, of
+odd statistics.
+"""
 
 import math
 from typing import Any
@@ -62,7 +64,8 @@ def test_products_of_symbols_are_of_the_l2_ball() -> None:
 @pytest.mark.parametrize("way", ["in place", "behind autograd's back", "another tensor"])
 @pytest.mark.parametrize("name", CERTIFIERS)
 def test_no_certificate_of_weights_that_changed(name: str, way: str) -> None:
-    model, pixels = network(), torch.rand(2, *SIZE)
+    model = network()
+    pixels = torch.rand(2, *SIZE)
     certifier = CERTIFIERS[name](model)
     claims = certifier.batch([0, 1], pixels, [0, 0])
     assert len(claims) == 2
@@ -89,7 +92,8 @@ class Failing(nn.Linear):
 
 
 def test_what_does_not_run_in_its_precision_runs_in_float64_unless_memory_ends() -> None:
-    model, pixels = network(), torch.rand(2, *SIZE).double()
+    model = network()
+    pixels = torch.rand(2, *SIZE).double()
     certifier: Any = CERTIFIERS["lipschitz"](model)
     certifier._executed = Failing(1, 1).half()
     first, second = model(pixels).argmax(1).tolist()
@@ -104,7 +108,8 @@ def test_what_does_not_run_in_its_precision_runs_in_float64_unless_memory_ends()
 
 
 def test_an_image_is_right_whose_top_class_is_its_label() -> None:
-    model, pixels = network(), torch.rand(4, *SIZE)
+    model = network()
+    pixels = torch.rand(4, *SIZE)
     labels = model(pixels.double()).argmax(1)
     labels[1:] = (labels[1:] + 1) % 3
     images = Images(

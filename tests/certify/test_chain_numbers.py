@@ -1,4 +1,6 @@
-"""Boxes and balls of chains against exact arithmetic: errors lie within their bounds, and bounds count every rounding."""
+"""Boxes and balls of chains against exact arithmetic: errors lie within their bounds, and bounds
+count every rounding.
+"""
 
 import functools
 import math
@@ -27,8 +29,11 @@ def doubles(*values: float) -> Tensor:
 
 
 def exactly(found: SequentialNetwork, pixels: Tensor) -> list[list[Fraction]]:
-    """Every affine step's results at one image, without rounding: of a chain of linear layers and ReLU."""
-    x, seen = [Fraction(value) for value in pixels.flatten().tolist()], []
+    """Every affine step's results at one image, without rounding: of a chain of linear layers and
+    ReLU.
+    """
+    x = [Fraction(value) for value in pixels.flatten().tolist()]
+    seen = []
     for step in (*found.body, found.last):
         if isinstance(step, Activation):
             x = [max(value, Fraction(0)) for value in x]
@@ -44,7 +49,9 @@ def exactly(found: SequentialNetwork, pixels: Tensor) -> list[list[Fraction]]:
 
 @pytest.mark.parametrize("bias", [0.0, 1e6, -1e6])
 def test_no_value_is_off_by_more_than_is_said(bias: float) -> None:
-    """Differences of nearly equal numbers: what they have lost is as large as the numbers were, and never negative."""
+    """Differences of nearly equal numbers: what they have lost is as large as the numbers were, and
+    never negative.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4)
@@ -84,32 +91,36 @@ def test_the_largest_product_is_not_rounded_down() -> None:
 
 @pytest.mark.parametrize("slope", [1.0, 0.0])
 def test_a_box_behind_an_activation_has_its_units(slope: float) -> None:
-    """A ReLU that just opens: its rise is the difference of two large numbers, and what they may have lost."""
+    """A ReLU that just opens: its rise is the difference of two large numbers, and what they may
+    have lost.
+    """
     found = []
     for s in (1.0, 2.0**40):
         move = s * (1 + 2.0**-30)
         start = Moves(-slope * doubles(move), doubles(move), torch.ones(1).double())
-        moved = sequential._activated(
+        activated = sequential._activated(
             start, Activation(torch.relu), doubles(-s), doubles(s * 2.0**-40)
         )
-        assert float(moved.hi) >= s * (2.0**-30 + 2.0**-40)
-        found.append([float(moved.hi), float(moved.lo)])
+        assert float(activated.hi) >= s * (2.0**-30 + 2.0**-40)
+        found.append([float(activated.hi), float(activated.lo)])
     assert found[1] == pytest.approx([x * 2.0**40 for x in found[0]], rel=1e-9)
 
 
 def test_a_box_behind_an_activation_holds_what_its_rounding_is_far_above() -> None:
     """Of the identity: units move by 2^-60 around -1 and 1."""
     move = doubles(2.0**-60, 2.0**-60)
-    moved = sequential._activated(
+    activated = sequential._activated(
         Moves(-move, move, move[0]), Activation(lambda x: x), doubles(-1.0, 1.0), 0 * move
     )
-    assert bool((moved.hi >= move).all())
-    assert bool((moved.lo <= -move).all())
+    assert bool((activated.hi >= move).all())
+    assert bool((activated.lo <= -move).all())
 
 
 @pytest.mark.parametrize("rho", [2.0**-8, 1.0, 2.0**8])
 def test_a_box_behind_a_linear_layer_is_the_ball_or_what_the_box_allows(rho: float) -> None:
-    """Rows of length 1/4: of a ball of radius rho, and of what is left of it by a box without its first half."""
+    """Rows of length 1/4: of a ball of radius rho, and of what is left of it by a box without its
+    first half.
+    """
     layer = nn.Linear(16, 1).double().requires_grad_(False)
     layer.weight.fill_(1 / 16)
     step = AffineStep(layer.weight, None, nn.functional.linear, 0.25, 16, True)
@@ -130,7 +141,8 @@ def chain(name: str) -> SequentialNetwork:
 
 def parts(name: str, drop: bool) -> Numbers:
     """Whatever only grows where a proof is weaker, at small and large radii."""
-    found, pixels = chain(name), images(1)
+    found = chain(name)
+    pixels = images(1)
     values = found.values(pixels)
     numbers = [float(part.sum()) for part in values.error]
     for radius in (0.0, 1e-3, 4.0):
@@ -143,8 +155,8 @@ def parts(name: str, drop: bool) -> Numbers:
 
 def opened(size: float, move: float) -> Numbers:
     start = Moves(-doubles(move), doubles(move), torch.ones(1).double())
-    moved = sequential._activated(start, Activation(torch.relu), doubles(size), doubles(0.0))
-    return [float(moved.hi), -float(moved.lo)]
+    activated = sequential._activated(start, Activation(torch.relu), doubles(size), doubles(0.0))
+    return [float(activated.hi), -float(activated.lo)]
 
 
 ROWS: dict[str, Callable[[], Numbers]] = {
@@ -164,7 +176,8 @@ def test_every_rounding_reaches_a_bound(file: str, monkeypatch: pytest.MonkeyPat
     made = {name: Sites(getattr(rounding, name)) for name in ("up", "gamma", "norm2")}
     for name, sites in made.items():
         monkeypatch.setattr(sequential, name, sites)
-    plain, rows = {}, defaultdict[tuple[str, Site], list[str]](list)
+    plain = {}
+    rows = defaultdict[tuple[str, Site], list[str]](list)
     for row, run in ROWS.items():
         for sites in made.values():
             sites.reached.clear()

@@ -1,4 +1,6 @@
-"""Smoothing behind a denoiser: what is certified is the network on denoised images, and records say of which denoiser."""
+"""Smoothing behind a denoiser: what is certified is the network on denoised images, and records say
+of which denoiser.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,10 @@ def dncnn(path: Path, last: float, spoil: Any = None) -> Path:
 
 
 def test_the_denoiser_is_part_of_what_is_smoothed(workshop: Path, tmp_path: Path) -> None:
-    net, records = workshop / "plain.safetensors", tmp_path / "r.jsonl"
-    same, other = (
-        dncnn(tmp_path / "same.safetensors", 0.0),
-        dncnn(tmp_path / "other.safetensors", 0.05),
-    )
+    net = workshop / "plain.safetensors"
+    records = tmp_path / "r.jsonl"
+    same = dncnn(tmp_path / "same.safetensors", 0.0)
+    other = dncnn(tmp_path / "other.safetensors", 0.05)
     bare = document("certify", net, *RUN)
     silent = document("certify", net, *RUN, "--denoiser", same)
     spoilt = document("certify", net, *RUN, "--denoiser", other, "--records", records)
@@ -79,7 +80,9 @@ def test_the_published_network() -> None:
     net = Denoiser(3, 5, 3).eval()
     net.dncnn[3].running_mean.normal_()
     x = torch.rand(2, 3, 6, 6)
-    first, norm, last = net.dncnn[0], net.dncnn[3], net.dncnn[5]
+    first = net.dncnn[0]
+    norm = net.dncnn[3]
+    last = net.dncnn[5]
     hidden = torch.conv2d(
         torch.conv2d(x, first.weight, first.bias, padding=1).relu(), net.dncnn[2].weight, padding=1
     )

@@ -1,4 +1,6 @@
-"""Boxes and balls through chains of layers: what is reachable stays inside, no attack succeeds inside a certified radius."""
+"""Boxes and balls through chains of layers: what is reachable stays inside, no attack succeeds
+inside a certified radius.
+"""
 
 from dataclasses import replace
 
@@ -33,7 +35,9 @@ def conv(activation: type[nn.Module] = nn.ReLU) -> nn.Module:
 
 
 class Functional(nn.Module):
-    """As the reference networks are written: flatten and relu as functions, two affine maps in a row."""
+    """As the reference networks are written: flatten and relu as functions, two affine maps in a
+    row.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +49,9 @@ class Functional(nn.Module):
 
 
 def passing() -> nn.Module:
-    """MaxMin's first results come from the second halves: units of the first halves are constant, and smaller."""
+    """MaxMin's first results come from the second halves: units of the first halves are constant,
+    and smaller.
+    """
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 16), MaxMin(), nn.Linear(16, CLASSES))
     net[1].weight.data[:8], net[1].bias.data[:8] = 0.0, -9.0
     return net
@@ -67,7 +73,9 @@ NETWORKS = {
 
 
 def network(name: str, scale: float = 1.5) -> PixelModel:
-    """Weights large enough that units switch within the radii tried, biases that keep many of them off."""
+    """Weights large enough that units switch within the radii tried, biases that keep many of them
+    off.
+    """
     torch.manual_seed(3)
     net = NETWORKS[name]()
     for parameter in net.parameters():
@@ -85,7 +93,9 @@ def images(count: int = 6) -> Tensor:
 
 
 def neighbours(pixels: Tensor, radii: Tensor, count: int) -> Tensor:
-    """Images at most `radii` away, most of them at the rim, single pixels and flat changes among them: (count, b, ...)."""
+    """Images at most `radii` away, most of them at the rim, single pixels and flat changes among
+    them: (count, b, ...).
+    """
     generator = torch.Generator().manual_seed(2)
     steps = torch.randn(count, *pixels.shape, generator=generator, dtype=torch.float64)
     steps[: count // 4] = steps[: count // 4].sign()
@@ -99,7 +109,8 @@ def neighbours(pixels: Tensor, radii: Tensor, count: int) -> Tensor:
 
 def tensors(found: SequentialNetwork, pixels: Tensor) -> list[Tensor]:
     """The input of every affine step but the first, and the logits."""
-    x, seen = pixels, []
+    x = pixels
+    seen = []
     for step in (*found.body, found.last):
         if isinstance(step, AffineStep):
             seen.append(x)
@@ -112,7 +123,8 @@ def tensors(found: SequentialNetwork, pixels: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("drop", [False, True], ids=["bcp", "local-lip"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_is_reachable_stays_in_box_and_ball(name: str, drop: bool) -> None:
-    model, pixels = network(name), images()
+    model = network(name)
+    pixels = images()
     found = SequentialNetwork(model, SIZE)
     logits = model(pixels)
     assert torch.allclose(
@@ -136,7 +148,9 @@ def test_what_is_reachable_stays_in_box_and_ball(name: str, drop: bool) -> None:
 
 
 def attacked(model: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) -> Tensor:
-    """Whether gradient descent on the worst margin, started at random and projected, changes the class: (b,)."""
+    """Whether gradient descent on the worst margin, started at random and projected, changes the
+    class: (b,).
+    """
     broken = torch.zeros(len(pixels), dtype=torch.bool)
     length = radii.view(-1, 1, 1, 1)
     for near in neighbours(pixels, radii, 3):
@@ -158,9 +172,11 @@ def attacked(model: nn.Module, pixels: Tensor, labels: Tensor, radii: Tensor) ->
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_radii_withstand_attacks_and_are_never_below_the_global_ones(name: str) -> None:
-    model, pixels = network(name), images(10)
+    model = network(name)
+    pixels = images(10)
     labels = model(pixels).argmax(1)
-    indices, wanted = list(range(len(pixels))), labels.tolist()
+    indices = list(range(len(pixels)))
+    wanted = labels.tolist()
     plain = LipschitzCertifier(model, prove(model, CLASSES)).batch(indices, pixels, wanted)
     found = {}
     for kind in (BcpCertifier, LocalLipCertifier):
@@ -178,7 +194,8 @@ def test_radii_withstand_attacks_and_are_never_below_the_global_ones(name: str) 
 
 
 def test_a_radius_is_proven_again_and_a_forged_one_is_not() -> None:
-    model, pixels = network("conv"), images(4)
+    model = network("conv")
+    pixels = images(4)
     certifier = LocalLipCertifier(model, CLASSES, SIZE)
     rows = certifier.batch(range(4), pixels, model(pixels).argmax(1).tolist())
     doubt = Doubt(seed=0, level=1e-4)
@@ -200,7 +217,8 @@ class Lesser:
 
 def test_a_radius_by_another_bound_on_rounding_is_found_again() -> None:
     """Of two images one is held by it, the other by none."""
-    model, pixels = network("linear"), images(2)
+    model = network("linear")
+    pixels = images(2)
     certifier = LocalLipCertifier(model, CLASSES, SIZE)
     certifier._neighbours = Lesser()  # type: ignore[assignment]
     rows = certifier.batch(range(2), pixels, model(pixels).argmax(1).tolist())
@@ -213,7 +231,9 @@ def test_a_radius_by_another_bound_on_rounding_is_found_again() -> None:
 
 
 def test_a_constant_unit_costs_nothing() -> None:
-    """Half of the units can never be on; the global bound counts their large weights, the local one does not."""
+    """Half of the units can never be on; the global bound counts their large weights, the local one
+    does not.
+    """
     model = network("maxmin")
     net = (
         nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 4))
@@ -234,7 +254,8 @@ def test_a_constant_unit_costs_nothing() -> None:
 
 
 def test_of_a_linear_network_the_radius_is_the_distance_to_the_boundary() -> None:
-    model, pixels = network("linear"), images(8) * 0.2 + 0.4
+    model = network("linear")
+    pixels = images(8) * 0.2 + 0.4
     logits = model(pixels)
     weight = model.net[1].weight / 0.5
     top = logits.argmax(1)

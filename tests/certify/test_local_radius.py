@@ -1,4 +1,6 @@
-"""Networks of two pixels, whose nearest other class a fine grid finds: a local radius reaches near it, and no farther."""
+"""Networks of two pixels, whose nearest other class a fine grid finds: a local radius reaches near
+it, and no farther.
+"""
 
 import functools
 
@@ -74,7 +76,9 @@ def network(body: str) -> tuple[PixelModel, Tensor, list[int]]:
 
 @functools.cache
 def nearest(body: str, norm: Norm) -> list[float]:
-    """Return how far from each image the grid finds another class: 240 directions, 500 radii up to 1."""
+    """Return how far from each image the grid finds another class: 240 directions, 500 radii up to
+    1.
+    """
     model, images, tops = network(body)
     angles = torch.linspace(0, 2 * torch.pi, 240, dtype=torch.float64)
     moves = torch.stack([angles.cos(), angles.sin()], 1)
@@ -107,7 +111,9 @@ def test_a_radius_reaches_near_the_next_class_and_no_farther(
 def test_images_outside_0_and_1_count_for_real_arithmetic_alone(
     norm: Norm, anywhere: float, effort: str
 ) -> None:
-    """A margin of 3 x + y - 0.2 at (0, 0.5): x cannot fall there, and y falls 0.3 before the class changes."""
+    """A margin of 3 x + y - 0.2 at (0, 0.5): x cannot fall there, and y falls 0.3 before the class
+    changes.
+    """
     model = PixelModel(
         InputSpec(size=SIZE, mean=(0.0,), std=(1.0,)), nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
     )

@@ -16,7 +16,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("purpose", [noise.CERTIFY, noise.TUNE])
 def test_bits_are_philox_on_every_device(seed: int, purpose: int) -> None:
     """numpy's generator against torch's integers: two implementations of one function."""
-    images, samples = [0, 3, 2**40], [5, 0, 123_456]
+    images = [0, 3, 2**40]
+    samples = [5, 0, 123_456]
     fast = noise.words(seed, images, samples, 371, CPU, purpose)
     assert torch.equal(fast, noise.philox(seed, images, samples, 371, CPU, purpose))
     assert torch.equal(fast[:, :11], noise.words(seed, images, samples, 11, CPU, purpose))

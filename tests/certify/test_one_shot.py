@@ -1,4 +1,6 @@
-"""One step of a diffusion model before the network: its formula, its digest, and what of it a record states."""
+"""One step of a diffusion model before the network: its formula, its digest, and what of it a
+record states.
+"""
 
 import math
 from pathlib import Path
@@ -21,7 +23,9 @@ SIGMAS = (0.06, 0.25, 0.5, 1.0)
 
 
 class Oracle(UNet):
-    """Predicts without an error, knowing the clean image; right only at the step and the scale that training had."""
+    """Predicts without an error, knowing the clean image; right only at the step and the scale that
+    training had.
+    """
 
     def __init__(self, clean: Tensor, schedule: Schedule, learned: bool) -> None:
         super().__init__(
@@ -53,12 +57,15 @@ class Oracle(UNet):
 @pytest.mark.parametrize("kind", PREDICTIONS)
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_a_perfect_prediction_gives_the_clean_image(sigma: float, kind: str, learned: bool) -> None:
-    """t for another sigma, pixels not moved to [-1, 1], no sqrt(alpha_bar), clipped noise or the other half all fail."""
+    """t for another sigma, pixels not moved to [-1, 1], no sqrt(alpha_bar), clipped noise or the
+    other half all fail.
+    """
     torch.manual_seed(0)
     clean = torch.rand(2, 3, 8, 8) * 0.8 + 0.1
     schedule = Schedule(prediction_type=kind)
     net = Oracle(clean, schedule, learned)
-    # the mean squared error of the oracle's answer measures units alone: the table's steps are 1 % apart
+    # the mean squared error of the oracle's answer measures units alone: the table's steps are 1 %
+    # apart
     noisy = clean + sigma * torch.randn_like(clean)
     error = float((OneShot(net, schedule, sigma, "")(noisy) - clean).square().mean())
     assert error <= (0.02 * sigma) ** 2

@@ -44,7 +44,9 @@ class Bright(nn.Module):
 
 @pytest.mark.parametrize("name", ["double-masking", "voting"])
 def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None:
-    """Exhaustive: all 2 x 1 patches of black and white pixels, at all places, against the procedure itself."""
+    """Exhaustive: all 2 x 1 patches of black and white pixels, at all places, against the procedure
+    itself.
+    """
     attacked = kept = 0
     for seed in range(4):
         patch = Patch(2, 1)
@@ -84,7 +86,9 @@ def places_of(patch: Patch, image: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def test_a_patch_that_turns_the_network_is_found() -> None:
-    """Four strong pixels in one corner: the attack finds that place, changes nothing else, and withstands elsewhere."""
+    """Four strong pixels in one corner: the attack finds that place, changes nothing else, and
+    withstands elsewhere.
+    """
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
     net[1].weight.data.zero_()
     net[1].weight.data[1, [0, 1, 8, 9]] = 4.0  # of normalised pixels in [-1, 1]

@@ -68,7 +68,8 @@ def test_intervals_cover_every_place_of_every_patch() -> None:
             assert len(intervals) <= count
             assert len({stop - start for start, stop in intervals}) == 1
             for start in range(length - patch + 1):
-                first, last = start // cell, (start + patch - 1) // cell
+                first = start // cell
+                last = (start + patch - 1) // cell
                 assert any(a <= first and last < b <= -(-length // cell) for a, b in intervals), (
                     length,
                     cell,
@@ -81,7 +82,9 @@ def test_intervals_cover_every_place_of_every_patch() -> None:
 )
 @pytest.mark.parametrize("patch", [Patch(2, 2), Patch(1, 3), Patch(3, 1), Patch(1, 1)], ids=str)
 def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) -> None:
-    """Pixel by pixel; then one mask after the other is made smaller by a row or a column, or left out."""
+    """Pixel by pixel; then one mask after the other is made smaller by a row or a column, or left
+    out.
+    """
     views = masks.square_masks(grid, patch, 3)
     every = torch.stack(places(grid, patch))
 
@@ -95,7 +98,8 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
     holes = 0
     for index in range(len(views)):
         rows, columns = (~views[index]).nonzero().unbind(1)
-        smaller, narrower = views.clone(), views.clone()
+        smaller = views.clone()
+        narrower = views.clone()
         smaller[index, rows.min()], narrower[index, :, columns.max()] = True, True
         left_out = views[[other for other in range(len(views)) if other != index]]
         for mutant in (smaller, narrower, left_out):
@@ -111,7 +115,9 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
 @pytest.mark.parametrize("grid", [Grid(5, 6, (1, 1)), Grid(6, 7, (2, 3))], ids=str)
 @pytest.mark.parametrize("kind", ["columns", "rows", "blocks"])
 def test_the_bands_that_a_patch_meets(kind: str, grid: Grid, patch: Patch) -> None:
-    """Against pixels: each place's bands are within one of the sets, and each set is that of some places."""
+    """Against pixels: each place's bands are within one of the sets, and each set is that of some
+    places.
+    """
     views = band_views(grid, kind, 1)
     single = places(grid, Patch(patch.height, patch.width))
     every = single if patch.count == 1 else [a | b for a, b in itertools.product(single, single)]

@@ -128,7 +128,8 @@ def test_passes_without_finite_logits_give_no_class() -> None:
 def test_patches_are_proven_where_that_is_asked_for() -> None:
     part = GreyPixels(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
     part.model.net[1].weight.data.zero_()
-    patch, top = Patch(1, 1), int(part.model.net[1].bias.argmax())
+    patch = Patch(1, 1)
+    top = int(part.model.net[1].bias.argmax())
     defence = DoubleMasking(GRID, [patch], 2)
     defended = object.__new__(Predictor)
     defended.defended = PatchCertifier(defence, Passes(part, defence.views, 4), [patch])

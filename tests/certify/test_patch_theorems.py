@@ -76,7 +76,9 @@ def test_no_answers_of_touched_passes_change_what_double_masking_proves(name: st
 
 
 def test_every_pair_is_needed() -> None:
-    """One pair that differs, and a patch where only one of its masks hides it whole: its second round fails."""
+    """One pair that differs, and a patch where only one of its masks hides it whole: its second
+    round fails.
+    """
     defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
     for pair in itertools.combinations(range(4), 2):
         odd = defence.view(*pair)
@@ -108,9 +110,12 @@ def test_a_refuted_image_stops_at_its_first_pair() -> None:
 
 
 def test_voting_is_exact() -> None:
-    """A vote count stays exactly where no votes of any one set of bands, all tried, change the winner."""
+    """A vote count stays exactly where no votes of any one set of bands, all tried, change the
+    winner.
+    """
     generator = torch.Generator().manual_seed(1)
-    grid, classes = Grid(2, 7, (1, 1)), 3
+    grid = Grid(2, 7, (1, 1))
+    classes = 3
     views = band_views(grid, "columns", 2)
     outcomes = set()
     for patch in (Patch(1, 1), Patch(2, 2)):

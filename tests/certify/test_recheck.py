@@ -1,4 +1,6 @@
-"""`certify --verify` and `log --verify`: certificates on file, checked against the network; every forgery is found."""
+"""`certify --verify` and `log --verify`: certificates on file, checked against the network; every
+forgery is found.
+"""
 
 import json
 import math
@@ -61,7 +63,9 @@ def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the attacks inside radii, which find nothing here: a forged record is refuted by what is computed again."""
+    """Of the attacks inside radii, which find nothing here: a forged record is refuted by what is
+    computed again.
+    """
     monkeypatch.setattr(verify, "STEPS", 4)
     monkeypatch.setattr(verify, "SMOOTH_STEPS", 2)
 
@@ -130,7 +134,9 @@ FORGERIES: list[tuple[Callable[[Row], object], tuple[str, ...]]] = [
 def test_every_forged_record_is_refuted(
     workshop: Path, made: Path, tmp_path: Path, method: str
 ) -> None:
-    """Each record forged in its own way, in as many files as there are forgeries for the records with a radius."""
+    """Each record forged in its own way, in as many files as there are forgeries for the records
+    with a radius.
+    """
     head, *rows = lines(made / f"{method}.jsonl")
     stated = [row for row in rows if row["radius"] > 0]
     weakest = sorted(stated, key=lambda row: float(row["radius"]))
@@ -175,10 +181,8 @@ def test_lines_that_are_no_records_of_these_images_are_refused(
     spoil, named = NO_RECORDS[kind]
     head, first, *rest = lines(made / "lipschitz.jsonl")
     spoil(first)
-    path, net = (
-        written(tmp_path / "f.jsonl", [head, first, *rest]),
-        workshop / "certified.safetensors",
-    )
+    path = written(tmp_path / "f.jsonl", [head, first, *rest])
+    net = workshop / "certified.safetensors"
     readers: list[tuple[object, ...]] = [
         ("certify", net, "--verify", path),
         ("certify", net, "--limit", 10, "-e", 0.1, "--records", path, "--resume"),
@@ -276,7 +280,9 @@ def test_verify_writes_nothing(workshop: Path, made: Path, words: tuple[str, str
 
 
 def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> None:
-    """The class changes at distance 0.3: a claim of 0.4 falls to the attack, whatever the method says of it."""
+    """The class changes at distance 0.3: a claim of 0.4 falls to the attack, whatever the method
+    says of it.
+    """
 
     class Middle(Plane):
         def forward(self, pixels: Tensor) -> Tensor:
@@ -325,8 +331,8 @@ def test_all_tests_of_a_file_share_the_chance_of_a_false_alarm() -> None:
         Certificate(index, 1, 1, settings.radius(400, 400), "smoothing", 0.001)
         for index in range(3)
     ]
-    found = list(recheck(certifier, claims, images, 5, verify.margin_attack(10), 8))
-    assert [one.why for one in found] == ["noted"] * 3
+    estimates = list(recheck(certifier, claims, images, 5, verify.margin_attack(10), 8))
+    assert [one.why for one in estimates] == ["noted"] * 3
 
 
 @pytest.mark.parametrize("false", [None, 0, 19])
@@ -341,7 +347,8 @@ def test_every_record_that_is_drawn_is_found_again(false: int | None) -> None:
                 for claim in claims
             ]
 
-    certifier, demanded = Finding(Plane(), 2, Smoothing(), CPU), Demanded(every=True)
+    certifier = Finding(Plane(), 2, Smoothing(), CPU)
+    demanded = Demanded(every=True)
     certifier.at_once = None
     claims = [Certificate(index, 1, 1, 0.1, "smoothing", 0.001) for index in range(20)]
     images: Any = SimpleNamespace(fetch=lambda places: torch.ones(len(places), 1, 1, 2))
@@ -396,12 +403,14 @@ def test_rounding_that_a_batch_shares_refutes_no_record() -> None:
         Certificate(index, 1, 1, radius, "lipschitz", 0.0)
         for index, radius in enumerate((1 - 2e-5, 1 - 1e-5, 1.0))
     ]
-    found = certifier.confirm(claims, torch.ones(3, 1, 1, 2), None)  # type: ignore[arg-type]
-    assert [one.status for one in found] == ["verified", "verified", "refuted"]
+    confirmations = certifier.confirm(claims, torch.ones(3, 1, 1, 2), None)  # type: ignore[arg-type]
+    assert [one.status for one in confirmations] == ["verified", "verified", "refuted"]
 
 
 def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
-    """600 claims at the very edge (p is what they say), tested at level 0.05: about 20 fall, and never many more."""
+    """600 claims at the very edge (p is what they say), tested at level 0.05: about 20 fall, and
+    never many more.
+    """
     from scipy import stats
 
     settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, batch_size=4096)
@@ -409,8 +418,8 @@ def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
     pixels = torch.full((600, 1, 1, 2), radius / math.sqrt(2))
     certifier = SmoothingCertifier(Plane(), 2, settings, CPU)
     claims = [Certificate(index, 1, 1, radius, "smoothing", 0.05) for index in range(600)]
-    found = certifier.confirm(claims, pixels, Doubt(3, 0.05))
-    refuted = sum(one.status == "refuted" for one in found)
+    confirmations = certifier.confirm(claims, pixels, Doubt(3, 0.05))
+    refuted = sum(one.status == "refuted" for one in confirmations)
     assert 0 < refuted <= stats.binom.ppf(1 - 1e-6, 600, 0.05)
     drawn = noise.normals(3, [7], [5], (1, 1, 2), CPU, noise.CONFIRM)
     assert not torch.equal(drawn, noise.normals(3, [7], [5], (1, 1, 2), CPU, noise.CERTIFY))
@@ -423,7 +432,8 @@ def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
 def test_log_certifies_smoothing_evidence_again(
     workshop: Path, tmp_path: Path, factor: float | None, code: int
 ) -> None:
-    net, kept = workshop / "certified.safetensors", tmp_path / "kept.safetensors"
+    net = workshop / "certified.safetensors"
+    kept = tmp_path / "kept.safetensors"
     words = ("--method", "lipschitz", *SMOOTHING, "--limit", 8, "-o", kept)
     certvit("certify", net, *words)
     checkpoint = Checkpoint.read(kept)

@@ -36,7 +36,9 @@ CPU = torch.device("cpu")
 
 
 class Plane(nn.Module):
-    """Class 1 where w x > 0: smoothed, p = Phi(w x / (sigma |w|)), and the radius is exactly |w x| / |w|."""
+    """Class 1 where w x > 0: smoothed, p = Phi(w x / (sigma |w|)), and the radius is exactly |w x|
+    / |w|.
+    """
 
     def forward(self, pixels: Tensor) -> Tensor:
         height = pixels.flatten(1).sum(dim=1)
@@ -60,7 +62,9 @@ def certificates(
     ("enough", "decide"), [(None, False), *[(0.2, False)] * EVERY, (0.2, True)]
 )
 def test_wrong_certificates_are_no_more_than_alpha_says(enough: float | None, decide: bool) -> None:
-    """1,000 runs on a classifier whose radius is known: the share of radii beyond it, early success or not."""
+    """1,000 runs on a classifier whose radius is known: the share of radii beyond it, early success
+    or not.
+    """
     settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, enough=enough, decide=decide)
     true = 0.3
     pixels = torch.full((1000, 1, 1, 2), true / math.sqrt(2))  # w x / |w| = true
@@ -85,10 +89,8 @@ def test_early_stops_change_no_certificate_but_to_an_abstention() -> None:
     heights = torch.linspace(-0.4, 0.8, 100)
     pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
     values = {"sigma": 0.5, "n0": 8, "samples": 128, "alpha": 0.01}
-    early, whole = (
-        certificates(Smoothing(**values), pixels),
-        certificates(Patient(**values), pixels),
-    )
+    early = certificates(Smoothing(**values), pixels)
+    whole = certificates(Patient(**values), pixels)
     changed = [
         (one, other) for one, other in zip(early, whole, strict=True) if one.radius != other.radius
     ]
@@ -101,7 +103,9 @@ def test_early_stops_change_no_certificate_but_to_an_abstention() -> None:
 
 
 def test_what_is_only_decided_costs_less_and_loses_little() -> None:
-    """`decide`: the same draws, fewer of them; an image that is given up keeps a radius that its look may state."""
+    """`decide`: the same draws, fewer of them; an image that is given up keeps a radius that its
+    look may state.
+    """
     heights = torch.linspace(-0.1, 0.9, 200)
     pixels = (heights / math.sqrt(2)).view(-1, 1, 1, 1).expand(-1, 1, 1, 2)
     values = {"sigma": 0.5, "n0": 8, "samples": 256, "alpha": 0.01, "enough": 0.4}
@@ -120,10 +124,15 @@ def test_what_is_only_decided_costs_less_and_loses_little() -> None:
 
 
 def test_the_published_algorithm_agrees_within_its_interval() -> None:
-    """CERTIFY written down from the paper, with other random numbers, on a small net of three classes."""
+    """CERTIFY written down from the paper, with other random numbers, on a small net of three
+    classes.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
-    pixels, sigma, n, alpha = torch.rand(12, 3, 2, 2), 0.3, 400, 0.001
+    pixels = torch.rand(12, 3, 2, 2)
+    sigma = 0.3
+    n = 400
+    alpha = 0.001
     found = certificates(Smoothing(sigma=sigma, n0=50, samples=n, alpha=alpha), pixels, net=net)
     generator = torch.Generator().manual_seed(3)
     certified = 0
@@ -131,7 +140,8 @@ def test_the_published_algorithm_agrees_within_its_interval() -> None:
         with torch.no_grad():
             noisy = image + sigma * torch.randn(20_000, *image.shape, generator=generator)
             counts = torch.bincount(net(noisy).argmax(1), minlength=3)
-        top, share = int(counts.argmax()), float(counts.max()) / 20_000
+        top = int(counts.argmax())
+        share = float(counts.max()) / 20_000
         deviation = 6 * math.sqrt(share * (1 - share) * (1 / n + 1 / 20_000)) + 1 / n
         if row.prediction is None:
             assert (
@@ -375,13 +385,13 @@ def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> Non
     net = workshop / "plain.safetensors"
     words = ("certify", net, *RUN, "--sigma", "auto", "--limit", 4)
     done = attempt(*words, "--json")
-    found = json.loads(done.stdout)
-    chosen = found["sigma_chosen"]
+    table = json.loads(done.stdout)
+    chosen = table["sigma_chosen"]
     assert chosen["split"] == "val"
     assert "digits (val)" in done.stderr
     assert (
-        found["sigma"]
-        == found["parameters"]["sigma"]
+        table["sigma"]
+        == table["parameters"]["sigma"]
         == float(max(chosen["shares"], key=chosen["shares"].get))
     )
     assert len(chosen["shares"]) == 5
@@ -442,7 +452,8 @@ def test_where_memory_ends_batches_are_halved_and_nothing_changes() -> None:
 
 
 def test_what_is_done_to_pixels_in_the_cache_is_what_is_done_to_them_at_once() -> None:
-    pixels, rows = torch.rand(2, 3, 30, 30), [0, 1, 1, 0, 1] * 20
+    pixels = torch.rand(2, 3, 30, 30)
+    rows = [0, 1, 1, 0, 1] * 20
     given = (0.2, 3, rows, range(100), noise.CERTIFY, rows)
 
     def finish(drawn: Tensor) -> Tensor:

@@ -64,10 +64,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     def make(name: str) -> Case:
         if name not in made:
             path = tmp_path_factory.mktemp("check") / "net.safetensors"
-            fresh, generator = (
-                initialise(*FAMILIES[name], classes=10),
-                torch.Generator().manual_seed(1),
-            )
+            fresh = initialise(*FAMILIES[name], classes=10)
+            generator = torch.Generator().manual_seed(1)
             moved = {
                 key: value + 0.05 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
                 for key, value in fresh.tensors.items()
@@ -85,7 +83,9 @@ Lines = list[str]
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Lines]]:
-    """Return a function from a checkpoint, a report and options to the exit code and the lines that do not agree."""
+    """Return a function from a checkpoint, a report and options to the exit code and the lines that
+    do not agree.
+    """
 
     def check(path: Path, report: Any, *options: object) -> tuple[int, Lines]:
         proof = tmp_path / "proof.json"

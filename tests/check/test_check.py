@@ -1,4 +1,6 @@
-"""The second pair of eyes agrees with genuine proofs of each family, refutes forged ones, and shares no code."""
+"""The second pair of eyes agrees with genuine proofs of each family, refutes forged ones, and
+shares no code.
+"""
 
 import ast
 import copy
@@ -28,7 +30,9 @@ def test_it_agrees_with_every_leaf_of_a_genuine_proof(name: str, case: Any, run:
 
 
 def follow(report: dict[str, Any]) -> None:
-    """Compute what follows from the leaves again, as a forger would: laws hold, the headline is the root."""
+    """Compute what follows from the leaves again, as a forger would: laws hold, the headline is the
+    root.
+    """
     values: list[Real] = []
     for row in report["proof"]:
         if row["law"] != "theorem":

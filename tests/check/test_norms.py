@@ -1,4 +1,6 @@
-"""The checker's own norms: verified from both sides, tight enough to refute a norm that is 2^-20 too small."""
+"""The checker's own norms: verified from both sides, tight enough to refute a norm that is 2^-20
+too small.
+"""
 
 from fractions import Fraction
 
@@ -49,7 +51,8 @@ def test_a_norm_that_is_underestimated_by_2_to_the_minus_20_is_refuted(
 
 
 def test_an_error_of_the_matrix_widens_both_ends() -> None:
-    plain, off = spectral(np.eye(4)), spectral(np.eye(4), Fraction(1, 8))
+    plain = spectral(np.eye(4))
+    off = spectral(np.eye(4), Fraction(1, 8))
     assert off.low <= plain.low - Fraction(1, 8)
     assert off.high >= plain.high + Fraction(1, 8)
     assert spectral(np.eye(4), Fraction(3)).low == 0
@@ -57,11 +60,10 @@ def test_an_error_of_the_matrix_widens_both_ends() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 def test_a_product_of_two_maps_lies_between_its_bounds(scale: float) -> None:
-    a, b = rng.standard_normal((8, 30)), scale * rng.standard_normal((8, 30))
-    found, norm = (
-        of_product(a, b, (Fraction(0), Fraction(0))),
-        Fraction(float(np.linalg.norm(a.T @ b, 2))),
-    )
+    a = rng.standard_normal((8, 30))
+    b = scale * rng.standard_normal((8, 30))
+    found = of_product(a, b, (Fraction(0), Fraction(0)))
+    norm = Fraction(float(np.linalg.norm(a.T @ b, 2)))
     assert found.low <= norm * (1 + Fraction(1, 10**12))
     assert norm * (1 - Fraction(1, 10**12)) <= found.high <= norm * (1 + Fraction(1, 10**9))
     assert of_product(a, np.zeros_like(b), (Fraction(0), Fraction(0))).high < Fraction(1, 10**100)
@@ -96,8 +98,8 @@ def test_numbers_whose_squares_overflow_have_no_norm(entry: float) -> None:
 
 def test_numbers_whose_squares_vanish_have_a_wide_norm() -> None:
     for norm in (spectral, length):
-        found = norm(np.full((2, 3), 1e-200))
-        assert found.low**2 <= 6 * Fraction(1e-200) ** 2 <= found.high**2
+        normalised = norm(np.full((2, 3), 1e-200))
+        assert normalised.low**2 <= 6 * Fraction(1e-200) ** 2 <= normalised.high**2
 
 
 def test_fractions_are_rounded_outward() -> None:

@@ -22,7 +22,8 @@ def family(request: pytest.FixtureRequest) -> str:
 def records(
     family: str, case: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    file, path = tmp_path_factory.mktemp("records") / "records.jsonl", case(family).path
+    file = tmp_path_factory.mktemp("records") / "records.jsonl"
+    path = case(family).path
     certvit(
         "certify",
         path,
@@ -42,7 +43,9 @@ def records(
 def judge(
     family: str, records: Any, case: Any, run: Any, tmp_path: Path
 ) -> Callable[..., tuple[int, list[str]]]:
-    """Return a function that checks these records with some fields of the header or of the third one changed."""
+    """Return a function that checks these records with some fields of the header or of the third
+    one changed.
+    """
 
     def check(
         images: Path | None = DIGITS, header: dict[str, Any] | None = None, **row: Any

@@ -1,4 +1,6 @@
-"""Files are read as written, bit for bit; no half-written file, no silent overwrite, no broken input accepted."""
+"""Files are read as written, bit for bit; no half-written file, no silent overwrite, no broken
+input accepted.
+"""
 
 import errno
 import json
@@ -251,7 +253,8 @@ def test_pth_files_are_read_without_unpickling_objects(tiny: Checkpoint, tmp_pat
 
 def test_building_skips_initialisation_and_loading_restores_every_weight(tiny: Checkpoint) -> None:
     images = torch.rand(3, 1, 8, 8)
-    first, second = build.load(tiny), build.load(tiny)
+    first = build.load(tiny)
+    second = build.load(tiny)
     assert torch.equal(first(images), second(images))
     assert build.tensors_of(first).keys() == tiny.tensors.keys()
     assert tensors_digest(build.tensors_of(first)) == tensors_digest(tiny.tensors)

@@ -1,4 +1,6 @@
-"""Headers of safetensors are limited before the format's reader; files that change while they are read are said."""
+"""Headers of safetensors are limited before the format's reader; files that change while they are
+read are said.
+"""
 
 import json
 import os

@@ -29,7 +29,8 @@ def in_shards(checkpoint: Checkpoint, folder: Path, count: int = 3) -> dict[str,
     names = sorted(checkpoint.tensors)
     weight_map = {}
     for number in range(count):
-        file, part = f"model-{number + 1:05}-of-{count:05}.safetensors", names[number::count]
+        file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        part = names[number::count]
         safetensors.torch.save_file(
             {name: checkpoint.tensors[name].contiguous() for name in part}, folder / file
         )
@@ -146,7 +147,8 @@ def test_narrow_weights_are_widened_exactly(
     safetensors.torch.save_file(narrow, path, {KEY: certified.record.to_json()})
     read = Checkpoint.read(path)
     assert read.tensors["head.out.weight"].dtype == dtype
-    here, there = prove_checkpoint(read), prove_checkpoint(Checkpoint(wide, certified.record))
+    here = prove_checkpoint(read)
+    there = prove_checkpoint(Checkpoint(wide, certified.record))
     assert here.upper.finite
     assert here.upper == there.upper
     bytes_before = path.read_bytes()
@@ -185,6 +187,7 @@ def test_a_network_in_float64_is_the_same_numbers_mapped(
     monkeypatch.setattr(spool, "IN_MEMORY", 0)
     monkeypatch.setattr(spool, "_SMALL", 0)
     pixels = torch.rand(2, *tiny.record.input.size, dtype=torch.float64)
-    mapped, plain = build.load(tiny, dtype=torch.float64), build.load(tiny).double()
+    mapped = build.load(tiny, dtype=torch.float64)
+    plain = build.load(tiny).double()
     assert torch.equal(mapped(pixels), plain(pixels))
     assert all(value.dtype == torch.float64 for value in mapped.parameters())

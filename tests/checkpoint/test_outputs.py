@@ -253,7 +253,9 @@ def test_every_path_of_a_command_is_marked(name: str) -> None:
 
 
 def test_an_index_is_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody finds the files beside it. A pipe in its place would be read for ever where this is not asked."""
+    """Nobody finds the files beside it. A pipe in its place would be read for ever where this is
+    not asked.
+    """
     monkeypatch.setattr(outputs_module, "is_stream", lambda path: True)
     outputs = Outputs()
     outputs.writes("-o", tmp_path / INDEX)

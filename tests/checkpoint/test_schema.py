@@ -1,4 +1,5 @@
-"""Untrusted records and configurations run no code, open no file, allocate nothing large, and are refused in one line.
+"""Untrusted records and configurations run no code, open no file, allocate nothing large, and are
+refused in one line.
 
 Exit codes: 3 for an unreadable file, 4 where architecture and tensors disagree, 2 for an option.
 """

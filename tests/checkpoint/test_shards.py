@@ -1,4 +1,6 @@
-"""Checkpoints written in several files: the same checkpoint, whole at every moment, other files untouched."""
+"""Checkpoints written in several files: the same checkpoint, whole at every moment, other files
+untouched.
+"""
 
 import errno
 import json
@@ -76,7 +78,8 @@ def test_a_replaced_index_deletes_its_own_files_only(tiny: Checkpoint, tmp_path:
     old = set(named(index))
     with pytest.raises(UsageError, match="exists already"):
         tiny.write(index)
-    shared, foreign = sorted(old)[0], tmp_path / "precious.safetensors"
+    shared = sorted(old)[0]
+    foreign = tmp_path / "precious.safetensors"
     safetensors.torch.save_file({"x": torch.zeros(1)}, foreign)
     raw = json.loads(index.read_text())
     (tmp_path / "second.safetensors.index.json").write_text(
@@ -118,7 +121,8 @@ def test_a_stopped_write_leaves_the_old_one_whole(
     if force:
         tiny.write(index, shard_bytes=MOST)
     before = contents(tmp_path)
-    save, calls = checkpoint_module.write_one_by_one, 0
+    save = checkpoint_module.write_one_by_one
+    calls = 0
 
     def stopped(*args: Any) -> None:
         nonlocal calls
@@ -157,11 +161,11 @@ def test_a_stop_after_the_index_keeps_its_files(
 
 
 def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_path: Path) -> None:
-    """constrain, streamed from several files into several, is constrain: to the byte, whatever memory it has."""
-    source, words = (
-        tmp_path / "m.safetensors",
-        ("--limit", 40, "--eta", 0.05, "--iterations", 10, "--quiet"),
-    )
+    """constrain, streamed from several files into several, is constrain: to the byte, whatever
+    memory it has.
+    """
+    source = tmp_path / "m.safetensors"
+    words = ("--limit", 40, "--eta", 0.05, "--iterations", 10, "--quiet")
     plain.write(source)
     (tmp_path / "s").mkdir()
     plain.write(tmp_path / "s" / INDEX, shard_bytes=MOST)
@@ -226,7 +230,8 @@ def test_a_file_written_tensor_by_tensor_is_read_as_any(tmp_path: Path) -> None:
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         for name, value in tensors.items()
     }
-    path, about = tmp_path / "s.safetensors", {"a": json.dumps({"b": "é"})}
+    path = tmp_path / "s.safetensors"
+    about = {"a": json.dumps({"b": "é"})}
     write_one_by_one(path, likes, (tensors[name] for name in in_file_order(likes)), about)
     found, metadata = read_tensors(path)
     assert metadata == about

@@ -40,7 +40,9 @@ def rewritten(
 
 
 def two_networks() -> bytes:
-    """Return an archive in which a record is deflated by the directory: torch maps it or inflates it."""
+    """Return an archive in which a record is deflated by the directory: torch maps it or inflates
+    it.
+    """
     data = bytearray(saved())
     values = struct.pack("<12f", *range(12))
     packed = zlib.compress(values, 9, -15)
@@ -53,7 +55,9 @@ def two_networks() -> bytes:
 
 
 def other_size(data: bytes, field: int, value: int) -> bytes:
-    """Return the archive with a size (20: packed, 24: unpacked) or offset (42) of one directory entry changed."""
+    """Return the archive with a size (20: packed, 24: unpacked) or offset (42) of one directory
+    entry changed.
+    """
     entry = data.rindex(b"archive/data/0") - 46
     return data[: entry + field] + struct.pack("<I", value) + data[entry + field + 4 :]
 
@@ -153,7 +157,9 @@ def test_the_records_are_those_of_pythons_zipfile(tmp_path: Path) -> None:
 
 
 def test_no_byte_of_the_directory_makes_two_networks_of_a_file(tmp_path: Path) -> None:
-    """Whatever is accepted reads the same mapped and unmapped: one bit of each byte of directory and end flipped."""
+    """Whatever is accepted reads the same mapped and unmapped: one bit of each byte of directory
+    and end flipped.
+    """
     data = saved()
     path = tmp_path / "x.pth"
     start = data.index(b"PK\x01\x02")

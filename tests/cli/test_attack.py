@@ -1,4 +1,6 @@
-"""`certvit attack` as a shell sees it: what it promises about its document, its files, its errors and its exit codes."""
+"""`certvit attack` as a shell sees it: what it promises about its document, its files, its errors
+and its exit codes.
+"""
 
 import itertools
 import json
@@ -89,7 +91,8 @@ def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent:
 
 def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path) -> None:
     words = ("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
-    outcome, found = certvit(*words), document(*words)
+    outcome = certvit(*words)
+    found = document(*words)
     for name, share in {
         **found["attacks"],
         "worst case": found["robust"],
@@ -216,7 +219,8 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
     net: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole batches are read, one of them is attacked again, and the rest is written anew."""
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    parts = tmp_path / "parts.jsonl"
     expected = document("attack", net, *RUN, "--records", whole)
     written = whole.read_bytes()
     parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
@@ -338,10 +342,10 @@ def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(
     masked = tmp_path / "masked.safetensors"
     plain.derive(loud, "test", {}).write(masked)
     outcome = certvit("attack", masked, "-a", "pgd-3", "-e", 0.1, "--limit", 40, "--json")
-    found = json.loads(outcome.stdout)
-    assert "zero gradients" in {flag["name"] for flag in found["flags"]}
+    table = json.loads(outcome.stdout)
+    assert "zero gradients" in {flag["name"] for flag in table["flags"]}
     assert all(
-        flag["explanation"] and flag["raised_if"] and not flag["fatal"] for flag in found["flags"]
+        flag["explanation"] and flag["raised_if"] and not flag["fatal"] for flag in table["flags"]
     )
     assert "zero gradients" in outcome.stderr
     honest = document("attack", net, "-a", "pgd-3", "-e", 0.1, "--limit", 40)

@@ -1,4 +1,6 @@
-"""`certvit attack --only-certified`: certificates are attacked within their own radii, in their own norm."""
+"""`certvit attack --only-certified`: certificates are attacked within their own radii, in their own
+norm.
+"""
 
 import json
 from pathlib import Path
@@ -38,7 +40,9 @@ def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_path: Path) -> None:
-    """Each certified image at its own radius, in float64; then those certified beyond a radius, at that radius."""
+    """Each certified image at its own radius, in float64; then those certified beyond a radius, at
+    that radius.
+    """
     path = tmp_path / "r.jsonl"
     radii = {
         row["index"]: row["radius"]
@@ -69,8 +73,11 @@ def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_p
 def test_certificates_in_linf_are_attacked_in_linf(
     proven: Path, certificates: Path, tmp_path: Path
 ) -> None:
-    """A ball of l2 within that of linf would be attacked otherwise: an attack that cannot refute what it is given."""
-    path, found = tmp_path / "linf.jsonl", tmp_path / "found.jsonl"
+    """A ball of l2 within that of linf would be attacked otherwise: an attack that cannot refute
+    what it is given.
+    """
+    path = tmp_path / "linf.jsonl"
+    found = tmp_path / "found.jsonl"
     header, *rest = certificates.read_text().splitlines()
     # a linf radius of r / 8 lies within the l2 radius r of 64 pixels, so these hold as well
     rows = [{**row, "radius": row["radius"] / 8} for row in map(json.loads, rest)]

@@ -1,4 +1,6 @@
-"""Bad input: one line, the documented exit code, inputs untouched, nothing half-written; run by a shell, as users do."""
+"""Bad input: one line, the documented exit code, inputs untouched, nothing half-written; run by a
+shell, as users do.
+"""
 
 import errno
 import json
@@ -94,7 +96,8 @@ def nothing(folder: Path) -> None:
     pass
 
 
-SHARD, OUT = "model-00003-of-00003.safetensors", "-o out.safetensors"
+SHARD = "model-00003-of-00003.safetensors"
+OUT = "-o out.safetensors"
 CASES: list[tuple[str, Spoil, str, int, str]] = [
     ("missing file", lambda f: (f / "m.safetensors").unlink(), "lipschitz m.safetensors", 3, "m.safetensors"),
     ("truncated", cut("m.safetensors"), "certify m.safetensors --dataset digits", 3, "complete"),
@@ -162,7 +165,9 @@ def test_json_errors_are_one_object_on_stdout(tmp_path: Path) -> None:
 def test_a_read_only_folder(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is tried before any work is done; root, for whom every folder is writable, is told so here."""
+    """A file is tried before any work is done; root, for whom every folder is writable, is told so
+    here.
+    """
     good = tmp_path / "m.safetensors"
     shutil.copy(workshop / "plain.safetensors", good)
 
@@ -204,7 +209,8 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(
     """A real SIGINT after the first epoch: exit 130, no output, a state that --resume goes on from."""
     given = "--loss margin --optimiser stiefel --epochs 2 --limit 100 --quiet"
     words = ["finetune", str(workshop / "adapted.safetensors"), *given.split(), "-o"]
-    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    whole = tmp_path / "whole.safetensors"
+    parts = tmp_path / "parts.safetensors"
     talk = interrupted(tmp_path_factory.mktemp("streams"), [*words, str(parts)], state)
     assert "interrupted" in talk
     assert "Traceback" not in talk

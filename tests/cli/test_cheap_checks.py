@@ -1,4 +1,6 @@
-"""What is mistyped is refused before a network is opened; a mistyped file or dataset before torch is imported."""
+"""What is mistyped is refused before a network is opened; a mistyped file or dataset before torch
+is imported.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""What `certvit constrain` says and does where a network is a Swin, images are few, or activations overflow."""
+"""What `certvit constrain` says and does where a network is a Swin, images are few, or activations
+overflow.
+"""
 
 import json
 from dataclasses import replace
@@ -38,7 +40,9 @@ def swin() -> nn.Module:
 
 
 def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.Module) -> None:
-    """The error in the report is that of the outputs themselves, in windows, after merging, and pooled."""
+    """The error in the report is that of the outputs themselves, in windows, after merging, and
+    pooled.
+    """
     paths = constrainable(swin)
     blocks = ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"]
     expected = {"patch_embed.proj", "layers.1.downsample.reduction", "head.fc"}
@@ -74,7 +78,8 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
             else lambda x, w: nn.functional.conv2d(x, w, stride=4)
         )
         change, size = (apply(inputs, weight).norm() for weight in (new - old, old))
-        # the inputs here come from a batch of 6, there from two of 3: float32 kernels may differ by some 1e-6
+        # the inputs here come from a batch of 6, there from two of 3: float32 kernels may differ by
+        # some 1e-6
         assert result.error == pytest.approx(float(change / size), rel=1e-4)
         assert result.error <= 0.1
         assert result.after < result.before
@@ -114,13 +119,16 @@ def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, 
 
 
 def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_path: Path) -> None:
-    """The weights are finite: only a forward pass shows it, of a black image when the file is opened or of the images."""
+    """The weights are finite: only a forward pass shows it, of a black image when the file is
+    opened or of the images.
+    """
     model = build.load(tiny, torch.device("cpu"), writable=True)
     model.get_submodule("net.blocks.0.mlp.fc1").weight.data.fill_(3e38)
     with pytest.raises(DataError, match=r"'net\.blocks\.0\.mlp\.fc2' holds NaN or infinite"):
         collect(model, [torch.rand(2, *tiny.record.input.size)], constrainable(model))
     broken = replace(tiny, tensors=build.tensors_of(model))
-    source, out = tmp_path / "huge.safetensors", tmp_path / "out.safetensors"
+    source = tmp_path / "huge.safetensors"
+    out = tmp_path / "out.safetensors"
     broken.write(source)
     outcome = attempt("constrain", source, "--limit", 20, "-o", out)
     assert isinstance(outcome.exception, CertvitError)
@@ -129,7 +137,8 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
 
 
 def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
-    source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
+    source = tmp_path / "net.safetensors"
+    out = tmp_path / "out.safetensors"
     certvit("init", "certvit_vit_digits", "-o", source)
     patterns = typed(
         "--layers blocks.0.* --layers blocks.1.* --exclude *.mlp.* --exclude *.1.attn.proj"
@@ -141,7 +150,8 @@ def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, preset: str) -> None:
-    source, target = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
+    source = tmp_path / "m.safetensors"
+    target = tmp_path / "c.safetensors"
     certvit("init", "certvit_vit_digits", "--arch-arg", "depth=1", "-o", source)
     words = ("constrain", source, "--preset", preset, "--dataset", "digits", "--limit", 20)
     certvit(*words, "-o", target)

@@ -1,4 +1,6 @@
-"""Names of strangers are text: no name of a file, class, key or config makes a line of its own or commands a program."""
+"""Names of strangers are text: no name of a file, class, key or config makes a line of its own or
+commands a program.
+"""
 
 import json
 import re
@@ -30,7 +32,9 @@ HOSTILE = "".join(name.removesuffix(".png") for name in NAMES)
 
 
 def require_text(done: Done) -> None:
-    """Assert that no line of the output is forged, and none commands a terminal or the program of a workflow."""
+    """Assert that no line of the output is forged, and none commands a terminal or the program of a
+    workflow.
+    """
     for line in (done.out + done.err).split("\n"):
         assert line.isprintable(), line
         assert not line.lstrip().startswith("::"), line

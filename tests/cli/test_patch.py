@@ -45,7 +45,8 @@ def test_the_method_by_its_name(plain: Checkpoint) -> None:
 def test_the_command_its_records_and_their_check(
     workshop: Path, tmp_path: Path, procedure: str
 ) -> None:
-    records, network = tmp_path / "r.jsonl", workshop / "plain.safetensors"
+    records = tmp_path / "r.jsonl"
+    network = workshop / "plain.safetensors"
     words = (
         "certify",
         network,
@@ -156,7 +157,8 @@ def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
-    network, words = workshop / "plain.safetensors", ("--patch", "2x1", "--hide", "pixels")
+    network = workshop / "plain.safetensors"
+    words = ("--patch", "2x1", "--hide", "pixels")
     images = datasets.load("digits", Checkpoint.read(network).record.input, "test").select(range(6))
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
@@ -166,10 +168,10 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
     certifier = prepare("patch", Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels"))
     stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])
-    tops = certifier.predict(stored)
-    assert [row["prediction"] for row in rows] == tops
+    predictions = certifier.predict(stored)
+    assert [row["prediction"] for row in rows] == predictions
     assert [row["proven"] for row in rows] == [
-        list(one.proven) for one in certifier.batch(range(6), stored, tops)
+        list(one.proven) for one in certifier.batch(range(6), stored, predictions)
     ]
     bare = document("predict", network, tmp_path / "0.png")["predictions"]
     assert bare[0].keys() >= {"image", "prediction"}
@@ -178,7 +180,8 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
 
 def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> None:
     """Two folders beside 1,000 classes: class 1 of the network is not the second folder."""
-    start, tuned = tmp_path / "start.safetensors", tmp_path / "tuned.safetensors"
+    start = tmp_path / "start.safetensors"
+    tuned = tmp_path / "tuned.safetensors"
     for number, synset in enumerate(("n01440764", "n03445777")):
         (tmp_path / "images" / synset).mkdir(parents=True)
         for index in range(6):
@@ -239,7 +242,8 @@ def test_attacks_with_patches_write_records_like_others(
     }
     assert found["robust"] == {key: count / 6 for key, count in left.items()}
     assert found["robust"]["2x2"] < found["clean"]  # a plain network falls
-    whole, copy = records.read_bytes(), tmp_path / "a.jsonl"
+    whole = records.read_bytes()
+    copy = tmp_path / "a.jsonl"
     copy.write_bytes(whole[: whole.index(b"\n") + 1])
     assert attempt(*words[:-1], copy, "--resume").exit_code == 0
     assert copy.read_bytes() == whole
@@ -276,7 +280,9 @@ FORGED: dict[str, dict[str, Any]] = {
 def test_forged_records_of_patches_are_computed_again(
     attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path, kind: str
 ) -> None:
-    """Those of images that fell are edited; where the line itself is possible, only attacking again tells."""
+    """Those of images that fell are edited; where the line itself is possible, only attacking again
+    tells.
+    """
     words, records, _ = attacked
     path = tmp_path / "a.jsonl"
     head, *rows = map(json.loads, records.read_text().splitlines())

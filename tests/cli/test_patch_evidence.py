@@ -1,4 +1,6 @@
-"""Certificates against patches that outlive their run: resumed records, evidence, pages; and several processes."""
+"""Certificates against patches that outlive their run: resumed records, evidence, pages; and
+several processes.
+"""
 
 import json
 from collections.abc import Callable
@@ -51,12 +53,11 @@ def honest(words: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) 
 def test_a_resumed_run_ends_where_the_whole_one_did(
     words: tuple[object, ...], honest: Path, tmp_path: Path
 ) -> None:
-    lines, path = (honest / "r.jsonl").read_text().splitlines(keepends=True), tmp_path / "r.jsonl"
+    lines = (honest / "r.jsonl").read_text().splitlines(keepends=True)
+    path = tmp_path / "r.jsonl"
     path.write_text("".join(lines[: 1 + 16]))
-    found, whole = (
-        document(*words, "--records", path, "--resume"),
-        json.loads((honest / "r.json").read_text()),
-    )
+    found = document(*words, "--records", path, "--resume")
+    whole = json.loads((honest / "r.json").read_text())
     assert found["resumed"] == {"records": 16, "computed_again": 16}
     assert found["certified"] == whole["certified"]
     timeless = [

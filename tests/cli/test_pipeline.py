@@ -1,4 +1,6 @@
-"""The six commands chained by file, as a shell would, on real digits; and what each promises about its output."""
+"""The six commands chained by file, as a shell would, on real digits; and what each promises about
+its output.
+"""
 
 import json
 from itertools import pairwise
@@ -19,7 +21,9 @@ STAGES = ["plain", "adapted", "constrained", "certified"]
 
 
 def test_the_chain_certifies_a_real_share(workshop: Path) -> None:
-    """Chance is 10 %; a trained, certified net must be far above it, the plain one certifies nothing at 0.1."""
+    """Chance is 10 %; a trained, certified net must be far above it, the plain one certifies
+    nothing at 0.1.
+    """
     plain = document("certify", workshop / "plain.safetensors", "-e", 0.1, "--split", "val")
     final = document(
         "certify", workshop / "certified.safetensors", "-e", 0.1, "-e", 0.3, "--split", "val"
@@ -41,7 +45,8 @@ def test_lineage_names_every_step(workshop: Path, certified: Checkpoint) -> None
             Checkpoint.read(workshop / f"{child}.safetensors").record.lineage[-1].parent
             == parent.digest
         )
-    steps, evidence = certified.record.lineage, certified.record.evidence
+    steps = certified.record.lineage
+    evidence = certified.record.evidence
     shown = [
         *(step.shown for step in steps),
         *((entry.parameters, entry.result) for entry in evidence),
@@ -59,7 +64,8 @@ def test_a_plain_finetuned_checkpoint_loads_strictly_in_stock_timm(plain: Checkp
     stock.load_state_dict(dict(plain.tensors), strict=True)
     images, _ = datasets.load("digits", plain.record.input, "val").tensors()
     with torch.no_grad():
-        ours, theirs = build.load(plain)(images), stock((images - 0.5) / 0.5)
+        ours = build.load(plain)(images)
+        theirs = stock((images - 0.5) / 0.5)
     assert torch.allclose(
         ours, theirs, atol=1e-5
     )  # the same float32 network: rounding of the normalisation only
@@ -155,7 +161,8 @@ def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(
 
 
 def test_a_target_is_met_by_the_proven_bound(workshop: Path, tmp_path: Path) -> None:
-    source, path = workshop / "adapted.safetensors", tmp_path / "t.safetensors"
+    source = workshop / "adapted.safetensors"
+    path = tmp_path / "t.safetensors"
     before = document("lipschitz", source, "--no-estimate")["upper"]
     plot = tmp_path / "pareto.png"
     report = document(

@@ -1,4 +1,6 @@
-"""Several processes find what one finds, byte for byte, and end as one: two of gloo, and teams of threads."""
+"""Several processes find what one finds, byte for byte, and end as one: two of gloo, and teams of
+threads.
+"""
 
 import json
 import os
@@ -72,7 +74,8 @@ RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack":
 
 def together(size: int, work: Callable[[Team], Any]) -> list[Any]:
     """Return the result of `work`, or its exception, in each of `size` threads that are a team."""
-    store, found = distributed.HashStore(), [None] * size
+    store = distributed.HashStore()
+    found = [None] * size
 
     def one(rank: int) -> None:
         try:
@@ -171,7 +174,9 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
 
 
 def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
-    """What lies behind a piece that was broken off is dropped; what one process refuses, all refuse."""
+    """What lies behind a piece that was broken off is dropped; what one process refuses, all
+    refuse.
+    """
 
     def late(team: Team) -> tuple[list[int], bool]:
         return in_turns(team, StageTime(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
@@ -195,7 +200,9 @@ def interrupt(*_: object) -> None:
 
 @contextmanager
 def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
-    """Run the plan in two processes beside the block: under torchrun, and by default in forks, which import nothing anew."""
+    """Run the plan in two processes beside the block: under torchrun, and by default in forks,
+    which import nothing anew.
+    """
     if EVERY:
         (folder / "plan.json").write_text(json.dumps(plan))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -232,7 +239,8 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """Folders in which one process and two did the same, and the stderr of the two."""
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    one = tmp_path_factory.mktemp("one")
+    two = tmp_path_factory.mktemp("two")
     for folder in (one, two):
         for name in ("plain", "certified"):
             (folder / f"{name}.safetensors").symlink_to(workshop / f"{name}.safetensors")
@@ -329,7 +337,9 @@ def without(document: Any, *names: str) -> Any:
 
 
 def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
-    """All that fits into the budget; not what it took, nor how many images an attack takes together, which time decides."""
+    """All that fits into the budget; not what it took, nor how many images an attack takes
+    together, which time decides.
+    """
     one, two, _ = both
     alone = json.loads((one / "audit.json").read_text())
     measured = (
@@ -343,7 +353,8 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
         "date",
     )
     assert without(said_by(two, "audit"), *measured) == without(alone, *measured)
-    found, wanted = said_by(two, "audit")["attack"], alone["attack"]
+    found = said_by(two, "audit")["attack"]
+    wanted = alone["attack"]
     assert found["clean"] == wanted["clean"]
     assert found["dataset"] == wanted["dataset"]
     if found["settings"] == wanted["settings"]:
@@ -359,16 +370,15 @@ def test_two_processes_adapt_to_the_bit(both: tuple[Path, Path, str]) -> None:
         == written
         != (one / "plain.safetensors").read_bytes()
     )
-    found, alone = (
-        said_by(two, "adapt", "adapted.safetensors"),
-        json.loads((one / "adapted.json").read_text()),
-    )
+    found = said_by(two, "adapt", "adapted.safetensors")
+    alone = json.loads((one / "adapted.json").read_text())
     assert without(found, "peak_memory_bytes") == without(alone, "peak_memory_bytes")
 
 
 def test_two_processes_refit_as_one(both: tuple[Path, Path, str]) -> None:
-    """Block by block with AdamW, then distilled. Equal bytes in nearly every run; a gradient of the patches' convolution has
-    once ended in another digit (2e-9 of .3), as sums do where memory lies otherwise."""
+    """Block by block with AdamW, then distilled. Equal bytes in nearly every run; a gradient of the
+    patches' convolution has once ended in another digit (2e-9 of .3), as sums do where memory lies
+    otherwise."""
     one, two, _ = both
     found, alone = (Checkpoint.read(folder / "refitted.safetensors") for folder in (two, one))
     assert (
@@ -381,7 +391,9 @@ def test_two_processes_refit_as_one(both: tuple[Path, Path, str]) -> None:
 
 
 def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> None:
-    """Up to sums of float32 in another order: measured, 4e-8 of the loss and 3e-6 in the weights after 20 steps."""
+    """Up to sums of float32 in another order: measured, 4e-8 of the loss and 3e-6 in the weights
+    after 20 steps.
+    """
     one, two, _ = both
     alone = [json.loads(line) for line in (one / "finetune.json").read_text().splitlines()]
     found = [
@@ -406,7 +418,9 @@ def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> No
 
 
 def test_two_processes_share_the_weights_out(both: tuple[Path, Path, str]) -> None:
-    """They go on with one process's state, and leave what one leaves: up to sums in another order, as above."""
+    """They go on with one process's state, and leave what one leaves: up to sums in another order,
+    as above.
+    """
     one, two, _ = both
     for rank in (0, 1):
         held, all_of_them = json.loads((two / f"held.{rank}.json").read_text())

@@ -1,4 +1,6 @@
-"""Settings files of `audit`: a word on the command line, then certvit.toml, then pyproject.toml, then what is built in."""
+"""Settings files of `audit`: a word on the command line, then certvit.toml, then pyproject.toml,
+then what is built in.
+"""
 
 from pathlib import Path
 from typing import Any

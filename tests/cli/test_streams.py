@@ -1,4 +1,6 @@
-"""The console: streams that are closed, full or left, an early Ctrl-C, escapes in names, one document with --json."""
+"""The console: streams that are closed, full or left, an early Ctrl-C, escapes in names, one
+document with --json.
+"""
 
 import errno
 import io
@@ -208,7 +210,9 @@ def test_a_stdout_that_takes_nothing(
     code: int,
     reason: str,
 ) -> None:
-    """The work is done all the same: the checkpoint with its evidence is written, and a gate would be judged."""
+    """The work is done all the same: the checkpoint with its evidence is written, and a gate would
+    be judged.
+    """
     target = tmp_path / "written.safetensors"
     words = ["certvit", "lipschitz", str(workshop / "plain.safetensors"), "--no-estimate"]
     monkeypatch.setattr(sys, "stdout", None if stream is None else stream())
@@ -239,7 +243,9 @@ def test_a_shell_sees_no_traceback(redirection: str) -> None:
 
 
 def test_an_early_interruption_is_one_line() -> None:
-    """Ctrl-C while torch is being imported, which may turn KeyboardInterrupt into an error of its own."""
+    """Ctrl-C while torch is being imported, which may turn KeyboardInterrupt into an error of its
+    own.
+    """
     program = (
         "import builtins, os, signal, sys\nreal = builtins.__import__\n"
         "def interrupted(name, *rest):\n"

@@ -1,4 +1,6 @@
-"""Odd environments, arguments and files: one line, a documented exit code, nothing of a library's on stderr."""
+"""Odd environments, arguments and files: one line, a documented exit code, nothing of a library's
+on stderr.
+"""
 
 import importlib
 import json
@@ -124,7 +126,9 @@ def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
 def test_an_image_that_would_become_huge_is_refused(
     tmp_path: Path, size: tuple[int, int], kind: str
 ) -> None:
-    """138 bytes: 20000 x 1 pixels, of which a resize to a short side of 224 would make a thousand million."""
+    """138 bytes: 20000 x 1 pixels, of which a resize to a short side of 224 would make a thousand
+    million.
+    """
     (tmp_path / "a").mkdir()
     Image.new(kind, size).save(tmp_path / "a" / "x.png")
     big = datasets.load(str(tmp_path), InputSpec((3, 224, 224), (0.5,) * 3, (0.5,) * 3), "all")

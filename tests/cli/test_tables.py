@@ -1,4 +1,6 @@
-"""What a person reads: every command at 80 and 120 columns. No word broken, no line too long, no row twice."""
+"""What a person reads: every command at 80 and 120 columns. No word broken, no line too long, no
+row twice.
+"""
 
 import contextlib
 import io
@@ -37,7 +39,9 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def shown(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
-    """Command -> columns -> its stdout. It runs once; its tables and sentences are printed once more at each width."""
+    """Command -> columns -> its stdout. It runs once; its tables and sentences are printed once
+    more at each width.
+    """
     folder = tmp_path_factory.mktemp("reading")
     return {
         words: {columns: printed(calls, columns) for columns in (80, 120, WIDE)}
@@ -53,7 +57,8 @@ def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
         name: workshop / f"{name}.safetensors"
         for name in ("plain", "adapted", "constrained", "certified")
     }
-    force, calls = ["--force"] if "OUT" in line else [], list[tuple[Any, ...]]()
+    force = ["--force"] if "OUT" in line else []
+    calls = list[tuple[Any, ...]]()
     with pytest.MonkeyPatch.context() as patch:
         for print_it in (Sink.text, Sink.table):
             patch.setattr(

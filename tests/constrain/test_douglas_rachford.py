@@ -1,4 +1,6 @@
-"""Layers: Douglas-Rachford comes to the optimum, what any method writes is feasible, threads change nothing."""
+"""Layers: Douglas-Rachford comes to the optimum, what any method writes is feasible, threads change
+nothing.
+"""
 
 import math
 from dataclasses import replace
@@ -40,7 +42,9 @@ SHAPES = {"tall": (12, 9, 80), "wide": (6, 14, 90), "square": (10, 10, 60)}
 @pytest.mark.parametrize("eta", [0.05, 0.4])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta: float) -> None:
-    """Two algorithms with nothing in common meet: the least norm at an error, the least error at that norm."""
+    """Two algorithms with nothing in common meet: the least norm at an error, the least error at
+    that norm.
+    """
     statistics, _ = layer(*shape)
     result = constrain_matrix(statistics, ConstrainSettings(eta=eta, iterations=2000))
     assert result.feasible
@@ -49,7 +53,8 @@ def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta
     )  # the tolerance that was asked for
     ball = METHODS.load("ball")(statistics, ConstrainSettings(eta=eta))
     assert ball.feasible
-    # ball bisects the radius to 1e-3, Douglas-Rachford stops at a gap of 1e-3; neither passes the other's lower limit
+    # ball bisects the radius to 1e-3, Douglas-Rachford stops at a gap of 1e-3; neither passes the
+    # other's lower limit
     assert ball.objective == pytest.approx(result.objective, rel=3e-3)
     assert ball.objective >= result.lower * (1 - ROUNDING)
     assert result.objective >= ball.lower * (1 - ROUNDING)
@@ -72,7 +77,9 @@ def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) ->
     assert spectral_norm(weight) <= exact.after * (1 + 0.005 + 1e-4)
     again, _ = try_layer(statistics, options, basis)
     assert torch.equal(weight, again)
-    small, large = 2.0**-60, 2.0**120  # squares leave float32
+    # squares leave float32
+    small = 2.0**-60
+    large = 2.0**120
     scaled = replace(statistics, weight=small * statistics.weight, grams=large * statistics.grams)
     other, _ = try_layer(scaled, options, None)
     assert torch.allclose(other / small, weight, rtol=0, atol=1e-5 * float(weight.abs().max()))
@@ -97,7 +104,9 @@ def test_a_converged_result_does_not_depend_on_beta(
 
 
 def massive(outputs: int, inputs: int) -> LayerStatistics:
-    """Inputs with one direction that holds most of their energy, as behind the MLPs of pre-trained networks."""
+    """Inputs with one direction that holds most of their energy, as behind the MLPs of pre-trained
+    networks.
+    """
     statistics, _ = layer(outputs, inputs, 3 * inputs)
     direction = gaussian(inputs, 1, seed=5)
     return replace(statistics, grams=statistics.grams + 30 * direction @ direction.mT)
@@ -110,13 +119,16 @@ def massive(outputs: int, inputs: int) -> LayerStatistics:
 def test_a_few_iterations_suffice_and_float64_judges_them(
     shape: tuple[int, int], eta: float
 ) -> None:
-    """The strength suits layer and error, and both limits are known at each iteration: seen were 3 to 16."""
+    """The strength suits layer and error, and both limits are known at each iteration: seen were 3
+    to 16.
+    """
     for statistics in (layer(*shape, 3 * shape[1])[0], massive(*shape)):
         result = constrain_matrix(statistics, ConstrainSettings(eta=eta, ridge=0.3))
         assert result.iterations <= 25
         assert result.feasible
         assert result.objective <= (1 + 1e-3) * result.lower
-        # iterated in float32 from 2^15 entries on, and in a tall matrix's column space; what is said is of the matrix
+        # iterated in float32 from 2^15 entries on, and in a tall matrix's column space; what is
+        # said is of the matrix
         assert result.objective == pytest.approx(
             float(torch.linalg.matrix_norm(result.weight, 2)), rel=ROUNDING
         )
@@ -162,7 +174,8 @@ def test_a_tiny_eta_changes_nothing(name: str) -> None:
     statistics, columns = layer(dtype=torch.float32)
     result = constrain(statistics, prox=name, eta=1e-10)
     change = float((result.weight.double() - statistics.weight).norm())
-    # |D X| <= eta |W0 X| leaves |D| <= eta |W0 X| / smallest singular value of X, far below a float32 step of |W0|
+    # |D X| <= eta |W0 X| leaves |D| <= eta |W0 X| / smallest singular value of X, far below a
+    # float32 step of |W0|
     limit = 1e-10 * float(statistics.energies.sqrt() / torch.linalg.svdvals(columns[0])[-1])
     assert change <= limit < 6e-8 * float(statistics.weight.norm())
 

@@ -41,8 +41,10 @@ def test_prox_is_the_minimiser(name: str, matrix: Tensor, strength: float) -> No
     penalty: Penalty = PENALTIES.load(name)
     result = penalty.prox(matrix, strength)
     removed = matrix - result
-    # Characterisation of the minimiser: removed / strength is a subgradient, of dual norm <= 1, tight where L > 0.
-    # Singular values through a Gram matrix are exact to sqrt(2^-53) = 1e-8 of the largest when they vanish.
+    # Characterisation of the minimiser: removed / strength is a subgradient, of dual norm <= 1,
+    # tight where L > 0. Singular values through a Gram matrix are exact to sqrt(2^-53) = 1e-8 of
+    # the largest when they
+    # vanish.
     slack = 1e-7 * (1 + float(matrix.norm()))
     assert float(penalty.dual(removed)) <= strength + slack
     assert float((removed * result).sum()) == pytest.approx(
@@ -106,7 +108,8 @@ def test_the_prox_with_a_memory_follows_the_exact_one(
         monkeypatch.setattr(prox, "_left_singular", counted)
         error = float((follow(matrix, strength) - exact).norm())
         monkeypatch.undo()
-        # the residual estimates the error: it misses what lies outside the vectors kept, seen to be less than the rest
+        # the residual estimates the error: it misses what lies outside the vectors kept, seen to be
+        # less than the rest
         assert error <= 2 * prox._TOLERATED * float((matrix - exact).norm()), index
     if step <= 1e-3 and strength < 30:
         assert whole < len(matrices) / 2
@@ -129,7 +132,9 @@ def test_heads_are_row_blocks() -> None:
 
 
 def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
-    """Return the projection onto one group that each step of Douglas-Rachford makes in the eigenbasis."""
+    """Return the projection onto one group that each step of Douglas-Rachford makes in the
+    eigenbasis.
+    """
     rotated = (matrix - centre) @ basis.vectors
     factors, multiplier = shrinkage(rotated, basis, radius)
     return centre + (rotated * factors) @ basis.vectors.mT if multiplier > 0 else matrix
@@ -139,7 +144,8 @@ def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float
 @pytest.mark.parametrize("eta", [1e-8, 0.05, 0.6])
 def test_projection_onto_one_group(shape: tuple[int, int, int], eta: float) -> None:
     statistics, _ = layer(*shape)
-    gram, centre = statistics.grams[0], statistics.weight
+    gram = statistics.grams[0]
+    centre = statistics.weight
     radius = eta * eta * float(statistics.energies[0])
     start = centre + gaussian(*centre.shape, seed=7)
     basis = eigenbasis(gram, ridge=0.0)
@@ -147,7 +153,9 @@ def test_projection_onto_one_group(shape: tuple[int, int, int], eta: float) -> N
     result = project_one(start, centre, basis, radius)
     assert float(energy(result - centre, gram)) <= radius * (1 + ROUNDING)
     # Slow reference: bisection on the multiplier of the Lagrangian, with dense solves.
-    low, high, identity = 0.0, 1.0, torch.eye(shape[1], dtype=torch.float64)
+    low = 0.0
+    high = 1.0
+    identity = torch.eye(shape[1], dtype=torch.float64)
 
     def at(multiplier: float) -> Tensor:
         return centre + torch.linalg.solve(identity + multiplier * gram, (start - centre).mT).mT
@@ -159,13 +167,15 @@ def test_projection_onto_one_group(shape: tuple[int, int, int], eta: float) -> N
         low, high = (
             (middle, high) if float(energy(at(middle) - centre, gram)) > radius else (low, middle)
         )
-    # The reference solves systems of condition up to (1 / eta) * cond(G) ~ 1e12: it is the coarser of the two.
+    # The reference solves systems of condition up to (1 / eta) * cond(G) ~ 1e12: it is the coarser
+    # of the two.
     assert torch.allclose(result, at(high), atol=1e-3 if eta < 1e-6 else 1e-7)
 
 
 def test_projection_leaves_points_inside_and_null_directions_alone() -> None:
     statistics, columns = layer(5, 8, 4)
-    gram, centre = statistics.grams[0], statistics.weight
+    gram = statistics.grams[0]
+    centre = statistics.weight
     inside = centre + 1e-6 * gaussian(5, 8, seed=3)
     basis = eigenbasis(gram, ridge=0.0)
     radius = 0.01 * float(statistics.energies[0])
@@ -179,13 +189,17 @@ def test_projection_leaves_points_inside_and_null_directions_alone() -> None:
 def test_projection_onto_several_groups(groups: int, eta: float) -> None:
     """Algorithm 2 against Dykstra's algorithm over exact projections."""
     statistics, _ = layer(6, 5, 12, groups)
-    centre, grams, radii = statistics.weight, statistics.grams, eta * eta * statistics.energies
+    centre = statistics.weight
+    grams = statistics.grams
+    radii = eta * eta * statistics.energies
     start = centre + gaussian(6, 5, seed=9)
-    # outer approximation halves the excess with every doubling of the steps: 1e-3 costs some hundred cuts
+    # outer approximation halves the excess with every doubling of the steps: 1e-3 costs some
+    # hundred cuts
     result, steps = project(start, centre, grams, radii, max_steps=5000, tolerance=1e-3)
     assert 0 < steps < 5000
     assert bool((energy(result - centre, grams) <= radii * 1.001).all())
-    point, corrections = start, [torch.zeros_like(start) for _ in range(groups)]
+    point = start
+    corrections = [torch.zeros_like(start) for _ in range(groups)]
     bases = [eigenbasis(gram, ridge=0.0) for gram in grams]
     for turn in range(400 * groups):
         j = turn % groups
@@ -203,6 +217,8 @@ def test_projection_onto_several_groups(groups: int, eta: float) -> None:
 
 
 def test_outer_step_refuses_half_spaces_that_exclude_each_other() -> None:
-    start, current, cut = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]])
+    start = torch.zeros(1, 2)
+    current = torch.tensor([[1.0, 0.0]])
+    cut = torch.tensor([[1.0, 0.0]])
     with pytest.raises(CertvitError, match="exclude each other"):
         _outer_step(start, current, cut)

@@ -1,4 +1,6 @@
-"""The one-sided distance of layers followed by ReLU: its definition, its majorant, its optimum, where it applies."""
+"""The one-sided distance of layers followed by ReLU: its definition, its majorant, its optimum,
+where it applies.
+"""
 
 from pathlib import Path
 
@@ -89,37 +91,37 @@ def test_the_distance_is_its_definition_and_lies_below_every_majorant(net: Net, 
             (moved(layer, 1), moved(layer, 2, 1.0)),
         )
         new = pre_activations(net, path, first)
-        seen = layer.at(first)
-        assert float(seen.errors) == pytest.approx(one_sided(old, new), rel=ROUNDING)
+        sums = layer.at(first)
+        assert float(sums.errors) == pytest.approx(one_sided(old, new), rel=ROUNDING)
         assert float(layer.energies) == pytest.approx(
             float(old.clamp_min(0).square().sum()), rel=ROUNDING
         )
         # what comes after the ReLU moves by no more
-        assert float((F.relu(new) - F.relu(old)).square().sum()) <= float(seen.errors) * (
+        assert float((F.relu(new) - F.relu(old)).square().sum()) <= float(sums.errors) * (
             1 + ROUNDING
         )
         for other in (first, second, layer.weight):
             change = other - layer.weight
             majorant = (
                 float(energy(change, layer.grams))
-                - 2 * float((change * seen.crosses).sum())
-                + float(seen.shifts)
+                - 2 * float((change * sums.crosses).sum())
+                + float(sums.shifts)
             )
             value = float(layer.errors(other))
             assert value <= majorant * (1 + ROUNDING) + ROUNDING
             # a convex function lies above its tangent; seen.gradients is half the gradient
             assert (
                 value
-                >= float(seen.errors + 2 * (seen.gradients * (other - first)).sum()) - ROUNDING
+                >= float(sums.errors + 2 * (sums.gradients * (other - first)).sum()) - ROUNDING
             )
         change = first - layer.weight
         touching = (
             float(energy(change, layer.grams))
-            - 2 * float((change * seen.crosses).sum())
-            + float(seen.shifts)
+            - 2 * float((change * sums.crosses).sum())
+            + float(sums.shifts)
         )
         assert touching == pytest.approx(
-            float(seen.errors), rel=1e-6
+            float(sums.errors), rel=1e-6
         )  # the majorant cancels some digits
 
 
@@ -128,13 +130,15 @@ def test_the_distance_is_its_definition_and_lies_below_every_majorant(net: Net, 
 def test_the_result_is_feasible_and_no_feasible_point_passes_its_limit(
     net: Net, path: str, name: str, groups: int
 ) -> None:
-    layer, eta = rectified(net, path, groups), 0.2
+    layer = rectified(net, path, groups)
+    eta = 0.2
     result = constrain(layer, prox=name, eta=eta, iterations=200, ridge=0.0)
     assert result.feasible
     assert result.distance == "relu"
     weight = result.weight.flatten(1)
     with torch.no_grad():
-        old, new = pre_activations(net, path, layer.weight), pre_activations(net, path, weight)
+        old = pre_activations(net, path, layer.weight)
+        new = pre_activations(net, path, weight)
     assert one_sided(old, new) <= eta**2 * float(old.clamp_min(0).square().sum()) * (1 + ROUNDING)
     assert result.gap is not None
     value = PENALTIES.load(name).value
@@ -160,7 +164,8 @@ def test_it_reaches_the_optimum_and_lies_below_the_plain_one(net: Net) -> None:
 
 
 def test_inputs_read_again_are_those_that_were_kept(net: Net) -> None:
-    kept, read = rectified(net, "fc"), rectified(net, "fc", memory=8 * 2 * 144 * 144)
+    kept = rectified(net, "fc")
+    read = rectified(net, "fc", memory=8 * 2 * 144 * 144)
     assert kept.inputs is not None
     assert kept.inputs.kept is not None
     assert read.inputs is not None

@@ -1,4 +1,6 @@
-"""Statistics are those of the outputs, no memory limit changes them, bad input is named, foreign modules refused."""
+"""Statistics are those of the outputs, no memory limit changes them, bad input is named, foreign
+modules refused.
+"""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Targets are met at the least error, curves promise what layers keep, and what is out of reach names the least bound."""
+"""Targets are met at the least error, curves promise what layers keep, and what is out of reach
+names the least bound.
+"""
 
 import math
 import re
@@ -64,7 +66,9 @@ def test_a_target_under_another_bound_and_one_out_of_reach() -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("name", ["spectral", "ball", "clip"])
 def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
-    """Warm starts and a wider gap cost at most that gap, and never promise less than the layer reaches."""
+    """Warm starts and a wider gap cost at most that gap, and never promise less than the layer
+    reaches.
+    """
     statistics, _ = layer(groups=groups)
     curve = pareto(statistics, ConstrainSettings(name, iterations=1000), (0.05, 0.2, 0.6))
     assert [point.error for point in curve] == [0.0, 0.05, 0.2, 0.6]
@@ -99,7 +103,9 @@ def test_layers_run_at_their_share_meet_the_target() -> None:
 
 
 def chain() -> nn.Sequential:
-    """Two linear layers, whose bound is theirs: one affine map where nothing lies between, so a ReLU does."""
+    """Two linear layers, whose bound is theirs: one affine map where nothing lies between, so a
+    ReLU does.
+    """
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
 
@@ -126,7 +132,9 @@ def test_a_target_of_a_network_holds_for_its_proven_bound() -> None:
 def test_a_target_out_of_reach_names_the_least_proven_bound(
     optimistic: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the search believes in it at first: scaled layers promise more than constrained ones keep."""
+    """Also where the search believes in it at first: scaled layers promise more than constrained
+    ones keep.
+    """
     model = chain()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     monkeypatch.setattr(

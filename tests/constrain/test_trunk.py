@@ -1,4 +1,6 @@
-"""Statistics made part by part go on where the part before stopped: the same to the bit, and every block runs about once."""
+"""Statistics made part by part go on where the part before stopped: the same to the bit, and every
+block runs about once.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 from certcli.constrain.trunk import BEFORE, Trunk
 from tests.helpers.constrain_layers import collect
 
-WIDTH, BLOCKS = 8, 6
+WIDTH = 8
+BLOCKS = 6
 IMAGES = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(3))
 LIMIT = 8 * WIDTH * WIDTH  # a layer's
 
@@ -120,12 +123,14 @@ def test_parts_of_the_layers_are_gathered_in_one_run(
     assert list(parts) == list(whole)
     for path, layer in parts.items():
         assert torch.equal(layer.grams, whole[path].grams)
-        held_out, there = layer.held_out, whole[path].held_out
+        held_out = layer.held_out
+        there = whole[path].held_out
         assert held_out is not None
         assert there is not None
         assert torch.equal(held_out, there)
     assert (Trunk.of(net, batches, paths) is None) == (runs == 0)
-    # the block in which a part ends runs again; two runs of an image show where layers are called, beside five batches
+    # the block in which a part ends runs again; two runs of an image show where layers are called,
+    # beside five batches
     if runs:
         assert sum(calls.values()) <= (runs + 2 / 5) * once
     assert "forward" not in vars(getattr(net, "blocks", net))

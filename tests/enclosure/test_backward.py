@@ -1,4 +1,6 @@
-"""Going back through a walk: the same bounds as going forward where both can, and never above what the network does."""
+"""Going back through a walk: the same bounds as going forward where both can, and never above what
+the network does.
+"""
 
 from fractions import Fraction
 
@@ -42,14 +44,19 @@ IN_BOX = torch.tensor([0.0, 0.8, 1.0, 0.01, 1.0, 0.0]).double().view(1, 1, 1, PI
 def inputs(
     case: Case, radius: float, boxed: bool = False, in_box: bool = False
 ) -> tuple[list[Form], list[tuple[Tensor, Tensor]]]:
-    """Forms that are affine in one small image, with a tape; and these affine maps (matrix, offset)."""
+    """Forms that are affine in one small image, with a tape; and these affine maps (matrix,
+    offset).
+    """
     pixels = IN_BOX if in_box else PLACE
     ball = linf_ball(pixels, radius, limit=99, tape=True, in_box=in_box) if boxed else None
     ball = ball or l2_ball(pixels, radius, squares_up_to=0, limit=99, tape=True, in_box=in_box)
-    flat, made, maps = ball.linear(lambda t: t.flatten(1)), [], []
+    flat = ball.linear(lambda t: t.flatten(1))
+    made = []
+    maps = []
     for place, shape in enumerate(case.shapes):
         count = int(torch.tensor(shape).prod())
-        weight, bias = draw(count, PIXELS, seed=place), draw(count, seed=place + 9)
+        weight = draw(count, PIXELS, seed=place)
+        bias = draw(count, seed=place + 9)
         if case.positive:
             bias = bias.abs() + 1 + (weight @ pixels.flatten()).abs()
         form = affine(flat.linear(lambda t: t[:, None]), weight, bias)
@@ -69,10 +76,8 @@ def truth(case: Case, maps: list[tuple[Tensor, Tensor]], images: Tensor) -> Tens
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_descent_does_not_get_below_what_going_back_says(case: Case) -> None:
-    anywhere, in_box_too = (
-        [(1e-6, False), (0.05, False), (0.3, False), (0.05, True)],
-        [(0.3, False), (0.05, True)],
-    )
+    anywhere = [(1e-6, False), (0.05, False), (0.3, False), (0.05, True)]
+    in_box_too = [(0.3, False), (0.05, True)]
     for radius, boxed, in_box in [(*at, False) for at in anywhere] + [
         (*at, True) for at in in_box_too
     ]:
@@ -104,7 +109,9 @@ def test_descent_does_not_get_below_what_going_back_says(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_going_back_is_going_forward(case: Case) -> None:
-    """The two are dual: they agree without columns for e e^T, where no symbols are dropped; `better`: bounded anew."""
+    """The two are dual: they agree without columns for e e^T, where no symbols are dropped;
+    `better`: bounded anew.
+    """
     better = case.name in (
         "ReLU",
         "reduction",
@@ -129,8 +136,11 @@ def test_going_back_is_going_forward(case: Case) -> None:
 def hinged(
     radius: float, seed: int = 0, boxed: bool = False, in_box: bool = False
 ) -> tuple[Form, Tensor, int]:
-    """The form of all margins of a ReLU network, with its tape. in_box: half of the pixels at 0 or 1."""
-    model, pixels = network("relu", seed), image(seed)
+    """The form of all margins of a ReLU network, with its tape. in_box: half of the pixels at 0 or
+    1.
+    """
+    model = network("relu", seed)
+    pixels = image(seed)
     pixels = (2 * pixels - 0.5).clamp(0, 1) if in_box else pixels
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
@@ -154,14 +164,16 @@ def hinged(
     [(0.02, False, False), (0.06, False, False), (0.06, False, True), (0.01, True, False)],
 )
 def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_box: bool) -> None:
-    """Random slopes, shares, widths and splits: the proven number is below the margins that descent reaches."""
+    """Random slopes, shares, widths and splits: the proven number is below the margins that descent
+    reaches.
+    """
     form, pixels, label = hinged(radius, boxed=boxed, in_box=in_box)
     node = form.node
     assert node is not None
     others = [j for j in range(4) if j != label]
     net = network("relu")
     moves = torch.cat([directions(net, pixels, label, 40), draw(40, pixels.numel(), seed=3)])
-    least = torch.full((3,), torch.inf).double()
+    smallest = torch.full((3,), torch.inf).double()
     for _ in range(15):
         length = moves.abs().amax(1, keepdim=True) if boxed else moves.norm(dim=1, keepdim=True)
         moves = moves * (radius / length).clamp_max(1)
@@ -169,21 +181,21 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_bo
         moves = (inside if in_box else moves).requires_grad_(True)
         logits = net(pixels + moves.view(-1, *SIZE))
         margins = logits[:, [label]] - logits[:, others]
-        least = torch.minimum(least, margins.detach().amin(0))
+        smallest = torch.minimum(smallest, margins.detach().amin(0))
         (gradient,) = torch.autograd.grad(
             margins[torch.arange(len(moves)), torch.arange(len(moves)) % 3].sum(), moves
         )
         step = gradient.sign() if boxed else gradient / gradient.norm(dim=1, keepdim=True)
         moves = moves.detach() - 0.4 * radius * step
-    found = hinges(node)
-    assert found
+    bent = hinges(node)
+    assert bent
     rows = torch.eye(3).double().view(3, *form.shape)
-    assert (lower(node, rows) <= least).all()
+    assert (lower(node, rows) <= smallest).all()
 
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
         chosen: dict[Node, HingeChoice] = {}
-        for hinge in found:
+        for hinge in bent:
             slope, share = (
                 torch.rand(len(hinge.places), generator=generator).double() for _ in range(2)
             )
@@ -192,9 +204,9 @@ def test_whatever_is_chosen_at_hinges_is_sound(radius: float, boxed: bool, in_bo
             )
             chosen[hinge] = HingeChoice(slope, ParabolaChoice(share, width * radius * 3, split))
         for j in range(0 if boxed else 3):
-            assert proven(descend(node, rows[j : j + 1], chosen), 1 + seed / 3) <= least[j]
+            assert proven(descend(node, rows[j : j + 1], chosen), 1 + seed / 3) <= smallest[j]
     best = torch.tensor([coupled(node, rows[j : j + 1], 12) for j in range(3)])
-    assert (best <= least).all()
+    assert (best <= smallest).all()
     assert (best[lower(node, rows) <= 0] > lower(node, rows)[lower(node, rows) <= 0]).all()
 
 
@@ -202,19 +214,21 @@ def test_parabolas_lie_above_hinges() -> None:
     """Also where much of x is beside the ball's part: at random middles, rests, widths and splits."""
     count = 500
     middle, rest, width, split, at = (2 * draw(count, seed=seed) for seed in range(5))
-    rest, width, split = rest.abs(), width.abs() + 0.01, split.exp()
-    columns, share = (
-        draw(1, count, seed=5),
-        torch.rand(count, generator=torch.Generator().manual_seed(6)).double(),
-    )
+    rest = rest.abs()
+    width = width.abs() + 0.01
+    split = split.exp()
+    columns = draw(1, count, seed=5)
+    share = torch.rand(count, generator=torch.Generator().manual_seed(6)).double()
     reach = columns[0].abs() + rest
-    low, high = torch.minimum(middle - reach, -reach / 9), torch.maximum(middle + reach, reach / 9)
+    low = torch.minimum(middle - reach, -reach / 9)
+    high = torch.maximum(middle + reach, reach / 9)
     node = Hinge(
         (count,), (), lambda rows: (),
         low=low, high=high, places=torch.arange(count), columns=columns, middle=middle, rest=rest,
     )  # fmt: skip
     choice = HingeChoice(torch.full_like(share, 0.5), ParabolaChoice(share, width, split))
-    e, p = at.tanh(), rest * draw(count, seed=7).sign()
+    e = at.tanh()
+    p = rest * draw(count, seed=7).sign()
     along = middle + columns[0] * e
     for sign in (-1.0, 1.0):
         back, offset, curved = _through(node, sign * torch.eye(count).double(), choice)
@@ -230,7 +244,8 @@ def test_rounding_on_the_way_back_is_covered() -> None:
     x = l2_ball(pixels, 0.0, squares_up_to=0, limit=99, tape=True).linear(
         lambda t: t.flatten(1)[:, None]
     )
-    first, second = draw(30, 40, seed=1), draw(2, 30, seed=2)
+    first = draw(30, 40, seed=1)
+    second = draw(2, 30, seed=2)
     out = affine(affine(x, first, None), second, None)
     assert out.node is not None
     exact = [Fraction(v) for v in pixels.flatten().tolist()]
@@ -247,9 +262,9 @@ def test_the_size_of_terms_is_no_less_than_their_sum() -> None:
     """Of ReLUs that just open: the value of the chord at 0 is all there is."""
     out = relu(l2_ball(torch.zeros(1, 1, 1, 4).double(), 1.0, squares_up_to=0, limit=9, tape=True))
     assert out.node is not None
-    found = descend(out.node, -torch.eye(4).double().view(4, *out.shape), {})
-    assert bool((found.total < -0.4).all())
-    assert bool((found.size >= -found.total).all())
+    descent = descend(out.node, -torch.eye(4).double().view(4, *out.shape), {})
+    assert bool((descent.total < -0.4).all())
+    assert bool((descent.size >= -descent.total).all())
 
 
 def test_each_part_goes_back_to_its_own_place() -> None:
@@ -268,7 +283,8 @@ def test_the_first_node_is_the_image() -> None:
 
 
 def test_backward_proves_more_than_forward_for_relu() -> None:
-    model, pixels = network("relu", 1), image(1)
+    model = network("relu", 1)
+    pixels = image(1)
     label = int(model(pixels).argmax())
     forward = LocalCertifier(model, SIZE, Local(effort="zonotope"), symbols=4000)
     back = LocalCertifier(model, SIZE, Local(effort="backward"))
@@ -279,11 +295,14 @@ def test_backward_proves_more_than_forward_for_relu() -> None:
 
 
 def test_units_that_cannot_open_cost_nothing() -> None:
-    """A ReLU whose units have known signs is affine: its bound is the linear one, and no hinge is open."""
+    """A ReLU whose units have known signs is affine: its bound is the linear one, and no hinge is
+    open.
+    """
     x = l2_ball(draw(1, 1, 1, PIXELS), 0.01, squares_up_to=0, limit=99, tape=True).linear(
         lambda t: t.flatten(1)[:, None]
     )
-    weight, bias = draw(8, PIXELS, seed=1), torch.tensor([9.0, -9.0] * 4).double()
+    weight = draw(8, PIXELS, seed=1)
+    bias = torch.tensor([9.0, -9.0] * 4).double()
 
     out = relu(affine(x, weight, bias))
     assert out.node is not None

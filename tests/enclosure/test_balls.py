@@ -1,4 +1,6 @@
-"""Balls of norms: nothing that stays near the image leaves them; they are not vacuous; big batches change nothing."""
+"""Balls of norms: nothing that stays near the image leaves them; they are not vacuous; big batches
+change nothing.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -110,7 +112,8 @@ def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
     (near, run), tokens = of_kind(kind), draw(1, 1, 5, 8)
     fibre = size * torch.rand(1, 1, 5, generator=torch.Generator().manual_seed(3)).double()
     x = Near.of(tokens, fibre, torch.full((1,), 0.8 * float(fibre.norm())).double())
-    found, before = near(x), run(tokens)
+    found = near(x)
+    before = run(tokens)
     delta = draw(40, 1, 5, 8, seed=2)
     best = 0.0
     for _ in range(25):
@@ -136,7 +139,9 @@ def test_ascent_does_not_leave_the_ball(kind: str, size: float) -> None:
 
 @pytest.mark.parametrize("size", [1e-8, 1e-3, 0.1, 1.0])
 def test_ascent_does_not_leave_the_ball_of_heads(size: float) -> None:
-    """Queries, keys and values moved within their radii, up the gradient of how far each result has come."""
+    """Queries, keys and values moved within their radii, up the gradient of how far each result has
+    come.
+    """
     parts = [draw(1, 1, 2, 4, 3, seed=seed) for seed in (1, 2, 3)]
     radii = [
         size * torch.rand(1, 1, 2, 4, generator=torch.Generator().manual_seed(seed)).double()
@@ -147,7 +152,8 @@ def test_ascent_does_not_leave_the_ball_of_heads(size: float) -> None:
         for c, r in zip(parts, radii, strict=True)
     ]
     found = heads(context(), *near, None, 0.7)
-    moves, best = [draw(60, 1, 2, 4, 3, seed=seed) for seed in (7, 8, 9)], 0.0
+    moves = [draw(60, 1, 2, 4, 3, seed=seed) for seed in (7, 8, 9)]
+    best = 0.0
     for _ in range(30):
         moves = [
             (m * (r[..., None] / m.norm(dim=-1, keepdim=True))).requires_grad_(True)
@@ -184,7 +190,8 @@ def test_fibres_that_are_joined_or_cut_keep_what_is_known_of_them() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh", "qk norm", "rms"])
 def test_every_node_stays_near(kind: str) -> None:
-    model, pixels = network(kind), image()
+    model = network(kind)
+    pixels = image()
     local = NormsNetwork(model, SIZE)
     label = model(pixels).argmax(1)
     moves = directions(model, pixels, int(label), 8)
@@ -230,7 +237,8 @@ def test_no_attack_succeeds_within_the_radius(kind: str) -> None:
 
 def test_margins_at_radius_zero_are_those_of_the_network() -> None:
     """What is left at radius 0 is rounding alone."""
-    model, pixels = network("plain"), image()
+    model = network("plain")
+    pixels = image()
     logits = model(pixels)[0]
     label = int(logits.argmax())
     found = NormsNetwork(model, SIZE).margins(
@@ -280,7 +288,8 @@ def test_norm_of_a_nonnegative_matrix() -> None:
 
 
 def test_efforts_are_named_and_records_say_which_rung_it_was() -> None:
-    model, pixels = network("plain"), image()
+    model = network("plain")
+    pixels = image()
     label = int(model(pixels).argmax())
     (by_norms,) = LocalCertifier(model, SIZE, Local(effort="norms")).batch([0], pixels, [label])
     (auto,) = LocalCertifier(model, SIZE, Local(), symbols=100, steps=0).batch([0], pixels, [label])
@@ -291,7 +300,8 @@ def test_efforts_are_named_and_records_say_which_rung_it_was() -> None:
 
 
 def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pixels = network("plain"), image()
+    model = network("plain")
+    pixels = image()
     label = int(model(pixels).argmax())
     monkeypatch.setattr("certcli.certify.local.available", lambda device: 1e5)
     certifier = LocalCertifier(model, SIZE, Local())
@@ -312,7 +322,8 @@ def test_what_has_no_theorem_is_named() -> None:
 
 
 def test_linf_balls_of_all_rungs_hold_and_are_not_mixed_with_l2() -> None:
-    model, pixels = network("relu"), image()
+    model = network("relu")
+    pixels = image()
     label = model(pixels).argmax(1)
     signs = torch.cat(
         [draw(200, *SIZE).sign(), directions(model, pixels, int(label), 20).view(-1, *SIZE).sign()]
@@ -354,7 +365,9 @@ def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
 
 
 def _one_rare_key(size: float) -> tuple[Near, Near, Near]:
-    """A query that sees one key of value 0; another of value 1, which it hardly sees, comes nearer as that one goes."""
+    """A query that sees one key of value 0; another of value 1, which it hardly sees, comes nearer
+    as that one goes.
+    """
     parts = [
         torch.tensor(part, dtype=torch.float64).view(1, 1, 1, -1, 1)
         for part in ([3.0], [-1.0, 1.0], [1.0, 0.0])
@@ -365,7 +378,9 @@ def _one_rare_key(size: float) -> tuple[Near, Near, Near]:
 
 @pytest.mark.parametrize("size", [0.05, 0.2, 0.4])
 def test_a_rare_key_gains_what_the_others_lose(size: float) -> None:
-    """Its probability grows by nearly e^(2 T), T the most that a score moves: half of it since the sum shrinks."""
+    """Its probability grows by nearly e^(2 T), T the most that a score moves: half of it since the
+    sum shrinks.
+    """
     q, k, v = _one_rare_key(size)
     found = heads(context(), q, k, v, None, 1.0)
     keys = k.centre + size * torch.tensor([1.0, -1.0]).double().view(1, 1, 1, 2, 1)

@@ -1,4 +1,6 @@
-"""Branch and bound: against true minima by enumeration, at points of domains, replayed from records, and interrupted."""
+"""Branch and bound: against true minima by enumeration, at points of domains, replayed from
+records, and interrupted.
+"""
 
 import itertools
 from dataclasses import replace
@@ -46,7 +48,9 @@ def small(seed: int, widths: tuple[int, int] = (4, 4)) -> tuple[nn.Sequential, T
 
 
 def least_margin(model: nn.Sequential, pixels: Tensor, radius: float) -> float:
-    """The true minimum of z_0 - z_1 over a linf ball: the least of linear programs, one a sign pattern of all units."""
+    """The true minimum of z_0 - z_1 over a linf ball: the least of linear programs, one a sign
+    pattern of all units.
+    """
     first, second, last = (layer for layer in model if isinstance(layer, nn.Linear))
     centre = pixels.flatten().numpy()
     bounds = [(x - radius, x + radius) for x in centre]
@@ -54,7 +58,10 @@ def least_margin(model: nn.Sequential, pixels: Tensor, radius: float) -> float:
     shapes = [range(2)] * (first.out_features + second.out_features)
     for pattern in itertools.product(*shapes):
         signs = 2 * np.array(pattern) - 1
-        rows, offsets, weight, bias = [], [], np.eye(3), np.zeros(3)
+        rows = []
+        offsets = []
+        weight = np.eye(3)
+        bias = np.zeros(3)
         start = 0
         for layer in (first, second):
             weight = layer.weight.numpy() @ weight
@@ -62,7 +69,8 @@ def least_margin(model: nn.Sequential, pixels: Tensor, radius: float) -> float:
             own = signs[start : start + len(bias)]
             rows.append(-own[:, None] * weight)
             offsets.append(own * bias)
-            weight, bias = weight * (own > 0)[:, None], bias * (own > 0)
+            weight = weight * (own > 0)[:, None]
+            bias = bias * (own > 0)
             start += len(bias)
         margin = (last.weight[0] - last.weight[1]).numpy()
         found = linprog(
@@ -101,11 +109,14 @@ def test_the_tree_is_below_the_true_minimum_and_reaches_it(seed: int) -> None:
 
 @pytest.mark.parametrize("boxed", [True, False])
 def test_whatever_is_chosen_in_a_domain_is_below_its_points(boxed: bool) -> None:
-    """Random signs, slopes, multipliers and parabolas: no point of the domain has a margin below the bound."""
+    """Random signs, slopes, multipliers and parabolas: no point of the domain has a margin below
+    the bound.
+    """
     model, pixels = small(3)
     ball = linf_ball if boxed else l2_ball
     more = {} if boxed else {"squares_up_to": 0}
-    radius, nodes = 0.4, []
+    radius = 0.4
+    nodes = []
 
     def further(node: Node, rows: Tensor) -> Tensor:
         nodes.append((node, rows))
@@ -141,7 +152,9 @@ def test_whatever_is_chosen_in_a_domain_is_below_its_points(boxed: bool) -> None
 
 
 def test_bounds_of_signs_cannot_be_turned_by_rounding() -> None:
-    """Where x >= 0 the row that goes back is never above the row that came, where x <= 0 never below 0."""
+    """Where x >= 0 the row that goes back is never above the row that came, where x <= 0 never
+    below 0.
+    """
     model, pixels = small(3)
     nodes: list[tuple[Node, Tensor]] = []
 
@@ -220,7 +233,9 @@ def test_splits_that_are_taken_first_are_those_of_the_record() -> None:
 def test_branching_reaches_further_and_no_attack_succeeds(norm: str, seed: int) -> None:
     model, pixels, size = *small(seed, (8, 8)), SIZE
     if norm == "linf":
-        model, pixels, size = network("relu", 1), image(1), VIT_SIZE
+        model = network("relu", 1)
+        pixels = image(1)
+        size = VIT_SIZE
     label = int(model(pixels).argmax())
     plain = LocalCertifier(model, size, Local("backward", norm, arithmetic="real"))
     found = plain.radius(pixels, label) * 2 ** (1 / 16)

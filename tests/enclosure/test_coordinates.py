@@ -49,7 +49,8 @@ def moves(count: int = 40) -> Tensor:
 @pytest.mark.parametrize("in_box", [False, True])
 @pytest.mark.parametrize(("act", "tape"), [(nn.GELU, False), (nn.ReLU, True)])
 def test_margins_are_those_of_the_pixels(act: type[nn.Module], tape: bool, in_box: bool) -> None:
-    model, pixels = network(act), image()
+    model = network(act)
+    pixels = image()
     fewer, whole = (LocalNetwork(model, SIZE) for _ in range(2))
     whole.narrow = None
     assert (fewer.numbers, whole.numbers) == (24, 64)
@@ -67,7 +68,8 @@ def test_margins_are_those_of_the_pixels(act: type[nn.Module], tape: bool, in_bo
 
 @pytest.mark.parametrize("squares", [0, 24, 64])
 def test_every_node_holds_at_points_of_the_ball(squares: int) -> None:
-    model, pixels = network(), image()
+    model = network()
+    pixels = image()
     local = LocalNetwork(model, SIZE)
     forms: dict[object, tuple[Form, int | None]] = {}
 
@@ -88,10 +90,8 @@ def test_every_node_holds_at_points_of_the_ball(squares: int) -> None:
 
 def test_any_basis_is_sound() -> None:
     """Also one that forgets most of the map: the slack holds what it cannot say."""
-    pixels, weight = (
-        image(),
-        torch.randn(5, 64, generator=torch.Generator().manual_seed(3)).double(),
-    )
+    pixels = image()
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(3)).double()
     x = l2_ball(pixels, 0.3, squares_up_to=0, limit=9).linear(
         lambda t: (t.flatten(1) @ weight.T)[:, None], lambda t: (t.flatten(1) @ weight.abs().T)[:, None], 64
     )  # fmt: skip
@@ -149,7 +149,9 @@ def test_pixels_that_are_read_again_and_boxes_keep_their_own_symbols() -> None:
 
 
 def test_more_pixels_than_columns_are_enough_for_second_order() -> None:
-    """`auto` takes columns for e e^T where the first map leaves few numbers, and the way back for ReLU."""
+    """`auto` takes columns for e e^T where the first map leaves few numbers, and the way back for
+    ReLU.
+    """
     torch.manual_seed(0)
     layers = [nn.Flatten(), nn.Linear(256, 16), nn.GELU(), nn.Linear(16, 3)]
     model = nn.Sequential(*layers).double().eval().requires_grad_(False)

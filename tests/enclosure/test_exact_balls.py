@@ -32,7 +32,8 @@ def positive(*shape: int, seed: int = 0) -> Tensor:
 FIBRE, OTHER, WHOLE = positive(2, 1, 3, 5), positive(2, 1, 3, 5, seed=1), positive(2, seed=2) * 5
 X = Near(draw(2, 1, 3, 5, 4), FIBRE, WHOLE)
 ZERO = Near(0 * X.centre, 0 * FIBRE, 0 * WHOLE)
-# a radius of all fibres together, and the parts whose squares it must be the sum of, beside another radius
+# a radius of all fibres together, and the parts whose squares it must be the sum of, beside another
+# radius
 TOGETHER: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
     "fibres alone": (lambda: Near.of(X.centre, FIBRE).whole, FIBRE, 0 * WHOLE),
     "fibres, and more than they": (lambda: Near.of(X.centre, FIBRE, ANY).whole, FIBRE, 0 * WHOLE),
@@ -95,7 +96,8 @@ def test_no_tensor_of_a_ball_exceeds_its_bounds(size: float) -> None:
     """Also those that move along themselves, where a norm is attained, and towards their mean."""
     x = Near.of(X.centre, size * FIBRE, size * WHOLE)
     bounds = x.bounds()
-    centre, mean = x.centre, x.centre.mean(-1, keepdim=True)
+    centre = x.centre
+    mean = x.centre.mean(-1, keepdim=True)
     peak = F.one_hot(centre.abs().argmax(-1), 4) * centre.sign()
     for move in (centre, mean - centre, peak, *draw(20, *centre.shape, seed=3)):
         points = in_ball(x, move + 1e-9)
@@ -120,7 +122,8 @@ def test_no_tensor_of_a_form_exceeds_its_bounds(size: float, boxed: bool) -> Non
     bounds = form.bounds()
     e = draw(200, 6)
     e = e.sign() if boxed else e / e.norm(dim=1, keepdim=True)
-    n, s = draw(200, len(form.gens) - 6, seed=1).sign(), draw(200, *form.shape, seed=2).sign()
+    n = draw(200, len(form.gens) - 6, seed=1).sign()
+    s = draw(200, *form.shape, seed=2).sign()
     # towards a larger norm, and towards the mean
     along = torch.stack([form.centre, form.centre.mean(-1, keepdim=True) - form.centre])
     ways = torch.tensordot(along, form.gens, dims=([1, 2, 3], [1, 2, 3]))
@@ -144,7 +147,8 @@ def test_a_row_may_come_nearer_to_its_mean_by_all_its_slack() -> None:
 
 @pytest.mark.parametrize("gain", [None, draw(4)])
 def test_a_norm_that_waits_has_room_for_an_error_behind_it(gain: Tensor | None) -> None:
-    waiting, error = Normalised(Near.of(X.centre, FIBRE, WHOLE), gain, None), WHOLE / 8
+    waiting = Normalised(Near.of(X.centre, FIBRE, WHOLE), gain, None)
+    error = WHOLE / 8
     assert bool(
         (
             settled(waiting.doubted(error)).whole >= settled(waiting).whole + error * (1 - 1e-12)
@@ -176,7 +180,9 @@ def near(*shape: int, seed: int) -> Near:
 def scores(
     toward: float, of: list[float], turn: list[float], p: list[float]
 ) -> tuple[list[float], float]:
-    """How far each score moves, at most, and the logarithm of the sum of exponentials: docs/local.md, 10.2."""
+    """How far each score moves, at most, and the logarithm of the sum of exponentials:
+    docs/local.md, 10.2.
+    """
     change = [toward * radius + far for radius, far in zip(of, turn, strict=True)]
     return change, min(
         math.log1p(sum(a * math.expm1(t) for a, t in zip(p, change, strict=True))), max(change)
@@ -191,14 +197,14 @@ def test_heads_follow_their_theorem() -> None:
         heads(context(), Constant(q.centre[0]), k, v, None, -0.7).centre[0], found.centre[0]
     )
     p = (-0.7 * q.centre @ k.centre.mT).softmax(-1)
-    o, m = p @ v.centre, p @ k.centre
+    o = p @ v.centre
+    m = p @ k.centre
     for at in itertools.product(range(2), [0], range(2), range(4)):
-        own, a = at[:3], float(q.fibre[at])
-        probabilities, moved, reach = (
-            p[at].tolist(),
-            k.fibre[own].tolist(),
-            (v.centre[own] - o[at]).norm(dim=-1).tolist(),
-        )
+        own = at[:3]
+        a = float(q.fibre[at])
+        probabilities = p[at].tolist()
+        moved = k.fibre[own].tolist()
+        reach = (v.centre[own] - o[at]).norm(dim=-1).tolist()
         turn = [0.7 * a * far for far in (k.centre[own] - m[at]).norm(dim=-1).tolist()]
         change, level = scores(0.7 * (float(q.centre[at].norm()) + a), moved, turn, probabilities)
         through = turned = 0.0
@@ -213,23 +219,24 @@ def test_heads_follow_their_theorem() -> None:
 
 def test_gains_of_tokens_follow_their_theorem() -> None:
     """The same of an attention over tokens: docs/local.md, 10.2."""
-    shares, through, curve = (
-        positive(2, 3, 4, 5, seed=4).softmax(-1),
-        positive(3, seed=5),
-        positive(3, seed=6),
-    )
+    shares = positive(2, 3, 4, 5, seed=4).softmax(-1)
+    through = positive(3, seed=5)
+    curve = positive(3, seed=6)
     turn, reach, toward, own = (
         positive(2, 3, *shape, seed=7) for shape in ((4, 5), (4, 5), (4,), (4,))
     )
     facts = Facts(draw(2, 4, 6), positive(2, 4), shares, reach, toward, turn, own)
     weights: Any = SimpleNamespace(through=through, curve=curve)
-    radius, asking = 0.2 * positive(2, 5, seed=8), 0.2 * positive(2, 4, seed=9)
+    radius = 0.2 * positive(2, 5, seed=8)
+    asking = 0.2 * positive(2, 4, seed=9)
     gains = _gains(facts, weights, radius, asking)
     for b, i in itertools.product(range(2), range(4)):
         least = [0.0] * 6
         for h in range(3):
-            at, a = (b, h, i), float(asking[b, i])
-            p, far = shares[at].tolist(), reach[at].tolist()
+            at = (b, h, i)
+            a = float(asking[b, i])
+            p = shares[at].tolist()
+            far = reach[at].tolist()
             slope = float(toward[at]) + float(curve[h]) * a
             change, level = scores(slope, radius[b].tolist(), (a * turn[at]).tolist(), p)
             most = max(change) + level

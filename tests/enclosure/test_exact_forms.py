@@ -1,4 +1,6 @@
-"""Sums and bounds of both domains against exact arithmetic and the theorems of rounding: each term of a bound is there."""
+"""Sums and bounds of both domains against exact arithmetic and the theorems of rounding: each term
+of a bound is there.
+"""
 
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -38,7 +40,8 @@ U = 2.0**-53
 def form(centre: Tensor, ball: float = 0.0, box: int = 0) -> Form:
     """centre + ball e_1 + box symbols of 1, every entry in each."""
     gens = torch.zeros(2 + box, *centre.shape).double()
-    gens[0], gens[2:] = ball, 1.0
+    gens[0] = ball
+    gens[2:] = 1.0
     return Form(
         Space(2, False, 9), centre, gens, torch.zeros_like(centre), ((-7, box),) if box else ()
     )
@@ -66,15 +69,18 @@ def test_a_norm_without_a_gain_is_that_of_its_weights() -> None:
 @pytest.mark.parametrize("width", [1, 3, 4096])
 def test_margins_lose_as_much_as_their_terms_say(width: int) -> None:
     """gamma_n sum |w x| + |b|, where exact numbers cancel."""
-    rows, centre = torch.ones(1, width).double(), torch.ones(1, width).double()
-    offset, zero = torch.full((1,), -float(width)).double(), torch.zeros(1).double()
+    rows = torch.ones(1, width).double()
+    centre = torch.ones(1, width).double()
+    offset = torch.full((1,), -float(width)).double()
+    zero = torch.zeros(1).double()
     (found,) = _margins(centre, zero, (rows, offset, zero), None).tolist()
     most = (width + 1) * U * 2 * width
     assert 20 * (1 + 8 / width) * most >= -found >= most
 
 
 def test_margins_of_forms_lose_as_much_as_their_terms_say() -> None:
-    weight, bias = torch.ones(2, 4096).double(), torch.tensor([-4096.0, 0.0]).double()
+    weight = torch.ones(2, 4096).double()
+    bias = torch.tensor([-4096.0, 0.0]).double()
     weight[1] = 0
     assert (
         float(linear_margins(form(torch.ones(1, 4096).double()), weight, bias, 0))
@@ -94,10 +100,8 @@ def test_radii_and_sizes_are_not_below_the_exact_ones() -> None:
         for part in (x.centre, x.slack, *x.gens)
     ]
     for i, (centre, slack, *columns) in enumerate(zip(*of, strict=True)):
-        ball, beside = (
-            sum(column**2 for column in columns[: x.space.ball]),
-            sum(map(abs, columns[x.space.ball :])) + slack,
-        )
+        ball = sum(column**2 for column in columns[: x.space.ball])
+        beside = sum(map(abs, columns[x.space.ball :])) + slack
         box, radius, size = (
             Fraction(float(part.flatten()[i])) for part in (x.box_radius, x.radius, x.size)
         )
@@ -219,7 +223,9 @@ def test_logarithms_of_probabilities_lie_between_their_bounds(
 
 
 def test_a_fit_counts_the_rounding_of_the_largest_value() -> None:
-    """f(x) = 1 + x on [-1, 1]: value 2, slope 1 at most, and 1 for the argument and for the fit's own."""
+    """f(x) = 1 + x on [-1, 1]: value 2, slope 1 at most, and 1 for the argument and for the fit's
+    own.
+    """
     line = Function("line", lambda x: 1 + x, torch.ones_like, torch.zeros_like, 0.0)
     one = torch.ones(1).double()
     found = pointwise.residual(line, 0 * one, -one, one, one, 0 * one)
@@ -237,22 +243,28 @@ def test_parts_of_different_shapes_are_no_enclosure() -> None:
 def test_every_value_is_shown_and_held_to_what_the_network_does() -> None:
     """Of an operation with several results each of them."""
     seen: list[Any] = []
-    domain, node = object.__new__(Enclosure), fx.Graph().placeholder("x")
-    domain.needed, domain.runs, domain.executed_as = {}, [], None
+    domain = object.__new__(Enclosure)
+    node = fx.Graph().placeholder("x")
+    domain.needed = {}
+    domain.runs = []
+    domain.executed_as = None
     domain.start, domain.watch = form(torch.ones(1, 3).double()), lambda *told: seen.append(told)
     domain.found(node, domain.start)
     assert seen == [(node, domain.start, None)]
     assert domain.image((1, 3)) is domain.start
     with pytest.raises(NoRule, match="images of shape"):
         domain.image((1, 4))
-    place, parts, right = torch.zeros(2).double(), [domain.start] * 2, torch.ones(1, 3).double()
+    place = torch.zeros(2).double()
+    parts = [domain.start] * 2
+    right = torch.ones(1, 3).double()
     domain.require_holds(node, parts, place, [right, right])
     for wrong in ([right, 2 * right], [2 * right, right]):
         with pytest.raises(NoRule, match="excludes"):
             domain.require_holds(node, parts, place, wrong)
 
 
-# an operation, the shapes of its tensors, and whether its tokens are those of its tensors, one by one
+# an operation, the shapes of its tensors, and whether its tokens are those of its tensors, one by
+# one
 POINTWISE = [
     (torch.add, [(1, 4, 4), (1, 4, 4)], True),
     (torch.add, [(1, 4, 4), (1, 1, 4)], False),
@@ -316,7 +328,8 @@ def test_each_image_has_its_own_rounding() -> None:
     images = torch.cat([0 * image(), torch.ones_like(image())])
     execution = NeighbourErrors(model, SIZE, PRECISIONS["float32"], (ball_rules,))
     local = NormsNetwork(model, SIZE, execution)
-    labels, radii = model(images).argmax(1), torch.full((2,), 1e-6).double()
+    labels = model(images).argmax(1)
+    radii = torch.full((2,), 1e-6).double()
     found = local.margins(images, radii, labels)
     for row in (slice(0, 1), slice(1, 2)):
         alone = local.margins(images[row], radii[row], labels[row])

@@ -1,4 +1,6 @@
-"""Every place of an enclosure that rounds up reaches a bound: rounded up further there alone, some grows, none shrinks."""
+"""Every place of an enclosure that rounds up reaches a bound: rounded up further there alone, some
+grows, none shrinks.
+"""
 
 import functools
 import re
@@ -171,7 +173,9 @@ def poor_eigenvectors() -> Numbers:
 
 
 def in_coordinates(in_box: bool) -> Numbers:
-    """What a first map to 3 numbers, of a basis that is not orthonormal, leaves; and the margins of hinges behind it."""
+    """What a first map to 3 numbers, of a basis that is not orthonormal, leaves; and the margins of
+    hinges behind it.
+    """
     pixels = (2 * image() - 0.5).clamp(0, 1)
     x = l2_ball(pixels, 0.3, squares_up_to=9, limit=99, in_box=in_box).linear(
         lambda t: t.flatten(2)

@@ -1,4 +1,6 @@
-"""What no local theorem is about: both local domains refuse it, and take the same network without it."""
+"""What no local theorem is about: both local domains refuse it, and take the same network without
+it.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -43,7 +45,8 @@ class Tokens(nn.Module):
 
     def __init__(self, middle: Middle, width: int | None = None, **parts: Any) -> None:
         super().__init__()
-        self.embed, self.middle = nn.Linear(4, 6), middle
+        self.embed = nn.Linear(4, 6)
+        self.middle = middle
         self.head = nn.Linear(24 if width is None else width, 4)
         for name, part in parts.items():
             setattr(self, name, part)

@@ -1,6 +1,8 @@
-"""Every bound has the units of what it bounds: tensors and weights scaled by a power of two scale it exactly.
+"""Every bound has the units of what it bounds: tensors and weights scaled by a power of two scale
+it exactly.
 
-A power or a length that is lost in a rounding term would not be seen beside the rest: `gamma` is made 2^30 times as large.
+A power or a length that is lost in a rounding term would not be seen beside the rest: `gamma` is
+made 2^30 times as large.
 """
 
 import functools
@@ -194,7 +196,8 @@ def last(s: float) -> Found:
     head = nn.Linear(4, 5).double().requires_grad_(False)
     head.weight.copy_(W)
     head.bias.copy_(s * B)
-    x, moved = scaled(forms(CASES[17], 0.01, False, 0)[0], s), s * torch.ones(5, 5).double()
+    x = scaled(forms(CASES[17], 0.01, False, 0)[0], s)
+    moved = s * torch.ones(5, 5).double()
     norm = nn.LayerNorm(4, eps=EPS * s * s).double().requires_grad_(False)
     norm.weight.copy_(G)
     rows = differences(head.weight, head.bias, 0, moved)
@@ -206,7 +209,9 @@ def last(s: float) -> Found:
 
 
 def folded(s: float) -> Found:
-    """The margins of a normed network with a bias in the norm: their sign is that of a number in the input's units."""
+    """The margins of a normed network with a bias in the norm: their sign is that of a number in
+    the input's units.
+    """
     norm = nn.LayerNorm(4, eps=EPS * s * s).double().requires_grad_(False)
     norm.bias.copy_(draw(4, seed=6))
     return [normalised_margins(scaled(forms(CASES[17], 0.01, False, 0)[0], s), norm, W, B, 0)]
@@ -323,13 +328,16 @@ def test_bounds_have_units(name: str) -> None:
 def test_a_negative_scale_is_a_positive_one_of_the_opposite_queries() -> None:
     q, k, v = (near(1, 1, 2, 4, 3, seed=seed) for seed in range(3))
     turned = Near(-q.centre, q.fibre, q.whole)
-    there, back = heads(context(), q, k, v, None, -0.7), heads(context(), turned, k, v, None, 0.7)
+    there = heads(context(), q, k, v, None, -0.7)
+    back = heads(context(), turned, k, v, None, 0.7)
     for one, other in zip(of_ball(there), of_ball(back), strict=True):
         assert torch.allclose(one, other, rtol=1e-12)  # float64 evaluates both
 
 
 def test_probabilities_of_equal_scores_are_still_rounded() -> None:
-    """Queries of length 0 leave no doubt about the scores: what is left is the rounding of softmax and of the average."""
+    """Queries of length 0 leave no doubt about the scores: what is left is the rounding of softmax
+    and of the average.
+    """
     q, k, v = (near(1, 1, 2, 64, 3, seed=seed) for seed in range(3))
     share, _, _, _, _, off = fused_facts(q.scale(0 * UNIT), k, v, 0.7)
     own = (3 + 64 + 68) * 2.0**-22  # gamma of a width, the tokens and 64
@@ -348,12 +356,15 @@ U = 2.0**-23
 
 
 def test_averages_lose_as_much_as_their_sums_are_long() -> None:
-    """Of queries, keys and values d terms, of scores e, of averages over tokens n, of all heads together h e."""
+    """Of queries, keys and values d terms, of scores e, of averages over tokens n, of all heads
+    together h e.
+    """
     for d, e, n, h in ((256, 2, 2, 1), (4, 96, 2, 24), (4, 2, 256, 1)):
         torch.manual_seed(0)
         module = Attention(d, num_heads=h, attn_head_dim=e).double().eval().requires_grad_(False)
         module.qkv.weight[: 2 * h * e] *= 1e-3  # all scores are nearly equal
-        tokens, w = draw(1, n, d), _weights(module, None)
+        tokens = draw(1, n, d)
+        w = _weights(module, None)
         length = tokens.norm(dim=-1)
         facts = _facts(module, w, tokens, length, slice(None))
         parts = (
@@ -369,13 +380,18 @@ def test_averages_lose_as_much_as_their_sums_are_long() -> None:
 
 def test_a_trace_loses_as_much_as_its_sums_are_long() -> None:
     """tr Z^2 for Z = (Wo^T Wo) C (Wq Wq^T) C^T: of d terms and of e."""
-    d, e = 4, 512
+    d = 4
+    e = 512
     module = Attention(d, num_heads=1, attn_head_dim=e).double().eval().requires_grad_(False)
-    w, v, k = _weights(module, None), draw(1, 1, 3, e), draw(1, 1, 3, e, seed=1)
+    w = _weights(module, None)
+    v = draw(1, 1, 3, e)
+    k = draw(1, 1, 3, e, seed=1)
     share = draw(1, 1, 1, 3, seed=2).softmax(-1)
-    o, m = share @ v, share @ k
+    o = share @ v
+    m = share @ k
     spread = ((v - o).mT * share) @ (k - m)
-    first, second = w.out.mT @ w.out, w.query @ w.query.mT
+    first = w.out.mT @ w.out
+    second = w.query @ w.query.mT
     z = first @ spread @ second @ spread.mT
     lost = (
         U
@@ -399,7 +415,8 @@ def test_norms_of_heads_are_not_below_those_of_their_products() -> None:
 
 
 def test_sums_over_keys_are_rounded_once_a_key() -> None:
-    n, ctx = 1024, context()
+    n = 1024
+    ctx = context()
     q, k, v = (
         Near(draw(1, 1, 1, count, 3), torch.zeros(1, 1, 1, count).double(), 0 * UNIT)
         for count in (1, n, n)

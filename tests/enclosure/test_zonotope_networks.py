@@ -96,7 +96,8 @@ def largest_share(
     *,
     partial: bool = False,
 ) -> float:
-    """Over all nodes and directions: distance from the form at this direction, over what the form leaves free.
+    """Over all nodes and directions: distance from the form at this direction, over what the form
+    leaves free.
 
     partial: a walk may end as Unbounded; the nodes before that are checked.
     """
@@ -127,7 +128,8 @@ def largest_share(
     ("kind", "squares"), crossed(["plain", "mean", "relu", "tanh", "rms"], [128, 0])
 )
 def test_every_node_stays_in_its_enclosure(kind: str, squares: int) -> None:
-    model, pixels = network(kind), image()
+    model = network(kind)
+    pixels = image()
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
     for radius in (1e-7, 0.02):
@@ -135,7 +137,8 @@ def test_every_node_stays_in_its_enclosure(kind: str, squares: int) -> None:
 
 
 def test_order_reduction_stays_sound() -> None:
-    model, pixels = network("plain"), image()
+    model = network("plain")
+    pixels = image()
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
     assert largest_share(local, pixels, label, 0.01, 128, 60) <= 1
@@ -143,7 +146,8 @@ def test_order_reduction_stays_sound() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", *["relu"] * EVERY])
 def test_no_attack_succeeds_within_the_certified_radius(kind: str) -> None:
-    model, pixels = network(kind), image()
+    model = network(kind)
+    pixels = image()
     label = int(model(pixels).argmax())
     certifier = LocalCertifier(model, SIZE, Local())
     radius = certifier.radius(pixels, label)
@@ -163,12 +167,16 @@ def test_no_attack_succeeds_within_the_certified_radius(kind: str) -> None:
 
 
 def test_certificates_do_not_depend_on_the_order_of_tokens_or_the_scale_of_query_and_key() -> None:
-    """The same function written otherwise: heads swapped, queries doubled and keys halved; radii agree closely."""
-    model, pixels = network("plain"), image()
+    """The same function written otherwise: heads swapped, queries doubled and keys halved; radii
+    agree closely.
+    """
+    model = network("plain")
+    pixels = image()
     label = int(model(pixels).argmax())
     radius = LocalCertifier(model, SIZE, Local(), steps=2).radius(pixels, label)
     for block in model.net.blocks:
-        weight, bias = block.attn.qkv.weight, block.attn.qkv.bias
+        weight = block.attn.qkv.weight
+        bias = block.attn.qkv.bias
         weight[:8] *= 2
         bias[:8] *= 2
         weight[8:16] /= 2
@@ -178,7 +186,8 @@ def test_certificates_do_not_depend_on_the_order_of_tokens_or_the_scale_of_query
 
 
 def test_images_in_a_linf_ball() -> None:
-    model, pixels = network("relu"), image()
+    model = network("relu")
+    pixels = image()
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
     radius = 2e-4
@@ -222,7 +231,8 @@ def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
 
 
 def test_attention_with_options_is_followed_through_its_parts() -> None:
-    model, pixels = network("qk norm"), image()
+    model = network("qk norm")
+    pixels = image()
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
     assert largest_share(local, pixels, label, 1e-3, 128, 4000) <= 1
@@ -240,7 +250,8 @@ def test_memory_decides_how_many_symbols_there_are() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "relu"])
 def test_without_any_box_symbols_nothing_leaves_its_enclosure(kind: str) -> None:
-    model, pixels = network(kind), image()
+    model = network(kind)
+    pixels = image()
     local = LocalNetwork(model, SIZE)
     label = int(model(pixels).argmax())
     for squares in (128, 0):
@@ -259,15 +270,16 @@ def test_the_radius_returned_was_checked_itself(truth: float) -> None:
         asked.append(radius)
         return radius <= truth
 
-    found = certified_radius(check, 1e-2)
-    assert found in asked
-    assert truth / 1.045 < found <= truth
+    radius = certified_radius(check, 1e-2)
+    assert radius in asked
+    assert truth / 1.045 < radius <= truth
     assert len(asked) < 16
     assert certified_radius(lambda radius: False, 1e-2) == 0.0
     asked.clear()
-    for guess in (found, found * 1.06, found / 1.06, truth / 50, truth * 50):
+    for guess in (radius, radius * 1.06, radius / 1.06, truth / 50, truth * 50):
         asked.clear()
-        # the grid is the same whatever the guess: shards, resumed runs and other orders of images find the same radius
-        assert certified_radius(check, guess, close=True) == found
-        assert found in asked
-        assert len(asked) <= (3 if guess == found else 6 if truth / 2 < guess < truth * 2 else 16)
+        # the grid is the same whatever the guess: shards, resumed runs and other orders of images
+        # find the same radius
+        assert certified_radius(check, guess, close=True) == radius
+        assert radius in asked
+        assert len(asked) <= (3 if guess == radius else 6 if truth / 2 < guess < truth * 2 else 16)

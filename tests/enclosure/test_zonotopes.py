@@ -1,4 +1,6 @@
-"""Local enclosures: nothing inside the neighbourhood ever leaves them, and they are tight where it is small."""
+"""Local enclosures: nothing inside the neighbourhood ever leaves them, and they are tight where it
+is small.
+"""
 
 from fractions import Fraction
 
@@ -42,7 +44,9 @@ def symbols(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def outside(
     case: Case, inputs: list[Form], e: Tensor, n: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """|true value - what the form says of these symbols|, and what the form leaves free: both (b, *shape)."""
+    """|true value - what the form says of these symbols|, and what the form leaves free: both (b,
+    *shape).
+    """
     given = []
     for form in inputs:
         middle, _ = evaluate(form, e, n, KNOWN)
@@ -102,7 +106,9 @@ def test_slack_alone_far_from_zero_is_carried(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tight_at_small_radii(case: Case) -> None:
-    """What is left to the box is of third order: it falls 1,000 times when the radius falls 10 times."""
+    """What is left to the box is of third order: it falls 1,000 times when the radius falls 10
+    times.
+    """
     if case.order == 1:
         pytest.skip("kinks are of first order")
     large, small = (case.relax(*forms(case, size, True, 0)) for size in (1e-2, 1e-3))
@@ -165,16 +171,20 @@ def exact(values: Tensor) -> list[Fraction]:
 
 
 def test_rounding_of_linear_maps_and_products_is_covered() -> None:
-    """In exact arithmetic: the float form differs from the true one by at most its slack, where much cancels."""
+    """In exact arithmetic: the float form differs from the true one by at most its slack, where
+    much cancels.
+    """
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).double()  # noqa: E731
     x = Form(
         Space(2, False, 99), 1e6 * draw(1, 1, 40), draw(2, 1, 1, 40), torch.zeros(1, 1, 40).double()
     )
-    weight, bias = draw(3, 40), draw(3)
+    weight = draw(3, 40)
+    bias = draw(3)
     out = affine(x, weight, bias)
     for row in range(3):
-        w, offset = exact(weight[row]), Fraction(float(bias[row]))
+        w = exact(weight[row])
+        offset = Fraction(float(bias[row]))
         terms = [
             (exact(x.centre), offset, out.centre),
             *((exact(x.gens[k]), Fraction(0), out.gens[k]) for k in range(2)),
@@ -240,10 +250,11 @@ def test_derivatives_are_those_of_the_function(f: Function) -> None:
 
 @pytest.mark.parametrize("f", [GELU, GELU_TANH], ids=lambda f: f.name)
 def test_third_derivatives_of_gelu_are_bounded(f: Function) -> None:
-    """A sweep that proves it on |x| <= 6 up to rounding: |f'''| at points 2e-5 apart, |f''''| <= 7,500 between them.
+    """A sweep that proves it on |x| <= 6 up to rounding: |f'''| at points 2e-5 apart, |f''''| <=
+    7,500 between them.
 
-    (tanh form: z' <= 4.7, z'' <= 1.3, z''' <= 0.22, derivatives of tanh below 1, 0.8, 2, 4.1 in turn; beyond 6 its
-    derivatives are below 1e-6, with sech^2 z <= 4 exp(-25).)
+    (tanh form: z' <= 4.7, z'' <= 1.3, z''' <= 0.22, derivatives of tanh below 1, 0.8, 2, 4.1 in
+    turn; beyond 6 its derivatives are below 1e-6, with sech^2 z <= 4 exp(-25).)
     """
     x = torch.linspace(-6, 6, 600_001).double().requires_grad_(True)
     (third,) = torch.autograd.grad(f.second(x).sum(), x)

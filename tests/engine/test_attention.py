@@ -1,4 +1,6 @@
-"""timm's attention with an option, or with a part of another kind, is not the module that the domains have theorems for."""
+"""timm's attention with an option, or with a part of another kind, is not the module that the
+domains have theorems for.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,5 +50,6 @@ def test_options_of_attention_leave_it_without_a_rule(table: RuleTable) -> None:
         setattr(module, name, value(module))
         assert table.find(module) is None, name
     module = Attention(8, 2)
-    module.head_dim, module.scale = 2, 2**-0.5
+    module.head_dim = 2
+    module.scale = 2**-0.5
     assert table.find(module) is None

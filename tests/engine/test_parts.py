@@ -19,8 +19,11 @@ from tests.helpers.slopes import IMAGE
 
 
 def test_entries_that_are_moved_stay_the_networks_own() -> None:
-    """A copy of one tensor, a copy of the copy, and what is computed of it, of both, and of what was computed."""
-    own, foreign = torch.rand(4), torch.rand(4)
+    """A copy of one tensor, a copy of the copy, and what is computed of it, of both, and of what
+    was computed.
+    """
+    own = torch.rand(4)
+    foreign = torch.rand(4)
     with Moved([own]) as made:
         copy = own.flip(0)
         again = torch.cat([copy, own])
@@ -83,9 +86,9 @@ def test_a_rule_whose_result_has_another_shape_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setitem(
         rules.modules, nn.Flatten, ModuleRule(nn.Flatten, lambda *_: few, lambda module: True)
     )
-    found = bound_network(nn.Sequential(nn.Flatten()).eval(), IMAGE, 32)
-    assert not found.upper.finite
-    assert "another shape" in found.bound.why
+    bound = bound_network(nn.Sequential(nn.Flatten()).eval(), IMAGE, 32)
+    assert not bound.upper.finite
+    assert "another shape" in bound.bound.why
     assert [_shaped(Domain, [few, few], [(3,), own]) for own in ((3,), (2,))] == [True, False]  # type: ignore[arg-type]
 
 

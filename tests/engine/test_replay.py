@@ -1,4 +1,6 @@
-"""Networks that are not their trace: a true bound or a refusal, never a number below a measured slope."""
+"""Networks that are not their trace: a true bound or a refusal, never a number below a measured
+slope.
+"""
 
 import collections
 import functools
@@ -147,7 +149,9 @@ def reads_and_catches(net: Net, x: Any) -> Tensor:
 
 
 def after(runs: int, tick: Callable[[Any], int]) -> Callable[..., Tensor]:
-    """Return x -> 2 x that turns into 50 x, by the same operation: tick(net) counts the runs and says when."""
+    """Return x -> 2 x that turns into 50 x, by the same operation: tick(net) counts the runs and
+    says when.
+    """
     return lambda net, x: x * torch.full((1,), 2.0 if tick(net) <= runs else 50.0, dtype=x.dtype)
 
 
@@ -296,7 +300,9 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, kept)
 
 
-_RELU, _GELU, _LINEAR = functional.relu, functional.gelu, functional.linear
+_RELU = functional.relu
+_GELU = functional.gelu
+_LINEAR = functional.linear
 
 PATCHES: dict[str, tuple[Any, str, Any, Callable[[], nn.Module]]] = {
     "forward of a class": (nn.GELU, "forward", lambda self, x: 50 * _GELU(x), lambda: nn.Sequential(nn.GELU())),
@@ -372,7 +378,9 @@ def test_the_digest_sees_two_words_that_change_their_places() -> None:
 
 
 def test_a_state_that_nothing_changes_is_found_again() -> None:
-    """What is made while a state is described, and dies, is no part of it: functions, their globals, counters, generators."""
+    """What is made while a state is described, and dies, is no part of it: functions, their
+    globals, counters, generators.
+    """
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
     steps = [lambda x, n=n: torch.relu(x) * IMAGE[0] + n for n in range(9)]
     net.held = [

@@ -1,4 +1,6 @@
-"""End to end: what counts as kept, how far a network may go, what `constrain --keep` finds, which doubts are said."""
+"""End to end: what counts as kept, how far a network may go, what `constrain --keep` finds, which
+doubts are said.
+"""
 
 import json
 from dataclasses import replace
@@ -86,7 +88,8 @@ def test_what_is_kept_is_counted(reference: ReferenceLogits) -> None:
 @pytest.mark.parametrize("cached_bytes", [0, 10 * 48 * 4, 2**20])
 def test_images_that_fit_are_read_once(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fidelity, "CACHED_BYTES", cached_bytes)
-    pixels, read = torch.rand(12, 3, 4, 4), []
+    pixels = torch.rand(12, 3, 4, 4)
+    read = []
 
     def fetch(positions: Any) -> Tensor:
         read.extend(positions)
@@ -119,7 +122,9 @@ def test_the_reach_is_where_a_first_choice_goes(reference: ReferenceLogits) -> N
 
 
 def margins_of(draw: Tensor, shift: float) -> tuple[ReferenceLogits, Tensor]:
-    """Return images of two classes with these margins, and their logits after each margin fell by `shift`."""
+    """Return images of two classes with these margins, and their logits after each margin fell by
+    `shift`.
+    """
     pixels = torch.stack([draw, torch.zeros_like(draw)], dim=1).view(-1, 2, 1, 1)
     found = ReferenceLogits(nn.Flatten(), images_of(pixels, classes=("a", "b")))
     return found, found.before - torch.tensor([shift, 0.0])
@@ -127,7 +132,9 @@ def margins_of(draw: Tensor, shift: float) -> tuple[ReferenceLogits, Tensor]:
 
 @pytest.mark.parametrize(("count", "share"), crossed([20, 40, 100, 500], [0.01, 0.02, 0.3]))
 def test_the_share_told_is_kept_in_nine_of_ten_draws(count: int, share: float) -> None:
-    """Margins in [0, 1], evenly spread: a fall by `share` changes the first choice of exactly that share of all images."""
+    """Margins in [0, 1], evenly spread: a fall by `share` changes the first choice of exactly that
+    share of all images.
+    """
     generator = torch.Generator().manual_seed(count)
     draws = [margins_of(torch.rand(count, generator=generator), share) for _ in range(200)]
     told = torch.tensor([found.compare(after).agreement_at_least for found, after in draws])
@@ -231,7 +238,9 @@ def test_trials_find_the_largest_eta_or_end(truth: float, optimism: float) -> No
 def test_what_is_written_keeps_enough_whatever_trials_said(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trials that change nothing keep everything, so that the search goes as far as it may: the weights themselves judge."""
+    """Trials that change nothing keep everything, so that the search goes as far as it may: the
+    weights themselves judge.
+    """
     net = small_net()
     judges = ReferenceLogits(net, images_of(IMAGES), None)
     calibration = LayerCalibration(net, PATHS, IMAGES.split(4))
@@ -249,8 +258,11 @@ def test_what_is_written_keeps_enough_whatever_trials_said(
 
 @pytest.mark.parametrize("share", [0.8, 0.98])
 def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) -> None:
-    """As many first choices stay as were asked for, judged by the written file, and a lower --keep lowers the norms more."""
-    source, out = workshop / "plain.safetensors", tmp_path / "out.safetensors"
+    """As many first choices stay as were asked for, judged by the written file, and a lower --keep
+    lowers the norms more.
+    """
+    source = workshop / "plain.safetensors"
+    out = tmp_path / "out.safetensors"
     words = ["constrain", source, "--keep", share, "--limit", 400, "--json", "-o", out]
     outcome = certvit(*words)
     report = json.loads(outcome.stdout)
@@ -262,7 +274,8 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
     images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(900, 0)
     pixels, labels = images.select([9 * row // 5 for row in range(500)]).tensors()
     with torch.no_grad():
-        before, after = old(pixels), new(pixels)
+        before = old(pixels)
+        after = new(pixels)
     same = float((before.argmax(1) == after.argmax(1)).double().mean())
     assert same == kept["agreement"] >= share
     # kernels on batches of another size differ by some 1e-6 of the logits
@@ -283,7 +296,8 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
 
 
 def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_path: Path) -> None:
-    source, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
+    source = tmp_path / "net.safetensors"
+    out = tmp_path / "out.safetensors"
     certvit("init", "certvit_vit_cifar10", *shape(patch_size=4), "-o", source)
     found = certvit("constrain", source, "--beta", 0.01, "--limit", 60, "--json", "-o", out)
     kept = json.loads(found.stdout)["kept"]

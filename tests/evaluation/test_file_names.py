@@ -1,4 +1,6 @@
-"""Names of image files: beside their indexes wherever a dataset is a folder, and hostile ones stay text."""
+"""Names of image files: beside their indexes wherever a dataset is a folder, and hostile ones stay
+text.
+"""
 
 import csv
 import json
@@ -77,7 +79,8 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
     workshop: Path, pictures: Path, records: Path, tmp_path: Path
 ) -> None:
     checkpoint = workshop / "certified.safetensors"
-    rows, verify = rows_of(records), ("certify", checkpoint, "--dataset", pictures, "--verify")
+    rows = rows_of(records)
+    verify = ("certify", checkpoint, "--dataset", pictures, "--verify")
     assert all(
         pictures.joinpath(row["file"]).is_file()
         for row in rows
@@ -118,7 +121,8 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
         records,
         "--no-checks",
     )
-    edited, old = tmp_path / "edited.jsonl", tmp_path / "old.jsonl"
+    edited = tmp_path / "edited.jsonl"
+    old = tmp_path / "old.jsonl"
     edited.write_text(records.read_text().replace(rows[9]["file"], "test/0/other.png"))
     old.write_text("".join(json.dumps({k: v for k, v in json.loads(line).items() if k != "file"}) + "\n"
                            for line in records.read_text().splitlines()))  # fmt: skip

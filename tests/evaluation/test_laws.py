@@ -1,4 +1,6 @@
-"""Laws of what judges images: which points a region holds, how figures are rounded, what headers and radii are let in."""
+"""Laws of what judges images: which points a region holds, how figures are rounded, what headers
+and radii are let in.
+"""
 
 import itertools
 import json
@@ -95,10 +97,8 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
         )
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
     assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
-    places, rows = (
-        Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images),
-        torch.tensor([2, 0]),
-    )
+    places = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
+    rows = torch.tensor([2, 0])
     one = places.project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
     for whole in (region, places):
@@ -110,7 +110,8 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
 @pytest.mark.parametrize("norm", NORMS)
 def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: Norm) -> None:
     count = 4000
-    images, region = torch.full((count, 1, 1, 2), 0.5).double(), Region(norm, 0.4)
+    images = torch.full((count, 1, 1, 2), 0.5).double()
+    region = Region(norm, 0.4)
     generators = [torch.Generator().manual_seed(3) for _ in range(3)]
     points, again = (region.random_point(images, generator) for generator in generators[:2])
     assert torch.equal(points, again)
@@ -119,7 +120,8 @@ def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: Norm
         assert bool((image_norms(found - images, norm) <= 0.4 * (1 + 1e-12)).all())
         assert float((found - images).mean().abs()) < 0.02  # 4 standard deviations of 8,000 numbers
         assert float(((found - images) > 0).double().mean()) == pytest.approx(0.5, abs=0.03)
-    # of a disc half the points lie beyond 0.71 of the radius, of a direction and a length half; of a square 3/4 do
+    # of a disc half the points lie beyond 0.71 of the radius, of a direction and a length half; of
+    # a square 3/4 do
     share = {"l2": (0.5, 0.293), "linf": (0.5, 0.5)}[norm]
     for found, expected in zip((points, starts), share, strict=True):
         beyond = image_norms(found - images, norm) > 0.4 * 0.5**0.5
@@ -161,7 +163,8 @@ def test_figures_are_rounded_to_what_holds(digits: int) -> None:
     figures = [*(10 ** float(x) for x in draw(40) * 9 - 6), 0.0, 1.0, 0.12, 1e12]
     for figure in figures:
         exact = Decimal(repr(figure))
-        low, high = Decimal(proven_radius(figure, digits)), Decimal(attacked_radius(figure, digits))
+        low = Decimal(proven_radius(figure, digits))
+        high = Decimal(attacked_radius(figure, digits))
         assert low <= exact <= high
         assert high - low <= exact * Decimal(10) ** (1 - digits)
         assert all(len(shown.normalize().as_tuple().digits) <= digits for shown in (low, high))
@@ -173,7 +176,8 @@ def test_figures_are_rounded_to_what_holds(digits: int) -> None:
 @pytest.mark.parametrize("failure", [0.3, 0.05, 1e-3, 2e-4, 3.3e-9, 7e-15, 1e-30])
 def test_a_confidence_is_rounded_down_and_told_from_1(failure: float) -> None:
     for whole in (1, 100):
-        shown, exact = Decimal(confidence(failure, whole)), whole * (1 - Decimal(repr(failure)))
+        shown = Decimal(confidence(failure, whole))
+        exact = whole * (1 - Decimal(repr(failure)))
         assert shown <= exact
         assert shown < whole
         assert exact - shown <= max(
@@ -235,7 +239,9 @@ def is_let_in(row: dict[str, Any], kind: type) -> bool:
 
 
 def test_a_record_of_an_attack_says_one_thing() -> None:
-    """Of class 1: withstood, broken by an attack, or wrong before it; a change has both lengths or none."""
+    """Of class 1: withstood, broken by an attack, or wrong before it; a change has both lengths or
+    none.
+    """
     row = {"index": 0, "label": 1, "epsilon": 0.5, "kind": "l2", "task": 0, "pixels": "0" * 16}
     names = ("prediction", "adversarial_prediction", "robust", "norm", "l2", "broken_by")
     for told in itertools.product(

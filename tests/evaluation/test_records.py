@@ -1,4 +1,6 @@
-"""What judges images: exact intervals, records that know their run, resumed certificates, figures over common images."""
+"""What judges images: exact intervals, records that know their run, resumed certificates, figures
+over common images.
+"""
 
 import json
 import math
@@ -75,7 +77,8 @@ def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
     assert images.digest == replace(same, name="other name").digest
     relabelled = replace(images, labels=images.labels.roll(1))
     brighter = replace(images, fetch=lambda asked: images.fetch(asked) * 0.999)
-    fewer, turned = images.select(range(11)), images.select(range(12)[::-1])
+    fewer = images.select(range(11))
+    turned = images.select(range(12)[::-1])
     assert (
         len({images.digest, relabelled.digest, brighter.digest, fewer.digest, turned.digest}) == 5
     )
@@ -95,7 +98,8 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
     proven: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Byte for byte; whole batches are read, and some of their records found again."""
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    parts = tmp_path / "parts.jsonl"
     words = ("certify", proven, "--limit", 40, "--batch-size", 15)
     expected = document(*words, "--records", whole)
     written = whole.read_bytes()
@@ -189,12 +193,12 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
 def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     plain: Checkpoint, tmp_path: Path
 ) -> None:
-    """A limit on the size of files stands for the full disk: writes fail, and so does closing what is buffered."""
+    """A limit on the size of files stands for the full disk: writes fail, and so does closing what
+    is buffered.
+    """
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run, path = (
-        Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}),
-        tmp_path / "r.jsonl",
-    )
+    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    path = tmp_path / "r.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
 
@@ -217,10 +221,8 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
 
 def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run, path = (
-        Run.of("certify", plain.digest, images, "local", norm="l2", parameters={}),
-        tmp_path / "r.jsonl",
-    )
+    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    path = tmp_path / "r.jsonl"
     with RecordFile(path, run, images):
         whole = path.read_bytes()
         for options in ({"force": True}, {"resume": True}):
@@ -241,7 +243,9 @@ def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> No
 
 
 def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_path: Path) -> None:
-    """It decides nothing: a file from before there was such a line is continued, and read by whoever reads records."""
+    """It decides nothing: a file from before there was such a line is continued, and read by
+    whoever reads records.
+    """
     path = tmp_path / "r.jsonl"
     words = ("certify", workshop / "certified.safetensors", "--records", path)
     certvit(*words, "--limit", 4)
@@ -303,7 +307,8 @@ def test_a_figure_compares_the_images_that_both_know(
     draw = curve.draw_certified
     monkeypatch.setattr(curve, "draw_certified", lambda *given: (drawn.append(given), draw(*given)))
     words = ("certify", proven, "-e", 0.3, "--limit", 60, "--plot", tmp_path / "f.png", "--force")
-    whole, common = document(*words), document(*words, "--attack-records", attacked)
+    whole = document(*words)
+    common = document(*words, "--attack-records", attacked)
     assert whole == common  # the figure changes nothing but itself
     (every, nothing, *_), (some, shares, _, _, title, *_) = drawn
     assert len(every["lipschitz: certified (proven)"]) == whole["images"] == 60
@@ -464,7 +469,8 @@ def test_log_says_over_how_many_images_and_which_are_not_the_same(
 ) -> None:
     """A share beside a share of other images, or of a statement of chance, says so."""
     monkeypatch.setenv("COLUMNS", "300")  # no title is broken
-    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    one = tmp_path / "one.safetensors"
+    two = tmp_path / "two.safetensors"
     document("certify", workshop / "certified.safetensors", "-e", 0.1, "-o", one)
     document(
         "attack",

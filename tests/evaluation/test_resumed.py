@@ -1,4 +1,6 @@
-"""Records that an earlier run left: how many are computed again, and that no forged one helps a result."""
+"""Records that an earlier run left: how many are computed again, and that no forged one helps a
+result.
+"""
 
 import json
 import math
@@ -113,7 +115,8 @@ WAYS: dict[str, tuple[str, ...]] = {
 def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
     workshop: Path, made: Path, tmp_path: Path, kind: str, way: str
 ) -> None:
-    path, output = tmp_path / "r.jsonl", tmp_path / "n.safetensors"
+    path = tmp_path / "r.jsonl"
+    output = tmp_path / "n.safetensors"
     head, *rows = map(json.loads, (made / "beyond.jsonl").read_text().splitlines())
     for row in rows:
         FORGERIES[kind](row)

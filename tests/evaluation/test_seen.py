@@ -1,4 +1,6 @@
-"""Images that a network has seen: left out by default, and their share said where they are judged all the same."""
+"""Images that a network has seen: left out by default, and their share said where they are judged
+all the same.
+"""
 
 import json
 from collections.abc import Callable
@@ -163,7 +165,9 @@ def test_built_in_splits_are_judged_as_before(workshop: Path) -> None:
 def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 2,000 training images 500 are listed; of 1,000 others, half of them seen, about 500 are said to be."""
+    """Of 2,000 training images 500 are listed; of 1,000 others, half of them seen, about 500 are
+    said to be.
+    """
     monkeypatch.setattr(seen, "LISTED", 500)
     pixels = torch.rand(2500, 1, 2, 2, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(2500) % 10

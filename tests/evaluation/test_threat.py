@@ -70,8 +70,11 @@ def test_threats_of_two_norms_have_no_order_and_no_common_shares() -> None:
 
 @pytest.mark.parametrize("threat", [threat for threat in ALL if threat.size != 0], ids=str)
 def test_what_a_threat_allows(threat: Threat) -> None:
-    """Points of its region and no others: those pushed out of the ball, or with one pixel beside the patch."""
-    image, away = torch.full((3, 6, 6), 0.5).double(), torch.ones(3, 6, 6).double()
+    """Points of its region and no others: those pushed out of the ball, or with one pixel beside
+    the patch.
+    """
+    image = torch.full((3, 6, 6), 0.5).double()
+    away = torch.ones(3, 6, 6).double()
     if isinstance(threat.size, Patch):
         region = Region.within(threat.size, [(3, 2)], image[None])
         wrong = region.project(away[None], image[None])[0].clone()

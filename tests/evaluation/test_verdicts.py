@@ -1,4 +1,6 @@
-"""Gates by intervals: time decides a verdict and changes none, and a false one is as rare as is said."""
+"""Gates by intervals: time decides a verdict and changes none, and a false one is as rare as is
+said.
+"""
 
 import random
 
@@ -57,7 +59,9 @@ def test_more_time_never_changes_a_verdict(share: float) -> None:
 
 @pytest.mark.parametrize("available", [50, 200, 800])
 def test_false_verdicts_are_as_rare_as_the_intervals_say(available: int) -> None:
-    """Exactly, look by look: a network whose true share is the demand passes a look with half of the chance at most."""
+    """Exactly, look by look: a network whose true share is the demand passes a look with half of
+    the chance at most.
+    """
     planned = looks(available)
     chance = CHANCE / len(planned)
     total = 0.0

@@ -1,4 +1,6 @@
-"""Training images: moved, mirrored, mixed as said; attacked within the ball, by a network that is left as it was."""
+"""Training images: moved, mirrored, mixed as said; attacked within the ball, by a network that is
+left as it was.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +25,10 @@ def numbered(b: int = 6, side: int = 8) -> Tensor:
 
 
 def test_translations_move_each_image_as_a_whole() -> None:
-    images, generator = numbered(), torch.Generator().manual_seed(0)
-    moved, seen = moves.translate(images, 2, "constant", generator), set()
+    images = numbered()
+    generator = torch.Generator().manual_seed(0)
+    moved = moves.translate(images, 2, "constant", generator)
+    seen = set()
     for image, original in zip(moved, images, strict=True):
         wide = torch.nn.functional.pad(original, (2, 2, 2, 2))
         places = [
@@ -66,7 +70,8 @@ def test_warped_images_stay_close_and_in_range_and_half_stay_themselves(side: in
 
 
 def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
-    images, grey = numbered(b=40), torch.full((1, 1, 1, 1), -1.0)
+    images = numbered(b=40)
+    grey = torch.full((1, 1, 1, 1), -1.0)
     cut = moves.augment(images, ("cutout:1x3",), grey, torch.Generator().manual_seed(0))
     assert torch.equal(cut == images, cut != -1.0)
     places = set()
@@ -88,7 +93,8 @@ def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
 def test_mixed_labels_weigh_what_the_pixels_show(mixup: float, cutmix: float) -> None:
-    images, labels = numbered(), torch.arange(6)
+    images = numbered()
+    labels = torch.arange(6)
     settings = FinetuneSettings(mixup=mixup, cutmix=cutmix)
     for seed in range(20):
         mixed, how = moves.mix(images, labels, settings, torch.Generator().manual_seed(seed))
@@ -140,14 +146,14 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(
         return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
     with watched_hooks(model):
-        found = adversary.attack(model, images, error, 0.0)
+        adversarial = adversary.attack(model, images, error, 0.0)
     region = Region(norm, radius)  # type: ignore[arg-type]
     # a step in float32 may pass the radius by its rounding
-    assert float(image_norms(found - images, region.norm).max()) <= radius * (1 + 1e-5)
-    assert float(found.min()) >= 0
-    assert float(found.max()) <= 1
+    assert float(image_norms(adversarial - images, region.norm).max()) <= radius * (1 + 1e-5)
+    assert float(adversarial.min()) >= 0
+    assert float(adversarial.max()) <= 1
     with torch.no_grad():
-        assert float(error(model(found))) > float(error(model(images)))
+        assert float(error(model(adversarial))) > float(error(model(images)))
 
 
 def test_ard_drops_attention_gradients_and_prm_perturbations(tiny: Checkpoint) -> None:

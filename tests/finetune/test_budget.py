@@ -1,4 +1,6 @@
-"""A time budget becomes a number of steps that fit; the command keeps the best and the last, and survives a full disk."""
+"""A time budget becomes a number of steps that fit; the command keeps the best and the last, and
+survives a full disk.
+"""
 
 import errno
 import json
@@ -91,9 +93,10 @@ def test_what_is_no_length_of_time(text: str) -> None:
 def test_a_plan_fits_its_time_and_wastes_little(
     available: float, step: float, image: float, validation: int
 ) -> None:
-    costs, batches = Costs(step, image, 0.05, 0.2, 2 * image), 37
-    made = affordable_steps(available, costs, batches, validation)
-    images = made.validation_limit or validation
+    costs = Costs(step, image, 0.05, 0.2, 2 * image)
+    batches = 37
+    affordable = affordable_steps(available, costs, batches, validation)
+    images = affordable.validation_limit or validation
 
     def seconds(steps: int) -> float:
         return (
@@ -101,12 +104,13 @@ def test_a_plan_fits_its_time_and_wastes_little(
         )
 
     assert images == validation or FEWEST_VALIDATION_IMAGES <= images < validation
-    assert made.steps == 1 or seconds(made.steps) <= available * MARGIN
-    # one step more would not fit (to rounding), or would begin an epoch that has no time for its validation
-    full = seconds(made.steps + 1) > available * MARGIN * (1 - 1e-9)
-    assert full or made.steps == 1 or made.steps % batches == 0
-    if images > FEWEST_VALIDATION_IMAGES and made.steps > batches:
-        begun = made.steps // batches + 1
+    assert affordable.steps == 1 or seconds(affordable.steps) <= available * MARGIN
+    # one step more would not fit (to rounding), or would begin an epoch that has no time for its
+    # validation
+    full = seconds(affordable.steps + 1) > available * MARGIN * (1 - 1e-9)
+    assert full or affordable.steps == 1 or affordable.steps % batches == 0
+    if images > FEWEST_VALIDATION_IMAGES and affordable.steps > batches:
+        begun = affordable.steps // batches + 1
         assert begun * images * image <= EVALUATION_SHARE * available + images * image
 
 
@@ -169,7 +173,8 @@ def test_what_is_left_is_planned_again_where_the_pace_changed(
 ) -> None:
     if step >= total:
         return
-    batches, pace = 37, 0.25
+    batches = 37
+    pace = 0.25
     left = (total - step) * faster * pace / MARGIN
     changed = changed_total(step, total, pace, left, batches)
     if (
@@ -206,7 +211,9 @@ def test_a_schedule_goes_on_from_where_it_is() -> None:
 def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four steps an epoch: eight, after the first epoch sixteen. Stopped after the second, it ends in the same bytes."""
+    """Four steps an epoch: eight, after the first epoch sixteen. Stopped after the second, it ends
+    in the same bytes.
+    """
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     plan = budget.Plan(8, None)
     monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: plan)
@@ -219,7 +226,8 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     made = Checkpoint.read(out)
     assert made.record.lineage[-1].parameters["steps"] == 16
     assert made.record.lineage[-1].parameters["plan_changes"] == [[4, 8]]
-    whole, ends = Trainer.run, start.parent / "p.safetensors"
+    whole = Trainer.run
+    ends = start.parent / "p.safetensors"
 
     def cut(self: Trainer, *sets: Any) -> Any:
         for epoch in whole(self, *sets):
@@ -239,7 +247,8 @@ def test_a_state_with_plans_that_no_run_makes_is_refused(
     start: Path, monkeypatch: pytest.MonkeyPatch, changes: list[list[int]]
 ) -> None:
     """Stopped at step 4; shares of such a schedule would divide by zero or lie outside of it."""
-    out, state = start.parent / "o.safetensors", start.parent / "o.state.safetensors"
+    out = start.parent / "o.safetensors"
+    state = start.parent / "o.state.safetensors"
     whole = Trainer.run
 
     def cut(self: Trainer, *sets: Any) -> Any:
@@ -293,17 +302,19 @@ def test_what_validates_is_not_trained_on_and_the_rest_is_where_asked(start: Pat
         ]
         assert attempt("finetune", start, *common, "--validation-limit", 20, *words).exit_code == 0
         made = Checkpoint.read(out)
-        seen = seen_by(made.record)
-        assert [step.images for step in seen] == [len(train) + trained]
-        assert [share.images for share in shares(seen, rest)] == [trained] * bool(trained)
-        assert not shares(seen, judges)
+        sources = seen_by(made.record)
+        assert [step.images for step in sources] == [len(train) + trained]
+        assert [share.images for share in shares(sources, rest)] == [trained] * bool(trained)
+        assert not shares(sources, judges)
         assert made.record.evidence[-1].result["dataset"]["digest"] == judges.digest
 
 
 def test_a_run_that_is_gone_on_with_keeps_to_its_plan(
     start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped before its first epoch ended, hours later on a busier machine: the plan is in the state already."""
+    """Stopped before its first epoch ended, hours later on a busier machine: the plan is in the
+    state already.
+    """
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     out = start.parent / "o.safetensors"
     words = [start, "--time-budget", "1s", "-o", out]
@@ -325,7 +336,8 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
     start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [start, "--epochs", 2, "-o", start.parent / "o.safetensors"]
-    living, refused = Trainer.run, []
+    living = Trainer.run
+    refused = []
 
     def run(self: Trainer, *sets: Any) -> Any:
         for epoch in living(self, *sets):
@@ -367,9 +379,12 @@ def test_a_fraction_of_an_epoch(start: Path) -> None:
 
 
 def test_the_best_and_the_last_are_both_kept(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each epoch scores is given here: which one wins is no matter of a processor's last digits."""
+    """What each epoch scores is given here: which one wins is no matter of a processor's last
+    digits.
+    """
     folder = start.parent
-    out, last = folder / "o.safetensors", folder / "o.last.safetensors"
+    out = folder / "o.safetensors"
+    last = folder / "o.last.safetensors"
     scores = iter(
         (0.3, 0.6, 0.592, 0.584)
     )  # a quarter of the standard error of 0.6 on 140 images: 0.0103
@@ -394,7 +409,8 @@ class FullDisk:
     """Writing fails with ENOSPC while `full`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-        self.left, self.save = allowed, certcli.checkpoint.file.save_file
+        self.left = allowed
+        self.save = certcli.checkpoint.file.save_file
         monkeypatch.setattr(certcli.checkpoint.file, "save_file", self)
 
     def __call__(self, *arguments: Any) -> None:
@@ -427,7 +443,9 @@ def test_a_full_disk_leaves_nothing_half_written_and_loses_nothing(
 
 
 def test_a_run_that_diverges_writes_the_best_weights_before_it(start: Path) -> None:
-    """The learning rate rises to 100 over the whole run: the first epoch is sound, a later one is not."""
+    """The learning rate rises to 100 over the whole run: the first epoch is sound, a later one is
+    not.
+    """
     out = start.parent / "o.safetensors"
     wild = ["--optimiser", "sgd", "--lr", 100, "--warmup", 1, "--epochs", 10, "-o", out]
     failure = finetune(start, *wild, fails=Diverged)

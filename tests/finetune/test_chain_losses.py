@@ -1,4 +1,6 @@
-"""BCP and Local-Lip in training: the certificate's numbers, with gradients that point where certificates are."""
+"""BCP and Local-Lip in training: the certificate's numbers, with gradients that point where
+certificates are.
+"""
 
 from functools import cache
 
@@ -33,21 +35,25 @@ def chain(model: PixelModel, name: str, iterations: int = 30) -> ChainBound:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gains_are_the_certificates_and_above_what_neighbours_reach(name: str, loss: str) -> None:
-    model, pixels = network(name), images()
+    model = network(name)
+    pixels = images()
     logits = model(pixels)
     labels = logits.argmax(1)
     top = logits.gather(1, labels[:, None]) - logits
-    bound, proven = chain(model, loss), SequentialNetwork(model, SIZE)
+    bound = chain(model, loss)
+    proven = SequentialNetwork(model, SIZE)
     for radius in (0.1, 0.5, 2.0):
         radii = torch.full((len(pixels),), radius, dtype=torch.float64)
         with torch.no_grad():
             gains = bound.gains(pixels, radius)(labels).scatter(1, labels[:, None], 0.0)
-        values, drop = proven.values(pixels), loss == "local-lip"
+        values = proven.values(pixels)
+        drop = loss == "local-lip"
         lowest = proven.margins(
             values, proven.moves(pixels, values, radii, drop=drop), labels, drop=drop
         )
         exact = (top - lowest).scatter(1, labels[:, None], 0.0)
-        # from below by four power iterations an image (0.2 % here); from above by 1e-12 under a root and the dual's t
+        # from below by four power iterations an image (0.2 % here); from above by 1e-12 under a
+        # root and the dual's t
         assert bool((gains >= 0.99 * exact - 1e-9).all())
         assert bool((gains <= 1.000001 * exact + 1e-5).all())
         for near in neighbours(pixels, radii, 20):
@@ -71,7 +77,8 @@ def test_gradients_are_those_of_finite_differences(name: str, loss: str) -> None
     directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in weights]
     slopes = torch.autograd.grad(value(), weights)
     expected = float(sum((a * b).sum() for a, b in zip(slopes, directions, strict=True)))
-    ends, step = [], 1e-5
+    ends = []
+    step = 1e-5
     for sign in (1, -1):
         with torch.no_grad():
             for weight, direction in zip(weights, directions, strict=True):
@@ -89,17 +96,21 @@ RADIUS = 0.3
 
 @cache
 def trained(kind: str) -> PixelModel:
-    """A small chain trained for 150 steps on digits by cross entropy or by a loss through the chain."""
+    """A small chain trained for 150 steps on digits by cross entropy or by a loss through the
+    chain.
+    """
     images, all_labels = datasets.load("digits", SPEC, "train").tensors()
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
     )
     model = PixelModel(SPEC, net).eval()
-    bound, optimiser = chain(model, kind, 1), torch.optim.Adam(net.parameters(), lr=1e-2)
+    bound = chain(model, kind, 1)
+    optimiser = torch.optim.Adam(net.parameters(), lr=1e-2)
     for step in range(150):
         chosen = torch.randperm(len(images))[:64]
-        pixels, labels = images[chosen], all_labels[chosen]
+        pixels = images[chosen]
+        labels = all_labels[chosen]
         reached = RADIUS * min(1.0, step / 75)
         optimiser.zero_grad()
         if kind == "ce":

@@ -1,4 +1,6 @@
-"""Training: orthogonal stays orthogonal, losses say what they mean, estimates approach the proof, divergence is caught."""
+"""Training: orthogonal stays orthogonal, losses say what they mean, estimates approach the proof,
+divergence is caught.
+"""
 
 import math
 from pathlib import Path
@@ -84,7 +86,8 @@ def polar_weights(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
 
 
 def test_matrices_of_one_shape_move_as_each_would_alone() -> None:
-    together, apart = polar_weights(SHAPES), polar_weights(SHAPES)
+    together = polar_weights(SHAPES)
+    apart = polar_weights(SHAPES)
     descend(StiefelMuon(together, lr=0.05), together, 2 * RETRACT_EVERY, 0)
     alone = [StiefelMuon([weight], lr=0.05) for weight in apart]
     generator = torch.Generator().manual_seed(0)
@@ -139,20 +142,22 @@ def test_an_optimiser_goes_on_between_two_retractions_to_the_bit() -> None:
 def test_directions_have_singular_values_near_one(
     shape: tuple[int, ...], fast: torch.dtype
 ) -> None:
-    """The law on which the cheap retraction rests, in the precision of every machine, whichever this one would choose."""
+    """The law on which the cheap retraction rests, in the precision of every machine, whichever
+    this one would choose.
+    """
     torch.manual_seed(2)
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     count = shape[-1]
     spectrum = torch.linspace(1.0, 0.2, count)
     tangent = 1e-3 * left * spectrum @ right
-    found = direction(tangent, fast).float()
-    sizes = torch.linalg.svdvals(found)
+    logits = direction(tangent, fast).float()
+    sizes = torch.linalg.svdvals(logits)
     assert float(sizes.min()) > 0.6
     assert (
         float(sizes.max()) < 1.25
     )  # the quintic's own range is [0.68, 1.13] (Jordan et al.), bfloat16 adds some 1 %
     polar = left @ right
-    assert float((found * polar).sum() / (found.norm() * polar.norm())) > 0.97
+    assert float((logits * polar).sum() / (logits.norm() * polar.norm())) > 0.97
     assert not direction(torch.zeros(shape), fast).any()
     steep = (
         left * torch.logspace(0, -4, count) @ right
@@ -210,7 +215,8 @@ def test_the_trainable_estimate_approaches_the_proven_bound_from_below(
 
 
 def test_resuming_continues_bit_for_bit(lipschitz: Checkpoint, tmp_path: Path) -> None:
-    sets, digest = small_sets(lipschitz), tensors_digest(lipschitz.tensors)
+    sets = small_sets(lipschitz)
+    digest = tensors_digest(lipschitz.tensors)
     whole, second = (trainer(lipschitz, epochs=3) for _ in range(2))
     stream = whole.run(*sets)
     next(stream)

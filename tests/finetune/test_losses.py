@@ -1,4 +1,6 @@
-"""Laws over the table of losses: finite, monotone in the radius, blind to the order of classes, exact in the easy cases."""
+"""Laws over the table of losses: finite, monotone in the radius, blind to the order of classes,
+exact in the easy cases.
+"""
 
 import math
 from collections.abc import Callable
@@ -19,7 +21,9 @@ K = 7
 
 
 def loaded(name: str) -> Callable[..., Tensor]:
-    """The loss as a function of pair constants; those that take slopes of single images take the label's rows."""
+    """The loss as a function of pair constants; those that take slopes of single images take the
+    label's rows.
+    """
     loss = LOSSES.load(name)
     if name not in NEEDS_CHAIN:
         return loss
@@ -60,7 +64,9 @@ def test_a_larger_radius_never_lowers_the_loss(name: str, smoothing: float) -> N
 @pytest.mark.parametrize("name", CERTIFIED)
 @pytest.mark.parametrize("gain", [30.0, 1e3])
 def test_a_bound_that_is_far_too_large_has_a_way_down(name: str, gain: float) -> None:
-    """Certified training begins there after `constrain`: a flat loss would leave every image uncertified for good."""
+    """Certified training begins there after `constrain`: a flat loss would leave every image
+    uncertified for good.
+    """
     logits, labels, pairs = batch()
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     value = loaded(name)(logits, labels, scale * gain * pairs / pairs.max(), 1.0, 0.0)
@@ -95,10 +101,8 @@ def test_the_order_of_classes_does_not_matter(name: str) -> None:
 def test_float32_agrees_with_float64_and_half_precision_is_widened(name: str) -> None:
     loss = loaded(name)
     logits, labels, pairs = batch(dtype=torch.float32)
-    single, double = (
-        loss(logits, labels, pairs, 0.3, 0.0),
-        loss(logits.double(), labels, pairs.double(), 0.3, 0.0),
-    )
+    single = loss(logits, labels, pairs, 0.3, 0.0)
+    double = loss(logits.double(), labels, pairs.double(), 0.3, 0.0)
     assert single.dtype == torch.float32
     assert double.dtype == torch.float64
     assert math.isclose(float(single), float(double), rel_tol=1e-5)  # float32 has 1.2e-7, 280 terms
@@ -148,7 +152,9 @@ def test_emma_asks_every_pair_for_what_it_has_reached() -> None:
 
 
 def test_gloro_prefers_its_extra_class_exactly_where_nothing_is_certified() -> None:
-    """With a large scale cross entropy is 0 or large: below log 2 only where the label wins all k + 1 classes."""
+    """With a large scale cross entropy is 0 or large: below log 2 only where the label wins all k +
+    1 classes.
+    """
     logits, labels, pairs = batch(count=200)
     radius = 0.4
     loss = LOSSES.load("gloro")
@@ -165,12 +171,14 @@ def test_gloro_prefers_its_extra_class_exactly_where_nothing_is_certified() -> N
 
 
 def test_hinge_kr_and_trades_by_hand() -> None:
-    logits, labels = torch.tensor([[3.0, 1.0, 0.0]], dtype=torch.float64), torch.tensor([0])
+    logits = torch.tensor([[3.0, 1.0, 0.0]], dtype=torch.float64)
+    labels = torch.tensor([0])
     pairs = torch.tensor([[0.0, 2.0, 2.0], [2.0, 0.0, 2.0], [2.0, 2.0, 0.0]], dtype=torch.float64)
     # radii 1 and 1.5; a radius of 1.25 asks the first for 0.25
     expected = (HINGE_WEIGHT * 0.25 - 1.0 - 1.5) / 2
     assert math.isclose(float(LOSSES.load("hinge-kr")(logits, labels, pairs, 1.25, 0.0)), expected)
-    p, q = logits.softmax(1), torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.float64).softmax(1)
+    p = logits.softmax(1)
+    q = torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.float64).softmax(1)
     divergence = float((p * (p / q).log()).sum())
     expected = float(functional.cross_entropy(logits, labels)) + TRADES_WEIGHT * divergence
     assert math.isclose(float(LOSSES.load("trades")(logits, labels, pairs, 0.5, 0.0)), expected)
@@ -178,10 +186,10 @@ def test_hinge_kr_and_trades_by_hand() -> None:
 
 def test_huge_gains_keep_their_order_and_their_slope() -> None:
     gain = torch.logspace(-5, 300, 62, dtype=torch.float64, requires_grad=True)
-    moved = shifted(torch.zeros(62, dtype=torch.float64), gain)
-    assert bool((moved.diff() > 0).all())
-    assert torch.equal(moved[gain <= LINEAR_UP_TO], gain[gain <= LINEAR_UP_TO])
-    moved.sum().backward()
+    shift_error = shifted(torch.zeros(62, dtype=torch.float64), gain)
+    assert bool((shift_error.diff() > 0).all())
+    assert torch.equal(shift_error[gain <= LINEAR_UP_TO], gain[gain <= LINEAR_UP_TO])
+    shift_error.sum().backward()
     assert gain.grad is not None
     assert bool((gain.grad > 0).all())
 

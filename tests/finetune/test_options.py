@@ -1,4 +1,6 @@
-"""Each option of training does what its source says, changes the run, and is gone on with bit for bit."""
+"""Each option of training does what its source says, changes the run, and is gone on with bit for
+bit.
+"""
 
 import math
 from dataclasses import replace
@@ -112,7 +114,8 @@ def resumed(
     checkpoint: Checkpoint, sets: Sets, path: Path, **options: object
 ) -> tuple[Trainer, Trainer]:
     """Return a whole run of two epochs, and one that resumed after the first to the same losses."""
-    whole, second = trainer(checkpoint, **options), trainer(checkpoint, **options)
+    whole = trainer(checkpoint, **options)
+    second = trainer(checkpoint, **options)
     stream = whole.run(*sets)
     next(stream)
     save_state(path, whole.state())
@@ -138,7 +141,8 @@ def test_every_option_changes_the_run_and_resumes_bit_for_bit(
         "certvit_vit_digits", {**TINY, "proj_drop_rate": 0.2} if name == "dropout" else TINY
     )
     whole, second = resumed(start, sets, tmp_path / "s.safetensors", **OPTIONS[name])
-    last, again = whole.last_net(), second.last_net()
+    last = whole.last_net()
+    again = second.last_net()
     assert any(not torch.equal(value, last[key]) for key, value in without_options.items())
     assert all(torch.equal(value, again[key]) for key, value in last.items())
 
@@ -154,14 +158,17 @@ def test_options_beside_a_bound_and_orthogonal_matrices(
     for weight in orthogonal_of(whole):
         size = torch.linalg.matrix_norm(weight.flatten(1).double(), 2)
         assert abs(float(size) - 1) < 1e-5  # float32 retraction: the estimate takes this norm for 1
-    last, again = whole.last_net(), second.last_net()
+    last = whole.last_net()
+    again = second.last_net()
     assert last.keys() == again.keys()
     assert all(torch.equal(value, again[key]) for key, value in last.items())
 
 
 def orthogonal_of(run: Trainer) -> list[Tensor]:
-    held = set(map(id, run.orthogonal))
-    names = [name for name, parameter in run.model.net.named_parameters() if id(parameter) in held]
+    excluded = set(map(id, run.orthogonal))
+    names = [
+        name for name, parameter in run.model.net.named_parameters() if id(parameter) in excluded
+    ]
     return [run.last_net()[name] for name in names]
 
 
@@ -183,7 +190,9 @@ def test_accumulated_batches_have_the_gradient_of_one_large_batch(
 def test_scaled_gradients_make_the_same_steps(
     accumulate: int, lipschitz: Checkpoint, sets: Sets
 ) -> None:
-    """fp16's scale is a power of two: in float32, where nothing overflows, it changes no bit of any step."""
+    """fp16's scale is a power of two: in float32, where nothing overflows, it changes no bit of any
+    step.
+    """
     ends = []
     for scaled in (False, True):
         run = trainer(
@@ -243,7 +252,8 @@ def test_sam_climbs_by_rho_and_comes_back_exactly(adaptive: bool) -> None:
 def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
     torch.manual_seed(0)
     net = nn.Linear(6, 6, bias=False)
-    first, second = polar_factor(torch.randn(6, 6)), polar_factor(torch.randn(6, 6))
+    first = polar_factor(torch.randn(6, 6))
+    second = polar_factor(torch.randn(6, 6))
     with torch.no_grad():
         net.weight.copy_(first)
     average = Average(net, 0.5)
@@ -287,7 +297,8 @@ def test_a_teacher_sees_no_noise(tiny: Checkpoint, sets: Sets) -> None:
 
 def test_a_teacher_of_other_sizes_sees_the_images_resized(tiny: Checkpoint, sets: Sets) -> None:
     larger = initialised("certvit_vit_cifar10", {"depth": 1, "embed_dim": 24, "num_heads": 3})
-    teacher, images = taught_by(larger, tiny), sets[0].fetch(range(4))
+    teacher = taught_by(larger, tiny)
+    images = sets[0].fetch(range(4))
     assert teacher.note == "images of size 1x8x8 were resized to 3x32x32"
     wide = interpolate(images, (32, 32), mode="bilinear", antialias=True).repeat(1, 3, 1, 1)
     torch.testing.assert_close(teacher(images), build.load(larger)(wide))
@@ -308,7 +319,8 @@ def test_a_teacher_of_imagenet_teaches_the_classes_that_folders_name(
         *(f"n01{number}" for number in (443537, 484850, 491361, 494475)),
     )
     student = initialised("certvit_vit_digits", {**arguments, "num_classes": 6})
-    teacher, images = taught_by(imagenet, student, synsets), sets[0].fetch(range(4))
+    teacher = taught_by(imagenet, student, synsets)
+    images = sets[0].fetch(range(4))
     assert teacher.note == "6 of its 1,000 classes count"
     expected = build.load(imagenet)(images)[:, [0, 701, 1, 2, 3, 4]]
     torch.testing.assert_close(teacher(images), expected)
@@ -426,7 +438,9 @@ def test_labels_outside_the_classes(tiny: Checkpoint, sets: Sets) -> None:
 
 
 def test_weights_that_become_nan_are_never_kept(tiny: Checkpoint, sets: Sets) -> None:
-    """The loss of the last step may be finite and its gradient not: the epoch's weights are looked at before they count."""
+    """The loss of the last step may be finite and its gradient not: the epoch's weights are looked
+    at before they count.
+    """
     run = trainer(tiny, epochs=1)
     step = run.descent.step
 

@@ -1,4 +1,6 @@
-"""MSVP against singular values by SVD, on every layout of attention; projections against the norm that is proven."""
+"""MSVP against singular values by SVD, on every layout of attention; projections against the norm
+that is proven.
+"""
 
 import math
 
@@ -67,7 +69,9 @@ def qkv(weight: Tensor) -> dict[str, Tensor]:
 
 
 def maps(net: nn.Module) -> list[tuple[int, dict[str, Tensor]]]:
-    """(heads, {kind: matrix whose rows are split into heads}) of each attention, written down per architecture."""
+    """(heads, {kind: matrix whose rows are split into heads}) of each attention, written down per
+    architecture.
+    """
     found: list[tuple[int, dict[str, Tensor]]] = []
     for module in net.modules():
         kind = type(module).__name__
@@ -143,7 +147,8 @@ def test_descent_on_the_penalty_shrinks_the_maps_and_nothing_else() -> None:
 def test_the_penalty_goes_on_bit_for_bit() -> None:
     torch.manual_seed(0)
     net = plain_vit()
-    first, second = SpectralPenalty(net, LAMBDAS), SpectralPenalty(net, LAMBDAS)
+    first = SpectralPenalty(net, LAMBDAS)
+    second = SpectralPenalty(net, LAMBDAS)
     for _ in range(3):
         first()
         with torch.no_grad():
@@ -179,7 +184,8 @@ class ConvNet(nn.Module):
 
 def norms(net: ConvNet) -> list[float]:
     """Proven norms of all layers but the head, on 12 x 12 images."""
-    side, found = 12, []
+    side = 12
+    found = []
     for conv in net.features:
         found.append(
             conv_norm(
@@ -220,7 +226,8 @@ def test_projections_reach_the_norm_that_is_proven(kind: str) -> None:
 
 def test_projected_training_stays_in_the_ball_and_goes_on_bit_for_bit() -> None:
     torch.manual_seed(0)
-    net, other = ConvNet(), ConvNet()
+    net = ConvNet()
+    other = ConvNet()
     images = torch.rand(8, 1, 12, 12)
     labels = torch.arange(8) % 4
 

@@ -1,4 +1,6 @@
-"""Weights shared out among processes: which options that goes with, what is gathered together. (Steps: test_processes.py)"""
+"""Weights shared out among processes: which options that goes with, what is gathered together.
+(Steps: test_processes.py)
+"""
 
 import pytest
 import torch

@@ -21,9 +21,12 @@ def record(*steps: tuple[str, dict[str, Any]]) -> Record:
     return Record("certvit_vit_digits", {}, SPEC, 10, lineage=lineage)
 
 
-FRESH, PUBLISHED = ("init", {"pretrained": False}), ("init", {"pretrained": True})
-TUNED, FLOORED = ("finetune", {}), ("adapt", {"goal": "keep"})
-REPLACED, LOWERED = ("adapt", {"goal": "certify"}), ("constrain", {})
+FRESH = ("init", {"pretrained": False})
+PUBLISHED = ("init", {"pretrained": True})
+TUNED = ("finetune", {})
+FLOORED = ("adapt", {"goal": "keep"})
+REPLACED = ("adapt", {"goal": "certify"})
+LOWERED = ("constrain", {})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,8 @@ def test_the_lineage_shows_whether_a_network_is_trained(
 
 
 def test_what_nobody_named_depends_on_the_start() -> None:
-    trained, fresh = start_of(record(FRESH, TUNED)), start_of(record(FRESH))
+    trained = start_of(record(FRESH, TUNED))
+    fresh = start_of(record(FRESH))
     plain = FinetuneSettings(loss="ce")
     assert defaults(fresh, plain, 5_000_000) == {}
     assert defaults(trained, plain, 5_000_000) == {"lr": 5e-5, "epochs": 3}

@@ -1,4 +1,6 @@
-"""The state of a training run: what was damaged or edited is refused, and not resumed into another network."""
+"""The state of a training run: what was damaged or edited is refused, and not resumed into another
+network.
+"""
 
 import json
 from collections.abc import Callable

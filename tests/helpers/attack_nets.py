@@ -11,7 +11,8 @@ NORMS: tuple[Norm, ...] = ("l2", "linf")
 GENERAL = [attack.name for attack in ATTACKS if not attack.needs_attention]
 CASES = [(name, norm) for name in GENERAL for norm in ATTACKS[name].norms]
 SHORT = AttackSettings(steps=6, queries=20, searches=2, targets=4)
-# Float32 logits of size 1 carry errors of some 1e-7, the margins here are of size 0.1: a boundary may be off by 1e-5.
+# Float32 logits of size 1 carry errors of some 1e-7, the margins here are of size 0.1: a boundary
+# may be off by 1e-5.
 ROUNDING = 1e-5
 
 
@@ -63,12 +64,15 @@ def batches(images: Tensor, labels: Tensor, size: int = 5) -> list[tuple[Tensor,
 
 
 def exact_distances(model: nn.Module, images: Tensor, labels: Tensor, norm: Norm) -> Tensor:
-    """min |d| over x + d in the box with an argmax other than y, for the linear model: (b,), float64.
+    """min |d| over x + d in the box with an argmax other than y, for the linear model: (b,),
+    float64.
 
-    For a target j it is min |d| with a.d >= m, a = w_j - w_y. By Lagrange the l2 optimum is clip(t a), the linf optimum
-    clip(t sign a), clipped to the box; a.d grows with t, so t is found by bisection.
+    For a target j it is min |d| with a.d >= m, a = w_j - w_y. By Lagrange the l2 optimum is clip(t
+    a), the linf optimum clip(t sign a), clipped to the box; a.d grows with t, so t is found by
+    bisection.
     """
-    weight, bias = model[1].weight.detach().double(), model[1].bias.detach().double()
+    weight = model[1].weight.detach().double()
+    bias = model[1].bias.detach().double()
     flat = images.double().flatten(1)
     logits = flat @ weight.T + bias
     slope = weight[None] - weight[labels][:, None]  # (b, k, n), and 0 for the true class
@@ -78,11 +82,13 @@ def exact_distances(model: nn.Module, images: Tensor, labels: Tensor, norm: Norm
     def moved(length: Tensor) -> Tensor:
         return (flat[:, None] + length[:, :, None] * direction).clamp(0, 1) - flat[:, None]
 
-    low, high = torch.zeros_like(needed), torch.full_like(needed, 1e3)
+    low = torch.zeros_like(needed)
+    high = torch.full_like(needed, 1e3)
     for _ in range(80):
         middle = (low + high) / 2
         enough = (moved(middle) * slope).sum(dim=2) >= needed
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+        low = torch.where(enough, low, middle)
+        high = torch.where(enough, middle, high)
     delta = moved(high)
     length = delta.norm(dim=2) if norm == "l2" else delta.abs().amax(dim=2)
     reached = (delta * slope).sum(dim=2) >= needed * (1 - 1e-9)
@@ -91,18 +97,23 @@ def exact_distances(model: nn.Module, images: Tensor, labels: Tensor, norm: Norm
 
 
 class Scaled(nn.Module):
-    """logits * factor: at 1e4 the softmax is exactly 1 in float32, and the gradient of the cross entropy exactly 0."""
+    """logits * factor: at 1e4 the softmax is exactly 1 in float32, and the gradient of the cross
+    entropy exactly 0.
+    """
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.net, self.factor = perceptron(4), factor
+        self.net = perceptron(4)
+        self.factor = factor
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images) * self.factor
 
 
 class Stairs(nn.Module):
-    """x -> z(round(4 x) / 4), its backward pass that of the identity bent sideways: an FGSM trap for small steps."""
+    """x -> z(round(4 x) / 4), its backward pass that of the identity bent sideways: an FGSM trap
+    for small steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()

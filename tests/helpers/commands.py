@@ -1,4 +1,6 @@
-"""Run certvit in the process of a test: `certvit`, `document`, `attempt` through typer, `console` as the console script."""
+"""Run certvit in the process of a test: `certvit`, `document`, `attempt` through typer, `console`
+as the console script.
+"""
 
 import contextlib
 import functools
@@ -33,7 +35,9 @@ def typed(line: str) -> list[str]:
 
 
 def attempt(*words: object) -> Result:
-    """Run a command that may fail; `exception` of the result is the error before it becomes a message."""
+    """Run a command that may fail; `exception` of the result is the error before it becomes a
+    message.
+    """
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
@@ -61,8 +65,11 @@ def record_lines(path: Path) -> list[dict[str, Any]]:
 
 def console(*words: object, folder: Path | None = None) -> Done:
     """Run the console script's function: a process for each case would take minutes to start."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    arguments, sys.argv = sys.argv, ["certvit", *map(str, words)]
+    out = io.StringIO()
+    err = io.StringIO()
+    code = 0
+    arguments = sys.argv
+    sys.argv = ["certvit", *map(str, words)]
     try:
         with (
             contextlib.chdir(folder or "."),

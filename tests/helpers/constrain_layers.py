@@ -26,7 +26,9 @@ def layer(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> tuple[LayerStatistics, Tensor]:
-    """A layer with anisotropic inputs of non-zero mean, as real activations are, and the inputs (groups, in, tokens)."""
+    """A layer with anisotropic inputs of non-zero mean, as real activations are, and the inputs
+    (groups, in, tokens).
+    """
     weight = gaussian(outputs, inputs, seed=seed).to(dtype)
     scales = torch.logspace(0, -1.5, inputs, dtype=torch.float64)[:, None]
     columns = scales * (gaussian(groups, inputs, tokens, seed=seed + 1) + 0.5)
@@ -65,7 +67,9 @@ def constrainable(model: nn.Module) -> list[str]:
 
 
 class Net(nn.Module):
-    """A patch embedding, tokens, a residual branch called twice, and a layer whose weight is used functionally."""
+    """A patch embedding, tokens, a residual branch called twice, and a layer whose weight is used
+    functionally.
+    """
 
     def __init__(self) -> None:
         super().__init__()

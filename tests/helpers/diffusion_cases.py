@@ -1,4 +1,6 @@
-"""Small diffusion models of each kind that is read, with weights that a formula gives: no file has to hold them."""
+"""Small diffusion models of each kind that is read, with weights that a formula gives: no file has
+to hold them.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -20,9 +20,11 @@ from certcli.nn.activations import ClippedReLU
 
 @dataclass(frozen=True)
 class Case:
-    """shapes of the inputs; the relaxation on forms; the function on tensors with a leading batch axis.
+    """shapes of the inputs; the relaxation on forms; the function on tensors with a leading batch
+    axis.
 
-    positive: inputs above 1/2. order: of the first term that is left to the box when e e^T has columns (3), or is linear (9).
+    positive: inputs above 1/2. order: of the first term that is left to the box when e e^T has
+        columns (3), or is linear (9).
     """
 
     name: str
@@ -113,14 +115,17 @@ def centred_heads(x: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) @ _W.T
 
 
-BALL, BOX = 6, 4
+BALL = 6
+BOX = 4
 
 
 def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = False) -> list[Form]:
-    """Random forms of radius about `size` for the inputs: they share e and the box symbols, and have slack.
+    """Random forms of radius about `size` for the inputs: they share e and the box symbols, and
+    have slack.
 
-    What stands in Q, B and slack is of second and third order, as it is in a walk; `mixed`: as large as the ball's part.
-    At odd seeds some entries of e move one way only, or not at all, as pixels at 0 and 1 do.
+    What stands in Q, B and slack is of second and third order, as it is in a walk; `mixed`: as
+    large as the ball's part. At odd seeds some entries of e move one way only, or not at all, as
+    pixels at 0 and 1 do.
     """
     generator = torch.Generator().manual_seed(seed)
     fall, rise = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 1, 0]]).double()
@@ -154,11 +159,15 @@ def square_symbols(e: Tensor) -> Tensor:
 def evaluate(
     form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...]
 ) -> tuple[Tensor, Tensor]:
-    """The form at symbols e (b, m), within its reach, and n (b, box) of the blocks `known`, and the radius of the rest."""
+    """The form at symbols e (b, m), within its reach, and n (b, box) of the blocks `known`, and the
+    radius of the rest.
+    """
     if form.space.reach is not None:
         e = torch.maximum(torch.minimum(e, form.space.reach[1]), -form.space.reach[0])
     columns = [e, square_symbols(e)] if form.space.squares else [e]
-    start, given, free = form.fixed, [], []
+    start = form.fixed
+    given = []
+    free = []
     for block in form.blocks:
         rows = list(range(start, start + block[1]))
         (given if block in known else free).extend(rows)

@@ -77,9 +77,12 @@ def representable(x: Tensor, arithmetic: str) -> Tensor:
 
 @torch.no_grad()
 def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Tensor]:
-    """Yield the logits of `representable` images in several executions, in float64: orders of sums, batches, kernels."""
+    """Yield the logits of `representable` images in several executions, in float64: orders of sums,
+    batches, kernels.
+    """
     dtype = PRECISIONS[arithmetic].dtype
-    net, images = copy.deepcopy(model).to(dtype).eval(), pixels.to(dtype)
+    net = copy.deepcopy(model).to(dtype).eval()
+    images = pixels.to(dtype)
     products = (cut_off,) if arithmetic == "tf32" else (in_turn, backwards, blocked)
     if arithmetic != "tf32":
         yield net(images).double()
@@ -111,12 +114,14 @@ def apart(one: Tensor, other: Tensor) -> Tensor:
 def require_within(
     analysis: NeighbourErrors, model: nn.Module, pixels: Tensor, radius: float, arithmetic: str
 ) -> float:
-    """Require of all executions at images and at neighbours that they differ from real arithmetic by no more than is proven.
+    """Require of all executions at images and at neighbours that they differ from real arithmetic
+    by no more than is proven.
 
-    Two logits are compared with all others. Of float64, whose real numbers nobody has here, two executions are within twice
-    the bound. Return the largest bound.
+    Two logits are compared with all others. Of float64, whose real numbers nobody has here, two
+    executions are within twice the bound. Return the largest bound.
     """
-    radii, tops = torch.full((len(pixels),), radius), [0, model(pixels).shape[1] - 1]
+    radii = torch.full((len(pixels),), radius)
+    tops = [0, model(pixels).shape[1] - 1]
     bound = torch.stack(
         [analysis(pixels, radii, torch.full((len(pixels),), top)) for top in tops], 1
     )

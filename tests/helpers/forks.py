@@ -45,7 +45,8 @@ def ended(number: int) -> int:
 
 
 def interrupted(folder: Path, words: list[str], states: object) -> str:
-    """Run a command that gets a SIGINT once its first state is on disk; demand its exit code; return its stderr.
+    """Run a command that gets a SIGINT once its first state is on disk; demand its exit code;
+    return its stderr.
 
     Args:
         states: The module whose `save_state` the command calls.

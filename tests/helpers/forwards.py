@@ -1,4 +1,6 @@
-"""Forward functions of the cases in `lipschitz_cases.py`: each takes the module that holds its parts, and its input."""
+"""Forward functions of the cases in `lipschitz_cases.py`: each takes the module that holds its
+parts, and its input.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ def cross_covariance(attention: nn.Module, x: Tensor) -> Tensor:
     """Attention between channels, as in XCiT (with an eps that a search can reach)."""
     b, n, d = x.shape
     q, k, v = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 4, 1).unbind(0)
-    q, k = functional.normalize(q, dim=-1, eps=0.5), functional.normalize(k, dim=-1, eps=0.5)
+    q = functional.normalize(q, dim=-1, eps=0.5)
+    k = functional.normalize(k, dim=-1, eps=0.5)
     weights = ((q @ k.transpose(-2, -1)) * attention.temperature).softmax(dim=-1)
     return (weights @ v).permute(0, 3, 1, 2).reshape(b, n, d)
 
@@ -102,7 +105,9 @@ def parts_of(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def torch_attention(net: nn.Module, x: Tensor) -> Tensor:
-    """Batch first and last, with weights and without, with masks that are yes or no, numbers, and of keys."""
+    """Batch first and last, with weights and without, with masks that are yes or no, numbers, and
+    of keys.
+    """
     y, _ = net.parts[0](x, x, x, attn_mask=net.mask)
     z = x.transpose(0, 1)
     z = net.parts[1](z, z, z, need_weights=False, attn_mask=net.shift)[0].transpose(0, 1)

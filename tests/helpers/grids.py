@@ -1,4 +1,6 @@
-"""Grids of cases: all of them under `make soundness`, in the default suite rows that stand for them."""
+"""Grids of cases: all of them under `make soundness`, in the default suite rows that stand for
+them.
+"""
 
 import itertools
 import os

@@ -1,4 +1,6 @@
-"""What the global bound claims about every tensor of a network, and runs of its graph that measure it."""
+"""What the global bound claims about every tensor of a network, and runs of its graph that measure
+it.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -63,7 +65,8 @@ class Claims:
             domain.walk.arith.begin()
             logits = walk(self.traced, domain)
             assert domain.last is not None
-            self.context, self.values = domain.last, domain.values
+            self.context = domain.last
+            self.values = domain.values
             self.logits: Value = self.context.settle(logits)
 
     def images(self, seed: int = 0) -> Tensor:
@@ -141,8 +144,11 @@ def _faster(base: float, found: Tensor, apart: Tensor, lost: float = 0.0) -> Ite
 def _before(
     value: Value, pending: Affine, found: Tensor, apart: Tensor, lost_share: float
 ) -> Iterator[str]:
-    """Claims about the input of a map that waits: the shortest input with this result is no longer, and no faster."""
-    width, index = pending.width, pending.index
+    """Claims about the input of a map that waits: the shortest input with this result is no longer,
+    and no faster.
+    """
+    width = pending.width
+    index = pending.index
     effective = pending.effective(value.size.arith)
     matrix = (
         torch.eye(width, dtype=torch.float64) if effective is None else effective.tensor.double()
@@ -153,7 +159,8 @@ def _before(
     if index is None:
         rows = found.movedim(pending.axis, -1)
     else:
-        matrix, shift = matrix[index.flatten()], shift[index.flatten()]
+        matrix = matrix[index.flatten()]
+        shift = shift[index.flatten()]
         wide = [axis - 1 for axis in range(-index.dim(), 0) if index.shape[axis] > 1]
         rows = (
             found.unsqueeze(-1)
@@ -166,10 +173,13 @@ def _before(
     rows = rows.reshape(len(found), -1, len(matrix)) - shift.flatten()
     inverse = torch.linalg.pinv(matrix, rtol=LOST)
     inputs = rows @ inverse.T
-    steepest, error = float(matrix.norm()), 0.0 if pending.bias is None else pending.bias.error
+    steepest = float(matrix.norm())
+    error = 0.0 if pending.bias is None else pending.bias.error
     lost = SOLVED * float(rows.norm(dim=-1).max() + shift.norm()) / steepest if steepest else 0.0
     radius = float(inverse.norm()) * error  # of the inputs, where the shift is known up to a ball
-    fibre, total, count = float(value.size.fibre), float(value.size.total), rows.shape[1] ** 0.5
+    fibre = float(value.size.fibre)
+    total = float(value.size.total)
+    count = rows.shape[1] ** 0.5
     rest = float((rows - inputs @ matrix.T).norm(dim=-1).max())
     if not rest <= error + lost_share * (steepest * fibre + float(found.abs().max())):
         yield f"a result {rest:.6g} beside the map's range"

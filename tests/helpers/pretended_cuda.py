@@ -1,7 +1,9 @@
-"""A CUDA device that is not there: its tensors say they are on it, compute on the CPU, and refuse tensors of the CPU.
+"""A CUDA device that is not there: its tensors say they are on it, compute on the CPU, and refuse
+tensors of the CPU.
 
-Commands run on it with real numbers, gradients included, so that a tensor left on the CPU, a CPU generator for the GPU or
-numpy's hands on a GPU tensor fail as on a GPU. Kernels, their speed and their rounding are not pretended.
+Commands run on it with real numbers, gradients included, so that a tensor left on the CPU, a CPU
+generator for the GPU or numpy's hands on a GPU tensor fail as on a GPU. Kernels, their speed and
+their rounding are not pretended.
 """
 
 import threading
@@ -28,7 +30,9 @@ _TO_HOST = frozenset(("aten::_local_scalar_dense", "aten::equal", "aten::is_nonz
 
 
 class OnDevice(Tensor):
-    """A tensor of the pretended device; `inner` holds its values. For torch's own code it lies on the CPU."""
+    """A tensor of the pretended device; `inner` holds its values. For torch's own code it lies on
+    the CPU.
+    """
 
     inner: Tensor
     device = property(lambda self: CUDA)
@@ -95,7 +99,9 @@ class OnDevice(Tensor):
 
 
 class _Now(threading.local):
-    """Whether Python called a torch function with tensors of the device, which device it named, and where a copy goes."""
+    """Whether Python called a torch function with tensors of the device, which device it named, and
+    where a copy goes.
+    """
 
     on_device = False
     named: torch.device | None = None
@@ -114,8 +120,11 @@ def _inner(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the inner tensors; its results are on the device where its tensors, or its `device=`, are."""
-    leaves, name = tree_leaves((args, kwargs)), func._schema.name
+    """Run an operation on the inner tensors; its results are on the device where its tensors, or
+    its `device=`, are.
+    """
+    leaves = tree_leaves((args, kwargs))
+    name = func._schema.name
     tensors = [value for value in leaves if isinstance(value, Tensor)]
     off = [tuple(value.shape) for value in tensors if not _on(value) and value.dim()]
     if any(map(_on, tensors)) and off and name not in _ACROSS:
@@ -124,9 +133,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     target = kwargs.get("device")
     if target is not None and target.type == "cuda":
-        wrap, kwargs = True, {**kwargs, "device": CPU}
+        wrap = True
+        kwargs = {**kwargs, "device": CPU}
     elif not tensors or (name.endswith("_like") and _now.named is not None):
-        # made by torch itself within a function of tensors on the device, or like one of them on the CPU
+        # made by torch itself within a function of tensors on the device, or like one of them on
+        # the CPU
         wrap = _now.on_device and _now.named is None
     elif name == "aten::_to_copy" and _now.copied_to is not None:
         wrap = _now.copied_to.type == "cuda"
@@ -152,7 +163,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def _within(on_device: bool, named: torch.device | None) -> Iterator[None]:
     before = _now.on_device, _now.named
-    _now.on_device, _now.named = on_device, named
+    _now.on_device = on_device
+    _now.named = named
     try:
         yield
     finally:
@@ -277,10 +289,8 @@ def pretended_cuda() -> Iterator[torch.device]:
         with _Dispatch(), _Functions():
             run(thread)
 
-    inference, overwrite = (
-        torch.inference_mode,
-        torch.__future__.get_overwrite_module_params_on_conversion(),
-    )
+    inference = torch.inference_mode
+    overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     with ExitStack() as stack:
         for name, value in _ABOUT.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))

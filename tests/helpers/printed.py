@@ -1,4 +1,6 @@
-"""Commands that certvit prints, and the same on small networks: what a reader pastes is typed by a test."""
+"""Commands that certvit prints, and the same on small networks: what a reader pastes is typed by a
+test.
+"""
 
 import re
 import shlex
@@ -121,7 +123,8 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     """Return the words of the same command on a small network of its kind, made short.
 
     Args:
-        files: networks "photo", "plain" and "certified"; "folder" of labelled photos, "photos" without labels.
+        files: networks "photo", "plain" and "certified"; "folder" of labelled photos, "photos"
+            without labels.
     """
     words = shlex.split(line.replace("[", "").replace("]", ""))[1:]
     words = words[: words.index(">")] if ">" in words else words

@@ -1,4 +1,6 @@
-"""Which entries of a table of rules a run reaches: what the laws over tables need to find an entry without a row."""
+"""Which entries of a table of rules a run reaches: what the laws over tables need to find an entry
+without a row.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -25,7 +27,9 @@ def title(entry: Entry) -> str:
 
 @contextmanager
 def recorded(*tables: RuleTable) -> Iterator[set[Entry]]:
-    """Collect the entries whose rule returns a value while the block runs; the tables are restored afterwards."""
+    """Collect the entries whose rule returns a value while the block runs; the tables are restored
+    afterwards.
+    """
     reached: set[Entry] = set()
     originals = [
         (getattr(table, kind), dict(getattr(table, kind))) for table in tables for kind in KINDS

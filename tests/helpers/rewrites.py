@@ -1,4 +1,6 @@
-"""The table of rewrites: networks, and what users can make of them by hand without changing their function."""
+"""The table of rewrites: networks, and what users can make of them by hand without changing their
+function.
+"""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +38,9 @@ def then(layer: nn.Module, gain: Tensor, shift: Tensor | float = 0.0) -> nn.Modu
 
 def after(layer: nn.Module, gain: Tensor, shift: Tensor) -> nn.Module:
     """Return layer(g x + s) as one layer, without padding, g and s along its inputs."""
-    folded, groups, weight = copy.deepcopy(layer), getattr(layer, "groups", 1), layer.weight.data
+    folded = copy.deepcopy(layer)
+    groups = getattr(layer, "groups", 1)
+    weight = layer.weight.data
 
     def beside(numbers: Tensor) -> Tensor:
         rows = numbers.view(groups, -1).repeat_interleave(len(weight) // groups, 0)
@@ -48,8 +52,11 @@ def after(layer: nn.Module, gain: Tensor, shift: Tensor) -> nn.Module:
 
 
 def product(first: nn.Module, second: nn.Module) -> nn.Module:
-    """Return second(first(x)) as one layer: `second` is linear on the outputs of `first`, a layer without groups."""
-    composed, matrix = copy.deepcopy(first), second.weight.data.flatten(1)
+    """Return second(first(x)) as one layer: `second` is linear on the outputs of `first`, a layer
+    without groups.
+    """
+    composed = copy.deepcopy(first)
+    matrix = second.weight.data.flatten(1)
     composed.weight.data = (matrix @ first.weight.data.flatten(1)).view(-1, *first.weight.shape[1:])
     composed.bias.data = second.bias.data + matrix @ first.bias.data
     return composed
@@ -99,7 +106,9 @@ def residual(branch: nn.Module) -> nn.Module:
 
 
 def in_residual() -> Pair:
-    first, last, norm = nn.Linear(8, 16), nn.Linear(16, 8), token_bn(8)
+    first = nn.Linear(8, 16)
+    last = nn.Linear(16, 8)
+    norm = token_bn(8)
     return tokens((
         seq(residual(seq(first, nn.ReLU(), last, norm)), tail()),
         seq(residual(seq(first, nn.ReLU(), then(last, *gain_and_shift(norm)))), tail()),
@@ -107,7 +116,9 @@ def in_residual() -> Pair:
 
 
 def before_residual() -> Pair:
-    first, last, norm = nn.Linear(8, 16), nn.Linear(16, 8), token_bn(8)
+    first = nn.Linear(8, 16)
+    last = nn.Linear(16, 8)
+    norm = token_bn(8)
     return tokens((
         seq(residual(seq(norm, first, nn.ReLU(), last)), tail()),
         seq(residual(seq(after(first, *gain_and_shift(norm)), nn.ReLU(), last)), tail()),
@@ -116,7 +127,9 @@ def before_residual() -> Pair:
 
 def before_attention() -> Pair:
     """BatchNorm before queries, keys and values, and LayerScale after the output map."""
-    attention, norm, gain = timm_layers.Attention(8, 2, qkv_bias=True), token_bn(8), torch.randn(8)
+    attention = timm_layers.Attention(8, 2, qkv_bias=True)
+    norm = token_bn(8)
+    gain = torch.randn(8)
     scale = timm_layers.LayerScale(8)
     scale.gamma.data.copy_(gain)
     plain = copy.deepcopy(attention)
@@ -125,10 +138,8 @@ def before_attention() -> Pair:
 
 
 def before_lipschitz_attention(kind: str) -> Pair:
-    attention, norm = (
-        REPLACEMENTS.load(kind)(timm_layers.Attention(8, 2, qkv_bias=True)),
-        token_bn(8),
-    )
+    attention = REPLACEMENTS.load(kind)(timm_layers.Attention(8, 2, qkv_bias=True))
+    norm = token_bn(8)
     plain = copy.deepcopy(attention)
     for name in ("query", "key", "value"):
         if hasattr(plain, name):
@@ -138,7 +149,9 @@ def before_lipschitz_attention(kind: str) -> Pair:
 
 def patches_to_tokens() -> Pair:
     """A patch embedding whose BatchNorm comes after its patches became tokens."""
-    conv, norm, last = nn.Conv2d(2, 6, 2, 2), token_bn(6), nn.Linear(6, 4)
+    conv = nn.Conv2d(2, 6, 2, 2)
+    norm = token_bn(6)
+    last = nn.Linear(6, 4)
     flat = f(lambda m, x: x.flatten(2).transpose(1, 2))
     folded = then(conv, *gain_and_shift(norm))
     return seq(conv, flat, norm, last, tail()), seq(product(folded, last), flat, tail())
@@ -166,7 +179,9 @@ def layer_scale(kind: type, layer: nn.Module, width: int) -> Pair:
 
 def spread_over_pixels() -> Pair:
     """BatchNorm, the features of all pixels side by side, a linear layer."""
-    conv, norm, last = nn.Conv2d(2, 3, 3), bn(3), nn.Linear(12, 5)
+    conv = nn.Conv2d(2, 3, 3)
+    norm = bn(3)
+    last = nn.Linear(12, 5)
     gain, shift = (part.repeat_interleave(4) for part in gain_and_shift(norm))
     return (
         seq(conv, nn.ReLU(), norm, nn.Flatten(), last, tail()),
@@ -175,7 +190,8 @@ def spread_over_pixels() -> Pair:
 
 
 def pooled() -> Pair:
-    norm, last = token_bn(8), nn.Linear(8, 3)
+    norm = token_bn(8)
+    last = nn.Linear(8, 3)
     mean = f(lambda m, x: x.mean(1))
     return tokens(
         (seq(norm, mean, last, tail()), seq(mean, after(last, *gain_and_shift(norm)), tail()))
@@ -183,7 +199,8 @@ def pooled() -> Pair:
 
 
 def depthwise_then_pointwise() -> Pair:
-    deep, point = nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Conv2d(4, 3, 1)
+    deep = nn.Conv2d(2, 4, 3, padding=1, groups=2)
+    point = nn.Conv2d(4, 3, 1)
     whole = nn.Conv2d(2, 3, 3, padding=1)
     blocks = torch.zeros(4, 2, 3, 3)
     blocks[:2, :1], blocks[2:, 1:] = deep.weight.data[:2], deep.weight.data[2:]
@@ -193,7 +210,8 @@ def depthwise_then_pointwise() -> Pair:
 
 
 def pointwise_then_conv() -> Pair:
-    point, conv = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 2)
+    point = nn.Conv2d(2, 4, 1)
+    conv = nn.Conv2d(4, 3, 2)
     whole = nn.Conv2d(2, 3, 2)
     whole.weight.data = torch.einsum(
         "omkl,mi->oikl", conv.weight.data, point.weight.data[..., 0, 0]
@@ -204,15 +222,20 @@ def pointwise_then_conv() -> Pair:
 
 def linear_before_conv() -> Pair:
     """A linear layer on channels that lie last, then a convolution."""
-    linear, conv, point = nn.Linear(2, 4), nn.Conv2d(4, 3, 2), nn.Conv2d(2, 4, 1)
+    linear = nn.Linear(2, 4)
+    conv = nn.Conv2d(4, 3, 2)
+    point = nn.Conv2d(2, 4, 1)
     point.weight.data, point.bias.data = linear.weight.data[..., None, None], linear.bias.data
-    last, first = f(lambda m, x: x.permute(0, 2, 3, 1)), f(lambda m, x: x.permute(0, 3, 1, 2))
+    last = f(lambda m, x: x.permute(0, 2, 3, 1))
+    first = f(lambda m, x: x.permute(0, 3, 1, 2))
     return seq(last, linear, first, conv, tail()), seq(point, conv, tail())
 
 
 def scaled_twice(factor: float, between: nn.Module) -> Pair:
-    first, last = nn.Linear(8, 6), nn.Linear(6, 5)
-    larger, smaller = then(first, torch.full((6,), factor)), copy.deepcopy(last)
+    first = nn.Linear(8, 6)
+    last = nn.Linear(6, 5)
+    larger = then(first, torch.full((6,), factor))
+    smaller = copy.deepcopy(last)
     smaller.weight.data = last.weight.data / factor
     return tokens((seq(larger, between, smaller, tail()), seq(first, between, last, tail())))
 
@@ -222,7 +245,8 @@ def times(number: float) -> nn.Module:
 
 
 def number(where: Callable[[float], nn.Module]) -> Pair:
-    first, last = nn.Linear(8, 6), nn.Linear(6, 5)
+    first = nn.Linear(8, 6)
+    last = nn.Linear(6, 5)
     return tokens(
         (
             seq(first, where(-1.7), last, tail()),
@@ -232,7 +256,9 @@ def number(where: Callable[[float], nn.Module]) -> Pair:
 
 
 def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
-    first, last, vector = nn.Linear(8, 6), nn.Linear(6, 5), 3 * torch.randn(6)
+    first = nn.Linear(8, 6)
+    last = nn.Linear(6, 5)
+    vector = 3 * torch.randn(6)
     shifted = then(first, torch.ones(6), vector)
     return tokens(
         (
@@ -244,7 +270,9 @@ def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
 
 def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> Pair:
     """A branch of weight 0 between two linear layers."""
-    first, last, dead = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 8)
+    first = nn.Linear(8, 8)
+    last = nn.Linear(8, 5)
+    dead = nn.Linear(8, 8)
     dead.weight.data.zero_()
     dead.bias.data.fill_(bias)
     return tokens((
@@ -254,7 +282,9 @@ def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> 
 
 
 def zero_scale() -> Pair:
-    first, last, dead = nn.Linear(8, 8), nn.Linear(8, 5), seq(nn.LayerNorm(8), nn.Linear(8, 8))
+    first = nn.Linear(8, 8)
+    last = nn.Linear(8, 5)
+    dead = seq(nn.LayerNorm(8), nn.Linear(8, 8))
     return tokens((
         seq(first, residual(seq(dead, timm_layers.LayerScale(8, 0.0))), last, tail()),
         seq(product(first, last), tail()),
@@ -263,7 +293,9 @@ def zero_scale() -> Pair:
 
 def zero_norm() -> Pair:
     """A residual block whose last BatchNorm has the weight 0, as timm starts ResNets."""
-    conv, norm, last = nn.Conv2d(2, 2, 3, padding=1), bn(2), nn.Conv2d(2, 3, 3)
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    norm = bn(2)
+    last = nn.Conv2d(2, 3, 3)
     norm.weight.data.zero_()
     norm.bias.data.zero_()
     return seq(residual(seq(conv, norm)), last, tail()), seq(last, tail())
@@ -314,7 +346,8 @@ def vit() -> Pair:
         return f(forward, embed, attention, mlp, last, position=position)
 
     flat = f(lambda m, x: x.flatten(2).transpose(1, 2))
-    plain, narrow = copy.deepcopy(attention), copy.deepcopy(mlp)
+    plain = copy.deepcopy(attention)
+    narrow = copy.deepcopy(mlp)
     plain.qkv, narrow[0] = (
         after(attention.qkv, *gain_and_shift(first)),
         after(mlp[0], *gain_and_shift(second)),

@@ -1,8 +1,10 @@
-"""Several commands in the same processes, which test_processes.py starts, or torchrun: `several.py PLAN.json FOLDER`.
+"""Several commands in the same processes, which test_processes.py starts, or torchrun: `several.py
+PLAN.json FOLDER`.
 
 The plan is a list of word lists; each rank leaves its exit codes in FOLDER/codes.RANK.json.
-At the word FAIL, rank 1 alone is made to fail. At KEEP the state of a training run stays where it is when it has served,
-and each rank leaves in FOLDER/held.RANK.json how many of how many weights it holds.
+At the word FAIL, rank 1 alone is made to fail. At KEEP the state of a training run stays where it
+is when it has served, and each rank leaves in FOLDER/held.RANK.json how many of how many weights it
+holds.
 """
 
 import json
@@ -26,7 +28,9 @@ from certcli.system.processes import team
 
 
 def break_rank_1(rank: int) -> None:
-    """From here on rank 1 finds an image that it cannot read, and rank 0 takes its first one when that has been said."""
+    """From here on rank 1 finds an image that it cannot read, and rank 0 takes its first one when
+    that has been said.
+    """
     whole = LipschitzCertifier.batch
 
     def batch(self: LipschitzCertifier, *given: Any) -> Any:
@@ -41,8 +45,11 @@ def break_rank_1(rank: int) -> None:
 
 @contextmanager
 def kept(note: Path) -> Iterator[None]:
-    """Inside the block training leaves its state behind, and says here what share of the weights it holds."""
-    discard, share_out = training.discard_state, shards.share_out
+    """Inside the block training leaves its state behind, and says here what share of the weights it
+    holds.
+    """
+    discard = training.discard_state
+    share_out = shards.share_out
 
     def weighed(model: PixelModel, *given: Any) -> None:
         share_out(model, *given)
@@ -58,7 +65,8 @@ def kept(note: Path) -> Iterator[None]:
 
 def follow(plan: list[list[str]], folder: Path) -> None:
     """Run the commands of the plan as the process that the environment names."""
-    rank, codes = int(os.environ["RANK"]), []
+    rank = int(os.environ["RANK"])
+    codes = []
     for words in plan:
         if words[0] == "FAIL":
             break_rank_1(rank)

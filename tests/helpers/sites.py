@@ -1,4 +1,6 @@
-"""Who calls a function: a stand-in that notes each place in the code, and multiplies what it returns at one of them."""
+"""Who calls a function: a stand-in that notes each place in the code, and multiplies what it
+returns at one of them.
+"""
 
 import sys
 from collections.abc import Callable
@@ -9,10 +11,13 @@ Site = tuple[str, int, int]
 
 
 class Sites:
-    """Stands for `function`. reached: who called it. further: the caller whose result grows, by the factor."""
+    """Stands for `function`. reached: who called it. further: the caller whose result grows, by the
+    factor.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.factor = function, 1.0
+        self.function = function
+        self.factor = 1.0
         self.reached: set[Site] = set()
         self.further: Site | None = None
 

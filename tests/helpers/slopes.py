@@ -12,9 +12,11 @@ IMAGE = (2, 4, 4)
 
 
 def slope(net: nn.Module, image: Tensor) -> tuple[float, Tensor | None]:
-    """Return the largest singular value of the Jacobian J at one image, and its gradient, None where it has none.
+    """Return the largest singular value of the Jacobian J at one image, and its gradient, None
+    where it has none.
 
-    d sigma = u^T dJ v for the leading singular vectors u and v, so that only one product with J is differentiated.
+    d sigma = u^T dJ v for the leading singular vectors u and v, so that only one product with J is
+    differentiated.
     """
     image = image.detach().requires_grad_(True)
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
@@ -39,18 +41,20 @@ def slope(net: nn.Module, image: Tensor) -> tuple[float, Tensor | None]:
 def steepest(
     net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4, seed: int = 0
 ) -> float:
-    """Return the largest slope found from random, nearly constant and saturated images by gradient ascent."""
+    """Return the largest slope found from random, nearly constant and saturated images by gradient
+    ascent.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(shape, generator=generator, dtype=torch.float64)
-    found = 0.0
+    steepest_slope = 0.0
     for image in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):
         for _ in range(steps):
             value, gradient = slope(net, image)
-            found = max(found, value)
+            steepest_slope = max(steepest_slope, value)
             if gradient is None or not gradient.isfinite().all() or not gradient.any():
                 break
             image = (image + 0.2 * gradient / gradient.norm()).clamp(0, 1)
-    return found
+    return steepest_slope
 
 
 HALVINGS = 12
@@ -60,10 +64,11 @@ NOISE = 2.0**-21
 
 @torch.no_grad()
 def steepest_segment(net: nn.Module, shape: tuple[int, ...] = IMAGE, segments: int = 3) -> float:
-    """Return the largest slope over segments of the box that are halved, each time towards the steeper half.
+    """Return the largest slope over segments of the box that are halved, each time towards the
+    steeper half.
 
-    The slope over a segment is at most the larger one over its halves, so a jump of the network is enclosed: its slope
-    doubles with each halving, though no Jacobian shows it.
+    The slope over a segment is at most the larger one over its halves, so a jump of the network is
+    enclosed: its slope doubles with each halving, though no Jacobian shows it.
     """
     generator = torch.Generator().manual_seed(1)
     noise = torch.rand(segments, 2, *shape, generator=generator, dtype=torch.float64)
@@ -90,7 +95,9 @@ def steepest_segment(net: nn.Module, shape: tuple[int, ...] = IMAGE, segments: i
 
 
 def steepest_pair(net: nn.Module) -> float:
-    """Return the largest slope between two images of the network as it is called, in batches of one and two."""
+    """Return the largest slope between two images of the network as it is called, in batches of one
+    and two.
+    """
     generator = torch.Generator().manual_seed(0)
     dtype = next(
         (t.dtype for t in [*net.parameters(), *net.buffers()] if t.is_floating_point()),
@@ -100,7 +107,7 @@ def steepest_pair(net: nn.Module) -> float:
     starts = torch.cat(
         [noise, noise.round(), torch.full((1, *IMAGE), 0.99, dtype=dtype), noise * 0.02 + 0.5]
     )
-    found = 0.0
+    steepest_slope = 0.0
     with torch.no_grad():
         for step in (0.3, 1e-2) if dtype == torch.float32 else (0.3, 1e-2, 1e-6, 1e-9):
             for start in starts:
@@ -111,11 +118,13 @@ def steepest_pair(net: nn.Module) -> float:
                     if not distance:
                         continue
                     moved = float((net(start[None]) - net(other[None])).norm())
-                    found = max(found, (moved - 1e-13) / distance)
+                    steepest_slope = max(steepest_slope, (moved - 1e-13) / distance)
                     if net(torch.stack([start, other])).shape[0] == 2:
                         a, b = net(torch.stack([start, other]))
-                        found = max(found, (float((a - b).norm()) - 1e-13) / distance)
-    return found
+                        steepest_slope = max(
+                            steepest_slope, (float((a - b).norm()) - 1e-13) / distance
+                        )
+    return steepest_slope
 
 
 def judge(net: nn.Module, reason: str | None) -> None:

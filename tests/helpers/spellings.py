@@ -1,7 +1,9 @@
-"""Every name under which an operation has a rule: rows for the entries that no other case of the laws reaches.
+"""Every name under which an operation has a rule: rows for the entries that no other case of the
+laws reaches.
 
-A row runs its calls side by side, each on its own copy of the input, so that the walk sees each of them as a node.
-Rows named "spelled-rounded-..." hold calls whose rounding is known, the others hold calls whose rounding is refused.
+A row runs its calls side by side, each on its own copy of the input, so that the walk sees each of
+them as a node. Rows named "spelled-rounded-..." hold calls whose rounding is known, the others hold
+calls whose rounding is refused.
 """
 
 from collections.abc import Callable
@@ -30,7 +32,8 @@ class SideBySide(nn.Module):
     """x -> (f_1(x), f_2(x), ...), flattened and joined.
 
     Args:
-        tokens: The calls get four tokens of width 8, scaled about their middle; else an image (b, 2, 4, 4).
+        tokens: The calls get four tokens of width 8, scaled about their middle; else an image (b,
+            2, 4, 4).
         calls: Functions of this module, whose buffers are constants, and of the input.
         parts: Modules, which run beside the functions.
     """

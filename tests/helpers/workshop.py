@@ -42,7 +42,9 @@ def shape(**changes: object) -> list[str]:
 
 
 class Workshop(type(Path())):  # type: ignore[misc]
-    """A folder whose `/ "plain.safetensors"` makes that checkpoint, and those before it, once for all processes."""
+    """A folder whose `/ "plain.safetensors"` makes that checkpoint, and those before it, once for
+    all processes.
+    """
 
     def __truediv__(self, name: Any) -> Path:
         path = Path(self, name)

@@ -1,4 +1,6 @@
-"""Calibration images: synthetic ones have the statistics of photographs, and each network gets a fitting default."""
+"""Calibration images: synthetic ones have the statistics of photographs, and each network gets a
+fitting default.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,9 @@ def spec(size: tuple[int, int, int]) -> InputSpec:
 
 
 def power_slope(images: torch.Tensor) -> float:
-    """d log power / d log frequency of the mean spectrum: (n, c, h, w) square -> a number. White noise has 0."""
+    """d log power / d log frequency of the mean spectrum: (n, c, h, w) square -> a number. White
+    noise has 0.
+    """
     grey = images.double().mean(1).numpy()
     side = grey.shape[-1]
     window = np.hanning(side)
@@ -46,7 +50,9 @@ def test_synthetic_photographs_are_pixels_of_the_input_size(size: tuple[int, int
 
 
 def test_their_power_falls_with_frequency_as_that_of_photographs_does() -> None:
-    """Photographs: -2, and steeper where optics blur; 200 of Imagenette at 224 px, windowed alike, -2.7 to -3.3."""
+    """Photographs: -2, and steeper where optics blur; 200 of Imagenette at 224 px, windowed alike,
+    -2.7 to -3.3.
+    """
     pixels, _ = calibration.synthetic_photographs(spec((3, 96, 96)), 24).tensors()
     assert -3.5 < power_slope(pixels) < -1.7
     assert (
@@ -56,7 +62,9 @@ def test_their_power_falls_with_frequency_as_that_of_photographs_does() -> None:
 
 
 def test_they_have_edges_unlike_noise_of_the_same_spectrum() -> None:
-    """Kurtosis of differences between neighbours: 3 for Gaussian noise; edges make it large, as in photographs."""
+    """Kurtosis of differences between neighbours: 3 for Gaussian noise; edges make it large, as in
+    photographs.
+    """
     pixels, _ = calibration.synthetic_photographs(spec((3, 96, 96)), 24).tensors()
     leaves = torch.tensor([number for number in range(24) if number % 4])
     slope = (pixels[leaves, :, :, 1:] - pixels[leaves, :, :, :-1]).double().flatten(1)
@@ -111,6 +119,6 @@ def test_every_fifth_image_is_held_out_or_more(
     tiny: Checkpoint, count: int, most: int | None, out: int
 ) -> None:
     images = datasets.load("digits", tiny.record.input, "train").limit(count)
-    seen, unseen = calibration.hold_out(images, most=most)
+    seen, unseen = calibration.hold_out(images, limit=most)
     assert (len(seen), len(unseen)) == (count - out, out)
     assert not set(seen.indices.tolist()) & set(unseen.indices.tolist())

@@ -71,10 +71,8 @@ def test_batches_cover_everything_once_in_order() -> None:
 def test_images_behind_others_are_fetched_in_any_order() -> None:
     first, second = (datasets.load("digits", DIGITS, split).limit(3) for split in ("train", "val"))
     both = first.and_then(second)
-    pixels, labels = (
-        torch.cat([first.tensors()[0], second.tensors()[0]]),
-        torch.cat([first.labels, second.labels]),
-    )
+    pixels = torch.cat([first.tensors()[0], second.tensors()[0]])
+    labels = torch.cat([first.labels, second.labels])
     for positions in ([0, 1], [4], [5, 0, 3, 2], [2, 3], range(6)):
         assert torch.equal(both.fetch(positions), pixels[list(positions)])
     assert torch.equal(both.labels, labels)

@@ -1,4 +1,6 @@
-"""Which number a class has: that of the folder's name, by the network's own names, or by its number."""
+"""Which number a class has: that of the folder's name, by the network's own names, or by its
+number.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Images without labels: attacks and certificates of the network's own answer, and photographs that come with certvit."""
+"""Images without labels: attacks and certificates of the network's own answer, and photographs that
+come with certvit.
+"""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The trainable arithmetic against the rigorous one: never above it, close to it, with the gradient of the same number."""
+"""The trainable arithmetic against the rigorous one: never above it, close to it, with the gradient
+of the same number.
+"""
 
 import math
 from dataclasses import replace
@@ -26,7 +28,8 @@ from tests.lipschitz.test_network import NETWORKS, SPEC
 from tests.lipschitz.test_network import build as build_network
 
 CPU = torch.device("cpu")
-SLACK = 1e-6  # the rigorous number is above the exact one by a little, the estimate is rounded to nearest
+# the rigorous number is above the exact one by a little, the estimate is rounded to nearest
+SLACK = 1e-6
 CLOSE = 1e-4
 
 
@@ -70,7 +73,8 @@ def test_reference_networks_reach_the_proven_pairs_from_below(name: str) -> None
     model = build.load(build.initialise(name, {}, build.spec_of(net), 10, seed=0))
     proven = bound_network(model, model.input_size, 10).pairs
     assert proven is not None
-    traced, arithmetic = trace_network(model, model.input_size), TrainableArithmetic(CPU)
+    traced = trace_network(model, model.input_size)
+    arithmetic = TrainableArithmetic(CPU)
     with torch.no_grad():
         for _ in range(2):
             estimate = pair_constants(propagate(traced, arithmetic), 10)
@@ -115,7 +119,8 @@ def test_gradients_are_those_of_finite_differences() -> None:
                 sides.append(float(value()))
             parameter.add_(1e-5 * direction)
         slope = (sides[0] - sides[1]) / 2e-5
-        # a difference quotient of step 1e-5: its error is of order 1e-10 / gap of the singular values
+        # a difference quotient of step 1e-5: its error is of order 1e-10 / gap of the singular
+        # values
         assert math.isclose(slope, float((gradient * direction).sum()), rel_tol=1e-4, abs_tol=1e-6)
 
 
@@ -238,7 +243,8 @@ def test_one_function_called_twice_in_a_module_keeps_two_vectors() -> None:
 
     torch.manual_seed(0)
     net = Twice().double().eval()
-    traced, arithmetic = trace_network(net, (1, 4, 4)), TrainableArithmetic(CPU)
+    traced = trace_network(net, (1, 4, 4))
+    arithmetic = TrainableArithmetic(CPU)
     for _ in range(3):
         outcome = propagate(traced, arithmetic)
         estimate = outcome.context.settle(outcome.logits).base
@@ -252,7 +258,8 @@ def test_an_evaluation_catches_up_with_weights_that_moved_far() -> None:
     net = (
         nn.Sequential(nn.Flatten(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64)).double().eval()
     )
-    traced, arithmetic = trace_network(net, (1, 4, 4)), TrainableArithmetic(CPU)
+    traced = trace_network(net, (1, 4, 4))
+    arithmetic = TrainableArithmetic(CPU)
     propagate(traced, arithmetic)
     with torch.no_grad():
         for layer in (net[1], net[3]):
@@ -267,7 +274,8 @@ def test_batches_of_heads_equal_single_matrices() -> None:
     torch.manual_seed(0)
     heads = [Matrix(torch.randn(4, 12, dtype=torch.float64)) for _ in range(3)]
     others = [Matrix(torch.randn(4, 9, dtype=torch.float64)) for _ in range(3)]
-    trainable, rigorous = TrainableArithmetic(CPU), RigorousArithmetic()
+    trainable = TrainableArithmetic(CPU)
+    rigorous = RigorousArithmetic()
     pairs = list(zip(heads, others, strict=True))
     for ours, proven in zip(
         [*trainable.sigmas(heads, "h"), *trainable.sigma_products(pairs, "p")],
@@ -300,7 +308,8 @@ def test_resumed_estimates_are_the_same_bits() -> None:
 
 
 def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:
-    zeros, two = Matrix(torch.zeros(2, 2).double(), 3.0), Matrix(2 * torch.eye(2).double())
+    zeros = Matrix(torch.zeros(2, 2).double(), 3.0)
+    two = Matrix(2 * torch.eye(2).double())
     assert RigorousArithmetic()._product_of(zeros, two) >= 6
     assert RigorousArithmetic()._product_of(two, zeros) >= 6
     assert RigorousArithmetic()._product_of(replace(zeros, error=0.0), two) == 0
@@ -308,7 +317,9 @@ def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:
 
 @pytest.mark.parametrize("lost", [0.0, 2.0**-10])
 def test_what_a_factor_lacks_counts_whole(lost: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L = 1/2 of a a^T = 1 lacks 3/4: |a^T b|^2 = |L b|^2 + 3/4 |b|^2, beside what the four products lose."""
+    """L = 1/2 of a a^T = 1 lacks 3/4: |a^T b|^2 = |L b|^2 + 3/4 |b|^2, beside what the four
+    products lose.
+    """
     half = torch.full((1, 1, 1), 0.5, dtype=torch.float64)
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda gram: (half, torch.zeros(1)))
     monkeypatch.setattr(arithmetic, "gamma", lambda terms: lost)

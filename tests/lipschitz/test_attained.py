@@ -1,4 +1,6 @@
-"""Networks where every inequality of a theorem about sizes is an equality: any factor, term or digit less would show."""
+"""Networks where every inequality of a theorem about sizes is an equality: any factor, term or
+digit less would show.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -73,7 +75,8 @@ def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
     make, shape = ATTAINED[name]
     net = make()
     outcome = propagate(trace_network(net, shape), RigorousArithmetic())
-    size, result = outcome.context.settle(outcome.logits).size, net(torch.ones(1, *shape).double())
+    size = outcome.context.settle(outcome.logits).size
+    result = net(torch.ones(1, *shape).double())
     pairs = [
         (float(size.total), float(result.norm())),
         (float(size.peak), float(result.abs().max())),
@@ -90,7 +93,9 @@ def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
 
 @pytest.mark.parametrize("times", range(2, 12))
 def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> None:
-    arith, before, after = RigorousArithmetic(), (1, 2, times), (1, 2 * times)
+    arith = RigorousArithmetic()
+    before = (1, 2, times)
+    after = (1, 2 * times)
     pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
     merged = _merge_gain(
         Value(arith.const(1.0), Size(arith, before), pending, None, before),

@@ -1,4 +1,6 @@
-"""What single theorems of attention say: the counterexamples that they exclude, and the cases in which they agree."""
+"""What single theorems of attention say: the counterexamples that they exclude, and the cases in
+which they agree.
+"""
 
 import math
 
@@ -43,11 +45,14 @@ def _two_tokens(kind: str, **weights: Tensor) -> nn.Module:
 
 
 class Biased(nn.Module):
-    """Tokens in [-span / 2, span / 2]^2, from pixels in [0, 1], and constants added to their scores."""
+    """Tokens in [-span / 2, span / 2]^2, from pixels in [0, 1], and constants added to their
+    scores.
+    """
 
     def __init__(self, attention: nn.Module, mask: Tensor, span: float = 8.0) -> None:
         super().__init__()
-        self.attention, self.span = attention, span
+        self.attention = attention
+        self.span = span
         self.register_buffer("mask", mask.double().unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +60,9 @@ class Biased(nn.Module):
 
 
 def test_positive_position_biases_exceed_the_constant_without_positions() -> None:
-    """Two tokens that prefer each other by 10: slopes of 10 are found, c_2 is below 3. Theorem 6.2 counts b."""
+    """Two tokens that prefer each other by 10: slopes of 10 are found, c_2 is below 3. Theorem 6.2
+    counts b.
+    """
     net = Biased(_two_tokens("l2-attention", query=torch.eye(2)), 10 * (1 - torch.eye(2))).eval()
     root = 2**0.25  # z = q / dh^(1/4)
     tokens = (
@@ -75,11 +82,14 @@ AXES = torch.linalg.qr(torch.cat([torch.ones(8, 1), torch.eye(8)[:, :7]], dim=1)
 
 
 class Normed(nn.Module):
-    """Tokens of length at most sqrt 8: a norm with a floor makes them of pixels, linearly, with the slope 1 / FLOOR."""
+    """Tokens of length at most sqrt 8: a norm with a floor makes them of pixels, linearly, with the
+    slope 1 / FLOOR.
+    """
 
     def __init__(self, attention: nn.Module, mask: Tensor | None = None) -> None:
         super().__init__()
-        self.norm, self.attention = FloorNorm(8, FLOOR), attention
+        self.norm = FloorNorm(8, FLOOR)
+        self.attention = attention
         self.options = {} if mask is None else {"mask": mask.double().unsqueeze(0)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +97,9 @@ class Normed(nn.Module):
 
 
 def pixels(tokens: Tensor) -> Tensor:
-    """Return pixels of which the norm makes these tokens, a little shorter: beyond their length its slope ends."""
+    """Return pixels of which the norm makes these tokens, a little shorter: beyond their length its
+    slope ends.
+    """
     return 0.5 + FLOOR * tokens * (1 - 1e-9)
 
 
@@ -110,16 +122,21 @@ def _dot_product(heads: int, query: Tensor, key: Tensor, value: Tensor, bias: Te
 
 
 def _no_term_to_spare() -> dict[str, tuple[nn.Module, Tensor, float]]:
-    """Return for each term of Theorem 5.1 an attention and tokens (R = sqrt 8) where it counts, and the share attained."""
+    """Return for each term of Theorem 5.1 an attention and tokens (R = sqrt 8) where it counts, and
+    the share attained.
+    """
     e, f, g, *_ = AXES
-    radius, none = 8**0.5, torch.zeros(1, dtype=torch.float64)
+    radius = 8**0.5
+    none = torch.zeros(1, dtype=torch.float64)
     rows = torch.stack
     mean = _dot_product(1, none.expand(1, 8), none.expand(1, 8), rows([e]), none)
-    # A = 3 (e g^T + f e^T) and tokens R e, -R e: each row's own score and its keys' move the result alike
+    # A = 3 (e g^T + f e^T) and tokens R e, -R e: each row's own score and its keys' move the result
+    # alike
     both = _dot_product(1, rows([g, e]), 3 * 8**0.5 * rows([e, f]), rows([e]), none)
     # A = 0 and W_K^T b_Q = 15 f: every row, of two heads, sees the same two of four tokens
     offset = _dot_product(2, none.expand(1, 8), 4**0.5 * rows([f]), rows([e]), 15 + none)
-    high, low = (0.3 * f + (1 - 0.3**2) ** 0.5 * e, 0.3 * f - (1 - 0.3**2) ** 0.5 * e), (-f, -f)
+    high = (0.3 * f + (1 - 0.3**2) ** 0.5 * e, 0.3 * f - (1 - 0.3**2) ** 0.5 * e)
+    low = (-f, -f)
     return {
         "averaging": (mean, rows([e, -e]), 0.7),
         "both scores": (both, rows([radius * e, -radius * e]), 0.68),
@@ -129,9 +146,11 @@ def _no_term_to_spare() -> dict[str, tuple[nn.Module, Tensor, float]]:
 
 @pytest.mark.parametrize("term", ["averaging", "both scores", "offset"])
 def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
-    """Without any one of its terms, or with another factor of n or of the heads, Theorem 5.1 would be below these slopes.
+    """Without any one of its terms, or with another factor of n or of the heads, Theorem 5.1 would
+    be below these slopes.
 
-    "Both scores" reaches sqrt 2 of 2 R^2 |A|, one half of it from either term; "offset" nearly all of sqrt(n/2) R |c|.
+    "Both scores" reaches sqrt 2 of 2 R^2 |A|, one half of it from either term; "offset" nearly all
+    of sqrt(n/2) R |c|.
     """
     attention, tokens, share = _no_term_to_spare()[term]
     net = Normed(attention).double().eval()
@@ -141,7 +160,9 @@ def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
 
 
 def _l2(kind: str, distance: float, mask: Tensor) -> nn.Module:
-    """Return L2 attention with z = distance u / sqrt 8 on tokens u, and v = u where it has values of its own."""
+    """Return L2 attention with z = distance u / sqrt 8 on tokens u, and v = u where it has values
+    of its own.
+    """
     attention = (
         REPLACEMENTS.load(kind)(Attention(8, 1, proj_bias=False))
         .double()
@@ -156,11 +177,13 @@ def _l2(kind: str, distance: float, mask: Tensor) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["l2-attention", "l2-untied-value-attention"])
 def test_no_factor_of_a_tokens_own_move_can_be_spared(kind: str) -> None:
-    """A token amid 400 others at the worst distance, S = W(400/e): its move is averaged by twice their covariance, 2 S.
+    """A token amid 400 others at the worst distance, S = W(400/e): its move is averaged by twice
+    their covariance, 2 S.
 
     Theorems 6.2 and 6.3 without that factor 2 would be below the slope.
     """
-    e, s = AXES[0], lambert_w_upper(400 / math.e)
+    e = AXES[0]
+    s = lambert_w_upper(400 / math.e)
     mask = torch.full((401, 401), -torch.inf).fill_diagonal_(0.0)
     mask[0] = 0.0  # all others see themselves alone
     tokens = torch.tensor([0.0, *[1.0, -1.0] * 200]).double()[:, None] * 8**0.5 * e
@@ -173,11 +196,13 @@ def test_no_factor_of_a_tokens_own_move_can_be_spared(kind: str) -> None:
 
 
 def test_no_factor_of_the_move_of_others_can_be_spared() -> None:
-    """Forty tokens, of which each sees the same two others and prefers them by 40: these move all forty by 2 S.
+    """Forty tokens, of which each sees the same two others and prefers them by 40: these move all
+    forty by 2 S.
 
     Theorem 6.2 without the factor 2 of this term would be below the slope.
     """
-    e, preferred = AXES[0], 40.0
+    e = AXES[0]
+    preferred = 40.0
     mask = torch.full((42, 42), -torch.inf).fill_diagonal_(0.0)
     mask[2:, :2] = preferred
     tokens = torch.tensor([1.0, -1.0, *[0.0] * 40]).double()[:, None] * 8**0.5 * e
@@ -216,11 +241,14 @@ def test_a_token_that_sees_only_itself_is_averaged_with_nothing() -> None:
 
 
 class Copies(nn.Module):
-    """One sequence as three windows, of which the first is returned: the input repeated costs sqrt(3)."""
+    """One sequence as three windows, of which the first is returned: the input repeated costs
+    sqrt(3).
+    """
 
     def __init__(self, attention: nn.Module, mask: Tensor | None) -> None:
         super().__init__()
-        self.attention, self.mask = attention, mask
+        self.attention = attention
+        self.mask = mask
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x.expand(3, -1, -1), mask=self.mask)[:1]
@@ -247,7 +275,9 @@ def test_position_biases_of_zero_cost_nothing(name: str, n: int) -> None:
 
 
 def test_untied_values_grow_along_what_the_queries_do_not_see() -> None:
-    """|J| is proportional to the length R of the rows: no bound without one, and ours grows in proportion too."""
+    """|J| is proportional to the length R of the rows: no bound without one, and ours grows in
+    proportion too.
+    """
     net = _two_tokens(
         "l2-untied-value-attention",
         query=torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
@@ -281,11 +311,14 @@ def test_the_bound_has_a_gradient_in_the_position_biases() -> None:
 
 
 def test_lambert_w_of_an_exponential() -> None:
-    """w + log w = t, and the derivative w / (1 + w); the scalar function is an upper bound of the same numbers."""
+    """w + log w = t, and the derivative w / (1 + w); the scalar function is an upper bound of the
+    same numbers.
+    """
     t = torch.linspace(-600, 700, 2601, dtype=torch.float64).requires_grad_(True)
     w = lambert_w_of_exp(t)
     (slope,) = torch.autograd.grad(w.sum(), t)
-    # relative to w an error of the residual counts 1 / (1 + w); t up to 700 has itself a rounding of 1e-13
+    # relative to w an error of the residual counts 1 / (1 + w); t up to 700 has itself a rounding
+    # of 1e-13
     assert float(((w + w.log() - t).abs() / (1 + w)).detach().max()) < 1e-12
     assert torch.allclose(slope, w / (1 + w), rtol=1e-9)
     for z in (1e-3, 0.37, 1.0, 50.0, 1e6):

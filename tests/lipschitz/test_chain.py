@@ -1,4 +1,6 @@
-"""Chains of layers as they are read from a network: they compute its logits, and what is no chain is named."""
+"""Chains of layers as they are read from a network: they compute its logits, and what is no chain
+is named.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,8 @@ def test_a_chain_computes_the_logits_in_steps_of_their_proven_norms() -> None:
     )
     layers, last = read_chain(net, SIZE)
     image, other = torch.rand(2, 1, *SIZE).double()
-    expected, terms = net(image), []
+    expected = net(image)
+    terms = []
     for layer in (*layers, last):
         if isinstance(layer, LinearLayer):
             bias = 0 if layer.bias is None else layer.bias

@@ -1,4 +1,6 @@
-"""Norms of convolutions as upper bounds, against the dense matrix that torch's own convolution gives."""
+"""Norms of convolutions as upper bounds, against the dense matrix that torch's own convolution
+gives.
+"""
 
 import math
 from types import SimpleNamespace
@@ -86,7 +88,9 @@ def _options(name: str) -> dict:
 
 
 def _dense_norm(weight: torch.Tensor, options: dict, *, output_padding: int | None = None) -> float:
-    """The oracle: the layer applied to every basis image; transposed where an output padding is given."""
+    """The oracle: the layer applied to every basis image; transposed where an output padding is
+    given.
+    """
     layer = dict(options)
     size = layer.pop("input_size")
     rank = weight.ndim - 2
@@ -108,7 +112,8 @@ def _only_the_torus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "kind"), crossed([*CONVOLUTIONS], KINDS))
 def test_small_convolutions_are_exact(name: str, kind: str) -> None:
     """1e-6 is what the spectral norm of a matrix promises."""
-    weight, options = _weight(name, kind), _options(name)
+    weight = _weight(name, kind)
+    options = _options(name)
     reference = _dense_norm(weight, options)
     bound = conv_norm(weight, **options)
     assert reference * (1.0 - ORACLE) <= bound <= reference * (1.0 + 1e-6)
@@ -120,15 +125,19 @@ def test_torus_lies_above_the_dense_matrix(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _only_the_torus(monkeypatch)
-    weight, options = _weight(name, kind), _options(name)
+    weight = _weight(name, kind)
+    options = _options(name)
     bound = conv_norm(weight, **options)
     assert bound >= _dense_norm(weight, options) * (1.0 - ORACLE)
 
 
 @pytest.mark.parametrize(("name", "kind"), crossed([*CONVOLUTIONS], KINDS))
 def test_transposed_convolutions(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every output padding that torch accepts (below the stride or the dilation) is covered by the one bound."""
-    weight, options = _weight(name, kind), _options(name)
+    """Every output padding that torch accepts (below the stride or the dilation) is covered by the
+    one bound.
+    """
+    weight = _weight(name, kind)
+    options = _options(name)
     options["input_size"] = tuple(max(2, size // 3) for size in options["input_size"])
     most = min(max(s, d) for s, d in zip(options["stride"], options["dilation"]))
     sizes = zip(
@@ -155,13 +164,17 @@ def test_transposed_convolutions(name: str, kind: str, monkeypatch: pytest.Monke
 def test_torus_is_as_tight_as_its_fourier_blocks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle takes another road: an FFT of the kernel and the aliases of strided sampling, as in Sedghi et al.
+    """The oracle takes another road: an FFT of the kernel and the aliases of strided sampling, as
+    in Sedghi et al.
 
-    1e-5: the certificate's shift lies up to 1e-6 above the best eigenvalue found, and may have to grow a few times.
+    1e-5: the certificate's shift lies up to 1e-6 above the best eigenvalue found, and may have to
+    grow a few times.
     """
     _only_the_torus(monkeypatch)
-    weight, options = _weight(name, "gaussian"), _options(name)
-    rank, groups = weight.ndim - 2, options["groups"]
+    weight = _weight(name, "gaussian")
+    options = _options(name)
+    rank = weight.ndim - 2
+    groups = options["groups"]
     sides = [
         -(-max(h + p, d * (k - 1) + 1) // s) * s
         for h, p, d, k, s in zip(
@@ -200,8 +213,11 @@ def test_any_geometry_lies_above_its_dense_matrix(data: st.DataObject) -> None:
         return tuple(data.draw(st.lists(st.integers(low, high), min_size=rank, max_size=rank)))
 
     groups = data.draw(st.integers(1, 3))
-    kernel, stride, dilation = draw(1, 4), draw(1, 4), draw(1, 3)
-    padding, extra = draw(0, 4), draw(0, 5)
+    kernel = draw(1, 4)
+    stride = draw(1, 4)
+    dilation = draw(1, 3)
+    padding = draw(0, 4)
+    extra = draw(0, 5)
     least = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding)]
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     options["input_size"] = tuple(low + more for low, more in zip(least, extra))
@@ -268,13 +284,17 @@ def test_channel_counts_beyond_the_full_solver(
     "name", ["3x3", "7x7 stride 2, a stem", "depthwise", "depthwise stride 2", "one axis"]
 )
 def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a coarse gamma everything is seen: 2 gamma |B|_F^2, B the sum of |V_q| of taps, or its root of one channel."""
+    """Of a coarse gamma everything is seen: 2 gamma |B|_F^2, B the sum of |V_q| of taps, or its
+    root of one channel.
+    """
     _only_the_torus(monkeypatch)
     monkeypatch.setattr(convolution, "gamma", lambda terms: terms * 2.0**-20)
     monkeypatch.setattr(convolution, "_top_eigenvalue", lambda chunks: 0.0)
-    weight, options = 8 * _weight(name, "gaussian"), _options(name)
+    weight = 8 * _weight(name, "gaussian")
+    options = _options(name)
     rank = weight.ndim - 2
-    groups, stride = options["groups"], options["stride"]
+    groups = options["groups"]
+    stride = options["stride"]
     cells = weight.abs().reshape(groups, len(weight) // groups, -1, *weight.shape[2:])
     pads = [
         pad for k, s in zip(reversed(weight.shape[2:]), reversed(stride)) for pad in (0, -k % s)
@@ -285,7 +305,8 @@ def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.Monkey
     sums = taps.sum(dim=[3 + 2 * axis for axis in range(rank)])
     largest = float(sums.flatten(1).norm(dim=1).max())
     shifts = [-(-k // s) for k, s in zip(weight.shape[2:], stride)]
-    count, lags = math.prod(shifts), math.prod(2 * n - 1 for n in shifts) // 2
+    count = math.prod(shifts)
+    lags = math.prod(2 * n - 1 for n in shifts) // 2
     bound = conv_norm(weight, **options)
     if groups == 1:
         side = max(cells.shape[1], cells.shape[2] * math.prod(stride))
@@ -302,7 +323,8 @@ def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.Monkey
 
 def test_failing_certificate_falls_back_to_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     _only_the_torus(monkeypatch)
-    weight, options = _weight("3x3", "gaussian"), _options("3x3")
+    weight = _weight("3x3", "gaussian")
+    options = _options("3x3")
     monkeypatch.setattr(convolution, "certify_below", lambda grams, shifts: [math.inf] * len(grams))
     bound = conv_norm(weight, **options)
     windows = 3.0 * spectral_norm(weight.flatten(1))
@@ -315,7 +337,8 @@ def test_scale_of_the_weights_does_not_matter(
     name: str, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _only_the_torus(monkeypatch)
-    weight, options = _weight(name, "gaussian"), _options(name)
+    weight = _weight(name, "gaussian")
+    options = _options(name)
     assert conv_norm(weight * scale, **options) == pytest.approx(
         scale * conv_norm(weight, **options), rel=1e-12
     )

@@ -1,4 +1,6 @@
-"""Random chains of linear operations: neither the dense matrix of the chain nor a tensor on its way exceeds a claim."""
+"""Random chains of linear operations: neither the dense matrix of the chain nor a tensor on its way
+exceeds a claim.
+"""
 
 from typing import Any
 
@@ -14,7 +16,8 @@ from tests.helpers.slopes import IMAGE
 
 
 def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
-    """A chain of random affine operations on tokens: what the engine keeps pending, moves, splits and merges.
+    """A chain of random affine operations on tokens: what the engine keeps pending, moves, splits
+    and merges.
 
     kinds: 10 for linear operations, 14 with convolutions, and shifts that may cancel.
     """
@@ -26,7 +29,8 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
     steps: list[tuple[Any, ...]] = []
     shape = [1, 4, 8]
     for _ in range(7):
-        kind, axis = draw(kinds), draw(len(shape))
+        kind = draw(kinds)
+        axis = draw(len(shape))
         if kind <= 1:
             out = (2, 4, 6, 8)[draw(4)]
             steps.append(
@@ -78,7 +82,10 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
         elif kind == 12:
             steps.append(("times", (-2.0, 0.5, -1.0, 0.0)[draw(4)]))
         elif kind == 13 and len(shape) in (3, 4):
-            out, taps, groups, pad = 2 * (1 + draw(3)), 1 + draw(2), 1 + draw(2), draw(2)
+            out = 2 * (1 + draw(3))
+            taps = 1 + draw(2)
+            groups = 1 + draw(2)
+            pad = draw(2)
             if shape[1] % groups == 0 and all(n + 2 * pad >= taps for n in shape[2:]):
                 sizes = [out, shape[1] // groups, *[taps] * (len(shape) - 2)]
                 kernel = torch.randn(sizes, generator=generator, dtype=torch.float64)

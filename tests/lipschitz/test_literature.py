@@ -1,4 +1,6 @@
-"""What published formulas say and what networks do: one counterexample a claim of docs/soundness.md, all in float64."""
+"""What published formulas say and what networks do: one counterexample a claim of
+docs/soundness.md, all in float64.
+"""
 
 import math
 from collections.abc import Callable
@@ -24,7 +26,8 @@ from certcli.lipschitz.rules import activations
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 
-D, DH = 6, 3
+D = 6
+DH = 3
 
 
 def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -66,7 +69,9 @@ def test_gelu_is_steeper_than_printed() -> None:
 
 
 def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
-    """Two tokens, large W_Q: the true slope grows with its square, the printed formula with its first power."""
+    """Two tokens, large W_Q: the true slope grows with its square, the printed formula with its
+    first power.
+    """
     attention = (
         L2Attention(AttentionShape(D, 1, DH, bias=False, out_width=D, proj_bias=False))
         .double()
@@ -85,19 +90,22 @@ def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
             return self.attn(x)
 
     net = Lone().eval()
-    # two tokens torn between each other: |q_0 - q_1|^2 / sqrt(dh) = r with r / (1 + e^r) at its largest
+    # two tokens torn between each other: |q_0 - q_1|^2 / sqrt(dh) = r with r / (1 + e^r) at its
+    # largest
     apart = (
         (1.278 * 3**0.5) ** 0.5 / 20 * functional.normalize(attention.query.weight.data[0], dim=0)
     )
     x = torch.stack([torch.zeros(D, dtype=torch.float64), apart]).unsqueeze(0)
-    found = float(jacobian_norms(net, x, 60).max())
+    logits = float(jacobian_norms(net, x, 60).max())
     printed = formula_value("l2former", net, (2, D)).layers[0][1]
-    assert found > 5 * printed
-    assert found <= float(bound_network(net, (2, D), D).upper)
+    assert logits > 5 * printed
+    assert logits <= float(bound_network(net, (2, D), D).upper)
 
 
 def test_l2_attention_with_values_of_its_own_is_not_lipschitz() -> None:
-    """CertViT's code: softmax(-|q_i - q_j|^2 / sqrt(dh)) v with v = W_V x. No function of the weights bounds its slope."""
+    """CertViT's code: softmax(-|q_i - q_j|^2 / sqrt(dh)) v with v = W_V x. No function of the
+    weights bounds its slope.
+    """
     query, value, tokens = orthonormal(DH, D), torch.eye(D, dtype=torch.float64), 5
     unseen = torch.linalg.qr(query.T, mode="complete")[0][:, DH]  # a direction in the kernel of W_Q
 
@@ -119,7 +127,9 @@ def test_l2_attention_with_values_of_its_own_is_not_lipschitz() -> None:
 
 
 def test_specformers_theorem_is_false_at_zero() -> None:
-    """At X = 0 the attention is the mean of all values: slope |W_V|, where the printed bound tends to 0 with delta."""
+    """At X = 0 the attention is the mean of all values: slope |W_V|, where the printed bound tends
+    to 0 with delta.
+    """
     query, key, value = (orthonormal(D, D) * scale for scale in (1.0, 2.0, 3.0))
     zero = torch.zeros(4, D, dtype=torch.float64)
     found = slope(lambda x: ((x @ query.T) @ (x @ key.T).T).softmax(-1) @ x @ value.T, zero)
@@ -130,8 +140,11 @@ def test_specformers_theorem_is_false_at_zero() -> None:
 
 
 def test_lnformers_formula_forgets_the_values() -> None:
-    """As quoted, 11 |W_O| |W_Q| |W_K|: with W_Q = 0 it is 0, and the layer is the mean of the values."""
-    query, value = torch.zeros(D, D, dtype=torch.float64), 3 * orthonormal(D, D)
+    """As quoted, 11 |W_O| |W_Q| |W_K|: with W_Q = 0 it is 0, and the layer is the mean of the
+    values.
+    """
+    query = torch.zeros(D, D, dtype=torch.float64)
+    value = 3 * orthonormal(D, D)
     x = torch.randn(4, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = slope(lambda x: torch.full((4, 4), 0.25, dtype=torch.float64) @ x @ value.T, x)
     assert lnformer(nn.Identity(), [attended(query, query, value, 4, 1.0)])[0][1] == 0
@@ -153,7 +166,9 @@ class PreNorm(nn.Module):
 
 
 def test_a_layer_norm_does_not_count_as_one() -> None:
-    """At a token with equal features its slope is 1/sqrt(eps) = 1,000; blocks counted as |W| + 1 are exceeded."""
+    """At a token with equal features its slope is 1/sqrt(eps) = 1,000; blocks counted as |W| + 1
+    are exceeded.
+    """
     net = PreNorm()
     grey = torch.full((1, D), 0.5, dtype=torch.float64)
     found = slope(lambda x: net(x.unsqueeze(0))[0], grey)
@@ -180,13 +195,15 @@ def test_a_product_of_spectral_norms_bounds_no_residual_network() -> None:
 
 
 def test_groups_of_a_convolution_are_no_product() -> None:
-    """Eight groups that halve their channel: the operator has norm 1/2, the product of the groups' norms is 2^-8."""
+    """Eight groups that halve their channel: the operator has norm 1/2, the product of the groups'
+    norms is 2^-8.
+    """
     weight = torch.full((8, 1, 1, 1), 0.5, dtype=torch.float64)
     known = conv_norm(weight, stride=1, padding=0, dilation=1, groups=8, input_size=(3, 3))
     image = torch.ones(1, 8, 3, 3, dtype=torch.float64)
-    found = float(functional.conv2d(image, weight, groups=8).norm() / image.norm())
-    assert found == pytest.approx(0.5)
-    assert math.prod(float(group.norm()) for group in weight) < found <= known <= 0.5 * (1 + 1e-9)
+    logits = float(functional.conv2d(image, weight, groups=8).norm() / image.norm())
+    assert logits == pytest.approx(0.5)
+    assert math.prod(float(group.norm()) for group in weight) < logits <= known <= 0.5 * (1 + 1e-9)
 
 
 def test_an_unknown_layer_does_not_count_as_one() -> None:

@@ -1,4 +1,6 @@
-"""What stands beside the bound in an audit: published formulas (none a certificate), Jacobians of blocks, comparisons."""
+"""What stands beside the bound in an audit: published formulas (none a certificate), Jacobians of
+blocks, comparisons.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Whole networks: bound above every measured slope, pair constants above every logit difference, proofs that re-check."""
+"""Whole networks: bound above every measured slope, pair constants above every logit difference,
+proofs that re-check.
+"""
 
 import copy
 import json
@@ -164,7 +166,8 @@ def test_no_measured_slope_exceeds_the_bound(name: str) -> None:
     result = bounded(model)
     assert result.upper.finite, result.bound.why
     slope, images = searched(model)
-    # 1e-9: rounding of a float64 forward and backward pass; the search itself only ever finds lower bounds
+    # 1e-9: rounding of a float64 forward and backward pass; the search itself only ever finds lower
+    # bounds
     assert slope <= float(result.upper) * (1 + 1e-9)
     with torch.no_grad():
         logits = model(images)
@@ -225,7 +228,8 @@ def test_deep_networks_keep_their_logarithm() -> None:
 def test_linear_network_is_measured_at_its_bound() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(768, 5)).eval()
     estimate = list(measure(net, iter([torch.rand(1, 3, 16, 16)]), iterations=100))[-1]
-    # it stops where an iteration adds less than 1e-4, which of a small gap leaves several times that
+    # it stops where an iteration adds less than 1e-4, which of a small gap leaves several times
+    # that
     assert estimate.value == pytest.approx(float(bound_network(net, SPEC.size, 5).upper), rel=1e-3)
 
 

@@ -22,7 +22,9 @@ Case = tuple[Callable[[], nn.Module], str | None]
 
 
 def masked_scores(filling: float, then: float = 1.0) -> nn.Module:
-    """Two keys near each other, far from 0, one of them out of sight: R_k is small, the slope is not."""
+    """Two keys near each other, far from 0, one of them out of sight: R_k is small, the slope is
+    not.
+    """
     maps = nn.Linear(8, 24)
     with torch.no_grad():
         one = torch.eye(8)
@@ -122,14 +124,14 @@ OPTIONS: dict[str, Case] = {
 def gradient_slope(net: nn.Module) -> float:
     """Return the largest singular value of the Jacobian at a few images."""
     generator = torch.Generator().manual_seed(1)
-    found = 0.0
+    steepest_slope = 0.0
     for scale in (1.0, 0.05):
         for _ in range(6):
             image = 0.5 + scale * (
                 torch.rand(IMAGE, generator=generator, dtype=torch.float64) - 0.5
             )
-            found = max(found, slope(net, image)[0])
-    return found
+            steepest_slope = max(steepest_slope, slope(net, image)[0])
+    return steepest_slope
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,4 +1,6 @@
-"""A network without a proof has the bound inf, and the reason names the module: no finite number, no traceback."""
+"""A network without a proof has the bound inf, and the reason names the module: no finite number,
+no traceback.
+"""
 
 from collections.abc import Callable
 from types import MethodType

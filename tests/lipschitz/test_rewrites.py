@@ -1,4 +1,6 @@
-"""Rewriting a network by hand, without changing its function, changes no bound: a law over a table of rewrites."""
+"""Rewriting a network by hand, without changing its function, changes no bound: a law over a table
+of rewrites.
+"""
 
 import copy
 from collections.abc import Callable
@@ -28,14 +30,17 @@ from tests.helpers.slopes import IMAGE, steepest
 
 def sum_of_maps() -> Pair:
     """x + W x, and (I + W) x."""
-    layer, whole = nn.Linear(8, 8), nn.Linear(8, 8)
+    layer = nn.Linear(8, 8)
+    whole = nn.Linear(8, 8)
     whole.weight.data, whole.bias.data = layer.weight.data + torch.eye(8), layer.bias.data
     return tokens((residual(layer), whole))
 
 
 def gains_over_relu() -> Pair:
     """Positive numbers, one a feature, moved over ReLU."""
-    first, last, gain = nn.Linear(8, 16), nn.Linear(16, 5), torch.rand(16) + 0.5
+    first = nn.Linear(8, 16)
+    last = nn.Linear(16, 5)
+    gain = torch.rand(16) + 0.5
     smaller = copy.deepcopy(last)
     smaller.weight.data = last.weight.data / gain
     return tokens((seq(then(first, gain), nn.ReLU(), smaller), seq(first, nn.ReLU(), last)))
@@ -43,13 +48,17 @@ def gains_over_relu() -> Pair:
 
 def pooled_before() -> Pair:
     """BatchNorm behind average pooling, and before it."""
-    conv, norm, pool = nn.Conv2d(2, 4, 3, padding=1), bn(4), nn.AvgPool2d(2)
+    conv = nn.Conv2d(2, 4, 3, padding=1)
+    norm = bn(4)
+    pool = nn.AvgPool2d(2)
     return seq(conv, pool, norm), seq(then(conv, *gain_and_shift(norm)), pool)
 
 
 def two_convolutions() -> Pair:
     """Two convolutions without padding, and the larger one that they are."""
-    first, second, whole = nn.Conv2d(2, 4, 2), nn.Conv2d(4, 3, 2), nn.Conv2d(2, 3, 3)
+    first = nn.Conv2d(2, 4, 2)
+    second = nn.Conv2d(4, 3, 2)
+    whole = nn.Conv2d(2, 3, 3)
     taps = functional.conv2d(
         first.weight.data.transpose(0, 1), second.weight.data.flip(2, 3), padding=1
     )
@@ -60,7 +69,9 @@ def two_convolutions() -> Pair:
 
 def position_between() -> Pair:
     """A position embedding between two linear layers, and behind them."""
-    first, last, position = nn.Linear(8, 8), nn.Linear(8, 5), torch.randn(1, 4, 8)
+    first = nn.Linear(8, 8)
+    last = nn.Linear(8, 5)
+    position = torch.randn(1, 4, 8)
     added, moved = (f(lambda m, x: x + m.p, p=p) for p in (position, position @ last.weight.data.T))
     return tokens((seq(first, added, last), seq(product(first, last), moved)))
 
@@ -92,9 +103,11 @@ def built(name: str) -> Pair:
 
 @pytest.mark.parametrize("name", REWRITES)
 def test_a_rewrite_changes_no_bound(name: str) -> None:
-    """By at most 1e-6, relatively, which certificates of spectral norms may leave open; and training aims at the same.
+    """By at most 1e-6, relatively, which certificates of spectral norms may leave open; and
+    training aims at the same.
 
-    A branch of weight 0 stays in training, where its weight may grow: the estimate is then that of the sum.
+    A branch of weight 0 stays in training, where its weight may grow: the estimate is then that of
+    the sum.
     """
     pair = built(name)
     images = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Every rule, as laws: no slope that gradient ascent finds exceeds the bound; no run refutes a claim about a tensor."""
+"""Every rule, as laws: no slope that gradient ascent finds exceeds the bound; no run refutes a
+claim about a tensor.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,8 +28,10 @@ def test_no_slope_exceeds_the_bound(name: str) -> None:
     logits = claims(name).logits
     assert logits.base.finite
     net = build(name)
-    # 1e-9: rounding of the measured singular value, in float64 on matrices of at most a few hundred entries;
-    # 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32, and some rows compute in it
+    # 1e-9: rounding of the measured singular value, in float64 on matrices of at most a few hundred
+    # entries; 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32, and some
+    # rows
+    # compute in it
     rounded = 1e-7 if name == "spelled-rounded-hard" or name in SINGLE else 1e-9
     assert steepest(net, steps=4 if EVERY else 2) <= float(logits.base) * (1 + rounded)
     assert steepest_segment(net) <= float(logits.base)
@@ -36,7 +40,9 @@ def test_no_slope_exceeds_the_bound(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_no_claim_about_a_tensor_is_refuted(name: str) -> None:
-    """Of every node: shape, norm, fibres along every axis, entries and slope, and those before a map that waits."""
+    """Of every node: shape, norm, fibres along every axis, entries and slope, and those before a
+    map that waits.
+    """
     known = claims(name)
     assert list(known.faults(known.images())) == []
 
@@ -74,7 +80,9 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_linear_maps_are_folded_to_their_exact_norm(name: str) -> None:
-    """Linear networks: the bound is the norm of the composed map (small convolutions are dense), up to 1e-6."""
+    """Linear networks: the bound is the norm of the composed map (small convolutions are dense), up
+    to 1e-6.
+    """
     net = build(name)
     assert float(bound_network(net, IMAGE, 3).upper) <= steepest(net, steps=1) * (1 + EXACT[name])
 
@@ -97,8 +105,8 @@ def test_slope_constants_are_above_the_largest_slope_and_close_to_it(name: str) 
     x = torch.linspace(-12, 12, 480_001, dtype=torch.float64)[1::2].requires_grad_(True)
     (slopes,) = torch.autograd.grad(function(x).sum(), x)
     largest = float(slopes.abs().max())
-    # between grid points of distance h = 1e-4 a slope is at most h/2 sup|f''| higher, and sup|f''| < 1 where f is smooth;
-    # at a maximum that is smooth the excess is h^2, below 1e-8
+    # between grid points of distance h = 1e-4 a slope is at most h/2 sup|f''| higher, and sup|f''|
+    # < 1 where f is smooth; at a maximum that is smooth the excess is h^2, below 1e-8
     assert largest - 1e-8 <= constant <= largest * 1.0002
 
 
@@ -111,7 +119,9 @@ def cancelling_batch_norm() -> nn.Module:
 
 
 def cancelling_linear() -> nn.Module:
-    """y = (x + 2^50) - 2^50 - 2 = x - 2, where the rule computes (x + 2^50) (1 + 2^-49) - 2^50 - 2 = x."""
+    """y = (x + 2^50) - 2^50 - 2 = x - 2, where the rule computes (x + 2^50) (1 + 2^-49) - 2^50 - 2
+    = x.
+    """
     net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.BatchNorm1d(1, eps=0.0)).double().eval()
     net[1].weight.data.fill_(1.0)
     net[1].bias.data.fill_(2.0**50)
@@ -127,7 +137,9 @@ def dead_linear(shift: float) -> nn.Module:
 
 
 def differences() -> nn.Module:
-    """(x, -x) of one pixel: in a window of two pixels a shift would cancel, at the border it does not."""
+    """(x, -x) of one pixel: in a window of two pixels a shift would cancel, at the border it does
+    not.
+    """
     conv = nn.Conv2d(1, 1, (1, 2), padding=(0, 1), bias=False)
     conv.weight.data.copy_(torch.tensor([1.0, -1.0]).view(1, 1, 1, 2))
     return conv
@@ -171,7 +183,8 @@ def test_an_activation_has_one_bound_as_module_and_as_function(number: int) -> N
         bound_network(net, IMAGE, 3).upper for net in (module, f(lambda m, x: function(x)).eval())
     )
     assert float(first) == float(second)
-    # 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32. 1.001: what the grid may miss of a bend
+    # 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32. 1.001: what the grid
+    # may miss of a bend
     assert (
         float(slopes.abs().max()) <= float(first) * (1 + 1e-7) <= float(slopes.abs().max()) * 1.001
     )

@@ -1,4 +1,6 @@
-"""Spectral norms as upper bounds: never below the SVD, barely above it, and honest about what they refuse."""
+"""Spectral norms as upper bounds: never below the SVD, barely above it, and honest about what they
+refuse.
+"""
 
 import math
 from fractions import Fraction
@@ -63,16 +65,20 @@ MATRICES = {
 
 
 def _reference(matrix: torch.Tensor) -> float:
-    """Largest singular value from the SVD, scaled first so that it neither overflows nor underflows."""
+    """Largest singular value from the SVD, scaled first so that it neither overflows nor
+    underflows.
+    """
     exponent = math.frexp(float(matrix.double().abs().max()))[1]
     half = -exponent // 2
     scaled = matrix.double() * 2.0**half * 2.0 ** (-exponent - half)
     return math.ldexp(float(torch.linalg.svdvals(scaled)[0]), exponent)
 
 
-# LAPACK's own error in the SVD, an upper estimate at these sizes; the bound is proven, the oracle is rounded.
+# LAPACK's own error in the SVD, an upper estimate at these sizes; the bound is proven, the oracle
+# is rounded.
 ORACLE = 1e-14
-# Promised in spectral_norm's docstring: 1e-6, relatively, where the certificate succeeds, as it does on every row here.
+# Promised in spectral_norm's docstring: 1e-6, relatively, where the certificate succeeds, as it
+# does on every row here.
 LOOSENESS = 1e-6
 
 
@@ -94,7 +100,9 @@ def test_scaling_by_a_power_of_two_scales_the_bound_exactly(power: int) -> None:
 
 
 def test_exact_arithmetic_on_integers_is_not_undercut() -> None:
-    """sigma([[3, 4], [0, 0]]) = 5 and sigma(ones(9, 16)) = 12 exactly: a bound rounded down would show here."""
+    """sigma([[3, 4], [0, 0]]) = 5 and sigma(ones(9, 16)) = 12 exactly: a bound rounded down would
+    show here.
+    """
     assert spectral_norm(torch.tensor([[3.0, 4.0], [0.0, 0.0]])) >= 5.0
     assert spectral_norm(torch.ones(9, 16)) >= 12.0
     assert frobenius_norm(torch.tensor([3.0, 4.0])) >= 5.0
@@ -148,7 +156,9 @@ def _top_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_batch_agrees_with_single_matrices_whatever_is_mixed_in() -> None:
-    """Equal up to the rounding that both bounds already contain: batches take another order of summation."""
+    """Equal up to the rounding that both bounds already contain: batches take another order of
+    summation.
+    """
     matrices = [_random(12, 40, seed=seed) for seed in range(5)]
     matrices += [
         torch.zeros(12, 40, dtype=torch.float64),
@@ -177,7 +187,9 @@ def test_gradients_and_inputs_are_left_alone() -> None:
 @pytest.mark.parametrize("name", ["gaussian", "orthogonal", "Hilbert", "cluster below the top"])
 @pytest.mark.parametrize("relative", [-0.5, -1e-3, -1e-9])
 def test_certificate_is_not_given_below_the_truth(name: str, relative: float) -> None:
-    """The proof is what protects: a shift below the top eigenvalue must fail, or return a value above the truth."""
+    """The proof is what protects: a shift below the top eigenvalue must fail, or return a value
+    above the truth.
+    """
     matrix = MATRICES[name]
     gram = (matrix @ matrix.mT).unsqueeze(0)
     top = float(torch.linalg.eigvalsh(gram)[0, -1])
@@ -196,10 +208,13 @@ def test_certificate_for_complex_matrices() -> None:
 def test_any_factor_proves_no_less_than_the_truth(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A = 3 v v*, s = 1, L L* = s (I - v v*): what is left is a rank one matrix, so the theorem says 3 and no more."""
+    """A = 3 v v*, s = 1, L L* = s (I - v v*): what is left is a rank one matrix, so the theorem
+    says 3 and no more.
+    """
     v = _random(400) if kind == "real" else torch.complex(_random(400), _random(400, seed=1))
     v = v / torch.linalg.vector_norm(v)
-    line, one = torch.outer(v, v.conj()), torch.eye(400, dtype=v.dtype)
+    line = torch.outer(v, v.conj())
+    one = torch.eye(400, dtype=v.dtype)
     factor = torch.linalg.cholesky(one - line + 1e-9 * one)
     monkeypatch.setattr(
         torch.linalg,
@@ -214,10 +229,13 @@ def test_any_factor_proves_no_less_than_the_truth(
 
 
 def test_rounding_counts_where_nothing_was_rounded() -> None:
-    """s I - A and its factor are exact here, which a bound that holds for every library's sums cannot know."""
+    """s I - A and its factor are exact here, which a bound that holds for every library's sums
+    cannot know.
+    """
     shift = 2.0**-40  # so small that what is lost has 20 digits more
     gram = torch.diag(shift - torch.tensor([4.0, 9.0, 16.0], dtype=torch.float64))[None]
-    shifted, square = math.sqrt(4**2 + 9**2 + 16**2), 4 + 9 + 16
+    shifted = math.sqrt(4**2 + 9**2 + 16**2)
+    square = 4 + 9 + 16
     lost = Fraction(spectral.certify_below(gram, [shift])[0]) - Fraction(shift)
     assert lost >= Fraction(gamma(4) * (shifted + square) + 2.0**-53 * shifted)
     assert lost <= Fraction(20 * gamma(4) * (shifted + square))
@@ -234,7 +252,9 @@ def test_lost_terms_count_in_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sums_that_lose_a_thousandth_are_still_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """n terms that lose n 2^-20 in place of n 2^-53: nothing but the terms for lost sums can make up for that."""
+    """n terms that lose n 2^-20 in place of n 2^-53: nothing but the terms for lost sums can make
+    up for that.
+    """
     monkeypatch.setattr(spectral, "gamma", lambda terms: terms * 2.0**-20)
     monkeypatch.setattr(spectral, "top_eigenvalues", lambda grams: [0.0] * len(grams))
     for scale in (1.0, 1e-170):

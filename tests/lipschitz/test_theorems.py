@@ -1,4 +1,6 @@
-"""Constants of attention computed once more from the statements in docs/bounds.md: bounds far above slopes keep each term."""
+"""Constants of attention computed once more from the statements in docs/bounds.md: bounds far above
+slopes keep each term.
+"""
 
 import math
 from typing import Any
@@ -20,7 +22,9 @@ from tests.helpers.lipschitz_cases import f, on_tokens
 from tests.helpers.slopes import IMAGE
 from tests.nn.test_attention import PLACES, SHIFTED, WIDTH, Lone, replacement, stir
 
-FLOOR, RADIUS, N = 0.125, WIDTH**0.5, 4
+FLOOR = 0.125
+RADIUS = WIDTH**0.5
+N = 4
 Term = tuple[Tensor, Tensor]
 """c_h, one number a head, and W_h, (heads, dh, width)."""
 
@@ -50,7 +54,8 @@ class Layer:
     """What the theorems speak of: the maps of the heads, B, its softmax, and the gates."""
 
     def __init__(self, module: Any, mask: Tensor | None) -> None:
-        self.module, heads = module, module.num_heads
+        self.module = module
+        heads = module.num_heads
         bias = torch.zeros(1, heads, N, N, dtype=torch.float64)
         bias = bias if module.window_size is None else bias + module.position_bias()
         self.bias = bias if mask is None else bias + mask[:, None]
@@ -71,11 +76,13 @@ class Layer:
         return getattr(self.module, name).weight.view(self.module.num_heads, -1, WIDTH)
 
     def cosine(self) -> float:
-        nu, tau = self.module.nu.abs(), self.module.tau.abs()
+        nu = self.module.nu.abs()
+        tau = self.module.tau.abs()
         grown = (2 * tau).exp()
         a = (grown * self.columns).clamp_max(N).sqrt()
         b = (N * (grown * self.peak).clamp_max(0.5)).sqrt()
-        of_key, of_query = self.keep * nu * tau * b, self.keep * nu * tau
+        of_key = self.keep * nu * tau * b
+        of_query = self.keep * nu * tau
         of_value = nu * (self.keep * a + self.fixed)
         return together(
             [
@@ -89,7 +96,9 @@ class Layer:
         eta = math.exp(2)
         a = (self.columns + 2 * self.root + (eta - 3) * self.peak).clamp_max(N).sqrt()
         b = (eta * self.peak).clamp_max(0.5).sqrt()
-        q, k, v = self.map("query"), self.map("key"), self.map("value")
+        q = self.map("query")
+        k = self.map("key")
+        v = self.map("value")
         terms = [(self.keep * a + self.fixed, v), (self.keep, q), (self.keep * b, k)]
         return together(terms, [(self.keep, part) for part in (q, k, v)])
 
@@ -100,7 +109,8 @@ class Layer:
         rows = lambert(((b - 1).exp() * other).sum(-1))
         each = lambert((b - 1).exp()) * other
         average = (1 + (b.sigmoid() * other).sum(-2).amax((0, 2))).sqrt()
-        spread, others = rows.amax((0, 2)), (rows[..., None] * each).sum(-2).amax((0, 2)).sqrt()
+        spread = rows.amax((0, 2))
+        others = (rows[..., None] * each).sum(-2).amax((0, 2)).sqrt()
         z = RADIUS * norms(self.map("query")) * self.module.head_dim**-0.25
         grown = (4 * z * z).exp()
         a = torch.minimum(average, (grown * self.columns).sqrt())
@@ -161,24 +171,30 @@ def test_the_constant_is_that_of_the_theorem(name: str, place: str, size: float)
         Lone(attention, mask, FloorNorm(WIDTH, FLOOR)).double().eval(), (8, WIDTH), 3
     )
     expected = THEOREMS[name](Layer(attention, mask)) / FLOOR
-    # 1e-9 below: the rounding of the numbers here; 1e-6 above: outward rounding, and gates that are widened by 2^-40
+    # 1e-9 below: the rounding of the numbers here; 1e-6 above: outward rounding, and gates that are
+    # widened by 2^-40
     assert expected * (1 - 1e-9) <= float(result.upper) <= expected * (1 + 1e-6)
 
 
 def test_what_rounding_loses_of_shifted_scores_is_added() -> None:
-    """A number that is added to all scores changes no attention; beside 2^40 scores of 2^-13 are lost."""
+    """A number that is added to all scores changes no attention; beside 2^40 scores of 2^-13 are
+    lost.
+    """
     scores = torch.full((1, 1, N, N), 0.9 * 2.0**-13, dtype=torch.float64) * (1 - torch.eye(N))
     for shifted, plain in zip(_with_bias(scores + 2.0**40), _with_bias(scores), strict=True):
         assert bool((shifted >= plain).all())
 
 
 class Dot(nn.Module):
-    """torch's attention between linear maps without bias: in two heads, or (axis 1) of the halves of each token."""
+    """torch's attention between linear maps without bias: in two heads, or (axis 1) of the halves
+    of each token.
+    """
 
     def __init__(self, scale: float | None, axis: int = 2) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.scale, self.axis = scale, axis
+        self.scale = scale
+        self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -193,7 +209,9 @@ class Dot(nn.Module):
 
 
 def dot(attention: nn.Module) -> tuple[list[Tensor], float]:
-    """Return the maps of an attention with stirred weights that see no mean, and its bound on rows of length RADIUS."""
+    """Return the maps of an attention with stirred weights that see no mean, and its bound on rows
+    of length RADIUS.
+    """
     attention = attention.double().eval()
     stir(attention, 0.4)
     weights = [part.weight for part in attention.modules() if isinstance(part, nn.Linear)]
@@ -239,7 +257,7 @@ def test_queries_that_are_constant_count_by_their_longest_row() -> None:
 @torch.no_grad()
 def test_a_norm_by_the_variance_has_the_constant_of_theorem_4_7() -> None:
     for scale in (0.01, 4.0):
-        found = float(
+        logits = float(
             bound_network(
                 on_tokens(SimpleNorm(8, affine=False, eps=0.1), scale=scale).eval(), IMAGE, 3
             ).upper
@@ -247,7 +265,7 @@ def test_a_norm_by_the_variance_has_the_constant_of_theorem_4_7() -> None:
         expected = scale * (
             0.1**-0.5 + scale * 1.5 * 8**0.5 / (7**0.5 * 0.1)
         )  # of (x - 1/2) scale 3/2 scale is known
-        assert expected * (1 - 1e-9) <= found <= expected * (1 + 1e-6)
+        assert expected * (1 - 1e-9) <= logits <= expected * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("scale", [None, 3.0, -3.0])
@@ -264,6 +282,7 @@ def test_dot_products_have_the_constant_of_theorem_5_2(scale: float | None) -> N
 
     factor = (WIDTH // 2) ** -0.5 if scale is None else abs(scale)
     radius = RADIUS**2 * norms(v)
-    of_query, of_key = heads(radius * norms(k), q), (N / 2) ** 0.5 * heads(radius * norms(q), k)
+    of_query = heads(radius * norms(k), q)
+    of_key = (N / 2) ** 0.5 * heads(radius * norms(q), k)
     expected = float(N**0.5 * norms(v.flatten(0, 1)) + factor * (of_query + of_key))
     assert expected * (1 - 1e-9) <= found <= expected * (1 + 1e-6)

@@ -30,7 +30,9 @@ def thin(*sizes: tuple[int, int, float]) -> nn.Sequential:
 
 
 def test_products_below_the_numbers_of_float64_are_not_lost() -> None:
-    """2e-324 is no float64: of 32 x 96 products nothing is left. The norm of a matrix of ones (m, n) is sqrt(m n)."""
+    """2e-324 is no float64: of 32 x 96 products nothing is left. The norm of a matrix of ones (m,
+    n) is sqrt(m n).
+    """
     result = bound_network(
         nn.Sequential(nn.Flatten(), *thin((32, 32, 1e-160), (32, 3, 2e-164))), IMAGE, 3
     )
@@ -59,10 +61,12 @@ ARITHMETIC: dict[str, Callable[[RigorousArithmetic, Matrix, Matrix], Any]] = {
 def test_the_error_of_a_product_covers_underflow(name: str, exponents: tuple[int, int]) -> None:
     """The same product of matrices of ordinary size, times a power of two, is the oracle."""
     torch.manual_seed(0)
-    a, b = torch.randn(40, 40, dtype=torch.float64), torch.randn(40, 40, dtype=torch.float64)
+    a = torch.randn(40, 40, dtype=torch.float64)
+    b = torch.randn(40, 40, dtype=torch.float64)
     if name == "carried":
         a = torch.eye(40, dtype=torch.float64)
-    arith, compute = RigorousArithmetic(), ARITHMETIC[name]
+    arith = RigorousArithmetic()
+    compute = ARITHMETIC[name]
     ordinary = compute(arith, Matrix(a), Matrix(b))
     small = compute(
         arith,
@@ -98,11 +102,9 @@ def test_sums_of_errors_are_not_below_the_exact_ones() -> None:
             <= Fraction(RigorousArithmetic()._error(products, *terms))
             <= exact * (1 + Fraction(1, 2**49))
         )
-    arith, known, gains = (
-        RigorousArithmetic(),
-        Matrix(torch.ones(2, 2).double(), 0.1),
-        torch.tensor([-3.0, -2.0]),
-    )
+    arith = RigorousArithmetic()
+    known = Matrix(torch.ones(2, 2).double(), 0.1)
+    gains = torch.tensor([-3.0, -2.0])
     for scaled in (
         arith.scale_rows(known, gains),
         arith.scale_columns(known, gains),
@@ -138,7 +140,8 @@ def test_the_longest_row_of_a_constant_is_found(
 
 def test_of_products_one_of_which_overflows_each_has_its_norm() -> None:
     torch.manual_seed(0)
-    a, b = Matrix(torch.randn(3, 8).double()), Matrix(torch.randn(3, 9).double())
+    a = Matrix(torch.randn(3, 8).double())
+    b = Matrix(torch.randn(3, 9).double())
     first, second = RigorousArithmetic().sigma_products(
         [(a, b), (Matrix(a.tensor * 2.0**700), b)], ""
     )

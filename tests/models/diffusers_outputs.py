@@ -1,4 +1,5 @@
-"""What diffusers' own networks and schedules give for the cases of `tests/helpers/diffusion_cases.py`.
+"""What diffusers' own networks and schedules give for the cases of
+`tests/helpers/diffusion_cases.py`.
 
     python -m tests.models.diffusers_outputs          compares them with the stored outputs
     python -m tests.models.diffusers_outputs --write  stores them

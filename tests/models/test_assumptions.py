@@ -1,4 +1,6 @@
-"""What is read of others' files: networks by words, what is assumed of them, and traps in which a wrong network fits."""
+"""What is read of others' files: networks by words, what is assumed of them, and traps in which a
+wrong network fits.
+"""
 
 import copy
 import json
@@ -65,7 +67,8 @@ def test_the_same_network_from_words() -> None:
 
 
 def test_batch_norm_over_tokens_is_torchs() -> None:
-    ours, theirs = TokenBatchNorm(6), nn.BatchNorm1d(6)
+    ours = TokenBatchNorm(6)
+    theirs = nn.BatchNorm1d(6)
     tokens = 2 + torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for norm in (ours, theirs):
@@ -109,7 +112,9 @@ def test_eps_is_that_of_every_norm() -> None:
 
 @dataclass(frozen=True)
 class Trap:
-    """A file called `name` with the weights of certvit_vit_digits, beside it `config`, read with `hints`."""
+    """A file called `name` with the weights of certvit_vit_digits, beside it `config`, read with
+    `hints`.
+    """
 
     hints: Hints
     said: str
@@ -305,7 +310,9 @@ def test_an_accuracy_about_chance_is_doubted(
 def test_a_post_norm_file_is_said_to_be_one_where_labels_show_it(
     monkeypatch: pytest.MonkeyPatch, tiny: Checkpoint
 ) -> None:
-    """Labels that the post-norm reading of some tensors gives: read as pre-norm they are right on fewer, and it is said."""
+    """Labels that the post-norm reading of some tensors gives: read as pre-norm they are right on
+    fewer, and it is said.
+    """
     model = build.load(tiny)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

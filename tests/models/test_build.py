@@ -33,7 +33,9 @@ def test_timms_networks_are_built_within_the_limits_of_their_tensors(arch: str) 
 
 
 def test_a_truncated_normal_of_unset_memory_ends() -> None:
-    """torch draws again until every value is in range; with skipped draws, building a Hiera never ended."""
+    """torch draws again until every value is in range; with skipped draws, building a Hiera never
+    ended.
+    """
     with Building():
         weight = torch.full((1000,), 1e9)
         torch.nn.init.trunc_normal_(weight.normal_(), std=0.02)

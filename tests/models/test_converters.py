@@ -1,4 +1,6 @@
-"""Files of other libraries: the converted network computes the original's logits, or the file is refused in one line."""
+"""Files of other libraries: the converted network computes the original's logits, or the file is
+refused in one line.
+"""
 
 import argparse
 import json
@@ -66,9 +68,9 @@ def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
     assert row["config"]["architectures"][0] in checkpoint.reading.line()
     ends = open_checkpoint(headless_folder(row, tmp_path), Hints(features=True))
     with torch.no_grad():
-        found = build.load(ends, dtype=torch.float64)(images(checkpoint.record.input.size))
+        split_images = build.load(ends, dtype=torch.float64)(images(checkpoint.record.input.size))
     torch.testing.assert_close(
-        found, torch.tensor(row["features"], dtype=torch.float64), rtol=1e-9, atol=1e-9
+        split_images, torch.tensor(row["features"], dtype=torch.float64), rtol=1e-9, atol=1e-9
     )
     assert "features" in {fact.name for fact in ends.reading.facts}
     saved = tmp_path / "saved.safetensors"
@@ -102,7 +104,9 @@ def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:
 
 
 def test_a_processor_for_another_size_is_a_doubt(tmp_path: Path) -> None:
-    """DINOv2 is published for 518 pixels beside a processor that makes 224, for which transformers resamples."""
+    """DINOv2 is published for 518 pixels beside a processor that makes 224, for which transformers
+    resamples.
+    """
     crop = {
         **PIXELS,
         "size": {"shortest_edge": 20},
@@ -234,10 +238,8 @@ def test_wrappings_are_taken_off(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_raw_and_averaged_weights_are_a_question(suffix: str, tmp_path: Path) -> None:
-    path, averaged = (
-        tmp_path / f"weights.{suffix}",
-        {name: value + 1 for name, value in plain().items()},
-    )
+    path = tmp_path / f"weights.{suffix}"
+    averaged = {name: value + 1 for name, value in plain().items()}
     if suffix == "pth":
         torch.save({"model": plain(), "model_ema": averaged}, path)
     else:
@@ -256,20 +258,24 @@ def test_raw_and_averaged_weights_are_a_question(suffix: str, tmp_path: Path) ->
 
 
 def openclip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An image tower of OpenCLIP, whose projection is the head, beside a tensor of the text's tower."""
+    """An image tower of OpenCLIP, whose projection is the head, beside a tensor of the text's
+    tower.
+    """
     rows = [
         (r"^blocks\.", "transformer.resblocks."), (r"patch_embed\.proj", "conv1"), (r"^pos_embed", "positional_embedding"),
         (r"^cls_token", "class_embedding"), (r"^norm_pre", "ln_pre"), (r"^norm\.", "ln_post."), (r"\.norm(\d)", r".ln_\1"),
         (r"qkv\.", "in_proj_"), (r"attn\.proj", "attn.out_proj"), (r"fc1", "c_fc"), (r"fc2", "c_proj"),
         (r"^head.weight", "proj"),
     ]  # fmt: skip
-    found = renamed({name: value for name, value in tensors.items() if name != "head.bias"}, rows)
-    found |= {
-        "proj": found["proj"].T.contiguous(),
-        "class_embedding": found["class_embedding"].flatten(),
+    network_tensors = renamed(
+        {name: value for name, value in tensors.items() if name != "head.bias"}, rows
+    )
+    network_tensors |= {
+        "proj": network_tensors["proj"].T.contiguous(),
+        "class_embedding": network_tensors["class_embedding"].flatten(),
     }
-    found["positional_embedding"] = found["positional_embedding"][0]
-    return {f"visual.{name}": value for name, value in found.items()} | {
+    network_tensors["positional_embedding"] = network_tensors["positional_embedding"][0]
+    return {f"visual.{name}": value for name, value in network_tensors.items()} | {
         "token_embedding.weight": torch.ones(2, 2)
     }
 

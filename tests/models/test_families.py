@@ -1,4 +1,6 @@
-"""`init` of any timm name: what a freshly built network holds can be written, read back, and is the same function."""
+"""`init` of any timm name: what a freshly built network holds can be written, read back, and is the
+same function.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from tests.helpers.commands import certvit
 def test_limits_that_clip_nothing_are_stored_as_the_largest_numbers(
     tmp_path: Path, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
-    """As timm's Gemma 4: buffers of infinity until published weights are loaded. On finite numbers nothing changes."""
+    """As timm's Gemma 4: buffers of infinity until published weights are loaded. On finite numbers
+    nothing changes.
+    """
 
     class Clipped(nn.Module):
         def __init__(self) -> None:

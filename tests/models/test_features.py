@@ -1,4 +1,6 @@
-"""Networks without a classifier: a bound to their features that says so, and refusals that name the flag."""
+"""Networks without a classifier: a bound to their features that says so, and refusals that name the
+flag.
+"""
 
 import json
 from pathlib import Path
@@ -46,7 +48,8 @@ def options(name: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder, made = tmp_path_factory.mktemp("headless"), {}
+    folder = tmp_path_factory.mktemp("headless")
+    made = {}
     for name, (arch, arguments) in FILES.items():
         tensors = dict(build.initialise(arch, {**arguments, "num_classes": 0}).tensors)
         if name == "original DINOv2":
@@ -60,7 +63,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_file_without_classifier_has_a_bound_of_its_features_alone(
     name: str, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    path, words = files[name], options(name)
+    path = files[name]
+    words = options(name)
     refused = attempt("lipschitz", path, *words, "--no-estimate").exception
     assert f"{path} has no classifier" in str(refused)
     assert HINT in getattr(refused, "hint", "")
@@ -76,7 +80,9 @@ def test_a_file_without_classifier_has_a_bound_of_its_features_alone(
 def test_a_report_that_calls_features_logits_is_refuted(
     files: dict[str, Path], tmp_path: Path
 ) -> None:
-    path, words, report = files["class token"], options("class token"), tmp_path / "report.json"
+    path = files["class token"]
+    words = options("class token")
+    report = tmp_path / "report.json"
     found = document("lipschitz", path, *words, "--features", "--no-estimate")
     for edited in (
         {**found, "bound_of": "logits"},
@@ -215,7 +221,8 @@ def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:
 def test_python_has_the_same_guard(files: dict[str, Path], workshop: Path) -> None:
     arch, arguments = FILES["class token"]
     opened = api.load(files["class token"], arch=arch, arch_args=arguments, features=True)
-    found, pixels = api.bound(opened), torch.rand(2, 3, 16, 16)
+    found = api.bound(opened)
+    pixels = torch.rand(2, 3, 16, 16)
     assert "its features" in repr(found)
     assert 0 < api.slope(opened, pixels, iterations=5).value <= float(found.upper)
     module = api.network(opened)

@@ -1,6 +1,8 @@
-"""Configs of the hub, old and new: read as timm reads the folder, or refused, or doubted; never read over in silence.
+"""Configs of the hub, old and new: read as timm reads the folder, or refused, or doubted; never
+read over in silence.
 
-`hub_configs` holds configs as timm and transformers wrote them over the years, with small networks in place of large ones.
+`hub_configs` holds configs as timm and transformers wrote them over the years, with small networks
+in place of large ones.
 """
 
 import copy
@@ -92,8 +94,8 @@ def test_a_config_is_read_as_timm_reads_it_or_not_without_a_word(name: str, tmp_
     image = Image.open(path).convert("L" if spec.size[0] == 1 else "RGB")
     with torch.no_grad():
         expected = model(create_transform(**stated, is_training=False)(image)[None])
-        found = build.load(read)(Decoder(spec)(path)[None])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        split_images = build.load(read)(Decoder(spec)(path)[None])
+    torch.testing.assert_close(split_images, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

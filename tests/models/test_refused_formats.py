@@ -1,4 +1,6 @@
-"""Files of other libraries that certvit refuses in one line, because no network of timm computes their function."""
+"""Files of other libraries that certvit refuses in one line, because no network of timm computes
+their function.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

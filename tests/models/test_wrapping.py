@@ -1,4 +1,6 @@
-"""State dicts are found by structure: wrapped, beside a normaliser, under any key; several that differ are a question."""
+"""State dicts are found by structure: wrapped, beside a normaliser, under any key; several that
+differ are a question.
+"""
 
 import copy
 from pathlib import Path
@@ -91,7 +93,8 @@ def test_the_normaliser_around_a_network_gives_the_statistics(
     name: str, tensors: Tensors, tmp_path: Path
 ) -> None:
     outer, mean_name, std_name, inner = NORMALISED[name]
-    mean, std = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.25, 0.5, 0.75])
+    mean = torch.tensor([0.1, 0.2, 0.3])
+    std = torch.tensor([0.25, 0.5, 0.75])
     content = {outer + mean_name: mean.view(1, 3, 1, 1), outer + std_name: std.view(1, 3, 1, 1)}
     content |= {outer + inner + key: value for key, value in tensors.items()}
     read = opened(content, tmp_path, Hints(ARCH, SMALL))
@@ -130,7 +133,8 @@ def test_the_hint_follows_from_the_tensors_and_reads_the_file(name: str, tmp_pat
     with pytest.raises(ArchitectureError, match=name) as caught:
         opened(network(**copy.copy(arguments)), tmp_path)
     assert advised in caught.value.hint
-    arch, given = ARCH, dict(SMALL)
+    arch = ARCH
+    given = dict(SMALL)
     for option in caught.value.hint.split("--")[1:]:
         kind, value = option.split()
         if kind == "arch":

@@ -1,4 +1,5 @@
-"""Outputs of transformers' networks on weights that names and shapes decide, for tests/models/test_converters.py.
+"""Outputs of transformers' networks on weights that names and shapes decide, for
+tests/models/test_converters.py.
 
 make test-converters     # asks transformers itself, in an environment of its own; prints the table of docs/checkpoints.md
 python -m tests.models.transformers_logits --write      # after a new row
@@ -70,7 +71,9 @@ ROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return float32 tensors of the shapes, decided by their names' order alone; scales of norms lie around 1."""
+    """Return float32 tensors of the shapes, decided by their names' order alone; scales of norms
+    lie around 1.
+    """
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name in sorted(shapes):
@@ -85,7 +88,9 @@ def images(size: Sequence[int]) -> Tensor:
 
 
 def headless(row: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a classifier's row as the file of its model without a classifier names them."""
+    """Return the weights of a classifier's row as the file of its model without a classifier names
+    them.
+    """
     prefix = row["config"]["model_type"].removesuffix("_msn") + "."
     found = weights(row["shapes"])
     return {
@@ -104,7 +109,9 @@ def normalised(pixels: Tensor) -> Tensor:
 
 
 def features(network: Any, inputs: Tensor) -> Tensor:
-    """Return the features of transformers' network: its pooled output where no layer of its own computes it."""
+    """Return the features of transformers' network: its pooled output where no layer of its own
+    computes it.
+    """
     found = network(inputs)
     dense = getattr(getattr(network, "pooler", None), "dense", None) is not None
     pooled = None if dense else getattr(found, "pooler_output", None)
@@ -114,7 +121,8 @@ def features(network: Any, inputs: Tensor) -> Tensor:
 def transformers_network(
     kind: str, arguments: Mapping[str, Any], folder: Path, model: bool = False
 ) -> nn.Module:
-    """Save transformers' network as a file, put our weights into that file, and return the network that reads it.
+    """Save transformers' network as a file, put our weights into that file, and return the network
+    that reads it.
 
     Args:
         model: The one without a classifier.
@@ -162,7 +170,9 @@ def _answer(kind: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, 
 
 
 class Tried(NamedTuple):
-    """A file that was recognised: its outputs beside the original's, and its bound beside that of timm's module."""
+    """A file that was recognised: its outputs beside the original's, and its bound beside that of
+    timm's module.
+    """
 
     kind: str
     difference: float
@@ -180,10 +190,12 @@ def _tried(
 
     Args:
         original: Pixels -> logits or features, by the library that wrote the file.
-        own: timm's module, where the file was made of its weights; else a new one gets the converted weights.
+        own: timm's module, where the file was made of its weights; else a new one gets the
+            converted weights.
     """
     found = open_checkpoint(path, hints)
-    spec, model = found.record.input, build.load(found, dtype=torch.float64)
+    spec = found.record.input
+    model = build.load(found, dtype=torch.float64)
     if own is None:
         own = build.build(found.record)
         own.load_state_dict(found.tensors)
@@ -226,7 +238,8 @@ def _of_others(folder: Path) -> Iterator[Tried]:
         return net, double
 
     tiny = "vit_tiny_patch16_224"
-    raw, averaged = cases.plain(), {name: value + 1 for name, value in cases.plain().items()}
+    raw = cases.plain()
+    averaged = {name: value + 1 for name, value in cases.plain().items()}
     for wrap in cases.WRAPPINGS.values():
         torch.save(wrap(), folder / "weights.ckpt")
         net, double = timms(tiny, cases.SMALL, raw)

@@ -7,7 +7,8 @@ from certcli.nn.activations import MaxMin
 
 def test_the_backward_pass_of_maxmin_is_that_of_its_formula() -> None:
     torch.manual_seed(0)
-    act, x = MaxMin(), torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    act = MaxMin()
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(act, x)
     assert torch.autograd.gradgradcheck(act, x)
     with torch.no_grad():

@@ -57,7 +57,9 @@ def replacement(name: str, old: nn.Module, tokens: int = 4) -> nn.Module:
 
 
 class Lone(nn.Module):
-    """Pixels (b, 8, 4) in [0, 1] spread to tokens in [-span / 2, span / 2], two windows of four, into one attention."""
+    """Pixels (b, 8, 4) in [0, 1] spread to tokens in [-span / 2, span / 2], two windows of four,
+    into one attention.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,8 @@ class Lone(nn.Module):
         span: float = 1.0,
     ) -> None:
         super().__init__()
-        self.attention, self.span = attention, span
+        self.attention = attention
+        self.span = span
         self.norm = norm or nn.Identity()
         self.register_buffer("mask", mask)
 
@@ -89,7 +92,9 @@ def stir(module: nn.Module, size: float, seed: int = 0) -> None:
 
 
 def network(name: str, place: str, size: float, seed: int = 0, span: float = 1.0) -> Lone:
-    """The replacement with random weights. Where only bounded rows have a bound they come out of a LayerNorm."""
+    """The replacement with random weights. Where only bounded rows have a bound they come out of a
+    LayerNorm.
+    """
     attention = replacement(name, PLACES[place]())
     stir(attention, size, seed)
     norm = nn.LayerNorm(WIDTH, eps=1.0) if "untied" in name else None
@@ -97,7 +102,9 @@ def network(name: str, place: str, size: float, seed: int = 0, span: float = 1.0
 
 
 def starts(scale: float) -> Tensor:
-    """Pixels of spread, small, large, nearly equal and clustered tokens, ordinary ones being `scale` large: (6, 8, 4)."""
+    """Pixels of spread, small, large, nearly equal and clustered tokens, ordinary ones being
+    `scale` large: (6, 8, 4).
+    """
     noise = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     one = noise[:1].expand(8, WIDTH)
     clusters = torch.cat([one[:2], -one[:2], one[:1], -one[:3]]) + 0.01 * noise
@@ -108,13 +115,16 @@ def starts(scale: float) -> Tensor:
 
 
 def steepest(net: nn.Module, x: Tensor, steps: int = 6) -> float:
-    """The largest singular value of the dense Jacobian that gradient ascent finds from all starts at once."""
+    """The largest singular value of the dense Jacobian that gradient ascent finds from all starts
+    at once.
+    """
     jacobian = vmap(jacrev(lambda one: net(one.unsqueeze(0)).flatten()))
-    size, found = (x - 0.5).flatten(1).norm(dim=1), 0.0
+    size = (x - 0.5).flatten(1).norm(dim=1)
+    steepest_slope = 0.0
     for _ in range(steps):
         x = x.detach().requires_grad_(True)
         slopes = torch.linalg.matrix_norm(jacobian(x).flatten(2), 2)
-        found = max(found, float(slopes.detach().max()))
+        steepest_slope = max(steepest_slope, float(slopes.detach().max()))
         if not slopes.requires_grad:
             break
         (gradient,) = torch.autograd.grad(slopes.sum(), x, allow_unused=True)
@@ -123,7 +133,7 @@ def steepest(net: nn.Module, x: Tensor, steps: int = 6) -> float:
         gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # the second derivative of a norm at 0
         length = gradient.flatten(1).norm(dim=1).clamp_min(1e-30)
         x = (x + gradient * (0.15 * size / length).view(-1, 1, 1)).clamp(0, 1)
-    return found
+    return steepest_slope
 
 
 SPREADS = [(0.4, 100.0), (3.0, 10.0), (0.6, 0.5)]
@@ -141,7 +151,9 @@ TOKENS = [case for case in CASES if case[1] == "tokens"]
 def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(
     case: tuple[str, str], spread: tuple[float, float]
 ) -> None:
-    """Wide tokens, on which softmaxes saturate, and short ones, on which the bounds of short rows count."""
+    """Wide tokens, on which softmaxes saturate, and short ones, on which the bounds of short rows
+    count.
+    """
     size, span = spread
     net = network(*case, size, span=span)
     result = bound_network(net, (8, WIDTH), 3)
@@ -153,7 +165,8 @@ def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(
     base.backward()
     assert all(part.grad is None or part.grad.isfinite().all() for part in net.parameters())
     estimate = float(base.detach())
-    # 1e-6: constants of the estimate are float32; below, fifty steps of power iteration come close to a spectral norm
+    # 1e-6: constants of the estimate are float32; below, fifty steps of power iteration come close
+    # to a spectral norm
     assert 0.9 * float(result.upper) <= estimate <= float(result.upper) * (1 + 1e-6)
 
 
@@ -162,7 +175,8 @@ def test_an_image_does_not_depend_on_the_batch_and_proj_comes_last(name: str, pl
     net = network(name, place, 1.0)
     x = torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
-        together, tokens = net(x), net.norm((x - 0.5) * net.span).reshape(6, 4, WIDTH)
+        together = net(x)
+        tokens = net.norm((x - 0.5) * net.span).reshape(6, 4, WIDTH)
         one_by_one = torch.cat([net(image.unsqueeze(0)) for image in x])
         mask = {} if net.mask is None else {"mask": net.mask}
         last = net.attention.proj(net.attention.mix(tokens, **mask)).reshape(3, 8, WIDTH)
@@ -190,7 +204,9 @@ def test_building_reads_no_weights_and_starting_sets_all_of_them(name: str, plac
 
 
 def _symmetric(place: str, width: int = 32) -> nn.Module:
-    """An attention with W_K = W_Q and no bias in either: its logits are a positive form, as those of tied attention."""
+    """An attention with W_K = W_Q and no bias in either: its logits are a positive form, as those
+    of tied attention.
+    """
     kinds: dict[str, Callable[[], nn.Module]] = {
         "tokens": lambda: Attention(width, 2, qkv_bias=True),
         "windows": lambda: WindowAttention(width, 2, window_size=(4, 4)),
@@ -221,8 +237,11 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("place", ["tokens", "windows", "gated", "plain convit"])
 @pytest.mark.parametrize("name", ["l2-untied-value-attention", "scsa-attention"])
 def test_starts_keep_the_function_of_symmetric_logits(name: str, place: str) -> None:
-    """Not exactly: |q_j| (L2) and the norms of rows (cosine) vary over tokens. A random start is off by 1 or more."""
-    old, x = _symmetric(place), _tokens()
+    """Not exactly: |q_j| (L2) and the norms of rows (cosine) vary over tokens. A random start is
+    off by 1 or more.
+    """
+    old = _symmetric(place)
+    x = _tokens()
     new = replacement(name, old).double()
     stir(new, 0.3)
     with torch.no_grad():
@@ -234,17 +253,21 @@ def test_starts_keep_the_function_of_symmetric_logits(name: str, place: str) -> 
 
 @pytest.mark.parametrize("place", ["tokens", "windows"])
 def test_tied_logits_start_as_the_old_ones(place: str) -> None:
-    """2 W_h^T W_h / sqrt(dh) is scale W_Q,h^T W_K,h, positions included; `proj` is the least-squares answer to the values."""
+    """2 W_h^T W_h / sqrt(dh) is scale W_Q,h^T W_K,h, positions included; `proj` is the
+    least-squares answer to the values.
+    """
     old = _symmetric(place)
     weights = AttentionWeights.of(old)
     new = REPLACEMENTS.load("l2-attention")(old).double()
     new.start(weights)
     for h in range(2):
-        tied, query = weights.head(new.query.weight.detach(), h), weights.head(weights.query, h)
+        tied = weights.head(new.query.weight.detach(), h)
+        query = weights.head(weights.query, h)
         wanted = weights.scale * query.T @ query
         # directions below 1 % of the largest eigenvalue are lifted to it, by design
         assert _relative(2 * tied.T @ tied / 16**0.5, wanted) < 0.02
-        value, out = weights.head(weights.value, h), weights.proj_weight[:, 16 * h : 16 * (h + 1)]
+        value = weights.head(weights.value, h)
+        out = weights.proj_weight[:, 16 * h : 16 * (h + 1)]
         lacking = new.proj.weight.detach()[:, 16 * h : 16 * (h + 1)] @ tied - out @ value
         assert float((lacking @ tied.T).norm()) < 1e-9 * float(
             (out @ value).norm()
@@ -254,8 +277,11 @@ def test_tied_logits_start_as_the_old_ones(place: str) -> None:
 
 
 def test_starts_without_scores_of_their_own() -> None:
-    """LipschitzNorm agrees where scores vanish; a convolution agrees on equal tokens, away from both ends."""
-    old, x = _symmetric("tokens"), _tokens()
+    """LipschitzNorm agrees where scores vanish; a convolution agrees on equal tokens, away from
+    both ends.
+    """
+    old = _symmetric("tokens")
+    x = _tokens()
     norm, conv = (replacement(name, old).double() for name in ("lnorm-attention", "conv-attention"))
     with torch.no_grad():
         for new in (norm, conv):
@@ -317,7 +343,8 @@ def test_networks_are_bounded_and_come_back_from_their_checkpoint(
     loaded = build.load(Checkpoint.read(tmp_path / "a"))
     image = torch.rand(2, *spec.size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        # the same weights at another address in memory: sums of float32 may be taken in another order
+        # the same weights at another address in memory: sums of float32 may be taken in another
+        # order
         assert torch.allclose(
             loaded(image), build.PixelModel(spec, built).eval()(image), rtol=1e-4, atol=1e-5
         )

@@ -52,7 +52,8 @@ def test_a_mean_has_the_mean_of_its_members_logits_and_pair_constants(case: str)
     members = members_of(case)
     found = mean_of(arch, members, mirror)
     assert (found.record.arch, found.net.num_classes) == (arch, 10)
-    mean, each = load_double(found), [load_double(member) for member in members]
+    mean = load_double(found)
+    each = [load_double(member) for member in members]
     images = torch.rand(5, *found.record.input.size, dtype=torch.float64)
     views = [images, images.flip(3)] if mirror else [images]
     expected = torch.stack([model(view) for view in views for model in each]).mean(0)
@@ -116,10 +117,8 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_path: Path) -> None:
-    trained, mean = (
-        [path.with_name(f"trained{path.name}") for path in files],
-        tmp_path / "mean.safetensors",
-    )
+    trained = [path.with_name(f"trained{path.name}") for path in files]
+    mean = tmp_path / "mean.safetensors"
     for path, after in zip(files, trained, strict=True):
         certvit("finetune", path, "--dataset", "digits", "--steps", 1, "--loss", "ce", "-o", after)
     certvit(
@@ -167,7 +166,8 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
     path = tmp_path / "mean.safetensors"
     certvit("init", "certvit_lip_digits", "--member", files[0], "--member", files[1], "-o", path)
     mean, members = Checkpoint.read(path), {file.name: Checkpoint.read(file) for file in files}
-    record, first = mean.record, members["0.safetensors"]
+    record = mean.record
+    first = members["0.safetensors"]
     *before, step = record.lineage
 
     def told(**parameters: Any) -> Checkpoint:
@@ -213,7 +213,8 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
 def test_what_makes_no_mean_is_refused_before_anything_is_written(
     files: list[Path], tmp_path: Path
 ) -> None:
-    other, mean = tmp_path / "other.safetensors", tmp_path / "mean.safetensors"
+    other = tmp_path / "other.safetensors"
+    mean = tmp_path / "mean.safetensors"
     certvit("init", "certvit_lip_digits", "--classes", 3, "-o", other)
     plain = tmp_path / "plain.safetensors"
     certvit("init", "certvit_vit_digits", "-o", plain)

@@ -37,7 +37,8 @@ def test_hard_attention_sorts_pairs_of_tokens_in_each_channel() -> None:
 
 def test_soft_pairs_are_softmax_averages_drawn_to_their_mean() -> None:
     torch.manual_seed(0)
-    mixing, x = TokenMaxMin(2, 3, 1, soft=True).double(), torch.randn(5, 2, 3, dtype=torch.float64)
+    mixing = TokenMaxMin(2, 3, 1, soft=True).double()
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
     pair = (x + mixing.shift).transpose(1, 2)  # (b, channels, the pair)
     temperature = mixing.pair.log_temperature.exp()
     attended = torch.stack(
@@ -76,7 +77,8 @@ def test_attention_between_maps_of_each_place_keeps_a_constant_of_1(mixing: str)
 
 def test_orthogonal_mixing_applies_each_heads_matrix_to_its_channels() -> None:
     torch.manual_seed(0)
-    mixing, x = _scaled(OrthogonalMixing(4, 6, 3)), torch.randn(2, 4, 6)
+    mixing = _scaled(OrthogonalMixing(4, 6, 3))
+    x = torch.randn(2, 4, 6)
     expected = [part.weight @ x[..., 2 * h : 2 * h + 2] for h, part in enumerate(mixing.maps)]
     torch.testing.assert_close(mixing(x), torch.cat(expected, dim=-1) + mixing.shift)
 

@@ -1,4 +1,6 @@
-"""Benchmarks start: each imports what the project still has, and that of attacks runs in a small form."""
+"""Benchmarks start: each imports what the project still has, and that of attacks runs in a small
+form.
+"""
 
 import importlib
 import sys

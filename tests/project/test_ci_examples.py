@@ -137,7 +137,9 @@ def test_installing_takes_torch_and_torchvision_from_one_index_and_certvit_from_
 
 
 def test_the_hook(place: Path) -> None:
-    """It audits each file, and fails with the answer and the code of a failure; `certvit` itself is replaced here."""
+    """It audits each file, and fails with the answer and the code of a failure; `certvit` itself is
+    replaced here.
+    """
     (hook,) = yaml.safe_load((EXAMPLES / "pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     (place / "pre-commit.sh").write_text((EXAMPLES / "pre-commit.sh").read_text())
     (place / "bin" / "certvit").write_text(
@@ -155,7 +157,9 @@ def test_the_hook(place: Path) -> None:
 
 
 def test_torchattacks_and_what_it_pins_are_nobodys_dependency() -> None:
-    """An extra names it; those who are given it get it without its dependencies, and certvit has all that it imports."""
+    """An extra names it; those who are given it get it without its dependencies, and certvit has
+    all that it imports.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[<>=~\[]", line)[0] for line in project["dependencies"]}
     assert names.isdisjoint({"torchattacks", "requests", "urllib3", "idna", "chardet"})

@@ -1,4 +1,6 @@
-"""Claims and findings judge sentences that the papers contain, and leave out no contribution and no column."""
+"""Claims and findings judge sentences that the papers contain, and leave out no contribution and no
+column.
+"""
 
 import os
 from pathlib import Path

@@ -61,7 +61,9 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 
 def _anchors(page: str) -> set[str]:
-    """GitHub's names of a page's headings: lower case, no punctuation, spaces as hyphens; a second one gets -1."""
+    """GitHub's names of a page's headings: lower case, no punctuation, spaces as hyphens; a second
+    one gets -1.
+    """
     found: list[str] = []
     for title in re.findall(
         r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
@@ -128,7 +130,8 @@ def test_the_answers_in_the_readme_are_those_of_the_tutorial() -> None:
     assert specification.loader is not None
     tutorial = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tutorial)
-    page, readme = (ROOT / "docs" / "tutorial.md").read_text(), (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     assert len(tutorial.answers(page).split("\n\n")) == 2
     assert tutorial.answered(readme, page) == readme, "run: make tutorial"
 
@@ -178,7 +181,9 @@ def test_every_cited_theorem_has_its_number() -> None:
 
 
 def test_functions_that_apply_a_theorem_exist() -> None:
-    """`file.function`, the file without its folder; `file.py` for a whole one; the file of the first holds for the next."""
+    """`file.function`, the file without its folder; `file.py` for a whole one; the file of the
+    first holds for the next.
+    """
     sources: dict[str, str] = {}
     for path, text in _sources("certcli").items():
         sources[path.stem] = sources.get(path.stem, "") + text
@@ -269,7 +274,9 @@ def test_contents_name_every_section() -> None:
 
 
 def _options_with_names() -> list[tuple[str, str, str, list[str]]]:
-    """Return (command, option, its help, the names it takes) where a registry or table holds the names."""
+    """Return (command, option, its help, the names it takes) where a registry or table holds the
+    names.
+    """
     rows = []
     for command, made in typer.main.get_command(app).commands.items():
         for parameter in made.params:
@@ -284,7 +291,9 @@ def _options_with_names() -> list[tuple[str, str, str, list[str]]]:
 
 
 def test_help_names_every_value_of_an_option() -> None:
-    """Or says which command lists them, where that does: `attack --list` is held to the registry in tests/attack."""
+    """Or says which command lists them, where that does: `attack --list` is held to the registry in
+    tests/attack.
+    """
     rows = _options_with_names()
     assert len(rows) >= len(NAMES)
     for command, option, text, names in rows:
@@ -295,7 +304,9 @@ def test_help_names_every_value_of_an_option() -> None:
 def test_what_needs_torchattacks_is_said_as_the_registry_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only torchattacks:NAME: the doctor names no attack of the registry, and pages tell how to install it."""
+    """Only torchattacks:NAME: the doctor names no attack of the registry, and pages tell how to
+    install it.
+    """
     monkeypatch.setattr(doctor, "_version", lambda package: "missing")
     (finding,) = doctor._torchattacks()
     assert PREFIX + "NAME" in finding.remark

@@ -1,4 +1,6 @@
-"""The table of `make gpu`: its rows are command lines that run, its comparison can fail, and without a GPU it says so."""
+"""The table of `make gpu`: its rows are command lines that run, its comparison can fail, and
+without a GPU it says so.
+"""
 
 import argparse
 import os

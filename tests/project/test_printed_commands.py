@@ -1,4 +1,6 @@
-"""Every command that README, how-tos, tutorial, `--help`, CI files and `Next:` print is typed, on a small network."""
+"""Every command that README, how-tos, tutorial, `--help`, CI files and `Next:` print is typed, on a
+small network.
+"""
 
 import os
 import shlex
@@ -25,7 +27,9 @@ DECIDED = (0, 5, 7, 9)
 
 @pytest.fixture(scope="module")
 def files(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small networks of each kind, photos with and without labels, and the files that commands read."""
+    """Small networks of each kind, photos with and without labels, and the files that commands
+    read.
+    """
     folder = tmp_path_factory.mktemp("printed")
     for number, path in enumerate(sorted(SHIPPED.glob("*.jpg"))):
         for part in ("train", "val"):

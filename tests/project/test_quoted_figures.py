@@ -1,4 +1,6 @@
-"""Pages say of certificates what docs/results.md says: the same figures, and no data set denied that has one."""
+"""Pages say of certificates what docs/results.md says: the same figures, and no data set denied
+that has one.
+"""
 
 import re
 from pathlib import Path

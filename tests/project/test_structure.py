@@ -128,7 +128,9 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_every_module_can_be_imported_first() -> None:
-    """torchvision beside a CPU torch must be mended before timm is imported, whichever module a user imports first."""
+    """torchvision beside a CPU torch must be mended before timm is imported, whichever module a
+    user imports first.
+    """
     for path in MODULES:
         top = [
             ast.unparse(node)

@@ -1,4 +1,6 @@
-"""docs/tables.md says what benchmarks/tables/results.json holds, and that holds what its rows' commands gave."""
+"""docs/tables.md says what benchmarks/tables/results.json holds, and that holds what its rows'
+commands gave.
+"""
 
 import math
 from pathlib import Path
@@ -47,7 +49,8 @@ def test_published_figures_belong_to_rows_and_columns() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_of_the_commands_that_its_row_shows(name: str) -> None:
-    row, run = BY_NAME[name.rpartition("#")[0]], RUNS[name]
+    row = BY_NAME[name.rpartition("#")[0]]
+    run = RUNS[name]
     assert set(run["figures"]) <= set(row.figures)
     if "earlier" in run:
         page, _, anchor = run["earlier"].partition("#")

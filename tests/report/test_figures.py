@@ -1,4 +1,6 @@
-"""Figures: every one says what it shows, in the format of its ending, and both networks where two are compared."""
+"""Figures: every one says what it shows, in the format of its ending, and both networks where two
+are compared.
+"""
 
 import re
 from pathlib import Path
@@ -123,10 +125,8 @@ def test_a_module_that_is_used_twice_has_two_bars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(canvas.STYLE, "svg.fonttype", "none")
-    one, two = (
-        [("a", 1.0), ("act", 0.1), ("b", 1.0), ("act", 0.2)],
-        [("a", 2.0), ("new", 1.0), ("b", 1.0)],
-    )
+    one = [("a", 1.0), ("act", 0.1), ("b", 1.0), ("act", 0.2)]
+    two = [("a", 2.0), ("new", 1.0), ("b", 1.0)]
     draw_layers({"one": one, "two": two}, tmp_path / "f.svg", "title")
     names = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "f.svg").read_text())
     shown = [name for name in names if name in ("a", "act", "b", "act (2)", "new")]

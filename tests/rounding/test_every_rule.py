@@ -1,4 +1,6 @@
-"""The rounding of all operations that have a theorem: no execution differs by more than is proven, or there is no proof."""
+"""The rounding of all operations that have a theorem: no execution differs by more than is proven,
+or there is no proof.
+"""
 
 import math
 from collections.abc import Callable

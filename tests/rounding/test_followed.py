@@ -1,4 +1,6 @@
-"""Errors that are followed through a forward pass: their units, their roundings, and what cannot be followed."""
+"""Errors that are followed through a forward pass: their units, their roundings, and what cannot be
+followed.
+"""
 
 import sys
 from collections import defaultdict
@@ -33,14 +35,14 @@ DEGREES = {
 
 @pytest.mark.parametrize("name", DEGREES)
 def test_errors_have_units(name: str) -> None:
-    """Both what arguments' errors become and what rounding adds, the one beside 0 and the other beside numbers."""
+    """Both what arguments' errors become and what rounding adds, the one beside 0 and the other
+    beside numbers.
+    """
     function, inputs, size, _ = ROWS[name]
     s = 2.0**20
     for error in (size, 0.0):
-        one, other = (
-            allowed(function, inputs, error),
-            allowed(function, tuple(s * x for x in inputs), s * error),
-        )
+        one = allowed(function, inputs, error)
+        other = allowed(function, tuple(s * x for x in inputs), s * error)
         assert other == pytest.approx(one * s ** DEGREES[name], rel=1e-9)
 
 
@@ -49,8 +51,8 @@ def own(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
     running = Running(nn.Identity(), frozenset(), {})
     with torch.no_grad(), running:
         out = function(*inputs)
-    found = running.errors.get(out)
-    return 0.0 if found is None else float(found.size)
+    norm = running.errors.get(out)
+    return 0.0 if norm is None else float(norm.size)
 
 
 def numbers(name: str) -> list[float]:
@@ -64,7 +66,8 @@ def test_every_gamma_reaches_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("certcli.rounding") and getattr(module, "gamma", None) is rounding.gamma:
             monkeypatch.setattr(module, "gamma", sites)
-    plain, rows = {}, defaultdict[Site, list[str]](list)
+    plain = {}
+    rows = defaultdict[Site, list[str]](list)
     for row in ROWS:
         sites.reached.clear()
         plain[row] = numbers(row)
@@ -207,8 +210,11 @@ def test_a_norm_is_as_steep_as_its_least_deviation(error: float) -> None:
 
 @pytest.mark.parametrize(("count", "error"), [(1, None), (100, None), (1, 0.5)])
 def test_norms_of_matrices_have_room_for_roundings(count: int, error: float | None) -> None:
-    """Of many matrices their plain norms, of which 2 is attained; of one a proven norm, and a plain one beside it."""
-    running, matrices = Running(nn.Identity(), frozenset(), {}), ones(count, 2, 2)
+    """Of many matrices their plain norms, of which 2 is attained; of one a proven norm, and a plain
+    one beside it.
+    """
+    running = Running(nn.Identity(), frozenset(), {})
+    matrices = ones(count, 2, 2)
     if error is not None:
         running.errors[matrices] = Error(torch.tensor(error, dtype=torch.float64))
     op = Operation("mm", torch.mm, (), {}, running)

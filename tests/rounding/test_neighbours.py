@@ -1,4 +1,6 @@
-"""Rounding at the neighbours of an image: no execution differs by more than is proven, nor changes a certified class."""
+"""Rounding at the neighbours of an image: no execution differs by more than is proven, nor changes
+a certified class.
+"""
 
 import copy
 from collections.abc import Callable
@@ -55,13 +57,17 @@ EXECUTED = [name for name in ARITHMETICS if name != REAL]
 
 
 class Tokens(nn.Module):
-    """(b, 1, 6, 6) -> six tokens of six features -> parts -> a linear head on all of them or on their mean."""
+    """(b, 1, 6, 6) -> six tokens of six features -> parts -> a linear head on all of them or on
+    their mean.
+    """
 
     def __init__(
         self, *parts: nn.Module, residual: nn.Module | None = None, mean: bool = False
     ) -> None:
         super().__init__()
-        self.parts, self.residual, self.mean = nn.ModuleList(parts), residual, mean
+        self.parts = nn.ModuleList(parts)
+        self.residual = residual
+        self.mean = mean
         self.position = nn.Parameter(torch.randn(6, 6))
         self.token = nn.Parameter(torch.randn(1, 1, 6))
         self.head = nn.Linear(6 if mean else 42, 5)
@@ -191,7 +197,8 @@ def judged() -> Tensor:
 @pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
-    model, pixels = network(CASES[name]), judged()
+    model = network(CASES[name])
+    pixels = judged()
     try:
         analysis = NeighbourErrors(model, SIZE, PRECISIONS[arithmetic])
     except NoRule:
@@ -207,7 +214,8 @@ def test_no_execution_differs_by_more_than_is_proven(name: str, arithmetic: str)
 
 def test_the_bound_is_within_a_factor_of_two_where_rounding_is_worst() -> None:
     """1 + 2^-24 + 2^-24 + ... in turn: float32 loses every term, so half of the bound is false."""
-    side, head = 20, nn.Linear(400, 2, bias=False)
+    side = 20
+    head = nn.Linear(400, 2, bias=False)
     with torch.no_grad():
         head.weight.zero_()
         head.weight[0] = 2.0**-12
@@ -223,10 +231,10 @@ def test_the_bound_is_within_a_factor_of_two_where_rounding_is_worst() -> None:
     )
     with torch.no_grad():
         real = model(image)
-    found = max(
+    steepest_slope = max(
         float(apart(logits, real)[0, 0, 1]) for logits in executions(model, image, "float32")
     )
-    assert 0.5 * float(bound[0, 1]) < found <= float(bound[0, 1])
+    assert 0.5 * float(bound[0, 1]) < steepest_slope <= float(bound[0, 1])
 
 
 @pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32"])
@@ -252,7 +260,8 @@ def _claims(
     model: PixelModel, pixels: Tensor, arithmetic: str, method: str = "lipschitz"
 ) -> list[Any]:
     logits = model(pixels)
-    tops, step = logits.argmax(1).tolist(), 1 if method in ("zonotope", "backward") else len(pixels)
+    tops = logits.argmax(1).tolist()
+    step = 1 if method in ("zonotope", "backward") else len(pixels)
     try:
         certifier = PROVING[method](model, logits.shape[1], arithmetic)
         parts = [range(len(pixels))[start : start + step] for start in range(0, len(pixels), step)]
@@ -268,13 +277,13 @@ def _claims(
 
 
 def _hold(model: PixelModel, pixels: Tensor, claims: list[Any], arithmetic: str) -> None:
-    """No image that the arithmetic has, at no place where gradients lead within a claimed radius, is of another class."""
+    """No image that the arithmetic has, at no place where gradients lead within a claimed radius,
+    is of another class.
+    """
     if not claims:
         return
-    images, classes = (
-        pixels[[row.index for row in claims]],
-        torch.tensor([row.prediction for row in claims]),
-    )
+    images = pixels[[row.index for row in claims]]
+    classes = torch.tensor([row.prediction for row in claims])
     radii = torch.tensor([min(row.radius, 10.0) for row in claims], dtype=torch.float64)
     for near in (images, climbed(model, images, classes, radii)):
         near = representable(near, arithmetic)
@@ -322,7 +331,8 @@ def test_no_execution_changes_a_class_that_token_mixing_certifies(
 @pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh"] if EVERY else ["plain"])
 def test_every_executed_tensor_is_enclosed(kind: str, norms: bool, radius: float) -> None:
     """And the enclosure of the real tensors excludes some of float32: the law can fail."""
-    model, arithmetic = vision_transformer(kind), "float32"
+    model = vision_transformer(kind)
+    arithmetic = "float32"
     image = representable(
         torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(8)), arithmetic
     )
@@ -352,7 +362,8 @@ def _farthest(
     trace: Trace, values: dict[Any, Any], image: Tensor, radius: float, arithmetic: str
 ) -> float:
     """Return how far any node is outside its enclosure at neighbours, as this machine executes it."""
-    dtype, worst = PRECISIONS[arithmetic].dtype, -1.0
+    dtype = PRECISIONS[arithmetic].dtype
+    worst = -1.0
     moved = {
         name: x.to(dtype) if x.is_floating_point() else x for name, x in trace.constants.items()
     }
@@ -390,7 +401,8 @@ def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkp
 def test_what_an_attack_finds_is_judged_by_the_network_in_the_arithmetic_of_the_record() -> None:
     model = network(KINDS["bias25"], 0.4, 0.5)
     pixels = torch.rand(12, *SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    tops, rounded = model(pixels).argmax(1), copy.deepcopy(model).float()(pixels.float()).argmax(1)
+    tops = model(pixels).argmax(1)
+    rounded = copy.deepcopy(model).float()(pixels.float()).argmax(1)
     claims = [Certificate(i, top, top, 0.1, "bcp", 0.0) for i, top in enumerate(tops.tolist())]
     certifier = PROVING["bcp"](model, 4, "float32")
     stood = certifier.stands(claims, pixels, Doubt(0, 0.0))
@@ -428,7 +440,8 @@ def test_an_eps_that_vanishes_is_named() -> None:
 
 def test_lost_memory_is_no_unknown_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The looser bound for the whole box would give the same image another radius in silence."""
-    model, pixels = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))), judged()
+    model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3)))
+    pixels = judged()
     errors = NeighbourErrors(model, SIZE, PRECISIONS["float32"])
     asked = pixels, torch.ones(len(pixels)), torch.zeros(len(pixels), dtype=torch.long)
     for text, lost in (

@@ -1,5 +1,5 @@
-"""What rounding adds in one executed operation: not less than what it did, in the units of the result, and infinite where
-a number may be too large."""
+"""What rounding adds in one executed operation: not less than what it did, in the units of the
+result, and infinite where a number may be too large."""
 
 import functools
 import math
@@ -33,7 +33,8 @@ from certcli.rounding.executed import Executed, Followed, Operation, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.stored import BlockMap, LinearMap, Stored, length
 
-FLOAT32, FP16 = PRECISIONS["float32"], PRECISIONS["fp16"]
+FLOAT32 = PRECISIONS["float32"]
+FP16 = PRECISIONS["fp16"]
 WIDTH = 6
 
 
@@ -129,7 +130,8 @@ class Apply(nn.Module):
         self, function: Callable[..., Tensor], constant: Tensor | float | None = None, **named: Any
     ) -> None:
         super().__init__()
-        self.function, self.named = function, named
+        self.function = function
+        self.named = named
         self.number = constant if isinstance(constant, float) else None
         self.register_buffer("constant", constant if isinstance(constant, Tensor) else None)
 
@@ -155,15 +157,16 @@ def followed(
 ) -> Callable[..., Real]:
     """The rule's answer, as a function of the operands' bounds."""
     own = Moved([*module.parameters(), *module.buffers()])
-    out, places = module(*inputs), [Followed(i, tuple(x.shape)) for i, x in enumerate(inputs)]
+    out = module(*inputs)
+    places = [Followed(i, tuple(x.shape)) for i, x in enumerate(inputs)]
     kind = module.function.__name__ if isinstance(module, Apply) else type(module).__name__
     op = Operation(precision, own, Call("part", kind, tuple(out.shape)))
     if isinstance(module, Apply):
         rounding = rules.functions[module.function](op, *module.operands(places[0]), **module.named)
     else:
-        found = rules.find(module)
-        assert found is not None
-        rounding = found.apply(op, module, *places)
+        module_rule = rules.find(module)
+        assert module_rule is not None
+        rounding = module_rule.apply(op, module, *places)
     return lambda bounds: rounding(lambda x: bounds[x.place])
 
 
@@ -174,9 +177,13 @@ def bounds_of(x: Tensor) -> Executed:
     return Executed(tuple(x.shape), *map(as_real, numbers), least)
 
 
-TOKENS, IMAGE, ROW, SQUARE = (1, 7, WIDTH), (1, 1, 6, 6), (1, WIDTH), (2, 3, 3)
+TOKENS = (1, 7, WIDTH)
+IMAGE = (1, 1, 6, 6)
+ROW = (1, WIDTH)
+SQUARE = (2, 3, 3)
 DIVISOR = 0.001 * (draw(WIDTH).abs() + 1)
-# the operation; its operand's shape and size: parts of a bound that others hide come forward where those are small
+# the operation; its operand's shape and size: parts of a bound that others hide come forward where
+# those are small
 Built = Callable[[], nn.Module]
 EXECUTED: dict[str, tuple[Built, tuple[int, ...], tuple[float, ...]]] = {
     "linear": (linear, TOKENS, (1.0,)),
@@ -235,14 +242,15 @@ def operands(
 @pytest.mark.parametrize("name", EXECUTED)
 def test_no_operation_loses_more_in_float32(name: str) -> None:
     build, shape, sizes = EXECUTED[name]
-    module, short = build(), build().float()
+    module = build()
+    short = build().float()
     for seed in range(8):
         inputs = operands(module, shape, sizes, 10 * seed)
-        lost = float((short(*[x.float() for x in inputs]).double() - module(*inputs)).norm())
+        rounding = float((short(*[x.float() for x in inputs]).double() - module(*inputs)).norm())
         allowed = followed(module, inputs, FLOAT32)([bounds_of(x) for x in inputs])
-        assert 0 < lost <= float(allowed)
+        assert 0 < rounding <= float(allowed)
         assert (
-            float(allowed) < (1e8 if "attention" in name else 1e4) * lost
+            float(allowed) < (1e8 if "attention" in name else 1e4) * rounding
         )  # and it says something
     # the rule knows bounds alone: larger ones allow no less
     most = followed(module, inputs, FLOAT32)([_larger(bounds_of(x)) for x in inputs])
@@ -253,7 +261,8 @@ def _larger(x: Executed) -> Executed:
     return Executed(x.shape, x.total * 2.0, x.fibre * 2.0, x.peak * 2.0, 0.0)
 
 
-# what is a number of its own on the way: the module, and the least size of operands at which one may be too large
+# what is a number of its own on the way: the module, and the least size of operands at which one
+# may be too large
 TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "a linear map": (linear, TOKENS, 65504 / 1.5),
     "the cube of tanh GELU": (lambda: nn.GELU("tanh"), TOKENS, 41.0),
@@ -281,7 +290,8 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
 def test_what_may_overflow_has_no_bound(name: str) -> None:
     """All entries of this size, in half precision; a thousandth of it is known."""
     build, shape, size = TOO_LARGE[name]
-    module, x = build(), torch.ones(shape).double()
+    module = build()
+    x = torch.ones(shape).double()
     wide = Precision("fp16", torch.float16, FP16.unit, FP16.tiny, FP16.largest, FP16.function)
     rounding = followed(module, (x,), wide)
     assert not rounding([bounds_of(size * x)]).finite
@@ -329,14 +339,14 @@ def test_sums_in_any_order_lose_gamma(name: str) -> None:
 
 def test_an_error_grows_by_its_slope() -> None:
     factors = [as_real(3.0), as_real(5.0), as_real(7.0)]
-    found = float(carried(factors, [as_real(2.0), ZERO, as_real(4.0)]))
-    assert 34.0 <= found <= 34.0 * (1 + 1e-12)
+    logits = float(carried(factors, [as_real(2.0), ZERO, as_real(4.0)]))
+    assert 34.0 <= logits <= 34.0 * (1 + 1e-12)
 
 
 def test_errors_of_pairs_are_not_rounded_to_float32() -> None:
     error = as_real(1 + 2.0**-30)
     box = Executed((1, 3), error, error, error)
     last: Any = [type("Step", (), {"box": box})()]
-    found = errors_of_pairs(last, 0, None, [box], [error])
-    assert bool((found >= float(error) * 2**0.5).all())
-    assert found.dtype == torch.float64
+    errors_of = errors_of_pairs(last, 0, None, [box], [error])
+    assert bool((errors_of >= float(error) * 2**0.5).all())
+    assert errors_of.dtype == torch.float64

@@ -1,4 +1,6 @@
-"""The parts of what rounding adds in one executed operation: each head, each term and each stored number counts."""
+"""The parts of what rounding adds in one executed operation: each head, each term and each stored
+number counts.
+"""
 
 import itertools
 import operator
@@ -70,10 +72,10 @@ def test_a_mask_that_no_rule_knows_is_refused(
     op = Operation(
         FLOAT32, Moved([*module.parameters(), *module.buffers()]), Call("part", "Attention", TOKENS)
     )
-    found = rules.find(module)
-    assert found is not None
+    module_rule = rules.find(module)
+    assert module_rule is not None
     with pytest.raises(NoRule, match="a mask"):
-        found.apply(op, module, Followed(0, shape), **named)
+        module_rule.apply(op, module, Followed(0, shape), **named)
 
 
 class Other(nn.Linear):
@@ -141,7 +143,8 @@ def test_images_share_sizes_that_are_no_less_than_their_own(
     """And of one of the tensors no larger than by a step."""
     model = network(CASES["ReLU"])
     model.net[3].weight.data.mul_(weight)
-    errors, shared = NeighbourErrors(model, SIZE, FLOAT32), list[list[float]]()
+    errors = NeighbourErrors(model, SIZE, FLOAT32)
+    shared = list[list[float]]()
     monkeypatch.setattr(
         errors, "_pairs", lambda lengths: shared.append(lengths) or torch.zeros(5, 5)
     )
@@ -155,7 +158,8 @@ def test_images_share_sizes_that_are_no_less_than_their_own(
 
 
 def test_a_graph_that_is_given_is_of_this_network_with_the_leaves_of_one_domain() -> None:
-    model, other = network(CASES["linear"]), network(CASES["linear"])
+    model = network(CASES["linear"])
+    other = network(CASES["linear"])
     traced = prove(model, 5).traced
     assert NeighbourErrors(model, SIZE, FLOAT32, (), traced)._traced is traced
     assert NeighbourErrors(model, SIZE, FLOAT32, (zonotope_rules,), traced)._traced is not traced
@@ -215,7 +219,9 @@ def test_numbers_below_the_normal_range_count_as_flushed() -> None:
 
 
 def test_a_map_has_its_proven_norm() -> None:
-    arith, matrix, kernel = RigorousArithmetic(), draw(5, WIDTH), draw(3, 1, 2, 2)
+    arith = RigorousArithmetic()
+    matrix = draw(5, WIDTH)
+    kernel = draw(3, 1, 2, 2)
     geometry = Geometry((1, 1), ((0, 0), (0, 0)), (1, 1), 1, (6, 6))
     assert LinearMap(matrix, None, PRECISIONS["float64"]).norm == arith.sigma(arith.matrix(matrix))
     assert LinearMap(kernel, None, PRECISIONS["float64"], geometry).norm == arith.convolution(
@@ -230,20 +236,21 @@ def test_a_map_has_its_proven_norm() -> None:
 
 
 def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
-    """A rule of attention stores q, k, v as they are: weights that are computed have been rounded before."""
+    """A rule of attention stores q, k, v as they are: weights that are computed have been rounded
+    before.
+    """
     for module in (attention(), l2(), cosine(), mixing()):
-        mixes, own_name = (
-            isinstance(module, OrthogonalMixing),
-            "qkv" if isinstance(module, Attention) else "query",
-        )
-        place, name = (module.maps[1] if mixes else getattr(module, own_name)), "weight"
+        mixes = isinstance(module, OrthogonalMixing)
+        own_name = "qkv" if isinstance(module, Attention) else "query"
+        place = module.maps[1] if mixes else getattr(module, own_name)
+        name = "weight"
         own = Moved([*module.parameters(), *module.buffers()])
         getattr(place, name).data = 2 * getattr(place, name).data
         op = Operation(FLOAT32, own, Call("part", "Attention", TOKENS))
-        found = rules.find(module)
-        assert found is not None
+        module_rule = rules.find(module)
+        assert module_rule is not None
         with pytest.raises(NoRule, match="computes"):
-            found.apply(op, module, Followed(0, TOKENS))
+            module_rule.apply(op, module, Followed(0, TOKENS))
 
 
 def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:

@@ -1,4 +1,6 @@
-"""How operations pass errors on: arguments moved by as much as their errors move no result by more than the rule says."""
+"""How operations pass errors on: arguments moved by as much as their errors move no result by more
+than the rule says.
+"""
 
 from collections.abc import Callable
 
@@ -44,7 +46,8 @@ CENTRE = 0.1 * ones(1, 1, 5, 5)
 CENTRE[..., 2, 2] = 9.0
 EVEN = 0.1 * ones(1, 1, 8, 8)
 EVEN[..., 2, 2] = 9.0
-# the operation, its arguments, the error of each, and how much of what the rule allows is found (1: the rule is tight)
+# the operation, its arguments, the error of each, and how much of what the rule allows is found (1:
+# the rule is tight)
 Row = tuple[Callable[..., Tensor], tuple[Tensor, ...], float, float]
 ROWS: dict[str, Row] = {
     "sum": (lambda x, y: x + y, (draw(4), draw(4)), 0.5, 0.99),
@@ -167,21 +170,22 @@ def allowed(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], size: f
 def test_no_result_moves_farther_than_its_error(name: str) -> None:
     """Ascent from three starts; a rule that is wide by more than its row says has lost its sense."""
     function, inputs, size, tight = ROWS[name]
-    most, before = allowed(function, inputs, size), function(*inputs)
-    found = 0.0
+    most = allowed(function, inputs, size)
+    before = function(*inputs)
+    steepest_slope = 0.0
     for seed in range(3):
         moves = [draw(*x.shape, seed=seed + 7) for x in inputs]
         for _ in range(40):
             moves = [(m * (size / m.norm().clamp_min(1e-300))).requires_grad_(True) for m in moves]
             far = (function(*[x + m for x, m in zip(inputs, moves, strict=True)]) - before).norm()
-            found = max(found, float(far.detach()))
+            steepest_slope = max(steepest_slope, float(far.detach()))
             grads = torch.autograd.grad(far, moves)
             moves = [
                 m.detach() if not bool(g.any()) else g + 1e-9 * m.detach()
                 for m, g in zip(moves, grads, strict=True)
             ]
-    assert found <= most
-    assert found >= tight * most
+    assert steepest_slope <= most
+    assert steepest_slope >= tight * most
 
 
 N = 4096
@@ -207,7 +211,9 @@ SUMS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_terms_that_are_lost_one_after_another_are_covered(name: str) -> None:
-    """1 + 2^-53 is 1: added in this order, all terms after the first are lost; no kernel promises another order."""
+    """1 + 2^-53 is 1: added in this order, all terms after the first are lost; no kernel promises
+    another order.
+    """
     function, share = SUMS[name]
     assert float(1 + LOST[1]) == 1
     running = Running(nn.Identity(), frozenset(), {})

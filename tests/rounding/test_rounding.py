@@ -1,4 +1,6 @@
-"""The rounding of logits: never below the distance from what mpmath finds, and nothing is certified within it."""
+"""The rounding of logits: never below the distance from what mpmath finds, and nothing is certified
+within it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +88,8 @@ def maxmin(x: Tensor) -> Tensor:
 
 
 def maxmin_exact(x: Exact) -> Exact:
-    first, second = x[..., :3], x[..., 3:]
+    first = x[..., :3]
+    second = x[..., 3:]
     return np.concatenate([np.maximum(first, second), np.minimum(first, second)], -1)
 
 
@@ -107,7 +110,8 @@ def soft_pairs(*between: nn.Module) -> nn.Module:
 
 
 def soft_pairs_exact(x: Exact, log_temperature: float) -> Exact:
-    mean, half = (x[..., :3] + x[..., 3:]) / 2, (x[..., :3] - x[..., 3:]) / 2
+    mean = (x[..., :3] + x[..., 3:]) / 2
+    half = (x[..., :3] - x[..., 3:]) / 2
     scale = mpmath.exp(-mpmath.mpf(log_temperature))
     apart = half * each(mpmath.tanh)(half * scale) * mpmath.mpf(1 / SOFTMAX_SLOPE)
     return np.concatenate([mean + apart, mean - apart], -1)
@@ -121,7 +125,8 @@ def flat_norm(x: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, (6,), eps=eps)
 
 
-# name: the network on (b, 5, 6) and the same in numbers of 600 bits; each is also run on inputs that cancel
+# name: the network on (b, 5, 6) and the same in numbers of 600 bits; each is also run on inputs
+# that cancel
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Exact], Exact]]] = {
     "linear": (lambda x: F.linear(x, W[0], W[1][0]), lambda x: x @ E_[0].T + E_[1][0]),
     "two layers and GELU": (lambda x: F.gelu(x @ W[0]) @ W[1], lambda x: gelu(x @ E_[0]) @ E_[1]),
@@ -169,7 +174,9 @@ class Network(nn.Module):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 1e3])
 def test_real_arithmetic_is_within_the_error(name: str, spread: float) -> None:
-    """Also of tokens that hardly differ, and of large ones; the error is one of each logit, of the whole batch's at most."""
+    """Also of tokens that hardly differ, and of large ones; the error is one of each logit, of the
+    whole batch's at most.
+    """
     function, real = CASES[name]
     x = torch.rand(
         3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
@@ -241,7 +248,8 @@ def test_an_image_does_not_suffer_from_its_batch() -> None:
 def cancelling(power: int) -> tuple[PixelModel, nn.Linear]:
     """Features of some 2^(power - 53), a bias of 2^power that the head takes off again."""
     torch.manual_seed(1)
-    hidden, head = nn.Linear(32, 24), nn.Linear(24, 10)
+    hidden = nn.Linear(32, 24)
+    head = nn.Linear(24, 10)
     with torch.no_grad():
         hidden.weight.mul_(2.0 ** (power - 50))
         hidden.bias.fill_(2.0**power)
@@ -257,7 +265,9 @@ def cancelling(power: int) -> tuple[PixelModel, nn.Linear]:
 
 @pytest.mark.parametrize("power", [0, 10, 25, 50])
 def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
-    """In real arithmetic the biases leave no trace, so the network without them, ReLU of hidden units left out, judges."""
+    """In real arithmetic the biases leave no trace, so the network without them, ReLU of hidden
+    units left out, judges.
+    """
     model, hidden = cancelling(power)
     pixels = torch.rand(64, 1, 6, 6, dtype=torch.float64)
     tops = model(pixels).argmax(1).tolist()

@@ -1,4 +1,6 @@
-"""What rounding adds, computed once more from its theorem, in an arithmetic where no part of a bound hides another."""
+"""What rounding adds, computed once more from its theorem, in an arithmetic where no part of a
+bound hides another.
+"""
 
 import math
 import operator
@@ -32,7 +34,10 @@ from certcli.rounding.precisions import FLOAT64, Precision
 from certcli.rounding.stored import BlockMap, LinearMap
 from tests.rounding.test_operations import draw, given
 
-U, TINY, FUN, CUT = 2.0**-15, 2.0**-16, 2.0**-14, 2.0**-17
+U = 2.0**-15
+TINY = 2.0**-16
+FUN = 2.0**-14
+CUT = 2.0**-17
 WIDE = Precision("sums", torch.float32, 2.0**-19, 2.0**-18, 1e30, 2.0**-13)
 P = Precision("rough", torch.float16, U, TINY, 1e30, FUN, factor=CUT, wide=WIDE)
 DOWN = 1 - 2.0**-40
@@ -47,7 +52,9 @@ def of(
 def added(
     rule: Any, *operands: Any, shape: tuple[int, ...] = (2, 7, 6), kind: str = "", **named: Any
 ) -> float:
-    """A rule's answer. `Executed` are operands that move; tensors are constants that the network has."""
+    """A rule's answer. `Executed` are operands that move; tensors are constants that the network
+    has.
+    """
     own = [x for x in (*operands, *named.values()) if isinstance(x, Tensor)]
     args: list[Any] = [
         Followed(i, x.shape) if isinstance(x, Executed) else x for i, x in enumerate(operands)
@@ -55,7 +62,8 @@ def added(
     args = [Constant(x) if isinstance(x, Tensor) else x for x in args]
     named = {name: Constant(x) if isinstance(x, Tensor) else x for name, x in named.items()}
     if isinstance(rule, nn.Module):
-        own, args = [*own, *rule.parameters(), *rule.buffers()], [rule, *args]
+        own = [*own, *rule.parameters(), *rule.buffers()]
+        args = [rule, *args]
     op = Operation(P, Moved(own), Call("part", kind, shape))
     apply: Any = (
         getattr(rules.find(rule), "apply", None)
@@ -84,7 +92,9 @@ def lost(terms: int, entries: float) -> float:
 
 
 class Held:
-    """A tensor in half precision: its numbers, how far each is off, and the length and the largest entry of both."""
+    """A tensor in half precision: its numbers, how far each is off, and the length and the largest
+    entry of both.
+    """
 
     def __init__(self, x: Tensor | float) -> None:
         exact = torch.as_tensor(x, dtype=torch.float64)
@@ -96,7 +106,9 @@ class Held:
 
 def gained(x: Executed, norm: Any, factor: float, n: float, error: float) -> float:
     """weight n + bias, of n of this length that is off by so much."""
-    entries, weight, bias = math.prod(x.shape), norm.weight, getattr(norm, "bias", None)
+    entries = math.prod(x.shape)
+    weight = norm.weight
+    bias = getattr(norm, "bias", None)
     found = factor * Held(weight).most * (error + n * c(6 * U)) + factor * Held(weight).farthest * n
     if bias is not None:
         found += (Held(bias).long * c(6 * U) + Held(bias).apart) * math.sqrt(entries / bias.numel())
@@ -131,13 +143,18 @@ def rows(layer: nn.Module, head: int, count: int, token: Real) -> Part:
 
 
 def attended(module: Any, x: Executed, heads: Callable[[int], tuple[float, float, Part]]) -> float:
-    """heads: of each, the size of its scores, how far they are off, and its values with their error."""
-    tokens, errors, lengths = x.shape[-2], [], []
+    """heads: of each, the size of its scores, how far they are off, and its values with their
+    error.
+    """
+    tokens = x.shape[-2]
+    errors = []
+    lengths = []
     for head in range(module.num_heads):
         score, moved, value = heads(head)
         errors.append(averaged(tokens, softmax_error(tokens, score, moved), *value))
         lengths.append(value[0])
-    proj, error = LinearMap(module.proj.weight, module.proj.bias, P), math.hypot(*errors)
+    proj = LinearMap(module.proj.weight, module.proj.bias, P)
+    error = math.hypot(*errors)
     out = float(proj.norm + proj.moved) * error + float(
         proj.rounding(as_real(math.hypot(*lengths) + error))
     )
@@ -154,7 +171,8 @@ def placed(module: Any, score: float, moved: float, mask: Tensor | None = None) 
 def dot_product(module: Any, x: Executed) -> float:
     def head(h: int) -> tuple[float, float, Part]:
         (q, dq), (k, dk), v = (rows(module.qkv, 2 * kind + h, 6, x.fibre) for kind in range(3))
-        score, scale = q * k * 3**-0.5, 3**-0.5
+        score = q * k * 3**-0.5
+        scale = 3**-0.5
         own = score * products(3) + lost(3, 1)
         return score + own, (dq * k + q * dk) * scale + own, v
 
@@ -175,11 +193,13 @@ def cosine(module: Any, x: Executed) -> float:
     tau, nu, relative = module.tau, module.nu, c(products(3) + 2 * FUN + 12 * U)
 
     def head(h: int) -> tuple[float, float, Part]:
-        size, layers = 1 + relative, (module.query, module.key, module.value)
+        size = 1 + relative
+        layers = (module.query, module.key, module.value)
         dq, dk, dv = (rows(layer, h, 2, x.fibre)[1] + relative + lost(3, 1) for layer in layers)
         score = size * size * Held(tau[h]).most
         own = score * products(3) + lost(3, 1) + size * size * Held(tau[h]).farthest
-        value, rounded = size * Held(nu[h]).most, c(2 * U)
+        value = size * Held(nu[h]).most
+        rounded = c(2 * U)
         error = dv * Held(nu[h]).most + size * Held(nu[h]).farthest + value * rounded + lost(1, 1)
         return *placed(module, score + own, (dq + dk) * size * Held(tau[h]).most + own), (
             value + value * rounded,
@@ -218,12 +238,10 @@ def batch_norm(module: Any, x: Executed) -> float:
 
 
 def response(module: Any, x: Executed) -> float:
-    w, b, channels, area = (
-        Held(module.weight),
-        Held(module.bias),
-        len(module.weight),
-        math.prod(x.shape) // len(module.weight),
-    )
+    w = Held(module.weight)
+    b = Held(module.bias)
+    channels = len(module.weight)
+    area = math.prod(x.shape) // len(module.weight)
     below = 4 * math.sqrt((area + 8) * TINY) + Held(module.eps).farthest
     relative = c(products(area) + products(channels) + 4 * FUN + 12 * U + below / module.eps)
     grown = float(x.total) * channels * (w.most * relative + w.farthest)
@@ -233,7 +251,8 @@ def response(module: Any, x: Executed) -> float:
 
 
 def soft_pairs(module: Any, x: Executed) -> float:
-    entries, shift = math.prod(x.shape), module.shift
+    entries = math.prod(x.shape)
+    shift = module.shift
     copies = math.sqrt(entries / shift.numel())
     moved = Held(shift).apart * copies
     moved += (float(x.total) + Held(shift).long * copies + moved) * U + lost(1, entries)
@@ -312,7 +331,9 @@ def scaled(factor: Tensor | float) -> float:
 
 
 def pixels() -> float:
-    mean, std, root = PIXELS.mean, PIXELS.std, math.sqrt(96)
+    mean = PIXELS.mean
+    std = PIXELS.std
+    root = math.sqrt(96)
     least = float(Held(std).number.min()) - Held(std).farthest
     difference = FIVE + Held(mean).most * root
     return (
@@ -335,14 +356,18 @@ def mixed() -> float:
 
 def linear(weight: Tensor, bias: Tensor, x: float, rows: float) -> float:
     """delta of docs/soundness.md."""
-    k, root, stored = weight.shape[1], math.sqrt(rows), Held(weight).number
+    k = weight.shape[1]
+    root = math.sqrt(rows)
+    stored = Held(weight).number
     norm, mass, moved = (
         float(torch.linalg.matrix_norm(w, 2)) for w in (stored, stored.abs(), stored - weight)
     )
     shift = Held(bias).long * root
-    size, terms = norm * x + shift, mass * x + shift
+    size = norm * x + shift
+    terms = mass * x + shift
     factors = terms * CUT * (1 + 2.0**-8) + norm * x * CUT
-    size, terms = size + factors, terms * (1 + 4 * CUT)
+    size = size + factors
+    terms = terms * (1 + 4 * CUT)
     inside = (
         factors
         + ((terms + size) / 2 + order(k) * terms) * (k + 8) * WIDE.unit
@@ -431,12 +456,15 @@ def test_what_is_added_is_what_the_theorem_says(name: str) -> None:
 
 def test_a_computed_matrix_loses_what_its_rows_say() -> None:
     """gamma |X| |W| of executed operands, what their errors become, and a bias with its own."""
-    bias, a, w = draw(5), draw(3, 6), draw(6, 5)
+    bias = draw(5)
+    a = draw(3, 6)
+    w = draw(6, 5)
     step = Computed("addmm", (bias, a, w), {}, bias + a @ w)
     found = computed._RULES["addmm"](
         P, step, [float(bias.abs().max()), 0.0, 0.0], [0.5, 0.25, 0.125]
     )
-    x, y = a.abs() + 0.25, w.abs() + 0.125
+    x = a.abs() + 0.25
+    y = w.abs() + 0.125
     own = (float((x @ y).max()) + float(bias.abs().max())) * products(6) + lost(6, 1)
     exact = own + 0.125 * float(x.sum(1).max()) + 0.25 * float(y.sum(0).max()) + 0.5
     assert exact * (1 - 1e-12) <= found <= exact * (1 + 1e-6)

@@ -1,11 +1,14 @@
-"""A long campaign against certificates of every method: attacks inside the certified radii of random networks.
+"""A long campaign against certificates of every method: attacks inside the certified radii of
+random networks.
 
     python -m tests.soundness.attack_campaign --attacks 100000 --seed 0 [--method NAME]
 
-An attack is one start, descended on the margins and judged at each step by the network as the certificate's arithmetic
-executes it, at the end in other orders of sums too; against patches, one content of one place, judged by the defended
-classifier. Each method makes at least N attacks. Prints counts by row and the largest share of a margin that an attack took;
-exits 1 at the first image of another class inside a radius. Smoothing may be wrong: coverage_campaign.py counts how often.
+An attack is one start, descended on the margins and judged at each step by the network as the
+certificate's arithmetic executes it, at the end in other orders of sums too; against patches, one
+content of one place, judged by the defended classifier. Each method makes at least N attacks.
+Prints counts by row and the largest share of a margin that an attack took;
+exits 1 at the first image of another class inside a radius. Smoothing may be wrong:
+coverage_campaign.py counts how often.
 """
 
 import argparse
@@ -48,7 +51,8 @@ from tests.enclosure.test_zonotope_networks import network as vision_transformer
 from tests.helpers.executions import executions, representable
 from tests.rounding.test_neighbours import CASES
 
-STEPS, JUDGED = 20, 5
+STEPS = 20
+JUDGED = 5
 """Steps of descent, and every how many of them the executed network is asked."""
 IMAGES = 6
 PLACES = 20
@@ -58,7 +62,9 @@ NORMS = ("l2", "linf")
 
 @dataclass(frozen=True)
 class Row:
-    """A method with its options, made ready for a random network. starts: attacks on each certificate."""
+    """A method with its options, made ready for a random network. starts: attacks on each
+    certificate.
+    """
 
     method: str
     name: str
@@ -96,7 +102,9 @@ def small(seed: int) -> PixelModel:
 
 
 def masked(seed: int) -> PixelModel:
-    """Networks whose class a patch does not always change: they add up parts of the image, or are made of tokens."""
+    """Networks whose class a patch does not always change: they add up parts of the image, or are
+    made of tokens.
+    """
     torch.manual_seed(seed)
     if seed % 8 == 7:  # a hundred times as slow
         net: nn.Module = VisionTransformer(
@@ -106,7 +114,8 @@ def masked(seed: int) -> PixelModel:
             parameter.data += 0.2 * torch.randn_like(parameter)
         size = (1, 12, 12)
     else:
-        net, size = Bright(seed), (1, 4, 5)
+        net = Bright(seed)
+        size = (1, 4, 5)
     return (
         PixelModel(InputSpec(size=size, mean=(0.5,), std=(0.5,)), net).eval().requires_grad_(False)
     )
@@ -120,7 +129,8 @@ def proving(method: str, arithmetic: str) -> Callable[[PixelModel], Certifier]:
     chains = {"local-lip": LocalLipCertifier, "bcp": BcpCertifier}
 
     def make(model: PixelModel) -> Certifier:
-        classes, name = classes_of(model), Proof(arithmetic).arithmetic
+        classes = classes_of(model)
+        name = Proof(arithmetic).arithmetic
         if method in chains:
             return chains[method](model, classes, model.input_size, name)
         kind = BoxCertifier if method == "box" else LipschitzCertifier
@@ -167,7 +177,9 @@ COUNTED_ELSEWHERE = ("smoothing",)
 
 @dataclass
 class Seen:
-    """attacks by (method, row); the largest share of a margin that an attack took, by method; what broke."""
+    """attacks by (method, row); the largest share of a margin that an attack took, by method; what
+    broke.
+    """
 
     attacks: Counter[tuple[str, str]] = field(default_factory=Counter)
     claims: Counter[str] = field(default_factory=Counter)
@@ -179,7 +191,9 @@ class Seen:
 
 
 def pixels_of(size: tuple[int, int, int], seed: int, count: int = IMAGES) -> Tensor:
-    """Images of noise, half of them with half of their pixels at 0 or 1, all of which every arithmetic has."""
+    """Images of noise, half of them with half of their pixels at 0 or 1, all of which every
+    arithmetic has.
+    """
     noise = torch.rand(count, *size, generator=torch.Generator().manual_seed(seed)).double()
     noise[1::2] = (2 * noise[1::2] - 0.5).clamp(0, 1)
     return (noise * 128).round() / 128
@@ -209,11 +223,9 @@ class Balls:
         claims: list[Certificate],
         starts: int,
     ):
-        self.model, self.arithmetic, self.boxed = (
-            model,
-            certifier.arithmetic,
-            certifier.norm == "linf",
-        )
+        self.model = model
+        self.arithmetic = certifier.arithmetic
+        self.boxed = certifier.norm == "linf"
         owners = torch.arange(len(claims)).repeat_interleave(starts)
         self.images = pixels[[row.index for row in claims]][owners]
         self.labels = torch.tensor([row.prediction for row in claims])[owners, None]
@@ -223,7 +235,8 @@ class Balls:
         place = torch.arange(len(owners)).view(-1, 1, 1, 1)
         self.rim = place % 2 == 0
         self.clipped = (place % 4 < 2) | (certifier.domain == "box")
-        self.owners, self.starts = owners, starts
+        self.owners = owners
+        self.starts = starts
 
     def length(self, moves: Tensor) -> Tensor:
         flat = moves.flatten(1)
@@ -234,7 +247,9 @@ class Balls:
         )
 
     def placed(self, moves: Tensor) -> Tensor:
-        """The images at these moves, brought into the ball or onto its rim, and into the box where claims are about it."""
+        """The images at these moves, brought into the ball or onto its rim, and into the box where
+        claims are about it.
+        """
         if self.boxed:
             moves = moves.clamp(-self.radii, self.radii)
         else:
@@ -260,16 +275,14 @@ class Balls:
             ** 0.1
         )
         moves = torch.where(self.rim, moves, inner * moves)
-        least, fell = (
-            torch.full((len(moves),), torch.inf).double(),
-            torch.zeros(len(moves), dtype=torch.bool),
-        )
+        smallest = torch.full((len(moves),), torch.inf).double()
+        fell = torch.zeros(len(moves), dtype=torch.bool)
         aims = torch.arange(len(moves))
         for step in range(STEPS + 1):
             near = self.placed(moves).detach().requires_grad_(True)
             margins = self.margins(self.model(near))
             lowest = margins.amin(1)
-            least = torch.minimum(least, lowest.detach())
+            smallest = torch.minimum(smallest, lowest.detach())
             if step % JUDGED == 0:
                 fell |= self.falls(near.detach(), step == STEPS)
             aimed = margins.gather(1, (aims % margins.shape[1])[:, None])[:, 0]
@@ -280,14 +293,17 @@ class Balls:
                 near.detach() - self.images - 0.5 * (1 - step / (STEPS + 1)) * self.radii * steep
             )
         shape = (-1, self.starts)
-        return least.view(shape).amin(1), fell.view(shape).any(1)
+        return smallest.view(shape).amin(1), fell.view(shape).any(1)
 
     @torch.no_grad()
     def falls(self, near: Tensor, thoroughly: bool) -> Tensor:
-        """Whether an execution in the claims' arithmetic gives another class, or a tie, at images that it has: (b,) bool."""
+        """Whether an execution in the claims' arithmetic gives another class, or a tie, at images
+        that it has: (b,) bool.
+        """
         if self.arithmetic == REAL:
             return self.margins(self.model(near)).amin(1) <= 0
-        found, tried = self.images, torch.zeros(len(near), dtype=torch.bool)
+        found = self.images
+        tried = torch.zeros(len(near), dtype=torch.bool)
         for share in (
             0.8,
             0.95,
@@ -301,7 +317,8 @@ class Balls:
             inside = (
                 away.abs().amax(1) if self.boxed else away.norm(dim=1)
             ) <= self.radii.flatten()
-            found, tried = torch.where(inside.view(-1, 1, 1, 1), moved, found), tried | inside
+            found = torch.where(inside.view(-1, 1, 1, 1), moved, found)
+            tried = tried | inside
         every = executions(self.model, found, self.arithmetic)
         fell = torch.zeros_like(tried)
         for logits in every if thoroughly else itertools.islice(every, 1):
@@ -331,14 +348,18 @@ def attack_balls(
 def attack_patches(
     row: Row, certifier: Certifier, model: PixelModel, pixels: Tensor, seed: int, seen: Seen
 ) -> None:
-    """Black, white, noise and what gradients of the passes that see the patch make of noise, at many places."""
+    """Black, white, noise and what gradients of the passes that see the patch make of noise, at
+    many places.
+    """
     assert isinstance(certifier, PatchCertifier)
-    pixels, draw = pixels.float(), torch.Generator().manual_seed(seed)
+    pixels = pixels.float()
+    draw = torch.Generator().manual_seed(seed)
     claims = claims_of(certifier, model, pixels)
     for claim in claims:
         assert isinstance(claim, PatchCertificate)
         (patch,) = map(Patch.from_key, claim.proven)
-        image, near = pixels[claim.index].expand(row.starts, -1, -1, -1), []
+        image = pixels[claim.index].expand(row.starts, -1, -1, -1)
+        near = []
         sides = zip(image.shape[2:], (patch.height, patch.width), strict=True)
         corners = list(itertools.product(*(range(side - length + 1) for side, length in sides)))
         for place in torch.randperm(len(corners), generator=draw)[:PLACES].tolist():

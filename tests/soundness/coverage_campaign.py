@@ -1,12 +1,14 @@
-"""A long campaign against the confidence of smoothing: simulated runs of CERTIFY on classes of known probability.
+"""A long campaign against the confidence of smoothing: simulated runs of CERTIFY on classes of
+known probability.
 
     python -m tests.soundness.coverage_campaign --runs 10000000 --seed 0
     python -m tests.soundness.coverage_campaign --drawn --runs 1000000 --seed 0
 
-The certifier runs as it is; its draws alone are replaced, by binomial ones. With --drawn nothing is replaced: the noise is
-drawn, in float32 and bf16, by runs that are broken off, resumed and dealt to processes, and with --sigma auto on the very
-images that are certified. One line for each setting, of the probability whose certificates are wrong most often; exits 1
-where they are so more often than alpha explains, where a draw is used twice, or where an arrangement changes a record.
+The certifier runs as it is; its draws alone are replaced, by binomial ones. With --drawn nothing is
+replaced: the noise is drawn, in float32 and bf16, by runs that are broken off, resumed and dealt to
+processes, and with --sigma auto on the very images that are certified. One line for each setting,
+of the probability whose certificates are wrong most often; exits 1 where they are so more often
+than alpha explains, where a draw is used twice, or where an arrangement changes a record.
 """
 
 import argparse
@@ -41,7 +43,8 @@ from certcli.system.processes import ALONE, Team
 from tests.cli.test_processes import together
 
 CPU = torch.device("cpu")
-SIGMA, BATCH = 0.5, 5000
+SIGMA = 0.5
+BATCH = 5000
 TRUE = (0.0, 0.02, 0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.2)
 """Radii of the simulated images."""
 SETTINGS = [
@@ -85,7 +88,8 @@ class Simulated(SmoothingCertifier):
         self, indices: Sequence[int], pixels: Tensor, ranges: Mapping[int, tuple[int, int]], *_: Any
     ) -> Tensor:
         counts = torch.zeros(len(indices), 2, dtype=torch.int64)
-        images, draws = list(ranges), np.array([stop - start for start, stop in ranges.values()])
+        images = list(ranges)
+        draws = np.array([stop - start for start, stop in ranges.values()])
         self._drawn += int(draws.sum())
         hits = self.random.binomial(draws, self.probability)
         counts[images, 1] = torch.from_numpy(hits)
@@ -119,8 +123,11 @@ def at(pixel: float, count: int) -> Images:
 
 @contextmanager
 def watched() -> Iterator[list[Tensor]]:
-    """Inside the block, the bits of every sample of noise: 64 of one pixel, so that equal ones are one sample."""
-    whole, found = noise.words, []
+    """Inside the block, the bits of every sample of noise: 64 of one pixel, so that equal ones are
+    one sample.
+    """
+    whole = noise.words
+    found = []
 
     def words(*given: Any) -> Tensor:
         drawn = whole(*given)
@@ -143,8 +150,11 @@ def reused(drawn: list[Tensor]) -> int:
 def arranged(
     settings: Smoothing, true: float, count: int, folder: Path
 ) -> tuple[list[Certificate], str]:
-    """Certificates of one run, broken off, resumed by three processes: and what is wrong with the arrangement."""
-    classify, edge = shifted(settings.precision), EDGES[settings.precision]
+    """Certificates of one run, broken off, resumed by three processes: and what is wrong with the
+    arrangement.
+    """
+    classify = shifted(settings.precision)
+    edge = EDGES[settings.precision]
     images, paths = (
         at(edge + true, count),
         [folder / f"{name}.jsonl" for name in ("dealt", "resumed")],
@@ -191,7 +201,8 @@ def arranged(
 
 def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificate], str]:
     """Certificates at the sigma that was chosen on the same images, with the same seed."""
-    classify, edge = shifted(settings.precision), EDGES[settings.precision]
+    classify = shifted(settings.precision)
+    edge = EDGES[settings.precision]
     images = at(edge + true, count)
     with watched() as drawn:
         sigma, _ = choose_sigma(lambda sigma: classify, 2, settings, CPU, images, [true / 2, true])
@@ -208,7 +219,8 @@ def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificat
 
 def drawn(runs: int, seed: int) -> bool:
     """Coverage of certificates whose noise is drawn; tell whether all is well."""
-    seeds, well = itertools.count(seed), True
+    seeds = itertools.count(seed)
+    well = True
     for precision, (name, stop), true in itertools.product(PRECISIONS, ARRANGED, DRAWN_AT):
         wrong = done = 0
         each = -(-runs // (len(PRECISIONS) * len(ARRANGED) * len(DRAWN_AT))) // (
@@ -251,18 +263,21 @@ def main() -> int:
     if asked.drawn:
         return 0 if drawn(asked.runs, asked.seed) else 1
     each = -(-asked.runs // (len(SETTINGS) * len(TRUE)))
-    pixels, broken, runs = torch.zeros(BATCH, 1, 1, 1), 0, 0
+    pixels = torch.zeros(BATCH, 1, 1, 1)
+    broken = 0
+    runs = 0
     seeds = itertools.count(asked.seed)
     for values in SETTINGS:
-        settings, worst = Settled(sigma=SIGMA, **values), (0.0, 0.0, 0)
+        settings = Settled(sigma=SIGMA, **values)
+        worst = (0.0, 0.0, 0)
         for true in TRUE:
             certifier = Simulated(settings, float(stats.norm.cdf(true / SIGMA)), next(seeds))
             wrong = stated = 0
             for start in range(0, each, BATCH):
                 count = min(BATCH, each - start)
-                found = certifier.batch(range(count), pixels[:count], [1] * count)
-                stated += sum(row.prediction is not None for row in found)
-                wrong += wrong_ones(found, true)
+                certificates = certifier.batch(range(count), pixels[:count], [1] * count)
+                stated += sum(row.prediction is not None for row in certificates)
+                wrong += wrong_ones(certificates, true)
             runs += each
             worst = max(worst, (wrong / each, true, stated))
             if stats.binom.sf(wrong - 1, each, settings.alpha) < RARE:

@@ -163,9 +163,12 @@ def at(value: Any, path: Sequence[Any]) -> Any:
 
 
 def edit(root: Any, rng: random.Random, others: Sequence[Any] = ()) -> None:
-    """Change one value below the root: another value, a number nearby, one value more, one less, or a part of others."""
+    """Change one value below the root: another value, a number nearby, one value more, one less, or
+    a part of others.
+    """
     *way, last = rng.choice([path for path in paths(root) if path])
-    place, kind = at(root, way), rng.random()
+    place = at(root, way)
+    kind = rng.random()
     value = place[last]
     if kind < 0.4:
         place[last] = copy.deepcopy(rng.choice(VALUES))
@@ -200,7 +203,9 @@ def edit_text(text: str, rng: random.Random) -> str:
 
 
 def edit_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Return bytes after one to five cuts, flips, overwritings or insertions, more often near the beginning."""
+    """Return bytes after one to five cuts, flips, overwritings or insertions, more often near the
+    beginning.
+    """
     found = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
         position = rng.randrange(
@@ -225,12 +230,16 @@ Case = Callable[[random.Random], tuple[str, list[str]]]
 def campaign(
     case: Case, count: int, seed: int = 0, enough: Callable[[list[str]], bool] = lambda _: False
 ) -> Raw:
-    """Try `count` cases, each with a generator of its own, or fewer once there are findings `enough`.
+    """Try `count` cases, each with a generator of its own, or fewer once there are findings
+    `enough`.
 
     Returns:
-        edits; outcomes, counted; findings: each broken law, and each exception that is not certvit's own.
+        edits; outcomes, counted; findings: each broken law, and each exception that is not
+        certvit's own.
     """
-    rng, outcomes, findings = random.Random(seed), collections.Counter[str](), list[str]()
+    rng = random.Random(seed)
+    outcomes = collections.Counter[str]()
+    findings = list[str]()
     for number in range(count):
         try:
             outcome, broken = case(random.Random(rng.random()))
@@ -248,7 +257,9 @@ def campaign(
 
 
 def main(purpose: str, cases: contextlib.AbstractContextManager[Case]) -> int:
-    """Run a campaign as --count and --seed ask, print its report, and return 1 where it has findings."""
+    """Run a campaign as --count and --seed ask, print its report, and return 1 where it has
+    findings.
+    """
     parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,9 @@
-"""Edits of honest evidence by the thousand: `python -m tests.soundness.evidence_fuzz --count 10000`.
+"""Edits of honest evidence by the thousand: `python -m tests.soundness.evidence_fuzz --count
+10000`.
 
-Either all that `log` shows of an entry is true, or `log --verify` refutes it or leaves it unchecked, or the entry is called
-measured. The oracle computes the truth from the network and its images.
+Either all that `log` shows of an entry is true, or `log --verify` refutes it or leaves it
+unchecked, or the entry is called measured. The oracle computes the truth from the network and its
+images.
 """
 
 import contextlib
@@ -117,7 +119,8 @@ FORGERIES: tuple[Callable[[Raw, Raw, random.Random], None], ...] = (
 def edit_record(record: Raw, lab: Laboratory, rng: random.Random) -> None:
     """Change one value of the evidence, forge an entry, or take one from elsewhere."""
     evidence: list[Raw] = record["evidence"]
-    entry, kind = rng.choice(evidence), rng.random()
+    entry = rng.choice(evidence)
+    kind = rng.random()
     forgeable = isinstance(entry["result"], dict) and isinstance(entry["parameters"], dict)
     if kind < 0.45 and entry["command"] == "certify" and forgeable:
         rng.choice(FORGERIES)(entry["result"], entry["parameters"], rng)
@@ -131,10 +134,8 @@ def edit_record(record: Raw, lab: Laboratory, rng: random.Random) -> None:
         evidence.append(copy.deepcopy(entry))
         edit(evidence[-1], rng, lab.entries)
     elif kind < 0.97:
-        other, name = (
-            rng.choice(evidence),
-            rng.choice(("parameters", "result", "digest", "command")),
-        )
+        other = rng.choice(evidence)
+        name = rng.choice(("parameters", "result", "digest", "command"))
         entry[name], other[name] = other[name], entry[name]
     elif kind < 0.985 and record["lineage"]:
         edit(rng.choice(record["lineage"]), rng, lab.entries)
@@ -145,7 +146,9 @@ def edit_record(record: Raw, lab: Laboratory, rng: random.Random) -> None:
 
 
 def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, list[str]]:
-    """Return how an edited record ends, and every false figure that is shown. drawn: the page is rendered, too."""
+    """Return how an edited record ends, and every false figure that is shown. drawn: the page is
+    rendered, too.
+    """
     try:
         record = Record.from_json(json.dumps(raw))
     except CertvitError:
@@ -153,7 +156,8 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
     network = lab.networks[number]
     checkpoint = Checkpoint(network.tensors, record)
     assert checkpoint.digest == network.digest
-    claims, screen = lab.claims(checkpoint), Screen()
+    claims = lab.claims(checkpoint)
+    screen = Screen()
     view.show(Path("m"), checkpoint, screen)
     view.compare([(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen)
     page = pages.log_page([(Path("m"), checkpoint)], [claims])
@@ -161,7 +165,8 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
     lies = ["a flood"] if max(map(len, (*screen.lines, *cells))) > LONGEST else []
     if drawn:
         render(page)
-    found, measured = statuses(claims, len(record.evidence)), False
+    found = statuses(claims, len(record.evidence))
+    measured = False
     sentences = {status: set[str]() for status in found}
     for entry, about, status in zip(record.evidence, raw["evidence"], found, strict=True):
         sentence = view.sentence(entry)

@@ -1,4 +1,6 @@
-"""The oracle of the evidence fuzzer: the truth about two networks, computed from their weights and images."""
+"""The oracle of the evidence fuzzer: the truth about two networks, computed from their weights and
+images.
+"""
 
 import functools
 import json
@@ -45,19 +47,19 @@ class Screen(Sink):
 
 def raw_of(checkpoint: Checkpoint) -> Raw:
     """Return the record as JSON."""
-    found: Raw = json.loads(checkpoint.record.to_json())
-    return found
+    table: Raw = json.loads(checkpoint.record.to_json())
+    return table
 
 
 class Laboratory:
-    """Two networks with honest evidence of every command and of every kind of certificate, and the truth about them."""
+    """Two networks with honest evidence of every command and of every kind of certificate, and the
+    truth about them.
+    """
 
     def __init__(self, folder: Path, plain: Path, certified: Path) -> None:
         self.known: dict[str, Again | CertvitError] = {}
-        digits, local = (
-            ("--dataset", "digits", "--limit"),
-            ("--method", "local", "--effort", "norms"),
-        )
+        digits = ("--dataset", "digits", "--limit")
+        local = ("--method", "local", "--effort", "norms")
         noise = (
             "--method",
             "smoothing",
@@ -126,7 +128,8 @@ class Laboratory:
 
     def truth_of(self, number: int, entry: Raw) -> Raw:
         """Return the truth about the images that an entry of `certify` or `finetune` names."""
-        result, about = entry["result"], entry["parameters"]
+        result = entry["result"]
+        about = entry["parameters"]
         if entry["command"] == "finetune":
             seed = self.networks[number].record.lineage[-1].seed
             method = json.dumps(["lipschitz", {"arithmetic": result.get("arithmetic", "real")}])
@@ -141,13 +144,15 @@ class Laboratory:
     def claims(self, checkpoint: Checkpoint) -> list[Claim]:
         """Verify as `log --verify` does; the same thing is certified once."""
         record = checkpoint.record
-        again = certify_again(checkpoint, Verification(), Machine(batch_size=64), Screen())
+        certify_request = certify_again(
+            checkpoint, Verification(), Machine(batch_size=64), Screen()
+        )
 
         def remembered(request: Request) -> Again:
             key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {request!r}"
             if key not in self.known:
                 try:
-                    self.known[key] = again(request)
+                    self.known[key] = certify_request(request)
                 except CertvitError as failure:
                     self.known[key] = failure
             found = self.known[key]
@@ -168,7 +173,9 @@ SENTENCE = re.compile(
 
 
 def untrue(lab: Laboratory, number: int, entry: Raw, shown: str) -> str | None:
-    """Return the false part of a sentence about this network; None where all of it is true or called measured."""
+    """Return the false part of a sentence about this network; None where all of it is true or
+    called measured.
+    """
     command = entry["command"]
     if command in ("attack", "adapt", "constrain"):
         return None if "(measured" in shown else "not called measured"
@@ -198,7 +205,9 @@ def _untrue_shares(truth: Raw, shown: str) -> str | None:
     part = SENTENCE.fullmatch(shown)
     if part is None:
         return "not of the form that the oracle reads"
-    rows, count, images = truth["rows"], len(truth["rows"]), truth["dataset"]
+    rows = truth["rows"]
+    count = len(truth["rows"])
+    images = truth["dataset"]
     if part["few"] is not None and int(part["few"]) != count:
         return "the number of images"
     if part["n"] is not None and (int(part["n"]), part["name"], part["split"]) != (
@@ -220,12 +229,12 @@ def _untrue_shares(truth: Raw, shown: str) -> str | None:
     ):
         return "promise"
     for share, radius in re.findall(rf"({SHARE}) at ([\d.e+-]+)", part["shares"]):
-        held = sum(
+        energy = sum(
             right and (float(radius) == 0 or found * (1 + SLACK) > float(radius))
             for right, found in rows
         )
-        if _percent(share, count) > 100 * held / count + 1e-9:
-            return f"{share} at {radius}: they are {held} of {count}"
+        if _percent(share, count) > 100 * energy / count + 1e-9:
+            return f"{share} at {radius}: they are {energy} of {count}"
     if part["mean"] is not None:
         finite = [found if right else 0.0 for right, found in rows if not right or found < math.inf]
         if float(part["mean"]) > sum(finite) / len(finite) * (1 + SLACK):
@@ -234,7 +243,9 @@ def _untrue_shares(truth: Raw, shown: str) -> str | None:
 
 
 def _percent(share: str, count: int) -> float:
-    """Return a shown share in percent; infinite where its number of images or its interval is false."""
+    """Return a shown share in percent; infinite where its number of images or its interval is
+    false.
+    """
     few = re.fullmatch(r"(\d+) of (\d+) \(95 % interval (\d+) to (\d+) %\)", share)
     if few is None:
         return float(share.removesuffix(" %"))

@@ -1,7 +1,8 @@
 """Faults by the hundred: `python -m tests.soundness.fault_fuzz --count 1000`.
 
-A command that writes is killed, finds the disk full, meets a second run, gets no memory or a clock that jumps. Its input
-stays, each output is the old file or the new one, whole, and the same command again makes what it makes undisturbed.
+A command that writes is killed, finds the disk full, meets a second run, gets no memory or a clock
+that jumps. Its input stays, each output is the old file or the new one, whole, and the same command
+again makes what it makes undisturbed.
 """
 
 import contextlib
@@ -47,7 +48,9 @@ YEAR = 365.25 * 86400
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Return the bytes of each output; of an index what it leads to, since its files may have other names."""
+    """Return the bytes of each output; of an index what it leads to, since its files may have other
+    names.
+    """
     found: dict[str, Any] = {}
     parts: set[str] = set()
     for path in folder.glob("*.index.json"):
@@ -70,7 +73,9 @@ def is_output(name: str) -> bool:
 
 
 class Undisturbed(NamedTuple):
-    """What a plan leaves without a fault, and beside a mode of torch; its changes of the file system, operations, seconds."""
+    """What a plan leaves without a fault, and beside a mode of torch; its changes of the file
+    system, operations, seconds.
+    """
 
     files: dict[str, Any]
     beside_mode: dict[str, Any]
@@ -85,7 +90,10 @@ class Laboratory:
     def __init__(
         self, folder: Path, nets: dict[str, Path], commands: Sequence[str] = WRITING
     ) -> None:
-        self.root, self.nets, self.commands, self.number = folder, nets, commands, 0
+        self.root = folder
+        self.nets = nets
+        self.commands = commands
+        self.number = 0
         self.known: dict[Plan, Undisturbed] = {}
         for name in commands:  # what each imports is then there in all forks
             plan = Plan(name)
@@ -102,7 +110,9 @@ class Laboratory:
         return folder
 
     def undisturbed(self, plan: Plan) -> Undisturbed:
-        """Return what a plan leaves and takes; RuntimeError where it leaves something else the second time."""
+        """Return what a plan leaves and takes; RuntimeError where it leaves something else the
+        second time.
+        """
         plan = plan._replace(resume=False)
         if plan not in self.known:
             counts = self.root / "counts"
@@ -117,7 +127,8 @@ class Laboratory:
                     leave(code),
                 )[1]
 
-            made, began = [], time.monotonic()
+            made = []
+            began = time.monotonic()
             for prepare in (frozen, frozen, count):
                 folder = self.place()
                 done = start(folder, plan, prepare).wait()
@@ -137,7 +148,8 @@ class Laboratory:
 
 
 def broken(folder: Path, wholes: list[dict[str, Any]], lab: Laboratory, killed: bool) -> list[str]:
-    """Return the laws that a folder breaks after a fault: files that are none of those of whole runs.
+    """Return the laws that a folder breaks after a fault: files that are none of those of whole
+    runs.
 
     Args:
         killed: the run had no time to clear away; a file of records may then end early.
@@ -168,13 +180,16 @@ def broken(folder: Path, wholes: list[dict[str, Any]], lab: Laboratory, killed: 
 
 
 class Faults:
-    """The faults, each with the laws that hold after it. Every method returns how the run ended, and the broken laws."""
+    """The faults, each with the laws that hold after it. Every method returns how the run ended,
+    and the broken laws.
+    """
 
     def __init__(self, lab: Laboratory) -> None:
         self.lab = lab
 
     def __call__(self, rng: random.Random) -> tuple[str, list[str]]:
-        name, fault = rng.choice(self.lab.commands), rng.choice(FAULTS)
+        name = rng.choice(self.lab.commands)
+        fault = rng.choice(FAULTS)
         plan = Plan(name, "--output" in dict(named_words(name)) and rng.random() < 0.4)
         folder = self.lab.place()
         wholes = [self.lab.undisturbed(plan).files]
@@ -196,9 +211,11 @@ class Faults:
         prepare: Callable[[], None] = frozen,
         resume: bool = True,
     ) -> list[str]:
-        """Return what is not as without the fault when the command is repeated, with --resume where it has that.
+        """Return what is not as without the fault when the command is repeated, with --resume where
+        it has that.
 
-        Where it has another number of threads, sums of training have other last digits: the same files are there.
+        Where it has another number of threads, sums of training have other last digits: the same
+        files are there.
         """
         resume = (
             resume and plan.name in RESUMABLE and len(wholes) == 1
@@ -218,7 +235,9 @@ class Faults:
 
     def kill(self, rng: random.Random, plan: Plan, folder: Path, wholes: list[dict[str, Any]],
              resumed: Callable[[], None] = frozen) -> tuple[str, list[str]]:  # fmt: skip
-        """SIGKILL before a change of the file system, or at any moment; now and then the repeated run dies too."""
+        """SIGKILL before a change of the file system, or at any moment; now and then the repeated
+        run dies too.
+        """
         usual = self.lab.undisturbed(plan)
         laws: list[str] = []
         ended = "finished first"
@@ -258,7 +277,9 @@ class Faults:
     def full(
         self, rng: random.Random, plan: Plan, folder: Path, wholes: list[dict[str, Any]]
     ) -> tuple[str, list[str]]:
-        """The disk is full at one change of the file system, from one on, or beyond some bytes a file."""
+        """The disk is full at one change of the file system, from one on, or beyond some bytes a
+        file.
+        """
         first, lasting = (
             rng.randrange(1, self.lab.undisturbed(plan).changes + 1),
             rng.random() < 0.5,

@@ -1,7 +1,7 @@
 """Hostile files by the thousand: `python -m tests.soundness.file_fuzz --count 100000`.
 
-Each file is read or refused in one line. It takes no longer than TOO_LONG, and opens no other file, socket or process: an
-audit hook of the interpreter sees them all.
+Each file is read or refused in one line. It takes no longer than TOO_LONG, and opens no other file,
+socket or process: an audit hook of the interpreter sees them all.
 """
 
 import collections
@@ -79,8 +79,10 @@ class Hang(BaseException):
 
 def edit_tensors(tensors: dict[str, torch.Tensor], rng: random.Random) -> dict[str, torch.Tensor]:
     """Return the tensors with another type, shape, name or value of one of them, or without it."""
-    name, kind = rng.choice(list(tensors)), rng.randrange(6)
-    value, others = tensors[name], {key: part for key, part in tensors.items() if key != name}
+    name = rng.choice(list(tensors))
+    kind = rng.randrange(6)
+    value = tensors[name]
+    others = {key: part for key, part in tensors.items() if key != name}
     if kind == 0:
         value = value.to(rng.choice(DTYPES))
     elif kind == 1:
@@ -107,7 +109,9 @@ def run(*words: object) -> tuple[int, str]:
 
 
 class Laboratory:
-    """A good file of every kind in the current folder; the methods of KINDS spoil it, read it, and return an exit code."""
+    """A good file of every kind in the current folder; the methods of KINDS spoil it, read it, and
+    return an exit code.
+    """
 
     def __init__(self) -> None:
         plain = build.initialise("certvit_vit_digits", TINY, SPEC, 10, seed=0)
@@ -224,7 +228,8 @@ class Laboratory:
     def of_transformers(self, rng: random.Random) -> int:
         row = rng.choice(self.foreign)
         texts = {"config": json.dumps(row["config"]), "preprocessor_config": json.dumps(PIXELS)}
-        tensors, edited = weights(row["shapes"]), rng.choice([*texts, "tensors"])
+        tensors = weights(row["shapes"])
+        edited = rng.choice([*texts, "tensors"])
         if edited == "tensors":
             tensors = self.swapped(tensors, rng)
         else:
@@ -298,7 +303,9 @@ KINDS = {
 
 
 class Watch:
-    """A record of the files elsewhere, processes, sockets and pickles that the interpreter is asked for while it is on."""
+    """A record of the files elsewhere, processes, sockets and pickles that the interpreter is asked
+    for while it is on.
+    """
 
     EVENTS = (
         *(

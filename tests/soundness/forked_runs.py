@@ -38,7 +38,9 @@ NOT_RESUMED = ("--save-examples", "--gallery")
 
 
 class Plan(NamedTuple):
-    """A run: the command, with its checkpoint in one file or several, from the other input, and continued or anew."""
+    """A run: the command, with its checkpoint in one file or several, from the other input, and
+    continued or anew.
+    """
 
     name: str
     sharded: bool = False
@@ -84,7 +86,9 @@ class Watch:
     def __init__(
         self, act: Callable[[int], None], events: tuple[str, ...] = CHANGING + REMOVING
     ) -> None:
-        self.count, self._act, self._events = 0, act, events
+        self.count = 0
+        self._act = act
+        self._events = events
         sync = os.fsync
         os.fsync = lambda number: (self._step(), sync(number))[1]  # type: ignore[assignment]
         sys.addaudithook(self._see)
@@ -102,11 +106,14 @@ class Watch:
 
 
 class Starved(TorchDispatchMode):
-    """An operation of torch that makes a tensor with entries, no view, gets no memory; `count` counts them."""
+    """An operation of torch that makes a tensor with entries, no view, gets no memory; `count`
+    counts them.
+    """
 
     def __init__(self, failing: int) -> None:
         super().__init__()
-        self.count, self._failing = 0, failing
+        self.count = 0
+        self._failing = failing
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -125,7 +132,9 @@ class Starved(TorchDispatchMode):
 
 
 def frozen() -> None:
-    """Stop or slow the clock that times are measured by, so that documents repeat themselves to the byte."""
+    """Stop or slow the clock that times are measured by, so that documents repeat themselves to the
+    byte.
+    """
     ticks = itertools.count(
         step=float("finetune" in sys.argv)
     )  # it divides by the time of an epoch

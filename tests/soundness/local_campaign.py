@@ -1,10 +1,12 @@
-"""A long campaign against enclosures: random networks, images and radii; no point of a ball leaves a node.
+"""A long campaign against enclosures: random networks, images and radii; no point of a ball leaves
+a node.
 
     python -m tests.soundness.local_campaign --seconds 600 --seed 0
     python -m tests.soundness.local_campaign --programs --nodes 100000 --seed 0
 
-The first takes vision transformers, the second random programs of odd layouts (tests/soundness/local_laws.py), up to a count
-of checks. Prints seeds, from which --seed goes on, and exits 1 at the first point found outside an enclosure.
+The first takes vision transformers, the second random programs of odd layouts
+(tests/soundness/local_laws.py), up to a count of checks. Prints seeds, from which --seed goes on,
+and exits 1 at the first point found outside an enclosure.
 """
 
 import argparse
@@ -26,7 +28,9 @@ KINDS = [kind for kind in OPTIONS if kind != "silu"]  # which has no enclosure
 
 
 def relaxations(seed: int) -> float:
-    """The laws of tests/enclosure/test_zonotopes.py at other seeds: the largest share of what a form leaves free."""
+    """The laws of tests/enclosure/test_zonotopes.py at other seeds: the largest share of what a
+    form leaves free.
+    """
     worst = 0.0
     for case in CASES:
         for size in (1e-6, 1e-2, 0.3, 0.8):
@@ -41,10 +45,14 @@ def relaxations(seed: int) -> float:
 
 
 def enclosed(seed: int) -> float:
-    """The largest share of what forms leave free, over all nodes of a random network, at several radii and settings."""
+    """The largest share of what forms leave free, over all nodes of a random network, at several
+    radii and settings.
+    """
     kind = KINDS[seed % len(KINDS)]
-    model, pixels = network(kind, seed), image(seed)
-    label, local = int(model(pixels).argmax()), LocalNetwork(model, SIZE)
+    model = network(kind, seed)
+    pixels = image(seed)
+    label = int(model(pixels).argmax())
+    local = LocalNetwork(model, SIZE)
     return max(
         largest_share(local, pixels, label, r, squares, symbols, partial=True)
         for r in (0.03, 1e-3, 1e-7)
@@ -53,7 +61,9 @@ def enclosed(seed: int) -> float:
 
 
 def programs(seconds: float, seed: int, nodes: int) -> int:
-    """The laws over random programs: counts of what was tried, the largest share by rule, and what domains refuse."""
+    """The laws over random programs: counts of what was tried, the largest share by rule, and what
+    domains refuse.
+    """
     found, stop, first = Found(), time.monotonic() + seconds, seed
     checked = lambda: found.tried[f"{ZONOTOPE} nodes"] + found.tried[f"{NORMS} nodes"]  # noqa: E731
     while time.monotonic() < stop and checked() < nodes and not found.broken:
@@ -72,9 +82,9 @@ def programs(seconds: float, seed: int, nodes: int) -> int:
             )
     for line in found.broken:
         print(f"VIOLATED: {line}")
-    told = ", ".join(f"{name} {count:,}" for name, count in sorted(found.tried.items()))
+    peak_text = ", ".join(f"{name} {count:,}" for name, count in sorted(found.tried.items()))
     print(
-        f"seeds {first} to {seed - 1}: {told}; refused {found.refused.total():,}; broken {len(found.broken)}"
+        f"seeds {first} to {seed - 1}: {peak_text}; refused {found.refused.total():,}; broken {len(found.broken)}"
     )
     return 1 if found.broken else 0
 
@@ -88,9 +98,11 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.programs:
         return programs(asked.seconds, asked.seed, asked.nodes)
-    stop, seed = time.monotonic() + asked.seconds, asked.seed
+    stop = time.monotonic() + asked.seconds
+    seed = asked.seed
     while time.monotonic() < stop:
-        shares, laws = enclosed(seed), relaxations(seed + 1000)
+        shares = enclosed(seed)
+        laws = relaxations(seed + 1000)
         print(f"seed {seed}: nodes {shares:.3f}, laws {laws:.3f}", flush=True)
         if not max(shares, laws) <= 1:
             print("VIOLATED")

@@ -1,4 +1,5 @@
-"""The laws over random programs: no point of the ball leaves a node of a walk, and no attack succeeds within a radius.
+"""The laws over random programs: no point of the ball leaves a node of a walk, and no attack
+succeeds within a radius.
 
 What a domain refuses is counted.
 """
@@ -26,7 +27,8 @@ from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
 from tests.soundness.local_programs import CLASSES, SIZE, program
 
-STARTS, STEPS = 3, 8
+STARTS = 3
+STEPS = 8
 RADII = (1e-3, 1e-2, 0.05, 0.2, 0.8)
 NODES_AT = (1e-6, 1e-3, 3e-2, 0.3)
 """Radii at which every node is checked."""
@@ -34,7 +36,9 @@ NODES_AT = (1e-6, 1e-3, 3e-2, 0.3)
 
 @dataclass
 class Found:
-    """What the laws saw: counts of what was tried, the largest share by domain and rule, and what broke them."""
+    """What the laws saw: counts of what was tried, the largest share by domain and rule, and what
+    broke them.
+    """
 
     tried: Counter[str] = field(default_factory=Counter)
     tightest: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -52,7 +56,9 @@ def unit(directions: Tensor) -> Tensor:
 
 
 def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
-    """Unit moves (k, c, h, w): for some nodes, both ways along which a random sum of its entries changes fastest."""
+    """Unit moves (k, c, h, w): for some nodes, both ways along which a random sum of its entries
+    changes fastest.
+    """
     x = pixels.clone().requires_grad_(True)
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -69,7 +75,9 @@ def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
 
 
 def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
-    """How far the truth (points, *shape) is from the form at the pixels' e (points, m), over what the form leaves free."""
+    """How far the truth (points, *shape) is from the form at the pixels' e (points, m), over what
+    the form leaves free.
+    """
     e = form.space.symbols(e)
     columns = torch.cat([e, square_symbols(e)], 1) if form.space.squares else e
     middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
@@ -81,7 +89,8 @@ def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
 
 def share_of_ball(near: Near, e: Tensor, truth: Tensor) -> float:
     """The same for a ball of norms, the larger of each fibre's share and that of all together."""
-    far, noise = truth - near.centre[0], 1e-13 * (1 + near.centre.norm())
+    far = truth - near.centre[0]
+    noise = 1e-13 * (1 + near.centre.norm())
     each = (far.norm(dim=-1) - noise) / near.fibre[0].clamp_min(1e-300)
     together = (far.flatten(1).norm(dim=1) - noise) / near.whole.clamp_min(1e-300)
     return max(float(each.max()), float(together.max()))
@@ -90,7 +99,9 @@ def share_of_ball(near: Near, e: Tensor, truth: Tensor) -> float:
 def walked(
     network: LocalNetwork | NormsNetwork, pixels: Tensor, label: int, radius: float
 ) -> tuple[dict[fx.Node, tuple[object, int | None]], Tensor | None]:
-    """Every node's value in a walk around the image, and the margins; None where the walk has no end."""
+    """Every node's value in a walk around the image, and the margins; None where the walk has no
+    end.
+    """
     values: dict[fx.Node, tuple[object, int | None]] = {}
 
     def watch(node: fx.Node, value: object, token: int | None) -> None:
@@ -170,28 +181,30 @@ def beside(
 
 def attack(model: nn.Module, pixels: Tensor, label: int, radius: float, seed: int) -> float:
     """The least margin found within the radius, one image at a time: most programs take no batch."""
-    generator, least = torch.Generator().manual_seed(seed), float("inf")
+    generator = torch.Generator().manual_seed(seed)
+    nearest = float("inf")
     for turn in range(STARTS):
         delta = radius * unit(torch.randn(1, *SIZE, generator=generator).double())
         for step in range(STEPS):
             delta = delta.requires_grad_(True)
             logits = model(pixels + delta)[0]
             margins = torch.stack([logits[label] - z for j, z in enumerate(logits) if j != label])
-            least = min(least, float(margins.detach().min()))
+            nearest = min(nearest, float(margins.detach().min()))
             aim = margins[turn % len(margins)] if turn < len(margins) else margins.min()
             (slope,) = torch.autograd.grad(aim, delta)
             delta = delta.detach() - (
                 radius if step == 0 else 0.5 * radius * (1 - step / STEPS)
             ) * unit(slope)
             delta = delta * (radius / delta.norm()).clamp_max(1)
-    return least
+    return nearest
 
 
 def check_certificate(
     found: Found, model: nn.Module, certifier: LocalCertifier, pixels: Tensor, seed: int
 ) -> None:
     """No attack succeeds within the radius of this image."""
-    label, name = int(model(pixels).argmax()), certifier.effort
+    label = int(model(pixels).argmax())
+    name = certifier.effort
     (row,) = certifier.batch([0], pixels, [label])
     if row.radius > 0:
         found.tried[f"{name} certificates"] += 1
@@ -203,7 +216,8 @@ def check_certificate(
 
 def check(seed: int, found: Found) -> None:
     """All laws for the program of this seed."""
-    model, laws = program(seed), Found()
+    model = program(seed)
+    laws = Found()
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()
     for name in (ZONOTOPE, NORMS, BRANCH):
         options = Local(

@@ -1,7 +1,8 @@
 """Random programs for the local domains: odd layouts of small vision transformers' parts.
 
-A program cuts an image of 16 pixels into tokens, moves them about (windows and quarters on the batch axis, odd indexing,
-permutations, repeats, register tokens), lets modules act on them wherever they stand, and reads some entries of the result.
+A program cuts an image of 16 pixels into tokens, moves them about (windows and quarters on the
+batch axis, odd indexing, permutations, repeats, register tokens), lets modules act on them wherever
+they stand, and reads some entries of the result.
 """
 
 import random
@@ -19,7 +20,8 @@ from timm.layers.attention import Attention
 
 SIZE = (1, 4, 4)
 CLASSES = 3
-LARGEST, TOKENS = 96, 8
+LARGEST = 96
+TOKENS = 8
 Step = Callable[[Tensor], Tensor]
 
 
@@ -107,7 +109,8 @@ def start(w: Writer) -> None:
 
 def act(w: Writer) -> None:
     """A module or function on the tensor as it stands."""
-    x, width = w.x, w.x.shape[-1]
+    x = w.x
+    width = w.x.shape[-1]
     heads = 2 if width % 2 == 0 else 1
     linear, square = (
         w.part(nn.Linear(width, w.random.choice((3, 4, 6)))),
@@ -165,7 +168,8 @@ def split_heads(x: Tensor, maps: nn.Module, heads: int) -> Tensor:
 def move(w: Writer) -> None:
     """Entries moved, dropped, repeated, or joined."""
     x, axis, other = w.x, w.axis(), w.axis()
-    shape, count = tuple(x.shape), x.shape[axis]
+    shape = tuple(x.shape)
+    count = x.shape[axis]
     order, places, place = w.order(count), w.places(count), w.random.randrange(-count, count)
     whole = (slice(None),) * (axis % x.dim())
     cut = slice(
@@ -223,7 +227,8 @@ def end(w: Writer) -> None:
     if w.x.dim() != 3:
         w.add("tokens", lambda x: x.reshape(1, -1, x.shape[-1]))
     b, n, width = w.x.shape
-    norm, place = w.part(nn.LayerNorm(width, eps=1e-3)), w.random.randrange(-n, n)
+    norm = w.part(nn.LayerNorm(width, eps=1e-3))
+    place = w.random.randrange(-n, n)
     order, some, row = w.order(width), w.places(width), w.random.randrange(b)
     if w.random.random() < 0.6:
         w.add("last norm", norm)

@@ -1,7 +1,8 @@
 """Edited files of records by the thousand: `python -m tests.soundness.record_fuzz --count 20000`.
 
-An edited file may be refused, or its run ends in the result of the honest file. Two ways are tried. *every*: each record is
-computed again, as where evidence is written, and no figure may be better for the network than that of the honest file.
+An edited file may be refused, or its run ends in the result of the honest file. Two ways are tried.
+*every*: each record is computed again, as where evidence is written, and no figure may be better
+for the network than that of the honest file.
 *gate*: the gate demands one image more than there are, and must not pass.
 """
 
@@ -37,7 +38,8 @@ from certcli.models import build
 from tests.helpers.workshop import Workshop
 from tests.soundness.edits import Case, edit_text, main
 
-IMAGES, BATCH = 10, 4
+IMAGES = 10
+BATCH = 4
 RADII = (0.01, 0.05)
 FORGED: Sequence[tuple[str, Any]] = (
     *(("radius", value) for value in (9.9, "inf", 0.0, 0.05000001, 1e999, -1.0)),
@@ -58,10 +60,13 @@ FORGED: Sequence[tuple[str, Any]] = (
 
 
 def edited(text: str, rng: random.Random) -> str:
-    """Return the file after one to three edits: of values, of the fields that count, of lines, or of every record at once."""
+    """Return the file after one to three edits: of values, of the fields that count, of lines, or
+    of every record at once.
+    """
     lines = text.splitlines()
     for _ in range(rng.choice((1, 1, 2, 3))):
-        place, kind = rng.randrange(len(lines)), rng.random()
+        place = rng.randrange(len(lines))
+        kind = rng.random()
         if kind < 0.3:
             lines[place] = edit_text(lines[place], rng).replace("\n", " ")
         elif kind < 0.65:
@@ -103,7 +108,8 @@ class Runs:
     """Runs of both commands that continue a file of records; the network is prepared once."""
 
     def __init__(self, net: Path, folder: Path) -> None:
-        self.net, self.path = Checkpoint.read(net), folder / "edited.jsonl"
+        self.net = Checkpoint.read(net)
+        self.path = folder / "edited.jsonl"
         self.images = datasets.load("digits", self.net.record.input, "test").limit(IMAGES)
         self.certifier = methods.prepare("lipschitz", self.net, Machine(device="cpu").pick())
         stages = stages_of(["pgd-3"], None, "l2", RADII, AttackSettings())
@@ -114,7 +120,8 @@ class Runs:
 
     def certify(self, share: float, every: bool) -> list[float]:
         """Return the clean share, and the certified share at each radius."""
-        threats, sink = [Threat("l2", radius) for radius in RADII], Sink(as_json=True, quiet=True)
+        threats = [Threat("l2", radius) for radius in RADII]
+        sink = Sink(as_json=True, quiet=True)
         demand = Demand(threats[0], share, every)
         target = Target(records=self.path, resume=self.path.exists())
         machine = Machine(device="cpu", batch_size=BATCH)
@@ -128,7 +135,8 @@ class Runs:
         """Return the clean share, and the robust share at each radius."""
         about = run_of(self.tasks, self.settings, BATCH, self.net.digest, self.images)
         rows: dict[int, list[AttackRecord]] = {}
-        keys, resume = ("task", "epsilon", "index"), self.path.exists()
+        keys = ("task", "epsilon", "index")
+        resume = self.path.exists()
         with RecordFile(self.path, about, self.images, keys, resume=resume) as file:
             for number, part in self.campaign.run(file):
                 rows.setdefault(number, []).extend(part)
@@ -140,7 +148,9 @@ class Runs:
 
 @contextlib.contextmanager
 def edited_records(net: Path) -> Iterator[Case]:
-    """Yield the case of a campaign: one edited file of records, continued by `certify` or by `attack`."""
+    """Yield the case of a campaign: one edited file of records, continued by `certify` or by
+    `attack`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(net, Path(folder))
         honest: list[tuple[Callable[[float, bool], list[float]], str, list[float]]] = []

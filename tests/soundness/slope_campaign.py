@@ -1,10 +1,12 @@
-"""A long campaign against the rules of the global bound: no slope that is found exceeds the bound, whatever the weights.
+"""A long campaign against the rules of the global bound: no slope that is found exceeds the bound,
+whatever the weights.
 
     python -m tests.soundness.slope_campaign --checks 1000000 --seed 0
 
-Each round draws every case of tests/helpers/lipschitz_cases.py with new weights, climbs its slope (Jacobians) and measures it
-between pairs of images, near and far, at once in a batch; and holds every tensor of it, and of random programs, to what is
-claimed about it. Prints a table of rules by their tightest ratio of slope to bound; exits 1 at a claim that does not hold.
+Each round draws every case of tests/helpers/lipschitz_cases.py with new weights, climbs its slope
+(Jacobians) and measures it between pairs of images, near and far, at once in a batch; and holds
+every tensor of it, and of random programs, to what is claimed about it. Prints a table of rules by
+their tightest ratio of slope to bound; exits 1 at a claim that does not hold.
 """
 
 import argparse
@@ -23,14 +25,19 @@ from tests.helpers.nodes import Claims
 from tests.helpers.slopes import IMAGE, steepest
 from tests.soundness.local_programs import SIZE, program
 
-PAIRS, ALONE, STEPS, PROGRAMS = 400, 10, 4, 20
+PAIRS = 400
+ALONE = 10
+STEPS = 4
+PROGRAMS = 20
 EDGES = (0.999, 0.9, 0.5, 0.1)
 """Of the ratios, for the table."""
 
 
 @torch.no_grad()
 def slopes_of_pairs(net: nn.Module, seed: int) -> Tensor:
-    """Return slopes between two images of the box, of `PAIRS` pairs at distances of 1e-7 to 3; of a few without batches."""
+    """Return slopes between two images of the box, of `PAIRS` pairs at distances of 1e-7 to 3; of a
+    few without batches.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(PAIRS, *IMAGE, generator=generator, dtype=torch.float64)
     starts = torch.cat([noise[: PAIRS // 2], noise[PAIRS // 2 :].round()])
@@ -60,23 +67,27 @@ def main() -> int:
     asked = parser.parse_args()
     checked: Counter[str] = Counter()
     tightest = dict.fromkeys(RULES, 0.0)
-    seed, started = asked.seed, time.monotonic()
+    seed = asked.seed
+    started = time.monotonic()
     while checked.total() < asked.checks:
         for name in RULES:
             net = build(name, seed)
             known = Claims(net)
-            upper, wrong = float(known.logits.base), list(known.faults(known.images(seed)))
+            upper = float(known.logits.base)
+            wrong = list(known.faults(known.images(seed)))
             pairs = slopes_of_pairs(net, seed)
-            found = max(steepest(net, steps=STEPS, seed=seed), float(pairs.max()))
+            steepest_slope = max(steepest(net, steps=STEPS, seed=seed), float(pairs.max()))
             checked[name] += len(pairs) + 1
             if wrong:
                 print(f"VIOLATED: {name}, seed {seed}: {wrong}")
                 return 1
-            if not found <= upper * (1 + 1e-9):  # rounding of the measured slope
-                print(f"VIOLATED: {name}, seed {seed}: a slope of {found:.9g} above {upper:.9g}")
+            if not steepest_slope <= upper * (1 + 1e-9):  # rounding of the measured slope
+                print(
+                    f"VIOLATED: {name}, seed {seed}: a slope of {steepest_slope:.9g} above {upper:.9g}"
+                )
                 return 1
             if upper:
-                tightest[name] = max(tightest[name], found / upper)
+                tightest[name] = max(tightest[name], steepest_slope / upper)
         for number in range(seed * PROGRAMS, (seed + 1) * PROGRAMS):
             try:
                 known = Claims(program(number), SIZE)

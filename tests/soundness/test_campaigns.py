@@ -1,4 +1,6 @@
-"""The short form of the long campaigns: every method is attacked, and what an inflated certificate hides is found."""
+"""The short form of the long campaigns: every method is attacked, and what an inflated certificate
+hides is found.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +32,8 @@ def test_every_method_and_arithmetic_has_a_row() -> None:
 
 @pytest.mark.parametrize("method", [*BALLS, "patch"])
 def test_no_attack_succeeds_inside_a_certificate(method: str) -> None:
-    rows, seen = [row for row in ROWS if row.method == method], Seen()
+    rows = [row for row in ROWS if row.method == method]
+    seen = Seen()
     for seed, row in enumerate(rows[:: {"local": 11, "patch": 3}.get(method, 2)]):
         attack(replace(row, starts=4), seed, seen)
     assert not seen.broken
@@ -59,7 +62,9 @@ def inflated(row: Row, factor: float) -> Row:
 
 @pytest.mark.parametrize("method", BALLS)
 def test_an_inflated_radius_is_found(method: str) -> None:
-    """A linear network, whose radii in the box are nearly exact: half as much again holds another class."""
+    """A linear network, whose radii in the box are nearly exact: half as much again holds another
+    class.
+    """
     rows = [
         row for row in ROWS if row.method == method and row.name.split()[-1] in ("real", "float32")
     ]
@@ -106,8 +111,11 @@ SETTINGS = coverage_campaign.Settled(**{**coverage_campaign.DRAWN, "batch_size":
 def test_certificates_of_drawn_noise_are_wrong_no_more_often_than_alpha(
     arrangement: str, precision: str, tmp_path: Path
 ) -> None:
-    """Dealt to processes, broken off and resumed, or at a sigma chosen on the same images: no draw serves twice."""
-    settings, true = replace(SETTINGS, precision=precision, seed=3), 0.2
+    """Dealt to processes, broken off and resumed, or at a sigma chosen on the same images: no draw
+    serves twice.
+    """
+    settings = replace(SETTINGS, precision=precision, seed=3)
+    true = 0.2
     if arrangement == "resumed":
         found, fault = coverage_campaign.arranged(settings, true, 300, tmp_path)
     else:

@@ -1,4 +1,6 @@
-"""A few faults of two quick commands (`make soundness`: hundreds of all); writing in place is found out."""
+"""A few faults of two quick commands (`make soundness`: hundreds of all); writing in place is found
+out.
+"""
 
 import contextlib
 import os

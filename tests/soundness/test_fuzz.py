@@ -1,4 +1,6 @@
-"""Hundreds of edits in seconds (`make soundness`: 130,000). Each of the three fuzzers still finds what it is for."""
+"""Hundreds of edits in seconds (`make soundness`: 130,000). Each of the three fuzzers still finds
+what it is for.
+"""
 
 import pickle
 import socket
@@ -56,7 +58,8 @@ def test_the_watch_sees_files_sockets_pickles_and_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    watch, bait = file_fuzz.Watch(), tmp_path / BAIT
+    watch = file_fuzz.Watch()
+    bait = tmp_path / BAIT
     bait.write_bytes(pickle.dumps(print))
     with watch.watching():
         pickle.loads(bait.read_bytes())

@@ -75,7 +75,9 @@ def laid_out(kind: str, seed: int) -> Program:
 
 
 def misplaced(kind: str, seed: int, effort: str) -> float | None:
-    """The least margin that attacks find at the certified radius; None where there is no certificate."""
+    """The least margin that attacks find at the certified radius; None where there is no
+    certificate.
+    """
     model = laid_out(kind, seed)
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed)).double()
     label = int(model(pixels).argmax())
@@ -154,7 +156,9 @@ def test_what_no_theorem_is_about_is_refused(name: str, effort: str) -> None:
 
 
 def test_a_norm_with_a_negative_eps_has_no_ball() -> None:
-    """Its slope is no longer that of a projection onto a sphere: on small tokens it grows without bound."""
+    """Its slope is no longer that of a projection onto a sphere: on small tokens it grows without
+    bound.
+    """
     model = Net(
         lambda m, x: m.h(m.n(m.e(x[:, 0]))[:, 0]),
         e=nn.Linear(4, 4),
@@ -182,9 +186,11 @@ def test_a_negative_deviation_bounds_as_its_mirror_image() -> None:
 
 
 def test_columns_of_the_square_weigh_in_float64() -> None:
-    """torch.where of two Python numbers is float32: sqrt(2) was off by 1e-8, and every quadratic bound with it."""
+    """torch.where of two Python numbers is float32: sqrt(2) was off by 1e-8, and every quadratic
+    bound with it.
+    """
     found = weights(
-        2, diagonal=1.0, beside=2**0.5, like=torch.zeros(1, dtype=torch.float64), axes=1
+        2, diagonal=1.0, off_diagonal=2**0.5, like=torch.zeros(1, dtype=torch.float64), axes=1
     )
     assert found.flatten().tolist() == [1.0, 2**0.5, 1.0]
 
@@ -228,7 +234,9 @@ def reversed_entries(x: Any) -> Any:
 def test_a_rule_that_is_wrong_is_found_beside_the_network(
     table: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph runs beside the walk: a mistake in any rule, of this or a later day, gives no radius."""
+    """The graph runs beside the walk: a mistake in any rule, of this or a later day, gives no
+    radius.
+    """
     known = table.modules[nn.GELU]
     wrong = lambda ctx, module, x: WRONG[name](known.apply(ctx, module, x))  # noqa: E731
     monkeypatch.setitem(table.modules, nn.GELU, type(known)(nn.GELU, wrong, known.when))

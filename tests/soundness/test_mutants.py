@@ -1,4 +1,6 @@
-"""The planter of faults: every kind of change is made once, means what its name says, and leaves the file alone."""
+"""The planter of faults: every kind of change is made once, means what its name says, and leaves
+the file alone.
+"""
 
 import math
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Every place where a theorem rounds up reaches a bound: rounded up further there alone, some bound or size grows."""
+"""Every place where a theorem rounds up reaches a bound: rounded up further there alone, some bound
+or size grows.
+"""
 
 import ast
 import functools
@@ -29,7 +31,8 @@ from tests.nn.test_attention import PLACES, WIDTH, network, replacement, stir
 FOLDER = Path(certcli.lipschitz.__file__).parent
 NUMERICS = (arithmetic, convolution, spectral)
 Site = tuple[Any, ...]
-FURTHER, UP = 2.0**40, spectral.up
+FURTHER = 2.0**40
+UP = spectral.up
 REACHING = (
     "attention-l2-untied batch-norm-folded-twice group-norm curves adaptive-1d simple-norm-2d response-norm normalize-square "
     "l2-normalize center-norm-folded floor-norm-linear sigmoid unfold attention-bare attention-moving-mask "
@@ -47,7 +50,8 @@ def _many_tokens() -> nn.Module:
 ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{name: (functools.partial(build, name), IMAGE) for name in REACHING.split()},
     "error function": (lambda: f(lambda m, x: torch.erf(x).erf()).eval(), IMAGE),
-    # many tokens with small scores: the constants of positions are then less than those of any softmax
+    # many tokens with small scores: the constants of positions are then less than those of any
+    # softmax
     "windows": (lambda: network("scsa-attention", "windows", 0.05), (8, WIDTH)),
     "many tokens": (_many_tokens, (49, WIDTH)),
 }
@@ -62,7 +66,8 @@ class Sites:
     """Stands for a function such as `up`: notes who calls it, and returns more to one caller."""
 
     def __init__(self, function: Callable[..., float] = UP, factor: float = FURTHER) -> None:
-        self.function, self.factor = function, factor
+        self.function = function
+        self.factor = factor
         self.reached: set[Site] = set()
         self.further: Site | None = None
 
@@ -139,7 +144,8 @@ def convolved(**options: Any) -> list[float]:
 
 def matrices() -> list[float]:
     arith = RigorousArithmetic()
-    a, b = arith.matrix(noise(3, 8)), Matrix(noise(8, 5), 0.01)
+    a = arith.matrix(noise(3, 8))
+    b = Matrix(noise(8, 5), 0.01)
     made = [arith.matmul(a, b), arith.add(a, a), arith.center_rows(a), arith.scale(b, 3.0)]
     factors = torch.linalg.cholesky_ex
     with (
@@ -167,7 +173,9 @@ NUMBERS: dict[str, Callable[[], list[float]]] = {
 
 
 def test_every_rounding_and_every_lost_sum_reaches_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums that lose up to n 2^-20 of their terms in place of n 2^-53, so that a loss of a loss shows as well."""
+    """Sums that lose up to n 2^-20 of their terms in place of n 2^-53, so that a loss of a loss
+    shows as well.
+    """
     monkeypatch.setattr(convolution, "_DENSE_ENTRIES", 0)
     for name in ("up", "root_up", "gamma"):
         plain = (lambda terms: terms * 2.0**-20) if name == "gamma" else getattr(spectral, name)

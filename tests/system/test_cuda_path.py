@@ -1,4 +1,6 @@
-"""Every command on a CUDA device that is pretended: no tensor stays on the CPU, and the answers are the CPU's."""
+"""Every command on a CUDA device that is pretended: no tensor stays on the CPU, and the answers are
+the CPU's.
+"""
 
 import re
 from collections.abc import Sequence

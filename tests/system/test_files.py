@@ -42,7 +42,9 @@ def read_all(path: Path, found: dict[str, bytes]) -> threading.Thread:
 
 @pytest.mark.parametrize("name", WRITING)
 def test_every_output_is_written_through_its_link(folder: Path, name: str) -> None:
-    """The law over all output options: the link stays, its target is replaced, its permissions too, and nothing is left."""
+    """The law over all output options: the link stays, its target is replaced, its permissions too,
+    and nothing is left.
+    """
     options = named_words(name)
     for _, file in options:
         (folder / "there" / file).write_bytes(b"old")
@@ -58,9 +60,12 @@ def test_every_output_is_written_through_its_link(folder: Path, name: str) -> No
 
 @pytest.mark.parametrize("name", [name for name in WRITING if name not in ("adapt", "finetune")])
 def test_every_output_streams_into_a_pipe_and_a_device(folder: Path, name: str) -> None:
-    """The same bytes as in a file, and no --force; adapt and finetune keep a state beside their output, and refuse."""
+    """The same bytes as in a file, and no --force; adapt and finetune keep a state beside their
+    output, and refuse.
+    """
     words = [word for word in RUNS[name] if word != "--force"]
-    options, found = named_words(name), dict[str, bytes]()
+    options = named_words(name)
+    found = dict[str, bytes]()
     for _, file in options:
         os.mkfifo(folder / file)
     threads = [read_all(folder / file, found) for _, file in options]
@@ -91,9 +96,12 @@ def test_a_device_is_written_to_and_stays(folder: Path, target: str, code: int) 
 @pytest.mark.parametrize("target", ["/proc/self/fd/1", "/dev/fd/1", "/dev/stdout"])
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors have no names here")
 def test_an_open_descriptor_is_written_to_in_order(folder: Path, target: str) -> None:
-    """stdout in a file: the page follows earlier text, and the file stays the one that the shell opened."""
+    """stdout in a file: the page follows earlier text, and the file stays the one that the shell
+    opened.
+    """
     (folder / "link").symlink_to(target)
-    told, file = folder / "told.txt", os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
+    told = folder / "told.txt"
+    file = os.open(folder / "told.txt", os.O_WRONLY | os.O_CREAT)
     code = (
         "from pathlib import Path; from certcli.system.files import atomic_file\n"
         "print('before')\n"
@@ -124,7 +132,9 @@ def test_a_descriptor_that_is_only_read_and_a_reader_that_left(tmp_path: Path) -
 
 
 def test_a_link_into_a_folder_that_takes_no_files(tmp_path: Path) -> None:
-    """The folder of the target counts, not that of the link; /proc takes no files, not even from root."""
+    """The folder of the target counts, not that of the link; /proc takes no files, not even from
+    root.
+    """
     (tmp_path / "x.png").symlink_to("/proc/self/comm")
     with pytest.raises(OutputError, match=r"takes no files|read-only"):
         require_absent(tmp_path / "x.png", force=True)
@@ -135,10 +145,12 @@ def left(folder: Path) -> set[str]:
 
 
 def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
-    """A real SIGKILL between two files of an index; files of others with such names stay, and so does the last index's."""
+    """A real SIGKILL between two files of an index; files of others with such names stay, and so
+    does the last index's.
+    """
     tensors = {f"t{number}": torch.full((8,), float(number)) for number in range(3)}
     index = tmp_path / INDEX
-    write_shards(index, tensors, {}, most=32)
+    write_shards(index, tensors, {}, shard_bytes=32)
     before = left(tmp_path)
 
     class Deadly(torch.Tensor):
@@ -162,9 +174,12 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
 
 
 def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
-    """Another run with --force that starts while two of three files are whole and the third is being written."""
+    """Another run with --force that starts while two of three files are whole and the third is
+    being written.
+    """
     tensors = {f"t{number}": torch.full((8,), float(number)) for number in range(3)}
-    index, seen = tmp_path / INDEX, []
+    index = tmp_path / INDEX
+    seen = []
 
     class Watching(torch.Tensor):
         def cpu(self, *args: object, **options: object) -> torch.Tensor:

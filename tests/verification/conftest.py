@@ -41,7 +41,8 @@ def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def proven_once() -> Iterator[None]:
     """Prove each network once: forgeries change what a file says of it."""
-    prepared, proven = methods.prepare, claims.prove_checkpoint
+    prepared = methods.prepare
+    proven = claims.prove_checkpoint
     known: dict[Any, Any] = {}
 
     def prove(checkpoint: Checkpoint, device: Any) -> Any:

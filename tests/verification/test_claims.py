@@ -1,4 +1,6 @@
-"""`log --verify` refutes evidence that does not follow from the weights and images. The old one accepted all."""
+"""`log --verify` refutes evidence that does not follow from the weights and images. The old one
+accepted all.
+"""
 
 import json
 from collections.abc import Callable
@@ -68,7 +70,9 @@ def mean_a_little_above(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def trained_on_more(checkpoint: Checkpoint) -> Checkpoint:
-    """As an older version wrote it, without the images: their number is then what the parameters say."""
+    """As an older version wrote it, without the images: their number is then what the parameters
+    say.
+    """
     entries = [
         replace(
             entry,

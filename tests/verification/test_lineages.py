@@ -9,7 +9,8 @@ from tests.helpers.commands import console
 
 
 def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
-    first, last = workshop / "constrained.safetensors", workshop / "certified.safetensors"
+    first = workshop / "constrained.safetensors"
+    last = workshop / "certified.safetensors"
     told = json.loads(
         console("log", str(first), str(last), "--verify", "--json", folder=tmp_path).out
     )

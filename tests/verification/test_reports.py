@@ -1,4 +1,6 @@
-"""`lipschitz --verify` refutes a report that does not follow from the weights, and says what was not checked."""
+"""`lipschitz --verify` refutes a report that does not follow from the weights, and says what was
+not checked.
+"""
 
 import json
 from collections.abc import Callable

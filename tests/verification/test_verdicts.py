@@ -1,4 +1,6 @@
-"""Each rule by which a claim is verified or refuted, on the smallest claims that tell it from a weaker one."""
+"""Each rule by which a claim is verified or refuted, on the smallest claims that tell it from a
+weaker one.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace as Fields
@@ -15,7 +17,9 @@ from certcli.lipschitz.numerics.real import INF, ZERO, Real
 from certcli.verification import claims, laws, report
 from certcli.verification.claims import Again, Claim, Request
 
-V, R, N = "verified", "refuted", "not checked"
+V = "verified"
+R = "refuted"
+N = "not checked"
 
 
 def claim(status: Any, asked: bool = True, number: int | None = 0) -> Claim:
@@ -106,7 +110,8 @@ def test_a_mean_is_what_was_found_or_less(mean: float, rows: Any, status: str) -
 
 
 TEN = Real(10.0)
-# log10_upper, upper and lower of a result about a network whose bound is 10, and what becomes of the bound
+# log10_upper, upper and lower of a result about a network whose bound is 10, and what becomes of
+# the bound
 BOUNDS: list[tuple[float | None, Any, float | None, str]] = [
     (None, "inf", None, V),
     (-1.0, "inf", None, R),
@@ -146,7 +151,9 @@ def test_what_was_measured_counts_where_it_is_asked_for(measured: bool) -> None:
 
 @pytest.mark.parametrize("total", [4, 9])
 def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) -> None:
-    """And the mean radius, which no sample tells, is asked for where all images were certified again."""
+    """And the mean radius, which no sample tells, is asked for where all images were certified
+    again.
+    """
     asked: list[Request] = []
 
     def certify(request: Request) -> Again:
@@ -195,7 +202,9 @@ def test_nobody_samples_for_days(number: str) -> None:
 
 
 def test_a_parent_s_own_steps_come_before_the_step() -> None:
-    """Those of a member come before the mean, and right before the member's next step; a first step names itself."""
+    """Those of a member come before the mean, and right before the member's next step; a first step
+    names itself.
+    """
     told = [
         ("a", "A", {}),
         ("i", "I", {}),

@@ -1,4 +1,6 @@
-"""APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image at once."""
+"""APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image
+at once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,8 +15,11 @@ from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Region, along, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
-MOMENTUM, RISES = 0.75, 0.75
-FIRST, SHORTER, SHORTEST = 0.22, 0.03, 0.06
+MOMENTUM = 0.75
+RISES = 0.75
+FIRST = 0.22
+SHORTER = 0.03
+SHORTEST = 0.06
 """Of the steps: the first stretch between checkpoints, its decrease, its end."""
 TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
@@ -23,7 +28,8 @@ TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 def apgd_ce(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """PGD of the cross entropy with self-chosen step sizes, 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
+    """PGD of the cross entropy with self-chosen step sizes, 100 steps: (b, c, h, w), (b,) -> (b, c,
+    h, w).
 
     Source: Croce & Hein 2020, Algorithm 1.
     """
@@ -33,9 +39,11 @@ def apgd_ce(
 def apgd_dlr(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> (b, c, h, w).
+    """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> (b, c,
+    h, w).
 
-    The ratio needs a third class; with 2 its numerator, the margin, is used. Source: Croce & Hein 2020, Eq. 6.
+    The ratio needs a third class; with 2 its numerator, the margin, is used. Source: Croce & Hein
+    2020, Eq. 6.
     """
 
     def ratio(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
@@ -50,20 +58,20 @@ def apgd_dlr(
 def apgd_targeted(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps for each of the likeliest wrong classes t.
+    """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps for each of the likeliest
+    wrong classes t.
 
-    (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k - 1), several at once
-    where the images are small. The ratio needs four classes; below, its numerator is used. With `give_up` a target is
-    left at a checkpoint where the loss has come less than half the way from its value at the image to 0.
+    (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k -
+    1), several at once where the images are small. The ratio needs four classes; below, its
+    numerator is used. With `give_up` a target is left at a checkpoint where the loss has come less
+    than half the way from its value at the image to 0.
     Source: Croce & Hein 2020, Eq. 7.
     """
     targets = count_targets(model, images, settings)
 
     def climb(search: Search) -> Tensor:
-        best, height = (
-            search.images.clone(),
-            torch.full_like(search.images[:, 0, 0, 0], float("-inf")),
-        )
+        best = search.images.clone()
+        height = torch.full_like(search.images[:, 0, 0, 0], float("-inf"))
         for _, owner, classes in search.aimed(targets):
             end, value = _ascend(search, targeted_ratio, owner, classes)
             higher = value > height
@@ -74,7 +82,9 @@ def apgd_targeted(
 
 
 def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-    """(z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), below four classes its numerator: (r, k), (r,), (r,) -> (r,)."""
+    """(z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), below four classes its numerator: (r, k), (r,),
+    (r,) -> (r,).
+    """
     margin = targeted_margin(logits, labels, targets)
     if logits.shape[1] < 4:
         return margin
@@ -100,7 +110,9 @@ def _untargeted(
 
 @dataclass
 class _Runs:
-    """One row a run; owner: the image it attacks. `rises` counts the steps that raised the loss since a checkpoint."""
+    """One row a run; owner: the image it attacks. `rises` counts the steps that raised the loss
+    since a checkpoint.
+    """
 
     owner: Tensor
     target: Tensor
@@ -124,13 +136,20 @@ class _Runs:
 def _ascend(
     search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image, and that loss (b,).
+    """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image,
+    and that loss (b,).
 
-    With `successes` a run ends where any of its image has succeeded, and the points of those that remain are returned.
+    With `successes` a run ends where any of its image has succeeded, and the points of those that
+    remain are returned.
     """
-    net, successes, settings = search.net, search.successes, search.settings
-    images, labels, region = search.images, search.labels, search.region
-    end, height = images.clone(), torch.full_like(images[:, 0, 0, 0], float("-inf"))
+    net = search.net
+    successes = search.successes
+    settings = search.settings
+    images = search.images
+    labels = search.labels
+    region = search.region
+    end = images.clone()
+    height = torch.full_like(images[:, 0, 0, 0], float("-inf"))
     steps = settings.steps or APGD_STEPS
     first, shorter, shortest = (max(int(share * steps), 1) for share in (FIRST, SHORTER, SHORTEST))
 
@@ -149,26 +168,32 @@ def _ascend(
         return value, gradient
 
     aims = labels[owner] if targets is None else targets
-    clean, limit = images[owner], region.of(owner)
+    clean = images[owner]
+    limit = region.of(owner)
     start = torch.zeros(len(owner), device=images.device, dtype=images.dtype)
     if targets is not None and settings.give_up:
         with torch.no_grad():
             start = loss(net(images[owner]), labels[owner], aims)
     point = _on_the_sphere(clean, limit, search.generator)
     value, gradient = slope(point, owner, aims)
-    step, rises = per_image(2 * limit.radii(clean), clean), torch.zeros_like(owner)
+    step = per_image(2 * limit.radii(clean), clean)
+    rises = torch.zeros_like(owner)
     halved = torch.ones_like(owner, dtype=torch.bool)
     best = point, value, gradient
     runs = _Runs(
         owner, aims, start, point, point, value, gradient, *best, step, rises, halved, value
     )
-    stretch, left, fallen = first, first, 0
+    stretch = first
+    remaining = first
+    fallen = 0
     for turn in range(steps):
         if successes is not None and successes.count != fallen:
-            runs, fallen = runs.keep(~successes.solved[runs.owner]), successes.count
+            runs = runs.keep(~successes.solved[runs.owner])
+            fallen = successes.count
         if not len(runs.owner):
             break
-        clean, limit = images[runs.owner], region.of(runs.owner)
+        clean = images[runs.owner]
+        limit = region.of(runs.owner)
         ahead = limit.project(runs.point + runs.step * limit.steepest(runs.gradient), clean)
         share = MOMENTUM if turn else 1.0
         ahead = runs.point + share * (ahead - runs.point) + (1 - share) * (runs.point - runs.before)
@@ -180,22 +205,23 @@ def _ascend(
         runs.best = torch.where(along(higher, clean), runs.point, runs.best)
         runs.best_gradient = torch.where(along(higher, clean), runs.gradient, runs.best_gradient)
         runs.best_value = torch.where(higher, value, runs.best_value)
-        left -= 1
-        if left == 0:
+        remaining -= 1
+        if remaining == 0:
             stuck = (runs.rises <= RISES * stretch) | (
                 ~runs.halved & (runs.earlier >= runs.best_value)
             )
-            runs.halved, runs.earlier = stuck, runs.best_value
+            runs.halved = stuck
+            runs.earlier = runs.best_value
             runs.rises = torch.zeros_like(runs.rises)
             runs.step = torch.where(along(stuck, clean), runs.step / 2, runs.step)
             runs.point = torch.where(along(stuck, clean), runs.best, runs.point)
             runs.gradient = torch.where(along(stuck, clean), runs.best_gradient, runs.gradient)
-            stretch = left = max(stretch - shorter, shortest)
+            stretch = remaining = max(stretch - shorter, shortest)
             if targets is not None and settings.give_up and successes is not None:
                 runs = runs.keep(-runs.best_value <= runs.best_value - runs.start)
     height = height.scatter_reduce(0, runs.owner, runs.best_value, "amax")
-    tops = (runs.best_value == height[runs.owner]).nonzero().flatten()
-    end[runs.owner[tops]] = runs.best[tops].to(end.dtype)
+    best_runs = (runs.best_value == height[runs.owner]).nonzero().flatten()
+    end[runs.owner[best_runs]] = runs.best[best_runs].to(end.dtype)
     return end, height
 
 

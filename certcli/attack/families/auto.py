@@ -1,4 +1,6 @@
-"""AutoAttack: APGD-CE, APGD-T, FAB-T and Square in turn, with the published budgets and for any number of classes."""
+"""AutoAttack: APGD-CE, APGD-T, FAB-T and Square in turn, with the published budgets and for any
+number of classes.
+"""
 
 from dataclasses import replace
 
@@ -22,9 +24,11 @@ def autoattack(
 ) -> Tensor:
     """AutoAttack whose parts leave hopeless runs: (b, c, h, w), (b,) -> same.
 
-    As `autoattack_full`, but APGD-T leaves a target, and Square an image, that at a checkpoint has come less than half
-    the way from its loss at the image to a success, and FAB a target whose boundary is more than twice the radius away
-    after a fifth of its steps. What is left is no proof of anything: the rule is measured, in docs/attack.md.
+    As `autoattack_full`, but APGD-T leaves a target, and Square an image, that at a checkpoint has
+    come less than half the way from its loss at the image to a success, and FAB a target whose
+    boundary is more than twice the radius away
+    after a fifth of its steps. What is left is no proof of anything: the rule is measured, in
+    docs/attack.md.
     """
     return _ensemble(model, images, labels, region, replace(settings, give_up=True))
 
@@ -32,10 +36,12 @@ def autoattack(
 def autoattack_full(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """APGD-CE, APGD-T, FAB-T, Square in turn, each on what withstood the ones before: (b, c, h, w), (b,) -> same.
+    """APGD-CE, APGD-T, FAB-T, Square in turn, each on what withstood the ones before: (b, c, h, w),
+    (b,) -> same.
 
-    The published standard version: 100 steps, 9 targets, 5,000 queries, all of them spent on an image that withstands.
-    torchattacks' AutoAttack takes 10 steps, all k - 1 targets and the clock for a seed, and fails below 4 classes.
+    The published standard version: 100 steps, 9 targets, 5,000 queries, all of them spent on an
+    image that withstands. torchattacks' AutoAttack takes 10 steps, all k - 1 targets and the clock
+    for a seed, and fails below 4 classes.
     Source: Croce & Hein 2020.
     """
     return _ensemble(model, images, labels, region, settings)
@@ -50,22 +56,25 @@ def _ensemble(
         if len(images)
         else settings
     )
-    best, standing = images.clone(), torch.arange(len(images), device=images.device)
+    best = images.clone()
+    standing = torch.arange(len(images), device=images.device)
     height = torch.full_like(images[:, 0, 0, 0], float("-inf"))
     for part in PARTS:
         if not len(standing):
             break
-        left, truth, limit = images[standing], labels[standing], region.of(standing)
-        candidates = tuck_in(part(model, left, truth, limit, settings), left, limit)
-        with seeded(left, settings.draw), torch.no_grad():
+        images_left = images[standing]
+        truth = labels[standing]
+        limit = region.of(standing)
+        candidates = tuck_in(part(model, images_left, truth, limit, settings), images_left, limit)
+        with seeded(images_left, settings.draw), torch.no_grad():
             value = lost_margin(model(candidates), truth)
         higher = value > height[standing]
         best[standing[higher]], height[standing[higher]] = candidates[higher], value[higher]
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
-            with seeded(left, settings.draw):
+            with seeded(images_left, settings.draw):
                 verdict = judge(
                     model,
-                    left,
+                    images_left,
                     truth,
                     candidates,
                     limit,

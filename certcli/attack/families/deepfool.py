@@ -16,9 +16,11 @@ LEAD = 1e-5
 def deepfool(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x + 1.02 sum_i |f_j| / |w_j|^2 w_j, at each step i for the nearest linearised boundary j: (b, c, h, w), (b,) -> same.
+    """x + 1.02 sum_i |f_j| / |w_j|^2 w_j, at each step i for the nearest linearised boundary j: (b,
+    c, h, w), (b,) -> same.
 
-    f_j = z_j - z_y with gradient w_j, over the likeliest `targets` wrong classes j, 50 steps; the radius plays no part.
+    f_j = z_j - z_y with gradient w_j, over the likeliest `targets` wrong classes j, 50 steps; the
+    radius plays no part.
     Source: Moosavi-Dezfooli et al. 2016, Alg. 2.
     """
 
@@ -28,13 +30,16 @@ def deepfool(
         classes = logits.topk(
             min(settings.targets + 1, logits.shape[1]), dim=1
         ).indices  # the true one first
-        end, moved = images.clone(), torch.zeros_like(images)
+        end = images.clone()
+        perturbation = torch.zeros_like(images)
         rows = torch.arange(len(images), device=images.device)
         for step in range(
             (settings.steps or DEEPFOOL_STEPS) + 1
         ):  # the last turn only looks at the last point
             point = (
-                (images[rows] + (1 + OVERSHOOT) * moved[rows]).clamp(0.0, 1.0).requires_grad_(True)
+                (images[rows] + (1 + OVERSHOOT) * perturbation[rows])
+                .clamp(0.0, 1.0)
+                .requires_grad_(True)
             )
             values = net(point).gather(1, classes[rows])
             end[rows] = point.detach()
@@ -56,7 +61,7 @@ def deepfool(
             at = torch.arange(len(rows), device=images.device)
             # steps to the boundary itself would shrink without end and never cross it
             factor = (gaps.detach()[at, nearest].abs() + 2 * lead) / lengths[nearest, at].square()
-            moved[rows] += slopes[nearest, at] * per_image(factor, images)
+            perturbation[rows] += slopes[nearest, at] * per_image(factor, images)
             rows = rows[near]
         return end
 

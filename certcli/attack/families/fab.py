@@ -1,4 +1,6 @@
-"""FAB of Croce and Hein: the smallest perturbation, by projections onto linearised class boundaries."""
+"""FAB of Croce and Hein: the smallest perturbation, by projections onto linearised class
+boundaries.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,10 @@ from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Norm, Region, along, image_norms, per_image
 
 FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
-OVERSHOOT, BACK, PULL = 1.05, 0.9, 0.1  # eta, beta, alpha_max
+# eta, beta, alpha_max
+OVERSHOOT = 1.05
+BACK = 0.9
+PULL = 0.1
 LOOK = 0.2
 """Share of the steps after which `give_up` asks, again and again, whether a run can still come within the radius."""
 
@@ -17,10 +22,12 @@ LOOK = 0.2
 def fab(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """Projections of x and of the image onto the linearised boundary to each likely class: (b, c, h, w), (b,) -> same.
+    """Projections of x and of the image onto the linearised boundary to each likely class: (b, c,
+    h, w), (b,) -> same.
 
-    100 steps a target class, at most `targets` of them, the nearest success of all; the radius bounds random starts
-    only. torchattacks would stop at the first target that succeeds within the radius, whatever the others offer.
+    100 steps a target class, at most `targets` of them, the nearest success of all; the radius
+    bounds random starts only. torchattacks would stop at the first target that succeeds within the
+    radius, whatever the others offer.
     Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
     """
     return _run(model, images, labels, region, settings, within=False)
@@ -29,10 +36,12 @@ def fab(
 def fab_within(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """FAB that ends at the first success within the radius: (b, c, h, w), (b,) -> same. A part of AutoAttack.
+    """FAB that ends at the first success within the radius: (b, c, h, w), (b,) -> same. A part of
+    AutoAttack.
 
-    With `give_up` a target is left after each fifth of the steps if what it found, or the linearised boundary where it
-    found nothing, is more than twice the radius away, or would not come within it at the pace of that fifth.
+    With `give_up` a target is left after each fifth of the steps if what it found, or the
+    linearised boundary where it found nothing, is more than twice the radius away, or would not
+    come within it at the pace of that fifth.
     """
     return _run(model, images, labels, region, settings, within=True)
 
@@ -50,12 +59,14 @@ def _run(
 
     def climb(search: Search) -> Tensor:
         best = search.images.clone()
-        least = torch.full((len(best),), float("inf"), device=best.device).double()
+        smallest = torch.full((len(best),), float("inf"), device=best.device).double()
         for rows, owner, classes in search.aimed(targets):
-            found, length = _search(search, owner, classes)
-            for points, norms in zip(found.split(len(rows)), length.split(len(rows)), strict=True):
-                nearer = norms < least[rows]
-                best[rows[nearer]], least[rows[nearer]] = points[nearer], norms[nearer]
+            points_found, length = _search(search, owner, classes)
+            for points, norms in zip(
+                points_found.split(len(rows)), length.split(len(rows)), strict=True
+            ):
+                nearer = norms < smallest[rows]
+                best[rows[nearer]], smallest[rows[nearer]] = points[nearer], norms[nearer]
         return best
 
     return climb_with(climb, model, images, labels, region, settings, watch=within)
@@ -63,26 +74,35 @@ def _run(
 
 @torch.no_grad()
 def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """One run for each entry of `owner`: the nearest success (r, c, h, w) and its norm (r,), inf where there is none."""
-    net, successes, settings = search.net, search.successes, search.settings
-    images, labels, region = search.images, search.labels, search.region
+    """One run for each entry of `owner`: the nearest success (r, c, h, w) and its norm (r,), inf
+    where there is none.
+    """
+    net = search.net
+    successes = search.successes
+    settings = search.settings
+    images = search.images
+    labels = search.labels
+    region = search.region
     steps = settings.steps or FAB_STEPS
     nearest = images[owner]
-    least = torch.full((len(owner),), float("inf"), dtype=torch.float64, device=images.device)
+    smallest = torch.full((len(owner),), float("inf"), dtype=torch.float64, device=images.device)
     point = nearest.clone()
     if settings.restart:
         drawn = region.of(owner).random_point(nearest, search.generator)
         point = nearest + (drawn - nearest) / 2
     rows = torch.arange(len(owner), device=images.device)
-    look, earlier = max(1, int(LOOK * steps)), least.clone()
+    look = max(1, int(LOOK * steps))
+    earlier = smallest.clone()
     for step in range(steps):
         if successes is not None:
             open_ = ~successes.solved[owner[rows]]
-            rows, point = rows[open_], point[open_]
+            rows = rows[open_]
+            point = point[open_]
         if not len(rows):
             break
         at = owner[rows]
-        clean, truth = images[at], labels[at]
+        clean = images[at]
+        truth = labels[at]
         with torch.enable_grad():
             there = point.clone().requires_grad_(True)
             margin = targeted_margin(net(there), truth, targets[rows])
@@ -92,8 +112,8 @@ def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Ten
         # at the image the same hyperplane has the value of the linearised margin there
         level = margin + (gradient * (clean - point)).flatten(1).sum(dim=1)
         home = projection(clean, gradient, level, region.norm)
-        moved, straight = (image_norms(d, region.norm).clamp_min(1e-8) for d in (ahead, home))
-        pull = per_image((moved / (moved + straight)).clamp(0.0, PULL), clean)
+        distance, straight = (image_norms(d, region.norm).clamp_min(1e-8) for d in (ahead, home))
+        pull = per_image((distance / (distance + straight)).clamp(0.0, PULL), clean)
         point = (
             (point + OVERSHOOT * ahead) * (1 - pull) + (clean + OVERSHOOT * home) * pull
         ).clamp(0.0, 1.0)
@@ -105,32 +125,37 @@ def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Ten
                 inside = won & (length <= region.of(at).radii(clean))
                 successes.note(at[inside], point[inside], logits[inside])
             # the norm of NaN is never the least
-            nearer = (won & (length > 0) & (length < least[rows])).nonzero().flatten()
-            nearest[rows[nearer]], least[rows[nearer]] = point[nearer], length[nearer]
+            nearer = (won & (length > 0) & (length < smallest[rows])).nonzero().flatten()
+            nearest[rows[nearer]], smallest[rows[nearer]] = point[nearer], length[nearer]
             point = torch.where(along(won, clean), clean + (point - clean) * BACK, point)
         if settings.give_up and successes is not None and (step + 1) % look == 0:
-            found, limit = least[rows], region.of(at).radii(clean)
+            norms = smallest[rows]
+            limit = region.of(at).radii(clean)
             pace = (
-                (earlier[rows] - found).nan_to_num(posinf=float("inf"), nan=float("inf"))
+                (earlier[rows] - norms).nan_to_num(posinf=float("inf"), nan=float("inf"))
                 * (steps - step - 1)
                 / look
             )
-            near = (torch.where(found.isfinite(), found, straight) <= 2 * limit) & (
-                found.isinf() | (found - limit <= pace)
+            near = (torch.where(norms.isfinite(), norms, straight) <= 2 * limit) & (
+                norms.isinf() | (norms - limit <= pace)
             )
-            earlier = least.clone()
-            rows, point = rows[near], point[near]
-    return nearest, least
+            earlier = smallest.clone()
+            rows = rows[near]
+            point = point[near]
+    return nearest, smallest
 
 
 def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Tensor:
-    """The smallest d with normal . d = -level and points + d in the box: (b, c, h, w) x 2, (b,) -> (b, c, h, w).
+    """The smallest d with normal . d = -level and points + d in the box: (b, c, h, w) x 2, (b,) ->
+    (b, c, h, w).
 
-    d_i = s sign(w_i) min(t c_i, room_i) with c_i = |w_i| for l2, 1 for linf, so that normal . d grows with t, linear
-    between the t at which a pixel reaches the box; these are sorted, and the stretch with the required value solved. Where
-    the box ends before, every pixel goes as far as it can.
+    d_i = s sign(w_i) min(t c_i, room_i) with c_i = |w_i| for l2, 1 for linf, so that normal . d
+    grows with t, linear between the t at which a pixel reaches the box; these are sorted, and the
+    stretch with the required value solved. Where the box ends before, every pixel goes as far as it
+    can.
     """
-    x, w = points.flatten(1), normal.flatten(1)
+    x = points.flatten(1)
+    w = normal.flatten(1)
     side = torch.where(level > 0, -1.0, 1.0).to(w.dtype)[
         :, None
     ]  # the direction in which normal . d must go
@@ -140,7 +165,8 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     room = torch.where(w > 0, 1 - x, x).clamp_min(0)
     pace = size if norm == "l2" else torch.ones_like(size)
     ends, order = (room / pace.clamp_min(1e-30)).where(size > 0, float("inf")).sort(dim=1)
-    full, speed = (size * room).gather(1, order), (size * pace).gather(1, order)
+    full = (size * room).gather(1, order)
+    speed = (size * pace).gather(1, order)
     done = full.cumsum(dim=1)
     running = speed.flip(1).cumsum(dim=1).flip(1)  # of those that have not ended before this one
     still = torch.cat([running[:, 1:], torch.zeros_like(running[:, :1])], dim=1)

@@ -16,7 +16,8 @@ EOT_SAMPLES = 10
 def fgsm(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x + radius * steepest(grad CE): one step, no random start. (b, c, h, w), (b,) -> (b, c, h, w).
+    """x + radius * steepest(grad CE): one step, no random start. (b, c, h, w), (b,) -> (b, c, h,
+    w).
 
     `steps` and `restarts` do not apply. Source: Goodfellow et al. 2015.
     """
@@ -27,7 +28,8 @@ def fgsm(
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(grad CE)) from a random start, 20 steps. (b, c, h, w), (b,) -> (b, c, h, w).
+    """x <- P(x + alpha * steepest(grad CE)) from a random start, 20 steps. (b, c, h, w), (b,) ->
+    (b, c, h, w).
 
     Source: Madry et al. 2018.
     """
@@ -39,7 +41,8 @@ def pgd(
 def eot_pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(mean of `samples` gradients)), 20 steps: (b, c, h, w), (b,) -> (b, c, h, w).
+    """x <- P(x + alpha * steepest(mean of `samples` gradients)), 20 steps: (b, c, h, w), (b,) ->
+    (b, c, h, w).
 
     10 draws a step unless `samples` says more than 1. One lucky draw is no success of a random net.
     Source: Athalye et al. 2018; Zimmermann 2019.

@@ -29,12 +29,15 @@ def targeted_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
 def margin_pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha_t * steepest(grad (max_j z_j - z_y))), 40 steps: (b, c, h, w), (b,) -> (b, c, h, w).
+    """x <- P(x + alpha_t * steepest(grad (max_j z_j - z_y))), 40 steps: (b, c, h, w), (b,) -> (b,
+    c, h, w).
 
-    The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not saturate when the net is
-    confident. The first run starts at the image. Restart r takes the r-th likeliest wrong class for its target, since
-    the largest logit need not belong to the nearest class; once the `targets` are used up, restarts start at random.
-    Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent), Gowal et al. 2019 (the targets).
+    The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not
+    saturate when the net is confident. The first run starts at the image. Restart r takes the r-th
+    likeliest wrong class for its target, since the largest logit need not belong to the nearest
+    class; once the `targets` are used up, restarts start at random.
+    Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent), Gowal et al. 2019 (the
+    targets).
     """
     targets = count_targets(model, images, settings)
     return ascend(
@@ -68,17 +71,19 @@ def ascend(
 ) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad loss)): (b, c, h, w), (b,) -> (b, c, h, w).
 
-    alpha_t is `settings.step`, falling linearly to a tenth of it when `decay`. `samples` gradients are averaged a step.
-    `weights` (b, 1, h, w) multiply the gradient before its steepest step is taken.
-    `target_rank` r > 0 puts z_t - z_y in place of the loss, t the r-th likeliest wrong class at the image.
-    Each row returns the point of its largest loss, or, with `stop_early` and one sample, the first judged success.
+    alpha_t is `settings.step`, falling linearly to a tenth of it when `decay`. `samples` gradients
+    are averaged a step. `weights` (b, 1, h, w) multiply the gradient before its steepest step is
+    taken. `target_rank` r > 0 puts z_t - z_y in place of the loss, t the r-th likeliest wrong class
+    at the image. Each row returns the point of its largest loss, or, with `stop_early` and one
+    sample, the first judged success.
     """
     alpha = settings.step(region, steps, images)
     generator = torch.Generator().manual_seed(settings.draw)
 
     def climb(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
         point = region.random_start(images, generator) if random_start else images
-        peak, height = images.clone(), torch.full_like(labels, float("-inf"), dtype=images.dtype)
+        peak = images.clone()
+        height = torch.full_like(labels, float("-inf"), dtype=images.dtype)
         value_of = loss
         if target_rank:
             with torch.no_grad():
@@ -87,7 +92,8 @@ def ascend(
             value_of = partial(targeted_margin, targets=targets)
         for turn in range(steps + 1):  # the last turn only values the last point
             point = point.detach().requires_grad_(True)
-            value, gradient = torch.zeros_like(height), torch.zeros_like(images)
+            value = torch.zeros_like(height)
+            gradient = torch.zeros_like(images)
             for _ in range(samples):
                 values = value_of(net(point), labels)
                 value = value + values.detach() / samples
@@ -95,10 +101,12 @@ def ascend(
                     gradient = gradient + torch.autograd.grad(values.sum(), point)[0]
             if weights is not None:
                 gradient = gradient * weights
-            point, higher = point.detach(), value > height
+            point = point.detach()
+            higher = value > height
             peak = torch.where(along(higher, images), point, peak)
             height = torch.where(higher, value, height)
-            # a pixel at the edge of the box cannot follow: without it the step keeps its length in l2
+            # a pixel at the edge of the box cannot follow: without it the step keeps its length in
+            # l2
             blocked = ((point <= 0) & (gradient < 0)) | ((point >= 1) & (gradient > 0))
             gradient = gradient.masked_fill(blocked, 0.0)
             fall = 1 - 0.9 * turn / steps if decay else 1.0

@@ -1,4 +1,6 @@
-"""The self-attention gradient attack: ascent that leans towards the patches that the network attends to."""
+"""The self-attention gradient attack: ascent that leans towards the patches that the network
+attends to.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,18 +17,21 @@ from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Region
 from certcli.system.errors import UsageError
 
-FLOOR = 0.05  # least weight of a pixel: a patch that nobody attends to keeps a twentieth of its gradient
+# least weight of a pixel: a patch that nobody attends to keeps a twentieth of its gradient
+FLOOR = 0.05
 
 
 def saga(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c, h, w), (b,) -> same.
+    """x <- P(x + alpha * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c, h,
+    w), (b,) -> same.
 
-    R = prod_l (A_l / 2 + I / 2), A_l the attention of block l averaged over heads, the row of the class token (without
-    one the mean of the rows) spread over the pixels of each patch, at most 1 and at least 0.05. 20 steps.
-    Mahmood et al. multiply by the image as well, which never moves a black pixel; we do not. UsageError on a network
-    without self-attention over patches. Source: Mahmood, Mahmood, van Dijk 2021, section 5; rollout: Abnar & Zuidema 2020.
+    R = prod_l (A_l / 2 + I / 2), A_l the attention of block l averaged over heads, the row of the
+    class token (without one the mean of the rows) spread over the pixels of each patch, at most 1
+    and at least 0.05. 20 steps. Mahmood et al. multiply by the image as well, which never moves a
+    black pixel; we do not. UsageError on a network without self-attention over patches. Source:
+    Mahmood, Mahmood, van Dijk 2021, section 5; rollout: Abnar & Zuidema 2020.
     """
     steps = settings.steps or PGD_STEPS
     if not len(images):
@@ -51,14 +56,18 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
     flow = torch.eye(tokens, dtype=maps[0].dtype, device=images.device).expand(len(images), -1, -1)
     for attention in maps:
         flow = 0.5 * (attention @ flow) + 0.5 * flow
-    seen = flow[:, 0, prefix:] if prefix else flow.mean(dim=1)
-    seen = seen / seen.amax(dim=1, keepdim=True)
-    spread = functional.interpolate(seen.view(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
+    token_weights = flow[:, 0, prefix:] if prefix else flow.mean(dim=1)
+    token_weights = token_weights / token_weights.amax(dim=1, keepdim=True)
+    spread = functional.interpolate(
+        token_weights.view(-1, 1, *grid), size=images.shape[-2:], mode="nearest"
+    )
     return spread.clamp_min(FLOOR).to(images.dtype)
 
 
 def _patch_grid(model: nn.Module) -> tuple[tuple[int, int], int]:
-    """Rows and columns of patches, and the number of tokens before them, of timm's vision transformers."""
+    """Rows and columns of patches, and the number of tokens before them, of timm's vision
+    transformers.
+    """
     for module in model.modules():
         embed: Any = getattr(module, "patch_embed", None)
         if getattr(embed, "grid_size", None) is not None and hasattr(module, "blocks"):
@@ -68,7 +77,9 @@ def _patch_grid(model: nn.Module) -> tuple[tuple[int, int], int]:
 
 @contextmanager
 def _attention_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect (b, n, n) attention, averaged over heads, of every attention layer that runs; hooks go away afterwards."""
+    """Collect (b, n, n) attention, averaged over heads, of every attention layer that runs; hooks
+    go away afterwards.
+    """
     from timm.layers.attention import Attention
 
     from certcli.nn.l2_attention import L2Attention
@@ -79,7 +90,8 @@ def _attention_of(model: nn.Module) -> Iterator[list[Tensor]]:
         def note(_: nn.Module, __: Any, output: Tensor) -> None:
             b, n = output.shape[:2]
             q, k = output.reshape(b, n, 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4)[:2]
-            q, k = layer.q_norm(q), layer.k_norm(k)
+            q = layer.q_norm(q)
+            k = layer.k_norm(k)
             maps.append((q @ k.transpose(-2, -1) * layer.scale).softmax(-1).mean(dim=1))
 
         return note

@@ -22,11 +22,12 @@ LOOK = 0.2
 def square(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """Random search over square patches of the sphere's surface, `queries` forward passes: (b, c, h, w) -> same.
+    """Random search over square patches of the sphere's surface, `queries` forward passes: (b, c,
+    h, w) -> same.
 
-    For l2 the published tiling needs square images of 5 x 5 pixels or more: UsageError otherwise. With `give_up` an image
-    is left after each fifth of the queries if the margin has come less than half the way from its value there to 0, or
-    would not get there at the pace of that fifth.
+    For l2 the published tiling needs square images of 5 x 5 pixels or more: UsageError otherwise.
+    With `give_up` an image is left after each fifth of the queries if the margin has come less than
+    half the way from its value there to 0, or would not get there at the pace of that fifth.
     Source: Andriushchenko et al. 2020, Algorithms 1-3.
     """
     height, width = images.shape[-2:]
@@ -38,16 +39,21 @@ def square(
 
     @torch.no_grad()
     def climb(search: Search) -> Tensor:
-        net, successes, images, labels = search.net, search.successes, search.images, search.labels
+        net = search.net
+        successes = search.successes
+        images = search.images
+        labels = search.labels
         draw = _Draw(images, search.generator)
         propose, first = (_circle, _tiles) if region.norm == "l2" else (_stripe, _stripes)
         rows = search.standing()
         reached = torch.full_like(images[:, 0, 0, 0], float("-inf"))
         best = first(images, region, draw)
         start = lost_margin(net(images), labels) if settings.give_up else reached
-        look, before = max(1, int(LOOK * settings.queries)), start
+        look = max(1, int(LOOK * settings.queries))
+        before = start
         for query in range(settings.queries + 1):
-            clean, limit = images[rows], region.of(rows)
+            clean = images[rows]
+            limit = region.of(rows)
             trial = best[rows]
             if query:
                 trial = propose(
@@ -63,9 +69,10 @@ def square(
                 successes.note(rows, trial, logits)
                 rows = rows[~successes.solved[rows]]
             if settings.give_up and query and query % look == 0:
-                ahead, gain = -reached[rows], reached[rows] - before[rows]
-                left = (settings.queries - query) / look
-                rows = rows[(ahead <= reached[rows] - start[rows]) & (ahead <= left * gain)]
+                ahead = -reached[rows]
+                gain = reached[rows] - before[rows]
+                remaining = (settings.queries - query) / look
+                rows = rows[(ahead <= reached[rows] - start[rows]) & (ahead <= remaining * gain)]
                 before = reached.clone()
             if not len(rows):
                 break
@@ -78,7 +85,8 @@ class _Draw:
     """Random numbers on the images' device; shapes and devices of `like`."""
 
     def __init__(self, like: Tensor, generator: torch.Generator) -> None:
-        self.like, self._generator = like, generator
+        self.like = like
+        self._generator = generator
         self._patches: dict[int, tuple[Tensor, Tensor]] = {}
 
     def signs(self, *shape: int) -> Tensor:
@@ -89,13 +97,15 @@ class _Draw:
         """A window of this side, anywhere in the image."""
         height, width = self.like.shape[-2:]
         top, left = (
-            int(torch.randint(0, most + 1, (), generator=self._generator))
-            for most in (height - side, width - side)
+            int(torch.randint(0, largest + 1, (), generator=self._generator))
+            for largest in (height - side, width - side)
         )
         return slice(top, top + side), slice(left, left + side)
 
     def patch(self, side: int) -> Tensor:
-        """Two halves of opposite sign that fall off from their middles, of norm 1; lying or standing: (side, side)."""
+        """Two halves of opposite sign that fall off from their middles, of norm 1; lying or
+        standing: (side, side).
+        """
         if side not in self._patches:
             upper = _falling(side // 2, side)
             patch = torch.cat([upper, -_falling(side - side // 2, side)])
@@ -107,10 +117,12 @@ class _Draw:
 def _falling(height: int, width: int) -> Tensor:
     """sum_m 1 / (m + 1)^2 over nested rectangles around the middle, of norm 1: (height, width)."""
     patch = torch.zeros(height, width, dtype=torch.float64)
-    top, left = height // 2, width // 2
+    top = height // 2
+    left = width // 2
     for ring in range(max(height // 2 + 1, width // 2 + 1)):
-        above, beside = max(top - ring, 0), max(left - ring, 0)
-        patch[above : max(top + ring + 1, 0), beside : max(left + ring + 1, 0)] += (
+        above = max(top - ring, 0)
+        first_column = max(left - ring, 0)
+        patch[above : max(top + ring + 1, 0), first_column : max(left + ring + 1, 0)] += (
             1 / (ring + 1) ** 2
         )
     return patch / patch.norm()
@@ -129,7 +141,8 @@ def _unit(delta: Tensor) -> Tensor:
 
 def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
     """Patches on a grid of 5 x 5 or so, each with a random sign in each channel."""
-    delta, side = torch.zeros_like(images), images.shape[-1] // 5
+    delta = torch.zeros_like(images)
+    side = images.shape[-1] // 5
     margin = (images.shape[-1] - side * 5) // 2
     for top in range(margin, images.shape[-2] - side + 1, side):
         for left in range(margin, images.shape[-1] - side + 1, side):
@@ -145,13 +158,16 @@ def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
 
 
 def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int) -> Tensor:
-    """The norm that one window holds, and what the sphere has left, goes into a patch in another: Algorithm 3."""
+    """The norm that one window holds, and what the sphere has left, goes into a patch in another:
+    Algorithm 3.
+    """
     side = min(max(side, 3) | 1, images.shape[-1] - (1 - images.shape[-1] % 2))
-    delta, channels = best - images, images.shape[1]
+    delta = best - images
+    channels = images.shape[1]
     (rows, columns), (other_rows, other_columns) = draw.corner(side), draw.corner(side)
     union = torch.zeros(images.shape[-2:], dtype=images.dtype, device=images.device)
     union[rows, columns] = union[other_rows, other_columns] = 1.0
-    held = (delta * union).square().flatten(1).sum(dim=1)
+    energy = (delta * union).square().flatten(1).sum(dim=1)
     unused = (
         region.radii(images).to(delta.dtype).square() - delta.square().flatten(1).sum(dim=1)
     ).clamp_min(0)
@@ -160,7 +176,7 @@ def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int
     fresh = fresh + old / (1e-12 + old.square().sum(dim=(-2, -1), keepdim=True).sqrt())
     fresh = fresh / (1e-12 + fresh.square().sum(dim=(-2, -1), keepdim=True).sqrt())
     delta[:, :, other_rows, other_columns] = 0.0
-    delta[:, :, rows, columns] = fresh * (unused / channels + held).sqrt().view(-1, 1, 1, 1)
+    delta[:, :, rows, columns] = fresh * (unused / channels + energy).sqrt().view(-1, 1, 1, 1)
     return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
@@ -176,7 +192,8 @@ def _stripe(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int
     """One square at a corner of the linf ball, one sign a channel."""
     side = min(max(side, 1), *images.shape[-2:])
     rows, columns = draw.corner(side)
-    trial, radii = best.clone(), per_image(region.radii(images), images)
+    trial = best.clone()
+    radii = per_image(region.radii(images), images)
     shift = 2 * radii * draw.signs(len(images), images.shape[1], 1, 1)
     trial[:, :, rows, columns] = trial[:, :, rows, columns] + shift
     return region.project(trial, images)

@@ -1,4 +1,6 @@
-"""Run any attack of torchattacks as it is: the radius, the seed and the number of classes are ours, the search is its own."""
+"""Run any attack of torchattacks as it is: the radius, the seed and the number of classes are ours,
+the search is its own.
+"""
 
 import contextlib
 import io
@@ -26,15 +28,17 @@ def craft(
     region: Region,
     settings: AttackSettings,
 ) -> Tensor:
-    """Run the attack on all images that share a radius: (b, c, h, w), (b,) -> (b, c, h, w), to be judged.
+    """Run the attack on all images that share a radius: (b, c, h, w), (b,) -> (b, c, h, w), to be
+    judged.
 
-    The library sees float32 images and the network behind a wall: it changes no mode, no gradient and no random numbers
-    of the caller, and prints nothing. A default step size keeps its ratio to the default radius.
+    The library sees float32 images and the network behind a wall: it changes no mode, no gradient
+    and no random numbers of the caller, and prints nothing. A default step size keeps its ratio to
+    the default radius.
 
     Raises:
         UsageError: the attack fails on this network or these images.
     """
-    found = images.detach().clone()
+    adversarial = images.detach().clone()
     radii = region.radii(images)
     for radius in radii.unique().tolist():
         rows = (radii == radius).nonzero().flatten()
@@ -56,7 +60,9 @@ def craft(
 
             try:
                 part = images[rows], labels.to(images.device)[rows], region.of(rows)
-                found[rows] = craft_with(run, model, *part, settings, watch=False).to(found.dtype)
+                adversarial[rows] = craft_with(run, model, *part, settings, watch=False).to(
+                    adversarial.dtype
+                )
             except (CertvitError, OutOfMemoryError):
                 raise
             except Exception as failure:  # the library checks little of what it is given
@@ -64,7 +70,7 @@ def craft(
                     f"{spec} fails on these images: {type(failure).__name__}: {one_line(failure)[:120]}",
                     "another attack, or other arguments: certvit attack --list",
                 ) from failure
-    return found
+    return adversarial
 
 
 def _arguments(
@@ -75,12 +81,14 @@ def _arguments(
     model: nn.Module,
     images: Tensor,
 ) -> dict[str, Any]:
-    """What the attack is called with: arguments that are ours, defaults that follow the budget, and those that were given."""
+    """What the attack is called with: arguments that are ours, defaults that follow the budget, and
+    those that were given.
+    """
     if spec.name == "JSMA" and images[0].numel() > JSMA_ENTRIES:
         raise UsageError(
             f"{spec} takes images of {JSMA_ENTRIES:,} values at most, not {images[0].numel():,}"
         )
-    known = signature(spec.name)
+    spec_signature = signature(spec.name)
     ours = {
         "eps": radius,
         "max_epsilon": radius,
@@ -90,12 +98,13 @@ def _arguments(
         "n_queries": settings.queries,
         **(dict.fromkeys(BUDGET, settings.steps) if settings.steps is not None else {}),
     }
-    if "alpha" in known.arguments and known.radius is not None:
+    if "alpha" in spec_signature.arguments and spec_signature.radius is not None:
         ours["alpha"] = (
-            settings.step_size or known.arguments["alpha"].default * radius / known.radius
+            settings.step_size
+            or spec_signature.arguments["alpha"].default * radius / spec_signature.radius
         )
     return {
-        **{name: value for name, value in ours.items() if name in known.takes},
+        **{name: value for name, value in ours.items() if name in spec_signature.takes},
         **dict(spec.values),
     }
 

@@ -1,9 +1,10 @@
 """Certificates from the global bound that know that pixels end at 0 and 1.
 
-A margin of slope K that is m(a) at an image a of the box is positive at every x' with |x' - a| < m(a) / K. So an image x is
-certified at r for a pair of classes if one such ball, around any a, holds all images of the box within r of x
-(`geometry.reach`). a = x gives the certificate of `lipschitz`; where pixels of x are 0 or 1, others give more: the margin may
-rise along them, and no x' lies on the far side. Source: ours; the theorem: docs/bounds.md, section 12.
+A margin of slope K that is m(a) at an image a of the box is positive at every x' with |x' - a| <
+m(a) / K. So an image x is certified at r for a pair of classes if one such ball, around any a,
+holds all images of the box within r of x (`geometry.reach`). a = x gives the certificate of
+`lipschitz`; where pixels of x are 0 or 1, others give more: the margin may rise along them, and no
+x' lies on the far side. Source: ours; the theorem: docs/bounds.md, section 12.
 """
 
 import copy
@@ -37,9 +38,11 @@ from certcli.models.build import load_double
 METHOD = "box"
 SMALLEST = 1 / 255
 """Radius from which on anchors are sought: nearer than a grey level of one pixel there is no other image of 8 bits."""
-FURTHEST, MOST = 1.5, 16
+FURTHEST = 1.5
+MOST = 16
 """An image has anchors for the pairs of classes whose radius is below FURTHEST times its own: the MOST nearest of them."""
-_AT_ONCE, _PIXELS = 256, 2**22
+_AT_ONCE = 256
+_PIXELS = 2**22
 """Pairs that are climbed together, and pixels of all their images, at most."""
 
 
@@ -60,17 +63,17 @@ class BoxCertifier(LipschitzCertifier):
     ) -> list[Certificate]:
         plain = super().batch(indices, pixels, labels)
         images = sent(pixels, self._device).double()
-        begun = torch.tensor(
+        initial_radii = torch.tensor(
             [row.radius for row in plain], dtype=torch.float64, device=self._device
         )
-        tops = torch.tensor([row.prediction for row in plain], device=self._device)
-        right = tops == torch.tensor(labels, device=self._device)
-        rows = (right & (begun >= SMALLEST) & begun.isfinite()).nonzero().squeeze(1)
-        found = torch.zeros_like(begun)
+        predictions = torch.tensor([row.prediction for row in plain], device=self._device)
+        right = predictions == torch.tensor(labels, device=self._device)
+        rows = (right & (initial_radii >= SMALLEST) & initial_radii.isfinite()).nonzero().squeeze(1)
+        radii = torch.zeros_like(initial_radii)
         if len(rows):
-            found[rows] = self._radii(images[rows], tops[rows], begun[rows], steps) * (
-                1 - self.kept_back
-            )
+            radii[rows] = self._radii(
+                images[rows], predictions[rows], initial_radii[rows], steps
+            ) * (1 - self.kept_back)
         return [
             replace(
                 row,
@@ -78,52 +81,60 @@ class BoxCertifier(LipschitzCertifier):
                 radius=max(row.radius, new),
                 rung=METHOD if new > row.radius else GLOBAL,
             )
-            for row, new in zip(plain, found.tolist(), strict=True)
+            for row, new in zip(plain, radii.tolist(), strict=True)
         ]
 
     @torch.no_grad()
-    def _radii(self, images: Tensor, tops: Tensor, begun: Tensor, steps: int) -> Tensor:
-        """Return what all pairs of classes allow: the pairs that are near by their anchors, the others by the image."""
+    def _radii(
+        self, images: Tensor, predictions: Tensor, initial_radii: Tensor, steps: int
+    ) -> Tensor:
+        """Return what all pairs of classes allow: the pairs that are near by their anchors, the
+        others by the image.
+        """
         logits, errors = self.evaluated(images)
-        on_box = None if self._neighbours is None else self._neighbours.on_box[tops]
-        pairs = pair_radii(logits, errors, self._pairs, tops, on_box)
-        nearest = pair_radii(logits, errors, self._pairs, tops)
+        on_box = None if self._neighbours is None else self._neighbours.on_box[predictions]
+        pairs = pair_radii(logits, errors, self._pairs, predictions, on_box)
+        nearest = pair_radii(logits, errors, self._pairs, predictions)
         last = nearest.kthvalue(min(MOST, nearest.shape[1]), dim=1, keepdim=True).values
         near = nearest <= FURTHEST * nearest.amin(1, keepdim=True)
         rows, others = (near & (nearest <= last)).nonzero(as_tuple=True)
         step = min(_AT_ONCE, max(1, _PIXELS // images[0].numel()))
         for row, other in zip(rows.split(step), others.split(step), strict=True):
-            anchors = self._anchors(images[row], tops[row], other, begun[row], steps)
-            within = self._within(anchors, tops[row], other)
+            anchors = self._anchors(images[row], predictions[row], other, initial_radii[row], steps)
+            within = self._within(anchors, predictions[row], other)
             new = reach(images[row].flatten(1), anchors.flatten(1), within)
             pairs[row, other] = torch.maximum(pairs[row, other], new)
         return pairs.amin(1)
 
     def _anchors(
-        self, images: Tensor, tops: Tensor, others: Tensor, begun: Tensor, steps: int
+        self, images: Tensor, predictions: Tensor, others: Tensor, initial_radii: Tensor, steps: int
     ) -> Tensor:
-        slopes = self._pairs[tops, others].float()
+        slopes = self._pairs[predictions, others].float()
 
         def margins(anchors: Tensor) -> Tensor:
             with whole_batch(images):
                 logits = self._climbed(anchors.view(images.shape))
-            found = logits.gather(1, tops[:, None]) - logits.gather(1, others[:, None])
-            return found.squeeze(1) / slopes
+            margins_of_pairs = logits.gather(1, predictions[:, None]) - logits.gather(
+                1, others[:, None]
+            )
+            return margins_of_pairs.squeeze(1) / slopes
 
-        found = climb(margins, images.flatten(1).float(), begun.float(), steps)
-        return found.double().clamp(0.0, 1.0).view(images.shape)
+        anchors = climb(margins, images.flatten(1).float(), initial_radii.float(), steps)
+        return anchors.double().clamp(0.0, 1.0).view(images.shape)
 
-    def _within(self, anchors: Tensor, tops: Tensor, others: Tensor) -> Tensor:
-        """Return the radius around each anchor within which its pair of classes keeps its order, as executed."""
+    def _within(self, anchors: Tensor, predictions: Tensor, others: Tensor) -> Tensor:
+        """Return the radius around each anchor within which its pair of classes keeps its order, as
+        executed.
+        """
         logits, errors = self.evaluated(anchors)
         require_logits(logits, anchors)
 
         def of_pair(rows: Tensor, nearby: Tensor | None = None) -> Tensor:
-            found = pair_radii(logits[rows], errors[rows], self._pairs, tops[rows], nearby)
-            return found.gather(1, others[rows, None]).squeeze(1)
+            pair = pair_radii(logits[rows], errors[rows], self._pairs, predictions[rows], nearby)
+            return pair.gather(1, others[rows, None]).squeeze(1)
 
         every = torch.arange(len(anchors), device=self._device)
-        return as_executed(self._neighbours, anchors, tops, of_pair(every), of_pair)
+        return as_executed(self._neighbours, anchors, predictions, of_pair(every), of_pair)
 
     @cached_property
     def _climbed(self) -> Callable[[Tensor], Tensor]:
@@ -134,30 +145,31 @@ class BoxCertifier(LipschitzCertifier):
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
     ) -> list[Confirmation]:
         """Search again, twice as long where it falls short, and compare with all that is found."""
-        kept, self.kept_back = self.kept_back, 0.0
+        margin_kept = self.kept_back
+        self.kept_back = 0.0
         try:
             return self._confirmed(claims, pixels, doubt)
         finally:
-            self.kept_back = kept
+            self.kept_back = margin_kept
 
     def _confirmed(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
     ) -> list[Confirmation]:
         first = super().confirm(claims, pixels, doubt)
-        found = []
+        confirmations = []
         for claim, image, confirmed in zip(claims, pixels, first, strict=True):
             if confirmed.status == "refuted" and claim.prediction is not None:
-                (again,) = self._certified(
+                (repeated,) = self._certified(
                     [claim.index], image[None], [claim.prediction], 2 * STEPS
                 )
-                if claim.prediction == again.prediction and claim.radius <= again.radius * (
+                if claim.prediction == repeated.prediction and claim.radius <= repeated.radius * (
                     1 + AGAIN
                 ):
                     confirmed = Confirmation(
                         "verified", f"radius {claim.radius:.6g} is proven again"
                     )
-            found.append(confirmed)
-        return found
+            confirmations.append(confirmed)
+        return confirmations
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BoxCertifier:

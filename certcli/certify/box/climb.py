@@ -1,7 +1,9 @@
-"""A search for the anchors from which a pair of classes is certified furthest. What it finds is a hope: `reach` proves.
+"""A search for the anchors from which a pair of classes is certified furthest. What it finds is a
+hope: `reach` proves.
 
-For a margin m of slope K and an anchor a, every image x' of the box within r of x has m(x') >= m(a) - K |x' - a|. So the
-search climbs m(a) / K - D(a, r), D the largest such distance, with r raised until that is 0.
+For a margin m of slope K and an anchor a, every image x' of the box within r of x has m(x') >= m(a)
+- K |x' - a|. So the search climbs m(a) / K - D(a, r), D the largest such distance, with r raised
+until that is 0.
 """
 
 from collections.abc import Callable
@@ -32,24 +34,24 @@ def climb(
         images: x of each row; in float32 or float64, as the search is to be made.
         radii: certified already, m(x) / K.
     """
-    anchors, r = _begun(margins, images, radii), radii.clone()
-    best, highest = images.clone(), radii.clone()
+    anchors = _begun(margins, images, radii)
+    r = radii.clone()
+    best = images.clone()
+    highest = radii.clone()
     direction = torch.zeros_like(images)
     for step in range(steps + 1):
         value, slope = _with_gradient(margins, anchors)
-        found = distance(images, anchors, r)
-        far = found.squared.sqrt()
-        growth = (r * (1 + found.mu)).clamp(min=1e-12) / far
+        nearest = distance(images, anchors, r)
+        far = nearest.squared.sqrt()
+        growth = (r * (1 + nearest.mu)).clamp(min=1e-12) / far
         now = r + (value - far) / growth  # one step of Newton to D(a, r) = m(a) / K
         better = (now > highest) & (
             now <= value
         )  # a far guess may leave the range of the bound; NaN is no better
-        best, highest = (
-            torch.where(better[:, None], anchors, best),
-            torch.where(better, now, highest),
-        )
+        best = torch.where(better[:, None], anchors, best)
+        highest = torch.where(better, now, highest)
         r = torch.maximum(r, highest)
-        uphill = slope - (anchors - images - found.furthest) / far[:, None].clamp(min=1e-12)
+        uphill = slope - (anchors - images - nearest.furthest) / far[:, None].clamp(min=1e-12)
         direction = _KEPT * direction + (1 - _KEPT) * uphill / uphill.norm(
             dim=1, keepdim=True
         ).clamp(min=1e-12)
@@ -60,7 +62,9 @@ def climb(
 
 
 def _begun(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor) -> Tensor:
-    """Move the pixels at the edge along the gradient g as far as pays before a plane: m s / (1 - s^2), s = |g there|."""
+    """Move the pixels at the edge along the gradient g as far as pays before a plane: m s / (1 -
+    s^2), s = |g there|.
+    """
     _, slope = _with_gradient(margins, images)
     free = slope * (((images <= _EDGE) & (slope > 0)) | ((images >= 1 - _EDGE) & (slope < 0)))
     s = free.norm(dim=1, keepdim=True)

@@ -3,10 +3,11 @@
 For x' in the box with |x' - x| <= r, and u = x - a,
 
     |x' - a|^2 = |x' - x|^2 + 2 u.(x' - x) + |u|^2 <= r^2 + 2 S + |u|^2,
-    S = max { u.d : |d| <= r, -x <= d <= 1 - x } <= sum_i max { u_i s - mu s^2 / 2 : -x_i <= s <= 1 - x_i } + mu r^2 / 2
+    S = max { u.d : |d| <= r, -x <= d <= 1 - x } <= sum_i max { u_i s - mu s^2 / 2 : -x_i <= s <= 1
+    - x_i } + mu r^2 / 2
 
-for every mu > 0 (weak duality). A pixel that is 0 in x and lighter in a has u_i < 0 and no room below it: it adds nothing
-to S.
+for every mu > 0 (weak duality). A pixel that is 0 in x and lighter in a has u_i < 0 and no room
+below it: it adds nothing to S.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,9 @@ _SMALLEST = 1e-100
 
 
 class Distance(NamedTuple):
-    """squared: at least |x' - a|^2, (b,). furthest: d of the furthest x' = x + d, nearly, (b, n). mu: (b,)."""
+    """squared: at least |x' - a|^2, (b,). furthest: d of the furthest x' = x + d, nearly, (b, n).
+    mu: (b,).
+    """
 
     squared: Tensor
     furthest: Tensor
@@ -37,43 +40,48 @@ class Distance(NamedTuple):
 
 
 def distance(images: Tensor, anchors: Tensor, radii: Tensor) -> Distance:
-    """Bound the squared distance of an anchor from the images of the box within a radius: (b, n), (b, n), (b,).
+    """Bound the squared distance of an anchor from the images of the box within a radius: (b, n),
+    (b, n), (b,).
 
     In float64 the bound is rounded up; in float32 it is an estimate.
     """
-    u, low, high = images - anchors, -images, 1 - images
+    u = images - anchors
+    low = -images
+    high = 1 - images
     radius = radii[:, None].clamp(min=_LEAST)
     middle = u.norm(dim=1, keepdim=True).clamp(min=_LEAST) / radius
-    least, most = middle / _RANGE, middle * _RANGE
+    low_mu = middle / _RANGE
+    high_mu = middle * _RANGE
     for _ in range(_HALVINGS):
-        mu = least.sqrt() * most.sqrt()
+        mu = low_mu.sqrt() * high_mu.sqrt()
         far = (u / mu).clamp(low, high).norm(dim=1, keepdim=True) > radius
-        least, most = torch.where(far, mu, least), torch.where(far, most, mu)
-    moved = (u / most).clamp(low, high)
-    mu = most.squeeze(1)
-    support = (moved * (u - most * moved / 2)).sum(1) + mu * radii.square() / 2
+        low_mu = torch.where(far, mu, low_mu)
+        high_mu = torch.where(far, high_mu, mu)
+    furthest = (u / high_mu).clamp(low, high)
+    mu = high_mu.squeeze(1)
+    support = (furthest * (u - high_mu * furthest / 2)).sum(1) + mu * radii.square() / 2
     squared = (radii.square() + 2 * support + u.square().sum(1)) * (
         1 + (images.shape[1] + 16) * _ROUNDING
     )
-    return Distance(squared, moved, mu)
+    return Distance(squared, furthest, mu)
 
 
 def reach(images: Tensor, anchors: Tensor, within: Tensor) -> Tensor:
-    """Return radii r such that every image of the box within r of x lies nearer than `within` to the anchor.
+    """Return radii r such that every image of the box within r of x lies nearer than `within` to
+    the anchor.
 
-    float64, (b, n), (b, n), (b,) -> (b,), rounded down; 0 where there is none, infinite where `within` is.
+    float64, (b, n), (b, n), (b,) -> (b,), rounded down; 0 where there is none, infinite where
+    `within` is.
     """
     if not images.dtype == anchors.dtype == within.dtype == torch.float64:
         raise TypeError("certificates are computed in float64")
-    endless, within = (
-        within == torch.inf,
-        torch.where(within.isfinite() & (within > _SMALLEST), within, 0.0),
-    )
+    endless = within == torch.inf
+    within = torch.where(within.isfinite() & (within > _SMALLEST), within, 0.0)
     room = within.square() * (1 - 2.0**-48)
     r = within
     for _ in range(_NEWTON):  # the bound grows with r by 2 r (1 + mu)
-        found = distance(images, anchors, r)
-        step = (room - found.squared) / (2 * r * (1 + found.mu)).clamp(min=_SMALLEST)
+        nearest = distance(images, anchors, r)
+        step = (room - nearest.squared) / (2 * r * (1 + nearest.mu)).clamp(min=_SMALLEST)
         r = (r + step).clamp(min=0.0).minimum(within)
     best = torch.zeros_like(r)
     for less in _BELOW:  # a radius counts where its own distance was bounded

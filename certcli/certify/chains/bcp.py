@@ -1,8 +1,8 @@
 """BCP: certificates from a box and a ball carried through a chain of layers together.
 
-Source: Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound: the ball grows by each layer's spectral
-norm, the box by interval arithmetic and by the ball, and the worst logits are sought in the intersection. There the norms are
-power iterations, here they are proven.
+Source: Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound: the ball
+grows by each layer's spectral norm, the box by interval arithmetic and by the ball, and the worst
+logits are sought in the intersection. There the norms are power iterations, here they are proven.
 """
 
 import torch

@@ -1,8 +1,11 @@
-"""Local-Lip: certificates from how fast a chain of layers moves near each image, constant units left out of the norms.
+"""Local-Lip: certificates from how fast a chain of layers moves near each image, constant units
+left out of the norms.
 
-A ReLU unit that is 0 on the whole neighbourhood passes nothing on: its row and its column leave the matrices on either side,
-whose norms fall. Source: Huang et al. 2021, Training certifiably robust neural networks with efficient local Lipschitz
-bounds; there the norms are power iterations, here they are proven, and margins use the box beside the ball. Convolutions keep
+A ReLU unit that is 0 on the whole neighbourhood passes nothing on: its row and its column leave the
+matrices on either side,
+whose norms fall. Source: Huang et al. 2021, Training certifiably robust neural networks with
+efficient local Lipschitz bounds; there the norms are power iterations, here they are proven, and
+margins use the box beside the ball. Convolutions keep
 their global norm: only linear layers are masked.
 """
 
@@ -26,15 +29,18 @@ from certcli.system.errors import DataError
 GLOBAL = "global"
 _FIRST = 1e-6
 """Radius tried first, doubled, where the global bound certifies less."""
-_DOUBLINGS, _HALVINGS = 24, 5
+_DOUBLINGS = 24
+_HALVINGS = 5
 
 
 class LocalLipCertifier(ProvingCertifier):
-    """Radii at which all margins of a chain were proven positive; never less than the global bound's.
+    """Radii at which all margins of a chain were proven positive; never less than the global
+    bound's.
 
-    drop: leave constant units out of the norms. A radius is doubled while its proof succeeds, then bisected in
-    its logarithm: 2 % of it are lost at most. No monotony is assumed: what is reported was proven itself. arithmetic: of
-    the network that the certificates speak of, as in `Proof`.
+    drop: leave constant units out of the norms. A radius is doubled while its proof succeeds, then
+        bisected in
+    its logarithm: 2 % of it are lost at most. No monotony is assumed: what is reported was proven
+    itself. arithmetic: of the network that the certificates speak of, as in `Proof`.
     """
 
     method = "local-lip"
@@ -67,20 +73,26 @@ class LocalLipCertifier(ProvingCertifier):
         if len(right):
             radius[right] = self.radii(pixels[right], values.of(right), top[right], start[right])
 
-        def again(rows: Tensor, nearby: Tensor) -> Tensor:
+        def radii_at(rows: Tensor, nearby: Tensor) -> Tensor:
             chosen = values.of(rows)
             start[rows] = self._start(chosen, top[rows], nearby)
             return self.lowered(pixels[rows], chosen, top[rows], start[rows], radius[rows], nearby)
 
-        radius = as_executed(self._neighbours, pixels, top, radius, again)
+        radius = as_executed(self._neighbours, pixels, top, radius, radii_at)
         rows = zip(
             indices, labels, top.tolist(), radius.tolist(), (radius > start).tolist(), strict=True
         )
         return [
             Certificate(
-                index, label, found, r, self.method, 0.0, rung=self.method if better else GLOBAL
+                index,
+                label,
+                prediction,
+                r,
+                self.method,
+                0.0,
+                rung=self.method if better else GLOBAL,
             )
-            for index, label, found, r, better in rows
+            for index, label, prediction, r, better in rows
         ]
 
     def _begun(self, pixels: Tensor) -> tuple[Tensor, Values, Tensor]:
@@ -105,40 +117,46 @@ class LocalLipCertifier(ProvingCertifier):
     ) -> list[Confirmation]:
         """Prove the stated radius again itself: a search from elsewhere may end at another radius."""
         pixels, values, top = self._begun(pixels)
-        stated = [claim.radius for claim in claims]
-        claimed = torch.tensor(stated, dtype=torch.float64, device=self._device) * (1 - AGAIN)
+        claimed_radii = [claim.radius for claim in claims]
+        claimed = torch.tensor(claimed_radii, dtype=torch.float64, device=self._device) * (
+            1 - AGAIN
+        )
         nearby = None if self._neighbours is None else self._neighbours(pixels, claimed, top)
-        held = claimed <= self._start(values, top, nearby)
-        held |= self.proven(pixels, top, claimed.clamp(min=TINY), values, nearby)
+        verified = claimed <= self._start(values, top, nearby)
+        verified |= self.proven(pixels, top, claimed.clamp(min=TINY), values, nearby)
         if self._neighbours is not None and not bool(
-            held.all()
+            verified.all()
         ):  # the search may have used a lesser bound on rounding
-            again = self.batch(range(len(pixels)), pixels, top.tolist())
-            held |= claimed <= torch.tensor([row.radius for row in again]).to(claimed)
-        found = []
-        for claim, now, good in zip(claims, top.tolist(), held.tolist(), strict=True):
+            recomputed = self.batch(range(len(pixels)), pixels, top.tolist())
+            verified |= claimed <= torch.tensor([row.radius for row in recomputed]).to(claimed)
+        confirmations = []
+        for claim, now, good in zip(claims, top.tolist(), verified.tolist(), strict=True):
             if now != claim.prediction:
-                found.append(
+                confirmations.append(
                     Confirmation(
                         "refuted", f"class {claim.prediction} is stated, the network says {now}"
                     )
                 )
             elif good:
-                found.append(Confirmation("verified", f"radius {claim.radius:.6g} is proven again"))
+                confirmations.append(
+                    Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
+                )
             else:
                 said = f"radius {claim.radius:.6g} is stated, and not proven by this method"
-                found.append(Confirmation("refuted", said))
-        return found
+                confirmations.append(Confirmation("refuted", said))
+        return confirmations
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
-        """Return a proven radius for each image (b, c, h, w), at least `start` (b,), which is proven already."""
+        """Return a proven radius for each image (b, c, h, w), at least `start` (b,), which is
+        proven already.
+        """
         proven, failed = start.clone(), torch.full_like(start, torch.inf)
 
         def attempt(chosen: Tensor, radii: Tensor) -> None:
             places = chosen.nonzero().squeeze(1)
-            held = self.proven(pixels[places], labels[places], radii[places], values.of(places))
-            proven[places[held]] = radii[places[held]]
-            failed[places[~held]] = radii[places[~held]]
+            verified = self.proven(pixels[places], labels[places], radii[places], values.of(places))
+            proven[places[verified]] = radii[places[verified]]
+            failed[places[~verified]] = radii[places[~verified]]
 
         for _ in range(_DOUBLINGS):
             growing = torch.isfinite(proven) & torch.isinf(failed)
@@ -157,26 +175,27 @@ class LocalLipCertifier(ProvingCertifier):
         values: Values,
         labels: Tensor,
         start: Tensor,
-        most: Tensor,
+        largest: Tensor,
         nearby: Tensor,
     ) -> Tensor:
-        """Return radii between `start` and `most` at which margins are proven above `nearby`; `most`, where it is one."""
-        open_ones = torch.isfinite(most) & (most > start)
-        held = (
-            self.proven(pixels, labels, torch.where(open_ones, most, 0.0), values, nearby)
+        """Return radii between `start` and `most` at which margins are proven above `nearby`;
+        `most`, where it is one.
+        """
+        open_ones = torch.isfinite(largest) & (largest > start)
+        verified = (
+            self.proven(pixels, labels, torch.where(open_ones, largest, 0.0), values, nearby)
             & open_ones
         )
-        proven, failed = torch.where(held, most, start), most
+        proven = torch.where(verified, largest, start)
+        failed = largest
         for _ in range(2 * _HALVINGS):
             middle = (proven.clamp(min=_FIRST / 2) * failed).sqrt()
-            between = open_ones & ~held & (middle > proven) & (middle < failed)
+            between = open_ones & ~verified & (middle > proven) & (middle < failed)
             if not between.any():
                 break
             good = self.proven(pixels, labels, torch.where(between, middle, 0.0), values, nearby)
-            proven, failed = (
-                torch.where(between & good, middle, proven),
-                torch.where(between & ~good, middle, failed),
-            )
+            proven = torch.where(between & good, middle, proven)
+            failed = torch.where(between & ~good, middle, failed)
         return proven
 
     def proven(
@@ -187,7 +206,8 @@ class LocalLipCertifier(ProvingCertifier):
         values: Values | None = None,
         nearby: Tensor | None = None,
     ) -> Tensor:
-        """Tell whether no image within each radius is classified as anything but its label: (b,) bool.
+        """Tell whether no image within each radius is classified as anything but its label: (b,)
+        bool.
 
         nearby: how far execution may move z_i - z_j there, (b, k), which margins must exceed.
         """

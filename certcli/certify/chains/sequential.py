@@ -1,16 +1,20 @@
-"""Networks that are a chain, affine map after activation, and what their tensors can be near an image: boxes and balls.
+"""Networks that are a chain, affine map after activation, and what their tensors can be near an
+image: boxes and balls.
 
-For all images x within r of x_0 (pixel l2, pixels in [0, 1]), every tensor of the chain differs from its value at x_0 by a d
-with  lo <= d <= hi  entry by entry (lo <= 0 <= hi) and  |d|_2 <= rho.  Both are carried along:
+For all images x within r of x_0 (pixel l2, pixels in [0, 1]), every tensor of the chain differs
+from its value at x_0 by a d with  lo <= d <= hi  entry by entry (lo <= 0 <= hi) and  |d|_2 <= rho.
+Both are carried along:
 
-- affine map W: d' = W d lies in the interval W (lo + hi)/2 -+ |W| (hi - lo)/2, and |d'_i| <= |w_i M|_2 rho, M the mask of
-  entries that can move at all;  |d'|_2 <= |W M|_2 rho;
-- activation f, monotone and of slope at most 1 in every entry: with z in [L, U] and z(x_0) in [a, b], f(z) - f(z(x_0)) lies
-  in [f(L) - f(b), f(U) - f(a)] and in [lo, hi]. Where f(L) = f(U) the unit is constant on the ball and leaves the mask;
+- affine map W: d' = W d lies in the interval W (lo + hi)/2 -+ |W| (hi - lo)/2, and |d'_i| <= |w_i
+  M|_2 rho, M the mask of entries that can move at all;  |d'|_2 <= |W M|_2 rho;
+- activation f, monotone and of slope at most 1 in every entry: with z in [L, U] and z(x_0) in [a,
+  b], f(z) - f(z(x_0)) lies in [f(L) - f(b), f(U) - f(a)] and in [lo, hi]. Where f(L) = f(U) the
+  unit is constant on the ball and leaves the mask;
 - the box bounds the ball, too: |d|_2 <= |max(-lo, hi)|_2.
 
-Of two entries that `MaxMin` joins, each counts as moving if one does. Everything is float64 and rounded outward, as in
-`enclosure.rounding`. Sources: Lee, Lee & Park 2020 (box and ball together); Huang et al. 2021 (constant units dropped).
+Of two entries that `MaxMin` joins, each counts as moving if one does. Everything is float64 and
+rounded outward, as in `enclosure.rounding`. Sources: Lee, Lee & Park 2020 (box and ball together);
+Huang et al. 2021 (constant units dropped).
 """
 
 import math
@@ -27,9 +31,11 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 
 @dataclass(frozen=True)
 class AffineStep:
-    """x -> W x + bias on batches. run(x, weight): the linear map with another weight of the same form; norm: |W|_2 <= norm.
+    """x -> W x + bias on batches. run(x, weight): the linear map with another weight of the same
+    form; norm: |W|_2 <= norm.
 
-    matrix: W itself where it is one, acting on the last axis of (b, n). terms: of its longest inner product.
+    matrix: W itself where it is one, acting on the last axis of (b, n). terms: of its longest inner
+        product.
     """
 
     weight: Tensor
@@ -62,7 +68,9 @@ class Moves:
 
 @dataclass(frozen=True)
 class Values:
-    """Computed values of each affine step at the images themselves, and a bound on their error: (b, ...) each."""
+    """Computed values of each affine step at the images themselves, and a bound on their error: (b,
+    ...) each.
+    """
 
     centre: list[Tensor]
     error: list[Tensor]
@@ -73,7 +81,9 @@ class Values:
 
 
 class SequentialNetwork:
-    """A network that is a chain, read from its trace. NoBoundError names what it has that a chain has not."""
+    """A network that is a chain, read from its trace. NoBoundError names what it has that a chain
+    has not.
+    """
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         body, last = read_chain(model, size)
@@ -84,27 +94,34 @@ class SequentialNetwork:
 
     def values(self, pixels: Tensor) -> Values:
         """Return every affine step at these images, (b, c, h, w) float64."""
-        x, error, found = pixels, torch.zeros_like(pixels), Values([], [])
+        x = pixels
+        error = torch.zeros_like(pixels)
+        values = Values([], [])
         for step in (*self.body, self.last):
             if isinstance(step, AffineStep):
                 doubt = step.run(gamma(step.terms + 4) * x.abs() + error, step.weight.abs())
                 x = step.run(x, step.weight)
                 if step.bias is not None:
-                    x, doubt = x + step.bias, doubt + gamma(step.terms + 4) * step.bias.abs()
+                    x = x + step.bias
+                    doubt = doubt + gamma(step.terms + 4) * step.bias.abs()
                 error = up(doubt, step.terms)
-                found.centre.append(x)
-                found.error.append(error)
+                values.centre.append(x)
+                values.error.append(error)
             elif isinstance(step, Activation):
-                x, error = step.apply(x), step.joined(error)
+                x = step.apply(x)
+                error = step.joined(error)
             else:
-                x, error = x.flatten(1), error.flatten(1)
-        return found
+                x = x.flatten(1)
+                error = error.flatten(1)
+        return values
 
     def moves(self, pixels: Tensor, values: Values, radii: Tensor, *, drop: bool) -> Moves:
-        """Of the last layer's input, for each image within its radius (b,). drop: leave constant units out of the norms."""
+        """Of the last layer's input, for each image within its radius (b,). drop: leave constant
+        units out of the norms.
+        """
         shape = (-1, *([1] * (pixels.dim() - 1)))
         r = radii.view(shape)
-        found = Moves(-torch.minimum(r, pixels), torch.minimum(r, up(1 - pixels)), radii)
+        reach = Moves(-torch.minimum(r, pixels), torch.minimum(r, up(1 - pixels)), radii)
         mask = torch.ones_like(pixels)
         waiting: tuple[AffineStep, Tensor] | None = (
             None  # the last affine step, and the mask before it
@@ -113,84 +130,92 @@ class SequentialNetwork:
         for step in self.body:
             if isinstance(step, AffineStep):
                 if waiting is not None:
-                    found = self._charged(found, waiting, torch.ones_like(found.lo), drop)
+                    reach = self._charged(reach, waiting, torch.ones_like(reach.lo), drop)
                 waiting = (step, mask)
-                found, place = _mapped(found, step, mask, drop), place + 1
-                mask = torch.ones_like(found.lo)
+                reach = _mapped(reach, step, mask, drop)
+                place = place + 1
+                mask = torch.ones_like(reach.lo)
             elif isinstance(step, Activation):
                 centre, error = (
-                    of[place - 1].reshape(found.lo.shape) for of in (values.centre, values.error)
+                    of[place - 1].reshape(reach.lo.shape) for of in (values.centre, values.error)
                 )
-                moved = _activated(found, step, centre, error)
-                mask = ((moved.lo < 0) | (moved.hi > 0)).double()
+                activated = _activated(reach, step, centre, error)
+                mask = ((activated.lo < 0) | (activated.hi > 0)).double()
                 if waiting is not None:
-                    moved = self._charged(moved, waiting, step.joined(mask), drop)
-                found, waiting = moved, None
+                    activated = self._charged(activated, waiting, step.joined(mask), drop)
+                reach = activated
+                waiting = None
             else:
-                found, mask = (
-                    Moves(found.lo.flatten(1), found.hi.flatten(1), found.rho),
-                    mask.flatten(1),
-                )
+                reach = Moves(reach.lo.flatten(1), reach.hi.flatten(1), reach.rho)
+                mask = mask.flatten(1)
         if waiting is not None:
-            found = self._charged(found, waiting, torch.ones_like(found.lo), drop)
-        return found
+            reach = self._charged(reach, waiting, torch.ones_like(reach.lo), drop)
+        return reach
 
     def _charged(
-        self, found: Moves, waiting: tuple[AffineStep, Tensor], after: Tensor, drop: bool
+        self, reach: Moves, waiting: tuple[AffineStep, Tensor], after: Tensor, drop: bool
     ) -> Moves:
-        """rho times the norm of a step between the mask before it and the one after, and never above the box's."""
+        """rho times the norm of a step between the mask before it and the one after, and never
+        above the box's.
+        """
         step, before = waiting
         norms = (
             _masked_norms(step, before, after)
             if drop and step.matrix
-            else found.rho.new_full((len(after),), step.norm)
+            else reach.rho.new_full((len(after),), step.norm)
         )
-        box = norm2(found.reach.flatten(1).T)
-        return Moves(found.lo, found.hi, torch.minimum(up(norms * found.rho, 1), box))
+        box = norm2(reach.reach.flatten(1).T)
+        return Moves(reach.lo, reach.hi, torch.minimum(up(norms * reach.rho, 1), box))
 
-    def margins(self, values: Values, found: Moves, labels: Tensor, *, drop: bool) -> Tensor:
-        """z_label - z_j is at least this for all images of the neighbourhoods: (b, k), +inf at the label itself.
+    def margins(self, values: Values, moves: Moves, labels: Tensor, *, drop: bool) -> Tensor:
+        """z_label - z_j is at least this for all images of the neighbourhoods: (b, k), +inf at the
+        label itself.
 
-        The least w.d for d in the box and the ball, w = w_label - w_j, by weak duality: for every t > 0
-        w.d <= sum_i max_{0 <= s <= reach_i} (|w_i| s - s^2 / 2t) + rho^2 / 2t.
+        The least w.d for d in the box and the ball, w = w_label - w_j, by weak duality: for every t
+        > 0 w.d <= sum_i max_{0 <= s <= reach_i} (|w_i| s - s^2 / 2t) + rho^2 / 2t.
         """
-        centre, error = values.centre[-1], values.error[-1]
+        centre = values.centre[-1]
+        error = values.error[-1]
         weight = self.last.weight
         difference = weight[labels][:, None, :] - weight[None]  # (b, k, n), each entry rounded once
         gains = difference.abs() * (1 + 2.0**-52)
         if drop:
-            gains = gains * ((found.lo < 0) | (found.hi > 0)).double()[:, None]
-        reach = torch.where(difference > 0, -found.lo[:, None], found.hi[:, None])
-        fall = _largest(gains, reach, found.rho[:, None])
+            gains = gains * ((moves.lo < 0) | (moves.hi > 0)).double()[:, None]
+        reach = torch.where(difference > 0, -moves.lo[:, None], moves.hi[:, None])
+        fall = _largest(gains, reach, moves.rho[:, None])
         top = centre.gather(1, labels[:, None]) - centre
         slack = up(error.gather(1, labels[:, None]) + error + 2.0**-50 * (centre.abs() + top.abs()))
         lowest = top - up(fall + slack, 2)
         return lowest.scatter(1, labels[:, None], math.inf)
 
 
-def _mapped(found: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
+def _mapped(moves: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
     """Return the box after an affine step; rho is left as it is before it."""
-    middle, half = (found.hi + found.lo) / 2, up((found.hi - found.lo) / 2)
+    middle = (moves.hi + moves.lo) / 2
+    half = up((moves.hi - moves.lo) / 2)
     centre = step.run(middle, step.weight)
     away = step.run(half, step.weight.abs()) * (1 + gamma(2 * step.terms + 32)) + TINY
     shape = (-1, *([1] * (centre.dim() - 1)))
     squares = step.run(mask if drop else torch.ones_like(mask[:1]), step.weight.square())
-    ball = up(up(squares, step.terms).sqrt() * found.rho.view(shape), 4)
+    ball = up(up(squares, step.terms).sqrt() * moves.rho.view(shape), 4)
     hi = torch.minimum((centre + away).clamp(min=0), ball)
     lo = torch.maximum((centre - away).clamp(max=0), -ball)
-    return Moves(lo, hi, found.rho)
+    return Moves(lo, hi, moves.rho)
 
 
-def _activated(found: Moves, step: Activation, centre: Tensor, error: Tensor) -> Moves:
+def _activated(moves: Moves, step: Activation, centre: Tensor, error: Tensor) -> Moves:
     """Return the box after an activation."""
-    size = centre.abs() + error + found.reach
+    size = centre.abs() + error + moves.reach
     rounding = gamma(4) * size + TINY
-    a, b = centre - error - rounding, centre + error + rounding
-    low, high = a + found.lo - rounding, b + found.hi + rounding
-    rise, fall = step.apply(high) - step.apply(a), step.apply(b) - step.apply(low)
-    hi = torch.minimum(_away(rise), step.joined(found.hi))
-    lo = -torch.minimum(_away(fall), step.joined(-found.lo))
-    return Moves(lo, hi, found.rho)
+    a = centre - error - rounding
+    b = centre + error + rounding
+    low = a + moves.lo - rounding
+    high = b + moves.hi + rounding
+    rise = step.apply(high) - step.apply(a)
+    fall = step.apply(b) - step.apply(low)
+    hi = torch.minimum(_away(rise), step.joined(moves.hi))
+    lo = -torch.minimum(_away(fall), step.joined(-moves.lo))
+    return Moves(lo, hi, moves.rho)
 
 
 def _away(x: Tensor) -> Tensor:
@@ -211,7 +236,8 @@ def _masked_norms(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
 
 
 def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
-    """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n), (b, k, n), (b, 1) -> (b, k).
+    """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n), (b, k, n), (b, 1) -> (b,
+    k).
 
     Any t gives a bound; t is looked for by bisection where min(reach, t g) has the length rho.
     """
@@ -221,7 +247,8 @@ def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
         t = (low * high).sqrt()
         s = torch.minimum(reach, t[..., None] * gains)
         short = s.square().sum(-1) < rho.square()
-        low, high = torch.where(short, t, low), torch.where(short, high, t)
+        low = torch.where(short, t, low)
+        high = torch.where(short, high, t)
     values = []
     for t in (low, high, low * 2.0**40):  # the last one: hardly more than the box alone
         curve = 1 / t[..., None]

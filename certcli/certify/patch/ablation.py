@@ -1,9 +1,11 @@
 """Voting over ablations: every pass sees one band of the image, and a patch meets few bands.
 
-The procedure's class has most votes; of equal ones the smallest. Theorem: let L be the bands that a patch at one place meets.
-If the class c stays ahead when all votes of L go to any one other class, the patch cannot change it; and where that holds
+The procedure's class has most votes; of equal ones the smallest. Theorem: let L be the bands that a
+patch at one place meets. If the class c stays ahead when all votes of L go to any one other class,
+the patch cannot change it; and where that holds
 for all places, no patch can. It is exact: nothing is assumed of the passes. Proof: docs/patch.md.
-Source: Levine & Feizi 2020, (De)randomized smoothing; the votes of each place, in place of their number: ours.
+Source: Levine & Feizi 2020, (De)randomized smoothing; the votes of each place, in place of their
+number: ours.
 """
 
 from collections.abc import Sequence
@@ -20,14 +22,17 @@ from certcli.models.views import Grid, band_views
 
 
 class Voting(Procedure):
-    """bands: "columns", "rows" or "blocks" of `width` cells, one at each place, wrapped around. classes: of the network."""
+    """bands: "columns", "rows" or "blocks" of `width` cells, one at each place, wrapped around.
+    classes: of the network.
+    """
 
     name = VOTING
 
     def __init__(
         self, grid: Grid, patches: Sequence[Patch], bands: str, width: int, classes: int
     ) -> None:
-        self.patches, self.classes = tuple(patches), classes
+        self.patches = tuple(patches)
+        self.classes = classes
         self.views = band_views(grid, bands, width)
         self.met = {patch: met_views(self.views, grid, patch) for patch in patches}
         self.settings = {"bands": bands, "band_width": width}
@@ -37,16 +42,16 @@ class Voting(Procedure):
         return [Outcome(winner(votes, self.classes)) for votes, _ in self._votes(passes, pixels)]
 
     def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
-        found = []
+        outcomes = []
         for votes, firm in self._votes(passes, pixels):
             top = winner(votes, self.classes)
-            held = tuple(
+            certified = tuple(
                 patch
                 for patch in self.patches
                 if stays(top, votes, firm, self.met[patch], self.classes)
             )
-            found.append(Outcome(top, held, votes))
-        return found
+            outcomes.append(Outcome(top, certified, votes))
+        return outcomes
 
     def _votes(
         self, passes: Passes, pixels: Tensor
@@ -61,28 +66,30 @@ class Voting(Procedure):
 
 def winner(votes: Sequence[int], classes: int) -> int:
     """The class with most votes, of equal ones the smallest; NONE without any."""
-    given = [vote for vote in votes if vote != NONE]
+    cast = [vote for vote in votes if vote != NONE]
     return (
-        int(torch.bincount(torch.tensor(given, dtype=torch.int64), minlength=classes).argmax())
-        if given
+        int(torch.bincount(torch.tensor(cast, dtype=torch.int64), minlength=classes).argmax())
+        if cast
         else NONE
     )
 
 
 def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, classes: int) -> bool:
-    """Whether `top` wins whatever the bands of any one set vote, and those whose vote is not firm: met (s, m) bool.
+    """Whether `top` wins whatever the bands of any one set vote, and those whose vote is not firm:
+    met (s, m) bool.
 
-    All of them voting for one other class is the worst: it is then compared with every class j, ties by the smaller index.
+    All of them voting for one other class is the worst: it is then compared with every class j,
+    ties by the smaller index.
     """
     if top == NONE:
         return False
-    lost = met | ~torch.tensor(firm)
+    touched = met | ~torch.tensor(firm)
     one_hot = torch.nn.functional.one_hot(
         torch.tensor(votes).clamp(min=0), classes
     )  # NONE is not firm, so it is lost
-    kept = (~lost).long() @ one_hot  # (s, k): votes that nobody can change
-    against = kept + lost.sum(dim=1, keepdim=True)
-    lead = kept[:, top : top + 1] - against
+    fixed = (~touched).long() @ one_hot  # (s, k): votes that nobody can change
+    against = fixed + touched.sum(dim=1, keepdim=True)
+    lead = fixed[:, top : top + 1] - against
     wins_ties = torch.arange(classes) > top
     ahead = (lead > 0) | ((lead == 0) & wins_ties)
     ahead[:, top] = True

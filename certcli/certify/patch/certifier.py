@@ -1,4 +1,6 @@
-"""--method patch: a defended classifier made ready, and one record an image of what no patch can change."""
+"""--method patch: a defended classifier made ready, and one record an image of what no patch can
+change.
+"""
 
 import time
 from collections import Counter
@@ -29,7 +31,8 @@ AT_ONCE = 16
 
 @dataclass(frozen=True)
 class PatchCertificate(Certificate):
-    """proven: patches, as they are spelled, that do not change the class. votes: of each pass, where passes vote.
+    """proven: patches, as they are spelled, that do not change the class. votes: of each pass,
+    where passes vote.
 
     radius: 0, because the certificate does not speak of balls.
     """
@@ -60,13 +63,15 @@ class PatchCertificate(Certificate):
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "PatchCertificate":
-        held = {name: tuple(row.get(name, ())) for name in ("proven", "votes")}
-        return super().from_json({**row, "radius": 0.0, **held})
+        certified = {name: tuple(row.get(name, ())) for name in ("proven", "votes")}
+        return super().from_json({**row, "radius": 0.0, **certified})
 
 
 class PatchCertifier(Certifier):
-    """The procedure over the network's passes. The promise is about this classifier as it is executed, not about the bare
-    network: no real arithmetic and no slack, since a pass that sees nothing of a patch has the same input with it.
+    """The procedure over the network's passes. The promise is about this classifier as it is
+    executed, not about the bare
+    network: no real arithmetic and no slack, since a pass that sees nothing of a patch has the same
+        input with it.
     """
 
     method = METHOD
@@ -115,8 +120,8 @@ class PatchCertifier(Certifier):
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[PatchCertificate]:
         started = time.perf_counter()
-        found = self.procedure.certify(self.passes, pixels.float(), labels)
-        seconds = round((time.perf_counter() - started) / max(1, len(found)), 3)
+        outcomes = self.procedure.certify(self.passes, pixels.float(), labels)
+        seconds = round((time.perf_counter() - started) / max(1, len(outcomes)), 3)
         return [
             PatchCertificate(
                 index,
@@ -129,13 +134,15 @@ class PatchCertifier(Certifier):
                 proven=tuple(str(patch) for patch in one.proven),
                 votes=one.votes,
             )
-            for index, label, one in zip(indices, labels, found, strict=True)
+            for index, label, one in zip(indices, labels, outcomes, strict=True)
         ]
 
     def predict(self, pixels: Tensor) -> list[int | None]:
-        """The defended classifier: pixels (b, c, h, w) in [0, 1] -> classes; None where the network gives NaN."""
-        found = [one.prediction for one in self.procedure.predict(self.passes, pixels.float())]
-        return [None if top == NONE else top for top in found]
+        """The defended classifier: pixels (b, c, h, w) in [0, 1] -> classes; None where the network
+        gives NaN.
+        """
+        classes = [one.prediction for one in self.procedure.predict(self.passes, pixels.float())]
+        return [None if top == NONE else top for top in classes]
 
     @property
     def attacked(self) -> nn.Module:
@@ -145,10 +152,13 @@ class PatchCertifier(Certifier):
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
     ) -> list[Confirmation]:
         """The passes are made again."""
-        found = self.batch(
+        certificates = self.batch(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
-        return [_compare(claim, again) for claim, again in zip(claims, found, strict=True)]
+        return [
+            _compare(claim, certificate)
+            for claim, certificate in zip(claims, certificates, strict=True)
+        ]
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
         return [
@@ -156,31 +166,34 @@ class PatchCertifier(Certifier):
         ]
 
 
-def _compare(claim: Certificate, again: Certificate) -> Confirmation:
+def _compare(claim: Certificate, recomputed: Certificate) -> Confirmation:
     assert isinstance(claim, PatchCertificate)
-    assert isinstance(again, PatchCertificate)
-    if claim.prediction != again.prediction:
+    assert isinstance(recomputed, PatchCertificate)
+    if claim.prediction != recomputed.prediction:
         return Confirmation(
             "refuted",
-            f"class {claim.prediction} is stated, the defended network says {again.prediction}",
+            f"class {claim.prediction} is stated, the defended network says {recomputed.prediction}",
         )
-    if claim.votes != again.votes:
+    if claim.votes != recomputed.votes:
         return Confirmation("refuted", "the passes vote otherwise than is stated")
-    unproven = [patch for patch in claim.proven if patch not in again.proven]
+    unproven = [patch for patch in claim.proven if patch not in recomputed.proven]
     if unproven:
         return Confirmation("refuted", f"{', '.join(unproven)} is stated and not proven again")
     return Confirmation("verified", "the passes, made again, prove what is stated")
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
-    """Return the certifier of the network behind a procedure; UsageError where the options mean nothing for it."""
+    """Return the certifier of the network behind a procedure; UsageError where the options mean
+    nothing for it.
+    """
     options.sizes(checkpoint.record.input.size[1:])  # refuses before the network is built
     return defended(build.load(checkpoint, device), options)
 
 
 def defended(model: build.PixelModel, options: Patches) -> PatchCertifier:
     """Return the certifier of this network behind the procedure."""
-    size, device = model.input_size, next(model.parameters()).device
+    size = model.input_size
+    device = next(model.parameters()).device
     patches = tuple(sorted(set(options.sizes(size[1:]))))
     part = seen_part(model, options.hide or AUTO, options.cell, fine=options.procedure != VOTING)
     procedure: Procedure

@@ -1,4 +1,6 @@
-"""What an adaptive attack climbs on: the passes of a procedure that see a patch, put together with gradients."""
+"""What an adaptive attack climbs on: the passes of a procedure that see a patch, put together with
+gradients.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +15,16 @@ _MOST = 32
 
 
 class TouchedPasses(nn.Module):
-    """log of the mean softmax over the views that see something of the patch at this corner: what has to change together.
+    """log of the mean softmax over the views that see something of the patch at this corner: what
+    has to change together.
 
     Of double masking those of the first round, whose majority a patch must turn.
     """
 
     def __init__(self, certifier: PatchCertifier, patch: Patch, corner: tuple[int, int]) -> None:
         super().__init__()
-        self.part, procedure = certifier.passes.part, certifier.procedure
+        self.part = certifier.passes.part
+        procedure = certifier.procedure
         views = (
             procedure.views[: procedure.count]
             if isinstance(procedure, DoubleMasking)
@@ -36,7 +40,8 @@ class TouchedPasses(nn.Module):
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        views, count = self.views.to(pixels.device), len(pixels)
+        views = self.views.to(pixels.device)
+        count = len(pixels)
         kinds = self.part.alike(views)
         shares: list[Tensor] = []
         for kind in kinds.unique().tolist():

@@ -1,10 +1,14 @@
-"""Double masking: a class stands when all other masks agree once the mask that hides the patch is in place.
+"""Double masking: a class stands when all other masks agree once the mask that hides the patch is
+in place.
 
-Masks M cover the patch: at each of its places one of them hides it whole. f(i, j): the network's class without what masks i
-and j hide. The procedure: if all f(i, i) agree, that class. Else, of the masks i that differ from the majority, the class of
-one whose f(i, j) agree for all j; else the majority. Theorem: where each place of the patch is hidden by some mask i with
-f(i, j) = c for all j, no patch changes the procedure's class c. Proof: docs/patch.md.
-Source: Xiang, Mahloujifar & Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of patches: ours.
+Masks M cover the patch: at each of its places one of them hides it whole. f(i, j): the network's
+class without what masks i
+and j hide. The procedure: if all f(i, i) agree, that class. Else, of the masks i that differ from
+the majority, the class of one whose f(i, j) agree for all j; else the majority. Theorem: where each
+place of the patch is hidden by some mask i with f(i, j) = c for all j, no patch changes the
+procedure's class c. Proof: docs/patch.md.
+Source: Xiang, Mahloujifar & Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of
+patches: ours.
 """
 
 import itertools
@@ -24,7 +28,9 @@ from certcli.system.errors import UsageError
 
 
 class DoubleMasking(Procedure):
-    """masks: a side, against patches as large as the largest of `patches` in height, in width and in number."""
+    """masks: a side, against patches as large as the largest of `patches` in height, in width and
+    in number.
+    """
 
     name = DOUBLE_MASKING
 
@@ -39,7 +45,9 @@ class DoubleMasking(Procedure):
         self.title = f"double masking with {self.count} masks, {len(self.views)} passes at most"
 
     def use(self, masks: Tensor, grid: Grid, patches: Sequence[Patch]) -> None:
-        """Take these masks (m, rows, columns), False where they hide. UsageError when a patch has a place that none hides."""
+        """Take these masks (m, rows, columns), False where they hide. UsageError when a patch has a
+        place that none hides.
+        """
         self.patches, self.count = tuple(patches), len(masks)
         for patch in patches:
             gap = hole(masks, grid, patch)
@@ -76,12 +84,14 @@ class DoubleMasking(Procedure):
         ]
         _pursue(passes, pixels, proofs)
         unproven = [proof.image for proof in proofs if not proof.proven]
-        found = [Outcome(proof.wanted, proof.proven) for proof in proofs]
+        outcomes = [Outcome(proof.wanted, proof.proven) for proof in proofs]
         if unproven:
-            tops = self._classes(passes, pixels[unproven], [singles[image] for image in unproven])
-            for image, top in zip(unproven, tops, strict=True):
-                found[image] = Outcome(top)
-        return found
+            predictions = self._classes(
+                passes, pixels[unproven], [singles[image] for image in unproven]
+            )
+            for image, top in zip(unproven, predictions, strict=True):
+                outcomes[image] = Outcome(top)
+        return outcomes
 
     def _round_one(self, passes: Passes, pixels: Tensor) -> list[list[Answer]]:
         answers = passes.answers(
@@ -93,11 +103,12 @@ class DoubleMasking(Procedure):
         self, passes: Passes, pixels: Tensor, singles: Sequence[Sequence[Answer]]
     ) -> list[int]:
         """What the procedure says of each image, given its first round."""
-        found, rows = [], []
+        classes = []
+        rows = []
         for image, answers in enumerate(singles):
             counts = Counter(answer.top for answer in answers)
             majority = min(counts, key=lambda top: (-counts[top], top))
-            found.append(majority)
+            classes.append(majority)
             rows += [
                 _Row(self, image, i, answers)
                 for i in range(self.count)
@@ -106,15 +117,19 @@ class DoubleMasking(Procedure):
         _pursue(passes, pixels, rows)
         for row in reversed(rows):  # the first that agrees counts
             if not row.settled:
-                found[row.image] = row.wanted
-        return found
+                classes[row.image] = row.wanted
+        return classes
 
 
 class _Task:
-    """Passes over `image` that are wanted, in order, until they settle it. wanted: the class they should give."""
+    """Passes over `image` that are wanted, in order, until they settle it. wanted: the class they
+    should give.
+    """
 
-    def __init__(self, image: int, wanted: int, queue: list[int]) -> None:
-        self.image, self.wanted, self.queue = image, wanted, queue
+    def __init__(self, image: int, target: int, queue: list[int]) -> None:
+        self.image = image
+        self.wanted = target
+        self.queue = queue
         self.settled = False
 
     def hear(self, view: int, answer: Answer) -> None:
@@ -122,24 +137,28 @@ class _Task:
 
 
 class _Row(_Task):
-    """Round two: mask i and every other. Settled when one differs from f(i, i); those that did most firmly come first."""
+    """Round two: mask i and every other. Settled when one differs from f(i, i); those that did most
+    firmly come first.
+    """
 
     def __init__(
         self, defence: DoubleMasking, image: int, i: int, singles: Sequence[Answer]
     ) -> None:
-        own = singles[i].top
+        prediction = singles[i].top
         others = sorted(
             (j for j in range(defence.count) if j != i),
-            key=lambda j: (singles[j].top == own, -singles[j].lead),
+            key=lambda j: (singles[j].top == prediction, -singles[j].lead),
         )
-        super().__init__(image, own, [defence.view(i, j) for j in others])
+        super().__init__(image, prediction, [defence.view(i, j) for j in others])
 
     def hear(self, view: int, answer: Answer) -> None:
         self.settled |= answer.top != self.wanted
 
 
 class _Proof(_Task):
-    """All pairs, those whose masks were least sure first. A failed pair ends both masks; settled when no patch stands."""
+    """All pairs, those whose masks were least sure first. A failed pair ends both masks; settled
+    when no patch stands.
+    """
 
     def __init__(
         self, defence: DoubleMasking, image: int, label: int, singles: Sequence[Answer]
@@ -171,18 +190,20 @@ class _Proof(_Task):
 
 
 def _pursue(passes: Passes, pixels: Tensor, tasks: Sequence[_Task]) -> None:
-    """Run the tasks' passes, each task no further than needed, in full batches as long as there are any."""
+    """Run the tasks' passes, each task no further than needed, in full batches as long as there are
+    any.
+    """
     ahead = 1
     while live := [task for task in tasks if task.queue and not task.settled]:
         next_ones = [(task, view) for task in live for view in task.queue[:ahead]]
-        wanted = [(task.image, view) for task, view in next_ones]
-        batches = passes.batches(wanted)
+        queries = [(task.image, view) for task, view in next_ones]
+        batches = passes.batches(queries)
         full = [batch for batch in batches if len(batch) == passes.rows]
         if not full and any(len(task.queue) > ahead for task in live):
             ahead *= 2
             continue
         chosen = [place for batch in full or batches for place in batch]
-        answers = passes.answers(pixels, [wanted[place] for place in chosen])
+        answers = passes.answers(pixels, [queries[place] for place in chosen])
         for place, answer in zip(chosen, answers, strict=True):
             task, view = next_ones[place]
             if view in task.queue:

@@ -1,4 +1,6 @@
-"""Masks that hide every patch of a size, and the passes that a patch meets. Theorems and proofs: docs/patch.md."""
+"""Masks that hide every patch of a size, and the passes that a patch meets. Theorems and proofs:
+docs/patch.md.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ MOST_SETS = 200_000
 
 
 def met_blocks(grid: Grid, patch: Patch) -> list[tuple[Interval, Interval]]:
-    """The blocks of cells (rows, columns), each from start to stop, that one patch meets, over all its places.
+    """The blocks of cells (rows, columns), each from start to stop, that one patch meets, over all
+    its places.
 
     Blocks within others are left out: what holds for all cells of a block holds for its part.
     """
@@ -29,7 +32,9 @@ def met_blocks(grid: Grid, patch: Patch) -> list[tuple[Interval, Interval]]:
 
 
 def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
-    """The intervals of cells that `patch` pixels meet, at all places in a side of `length`; the largest ones alone."""
+    """The intervals of cells that `patch` pixels meet, at all places in a side of `length`; the
+    largest ones alone.
+    """
     every = {
         (start // cell, (start + patch - 1) // cell + 1) for start in range(length - patch + 1)
     }
@@ -40,11 +45,13 @@ def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
 
 
 def cover(length: int, patch: int, cell: int, count: int) -> list[Interval]:
-    """At most `count` intervals of cells, all of one length, such that each patch's cells lie within one of them.
+    """At most `count` intervals of cells, all of one length, such that each patch's cells lie
+    within one of them.
 
-    A patch meets at most q = ceil((patch - 1) / cell) + 1 of the n cells: it lies within one of the n - q + 1 windows of q
-    cells. With s = ceil((n - q + 1) / count), the interval from i s, of q + s - 1 cells, holds the windows i s to i s + s -
-    1; the last ones are moved back to end with the image. Source: Xiang et al. 2022, section 3.3 (there cells are pixels).
+    A patch meets at most q = ceil((patch - 1) / cell) + 1 of the n cells: it lies within one of the
+    n - q + 1 windows of q cells. With s = ceil((n - q + 1) / count), the interval from i s, of q +
+    s - 1 cells, holds the windows i s to i s + s - 1; the last ones are moved back to end with the
+    image. Source: Xiang et al. 2022, section 3.3 (there cells are pixels).
     """
     cells = -(-length // cell)
     window = min(cells, -(-(patch - 1) // cell) + 1)
@@ -56,9 +63,11 @@ def cover(length: int, patch: int, cell: int, count: int) -> list[Interval]:
 
 
 def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
-    """Views (m, rows, columns), each without one block: count x count blocks that cover every place of one such patch.
+    """Views (m, rows, columns), each without one block: count x count blocks that cover every place
+    of one such patch.
 
-    With several patches, each view hides that number of blocks. UsageError when a view would see nothing.
+    With several patches, each view hides that number of blocks. UsageError when a view would see
+    nothing.
     """
     rows = cover(grid.height, patch.height, grid.cell[0], count)
     columns = cover(grid.width, patch.width, grid.cell[1], count)
@@ -94,24 +103,27 @@ def seen(views: Tensor, blocks: Sequence[tuple[Interval, Interval]]) -> Tensor:
 
 
 def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
-    """The sets of views that see something of the patches, over all their places: (m, rows, columns) -> (s, m) bool.
+    """The sets of views that see something of the patches, over all their places: (m, rows,
+    columns) -> (s, m) bool.
 
-    Equal sets once, and of comparable ones the larger where there are few: what holds with more views lost holds with fewer.
-    UsageError when several patches have too many places to look at.
+    Equal sets once, and of comparable ones the larger where there are few: what holds with more
+    views lost holds with fewer. UsageError when several patches have too many places to look at.
     """
     sets = torch.unique(seen(views, met_blocks(grid, patch)).T, dim=0)
-    found = sets
+    unions = sets
     for _ in range(patch.count - 1):
-        if len(found) * len(sets) > MOST_SETS:
+        if len(unions) * len(sets) > MOST_SETS:
             raise UsageError(
-                f"too many places of {patch} to look at ({len(found) * len(sets):,})", "one patch"
+                f"too many places of {patch} to look at ({len(unions) * len(sets):,})", "one patch"
             )
-        found = torch.unique((found[:, None] | sets[None]).flatten(0, 1), dim=0)
-    return found
+        unions = torch.unique((unions[:, None] | sets[None]).flatten(0, 1), dim=0)
+    return unions
 
 
 def hole(views: Tensor, grid: Grid, patch: Patch) -> tuple[Interval, Interval] | None:
-    """A block of cells that one patch meets and no view hides whole; None where the views cover every place."""
+    """A block of cells that one patch meets and no view hides whole; None where the views cover
+    every place.
+    """
     blocks = met_blocks(grid, patch)
     open_ones = seen(views, blocks).all(dim=0).nonzero().flatten().tolist()
     return blocks[open_ones[0]] if open_ones else None

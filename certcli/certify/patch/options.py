@@ -1,4 +1,6 @@
-"""Options of --method patch, which other commands that run a defended classifier share. No torch here."""
+"""Options of --method patch, which other commands that run a defended classifier share. No torch
+here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,13 +12,15 @@ from certcli.system.errors import UsageError
 from certcli.system.options import Option
 from certcli.system.registry import one_of
 
-DOUBLE_MASKING, VOTING = "double-masking", "voting"
+DOUBLE_MASKING = "double-masking"
+VOTING = "voting"
 PROCEDURES = (DOUBLE_MASKING, VOTING)
 KINDS: dict[str, type] = {
     **dict.fromkeys(("procedure", "bands", "hide"), str),
     **dict.fromkeys(("masks", "band_width", "rows"), int),
 }
-MOST_ROWS, MOST_PATCHES = 4096, 32
+MOST_ROWS = 4096
+MOST_PATCHES = 32
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class Patches(Options):
             )
 
     def sizes(self, image: tuple[int, int]) -> list[Patch]:
-        """Return the patches for an image (height, width) in the order they are named; UsageError when there is none."""
+        """Return the patches for an image (height, width) in the order they are named; UsageError
+        when there is none.
+        """
         if not self.patches:
             raise UsageError(
                 "--method patch: against which patch?",

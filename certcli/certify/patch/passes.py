@@ -1,8 +1,10 @@
-"""Passes in batches of one fixed size, and whether a pass gives the same bits whatever else is in its batch.
+"""Passes in batches of one fixed size, and whether a pass gives the same bits whatever else is in
+its batch.
 
-A certificate speaks of the classifier as it is executed: a pass that sees nothing of a patch must give the same class as
-without it. BLAS chooses its sums by the shape of a batch, so that a row's last bits differ between batches of 4 and of 8;
-batches are therefore always filled up to the same size. That rows then do not depend on place and company is found out.
+A certificate speaks of the classifier as it is executed: a pass that sees nothing of a patch must
+give the same class as without it. BLAS chooses its sums by the shape of a batch, so that a row's
+last bits differ between batches of 4 and of 8; batches are therefore always filled up to the same
+size. That rows then do not depend on place and company is found out.
 """
 
 from collections import defaultdict
@@ -23,7 +25,9 @@ SAFETY = 4.0
 
 @dataclass(frozen=True)
 class Determinism:
-    """What running the same passes in other company showed. difference: the largest, of any logit. passes: compared."""
+    """What running the same passes in other company showed. difference: the largest, of any logit.
+    passes: compared.
+    """
 
     difference: float
     passes: int
@@ -44,7 +48,9 @@ class Determinism:
 
 @dataclass(frozen=True)
 class Answer:
-    """The class of a pass, and whether any execution of it gives that class: its lead is above the margin."""
+    """The class of a pass, and whether any execution of it gives that class: its lead is above the
+    margin.
+    """
 
     top: int
     lead: float
@@ -52,13 +58,16 @@ class Answer:
 
 
 class Passes:
-    """Runs passes of `part`, `rows` at a time. views: (m, rows, columns), all that the defence uses.
+    """Runs passes of `part`, `rows` at a time. views: (m, rows, columns), all that the defence
+    uses.
 
-    run counts the passes that were asked for, `executed` those with what batches were filled up with.
+    run counts the passes that were asked for, `executed` those with what batches were filled up
+    with.
     """
 
     def __init__(self, part: SeenPart, views: Tensor, rows: int) -> None:
-        self.part, self.rows = part, rows
+        self.part = part
+        self.rows = rows
         self.views = views
         self.kinds = part.alike(views).tolist()
         self.executed = 0
@@ -68,29 +77,31 @@ class Passes:
         self.determinism = self._compare()
         self.executed = 0
 
-    def answers(self, pixels: Tensor, wanted: Sequence[tuple[int, int]]) -> list[Answer]:
-        """One answer for each (image, view): pixels (b, c, h, w). Equal kinds of views should come together."""
-        found: list[Answer | None] = [None] * len(wanted)
+    def answers(self, pixels: Tensor, queries: Sequence[tuple[int, int]]) -> list[Answer]:
+        """One answer for each (image, view): pixels (b, c, h, w). Equal kinds of views should come
+        together.
+        """
+        answers: list[Answer | None] = [None] * len(queries)
         pixels = sent(pixels, self.device)
-        for places in self.batches(wanted):
-            logits = self._logits(pixels, [wanted[place] for place in places])[: len(places)]
+        for places in self.batches(queries):
+            logits = self._logits(pixels, [queries[place] for place in places])[: len(places)]
             finite = torch.isfinite(logits).all(dim=1)
-            top, best = (
-                torch.where(finite, logits.argmax(dim=1), NONE),
-                logits.topk(2, dim=1).values,
-            )
+            top = torch.where(finite, logits.argmax(dim=1), NONE)
+            best = logits.topk(2, dim=1).values
             lead = torch.where(finite, best[:, 0] - best[:, 1], -torch.inf)
             for place, cls, ahead in zip(places, top.tolist(), lead.tolist(), strict=True):
                 firm = cls != NONE and (
                     self.determinism.margin == 0 or ahead > self.determinism.margin
                 )
-                found[place] = Answer(cls, ahead, firm)
-        return [answer for answer in found if answer is not None]
+                answers[place] = Answer(cls, ahead, firm)
+        return [answer for answer in answers if answer is not None]
 
-    def batches(self, wanted: Iterable[tuple[int, int]]) -> list[list[int]]:
-        """Positions of `wanted` in batches of one kind, in order; the last of each kind may be short."""
+    def batches(self, queries: Iterable[tuple[int, int]]) -> list[list[int]]:
+        """Positions of `wanted` in batches of one kind, in order; the last of each kind may be
+        short.
+        """
         queues: dict[int, list[int]] = defaultdict(list)
-        for place, (_, view) in enumerate(wanted):
+        for place, (_, view) in enumerate(queries):
             queues[self.kinds[view]].append(place)
         return [
             queue[start : start + self.rows]
@@ -99,32 +110,40 @@ class Passes:
         ]
 
     @torch.no_grad()
-    def _logits(self, pixels: Tensor, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    def _logits(self, pixels: Tensor, queries: Sequence[tuple[int, int]]) -> Tensor:
         """Logits (rows, k) of a batch of one kind, filled up with its first pass."""
-        full = [*wanted, *[wanted[0]] * (self.rows - len(wanted))]
+        full = [*queries, *[queries[0]] * (self.rows - len(queries))]
         self.executed += len(full)
-        images, views = [image for image, _ in full], [view for _, view in full]
+        images = [image for image, _ in full]
+        views = [view for _, view in full]
         return self.part(pixels[images], self._views[views])
 
     def _compare(self) -> Determinism:
-        """Each kind of pass twice: at another place of its batch, with another image and view in every second row."""
+        """Each kind of pass twice: at another place of its batch, with another image and view in
+        every second row.
+        """
         generator = torch.Generator().manual_seed(0)
         size = self.part.model.input_size
         pixels = torch.rand(self.rows + 1, *size, generator=generator).to(self.device)
         pixels[-1] = pixels[-1].round()  # another content
-        largest, passes = 0.0, 0
+        largest = 0.0
+        passes = 0
         for kind in sorted(set(self.kinds)):
             members = [view for view, its in enumerate(self.kinds) if its == kind]
             first = [(row, members[row % len(members)]) for row in range(self.rows)]
             before = self._logits(pixels, first)
-            moved = [first[row - 1] for row in range(self.rows)]  # one place on
-            company = [one if row % 2 else (self.rows, members[0]) for row, one in enumerate(moved)]
+            shifted = [first[row - 1] for row in range(self.rows)]  # one place on
+            company = [
+                one if row % 2 else (self.rows, members[0]) for row, one in enumerate(shifted)
+            ]
             after = self._logits(pixels, company)
-            kept = list(range(1, self.rows, 2))
-            origin = [row - 1 for row in kept]
-            if not kept:  # one row a batch: no place and no company
-                after, kept, origin = self._logits(pixels, first), [0], [0]
-            gap = (after[kept] - before[origin]).abs().max().double()
+            compared = list(range(1, self.rows, 2))
+            origin = [row - 1 for row in compared]
+            if not compared:  # one row a batch: no place and no company
+                after = self._logits(pixels, first)
+                compared = [0]
+                origin = [0]
+            gap = (after[compared] - before[origin]).abs().max().double()
             largest = max(largest, float(gap) if bool(torch.isfinite(gap)) else float("inf"))
-            passes += len(kept)
+            passes += len(compared)
         return Determinism(largest, passes)

@@ -1,4 +1,6 @@
-"""What a defence against patches is: a procedure that classifies by passes over views, and a proof of its answers."""
+"""What a defence against patches is: a procedure that classifies by passes over views, and a proof
+of its answers.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,8 @@ from certcli.evaluation.threat import Patch
 
 @dataclass(frozen=True)
 class Outcome:
-    """The procedure's class for an image, the patches that provably do not change it, and what passes voted where they do.
+    """The procedure's class for an image, the patches that provably do not change it, and what
+    passes voted where they do.
 
     prediction: NONE where passes with logits that are not finite decide.
     """
@@ -24,7 +27,9 @@ class Outcome:
 
 
 class Procedure(ABC):
-    """views: (m, rows, columns), of all its passes. settings: what decides it, for records; title: in words."""
+    """views: (m, rows, columns), of all its passes. settings: what decides it, for records; title:
+    in words.
+    """
 
     name: ClassVar[str]
     views: Tensor
@@ -37,4 +42,6 @@ class Procedure(ABC):
 
     @abstractmethod
     def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
-        """The same with what is proven of it. An image that is not of its label's class may be left unproven."""
+        """The same with what is proven of it. An image that is not of its label's class may be left
+        unproven.
+        """

@@ -1,7 +1,9 @@
-"""A denoiser in front of a classifier that never saw noise: DnCNN, or a diffusion model in a folder of diffusers.
+"""A denoiser in front of a classifier that never saw noise: DnCNN, or a diffusion model in a folder
+of diffusers.
 
-Source: Zhang, Zuo, Chen, Meng & Zhang 2017 (the network); Salman, Sun, Yang, Kapoor & Kolter 2020, Denoised smoothing: a
-provable defense for pretrained classifiers (its use, and the names of the tensors as they published them).
+Source: Zhang, Zuo, Chen, Meng & Zhang 2017 (the network); Salman, Sun, Yang, Kapoor & Kolter 2020,
+Denoised smoothing: a provable defense for pretrained classifiers (its use, and the names of the
+tensors as they published them).
 """
 
 import re
@@ -24,7 +26,8 @@ _KIND = "DnCNN: convolutions 3 x 3 and batch normalisations named dncnn.N.weight
 
 
 class Denoiser(nn.Module):
-    """Noisy pixels (b, c, h, w) -> pixels of that shape: x - dncnn(x), dncnn a chain of convolutions, norms and ReLUs.
+    """Noisy pixels (b, c, h, w) -> pixels of that shape: x - dncnn(x), dncnn a chain of
+    convolutions, norms and ReLUs.
 
     digest: of its tensors, which with this class decide the function.
     """
@@ -46,8 +49,8 @@ class Denoiser(nn.Module):
         self.dncnn = nn.Sequential(*layers)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        found: Tensor = pixels - self.dncnn(pixels)
-        return found
+        denoised: Tensor = pixels - self.dncnn(pixels)
+        return denoised
 
     def at(self, sigma: float) -> "Denoiser":
         """Return the denoiser itself: it is one function for every sigma."""
@@ -66,9 +69,9 @@ def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
     tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     first = tensors.get("dncnn.0.weight")
     numbers = [
-        int(found[1])
+        int(match[1])
         for name in tensors
-        if (found := re.fullmatch(r"dncnn\.(\d{1,3})\.weight", name))
+        if (match := re.fullmatch(r"dncnn\.(\d{1,3})\.weight", name))
     ]
     depth = 2 + (max(numbers, default=0) - 2) // 3
     if first is None or first.dim() != 4 or not 2 <= depth <= DEEPEST:
@@ -109,7 +112,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Put the tensors into the network, all of them and no others; those that decide its function are returned."""
+    """Put the tensors into the network, all of them and no others; those that decide its function
+    are returned.
+    """
     expected = net.state_dict()
     optional = {name for name in expected if name.endswith("num_batches_tracked")}
     wrong = sorted((expected.keys() - optional) ^ (tensors.keys() - optional))

@@ -1,6 +1,8 @@
-"""One step of a diffusion model as a denoiser: a deterministic function of the noisy pixels, built for one sigma.
+"""One step of a diffusion model as a denoiser: a deterministic function of the noisy pixels, built
+for one sigma.
 
-Source: Carlini, Tramer, Dvijotham, Rice, Sun & Kolter 2023, (Certified!!) adversarial robustness for free.
+Source: Carlini, Tramer, Dvijotham, Rice, Sun & Kolter 2023, (Certified!!) adversarial robustness
+for free.
 """
 
 import hashlib
@@ -21,9 +23,10 @@ from certcli.system.errors import ArchitectureError, UsageError
 class OneShot(nn.Module):
     """Noisy pixels x + sigma z, images in [0, 1] -> x0 in [0, 1].
 
-    x_t = a (2 (x + sigma z) - 1) with a = 1 / sqrt(1 + 4 sigma^2) and s = 2 sigma a; t is the step of the schedule whose
-    noise-to-signal ratio is nearest to 2 sigma, in the logarithm. x0 follows from the prediction and is clipped to
-    [-1, 1]. A head that also predicts the variance has twice the channels; the mean comes first.
+    x_t = a (2 (x + sigma z) - 1) with a = 1 / sqrt(1 + 4 sigma^2) and s = 2 sigma a; t is the step
+    of the schedule whose noise-to-signal ratio is nearest to 2 sigma, in the logarithm. x0 follows
+    from the prediction and is clipped to [-1, 1]. A head that also predicts the variance has twice
+    the channels; the mean comes first.
 
     Args:
         digest: of the network's tensors. The attribute `digest` also covers shape, schedule and t.
@@ -56,7 +59,8 @@ class OneShot(nn.Module):
         }
 
     def require_size(self, height: int, width: int) -> None:
-        """Raise ArchitectureError where the levels do not divide a side. Nothing is resized before the denoiser.
+        """Raise ArchitectureError where the levels do not divide a side. Nothing is resized before
+        the denoiser.
 
         A resize would mix the noise of neighbouring pixels, and the UNet expects white noise.
         """
@@ -84,7 +88,9 @@ class OneShot(nn.Module):
 
 @dataclass(frozen=True)
 class Diffusion:
-    """A UNet and its schedule, which become another function for each sigma; digest: of the tensors."""
+    """A UNet and its schedule, which become another function for each sigma; digest: of the
+    tensors.
+    """
 
     net: UNet
     schedule: Schedule
@@ -95,7 +101,9 @@ class Diffusion:
 
 
 def step_of(schedule: Schedule, sigma: float) -> int:
-    """Return the step whose noise is nearest to 2 sigma on images in [-1, 1]; UsageError beyond the schedule."""
+    """Return the step whose noise is nearest to 2 sigma on images in [-1, 1]; UsageError beyond the
+    schedule.
+    """
     ratios = noise_to_signal(schedule.alpha_bars)
     # the last step without signal is beyond every sigma
     ratios = ratios[ratios.isfinite() & (ratios > 0)]

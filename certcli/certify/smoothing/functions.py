@@ -1,4 +1,6 @@
-"""The functions that smoothing speaks of: the network as it is run on noisy pixels, alone or behind a denoiser."""
+"""The functions that smoothing speaks of: the network as it is run on noisy pixels, alone or behind
+a denoiser.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,16 @@ CLIMBED = 16
 
 
 class Classifier(nn.Module):
-    """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network run in `precision`."""
+    """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network
+    run in `precision`.
+    """
 
     def __init__(
         self, model: build.PixelModel, precision: str, denoiser: Denoiser | OneShot | None = None
     ) -> None:
         super().__init__()
-        self.kind, self.precision = DTYPES[precision], precision
+        self.kind = DTYPES[precision]
+        self.precision = precision
         self.normalize, self.net = model.normalize, build.converted(model, self.kind).net
         self.denoiser = None if denoiser is None else denoiser.to(self.kind)
         if self.denoiser is not None:  # two thirds of the time on a CPU
@@ -45,11 +50,13 @@ class Classifier(nn.Module):
         return (noisy if self.denoiser is not None else self._normalised(noisy)).to(self.kind)
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        found: Tensor = self.normalize(pixels)
-        return found
+        normalised: Tensor = self.normalize(pixels)
+        return normalised
 
     def run(self, prepared: Tensor) -> Tensor:
-        """Return the rest: prepared pixels -> logits. The first batch of each size is compared with rows run alone."""
+        """Return the rest: prepared pixels -> logits. The first batch of each size is compared with
+        rows run alone.
+        """
         logits = self._run(prepared)
         if (
             len(prepared) > 1
@@ -104,7 +111,9 @@ def classifier(
 
 @torch.no_grad()
 def require_alone(model: build.PixelModel) -> None:
-    """UsageError where an image's logits depend on its batch: its draws, which share one, would not be independent."""
+    """UsageError where an image's logits depend on its batch: its draws, which share one, would not
+    be independent.
+    """
     weight = next(model.parameters(), torch.zeros(()))
     images = noise_like(torch.empty(3, *model.input_size, dtype=weight.dtype, device=weight.device))
     try:
@@ -117,15 +126,20 @@ def require_alone(model: build.PixelModel) -> None:
 
 
 class Smoothed(nn.Module):
-    """log mean softmax f(x + sigma z) over a few draws of z that stay the same: what an attack on g climbs on."""
+    """log mean softmax f(x + sigma z) over a few draws of z that stay the same: what an attack on g
+    climbs on.
+    """
 
     def __init__(self, classify: nn.Module, sigma: float, seed: int) -> None:
         super().__init__()
-        self.classify, self.sigma, self.seed = classify, sigma, seed
+        self.classify = classify
+        self.sigma = sigma
+        self.seed = seed
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        names, shape = [0] * CLIMBED, pixels.shape[1:]
+        names = [0] * CLIMBED
+        shape = pixels.shape[1:]
         drawn = noise.normals(self.seed, names, range(CLIMBED), shape, pixels.device, noise.ATTACK)
         noisy = pixels[:, None] + self.sigma * drawn.to(pixels.dtype)
         shares = self.classify(noisy.flatten(0, 1)).softmax(dim=1)

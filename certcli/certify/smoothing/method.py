@@ -1,8 +1,11 @@
-"""Randomised smoothing: what the network says of an image under Gaussian noise, and how far that cannot change.
+"""Randomised smoothing: what the network says of an image under Gaussian noise, and how far that
+cannot change.
 
-g(x) = the class that f gives to x + sigma z most often, z ~ N(0, I), pixels unclipped. If the class c is given with
-probability p > 1/2, no image within sigma Phi^-1(p) (pixel l2) has another g. p is bounded from below by drawing.
-Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stops and their proofs: docs/smoothing.md.
+g(x) = the class that f gives to x + sigma z most often, z ~ N(0, I), pixels unclipped. If the class
+c is given with probability p > 1/2, no image within sigma Phi^-1(p) (pixel l2) has another g. p is
+bounded from below by drawing.
+Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stops and their proofs:
+docs/smoothing.md.
 """
 
 import math
@@ -32,7 +35,8 @@ with noise near two classes may fall to the other. Far more draws have to be suc
 
 
 class SmoothingCertifier(Certifier):
-    """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), the function the statement is about.
+    """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), the function the
+    statement is about.
 
     purpose: of the noise; see `noise`. about: further facts for the document.
     """
@@ -50,14 +54,15 @@ class SmoothingCertifier(Certifier):
         about: Mapping[str, Any] = {},
     ) -> None:
         settings.require_reach()
-        self.settings, self._classify, self._classes = settings, classify, classes
-        self._device, self._batch_size, self._purpose, self._about = (
-            device,
-            settings.batch_size,
-            purpose,
-            about,
-        )
-        self.promise, self.failure = f"probability {confidence(settings.alpha)}", settings.alpha
+        self.settings = settings
+        self._classify = classify
+        self._classes = classes
+        self._device = device
+        self._batch_size = settings.batch_size
+        self._purpose = purpose
+        self._about = about
+        self.promise = f"probability {confidence(settings.alpha)}"
+        self.failure = settings.alpha
         self.arithmetic = settings.precision
         self.at_once = max(1, -(-settings.batch_size // settings.n0))
         self.reach = settings.reach
@@ -88,7 +93,8 @@ class SmoothingCertifier(Certifier):
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[Certificate]:
         """CERTIFY for each image: the class by n0 draws, its probability by further ones, in looks."""
-        started, self._drawn = time.perf_counter(), 0
+        started = time.perf_counter()
+        self._drawn = 0
         pixels = sent(pixels, self._device).float()
         first = self.settings.n0
         everything = range(len(indices))
@@ -98,16 +104,21 @@ class SmoothingCertifier(Certifier):
             .tolist()
         )
         counts = torch.zeros(len(indices), self._classes, dtype=torch.int64)
-        radius, drawn = dict.fromkeys(everything, 0.0), dict.fromkeys(everything, first)
-        active, seen = list(everything), 0
+        radius = dict.fromkeys(everything, 0.0)
+        drawn = dict.fromkeys(everything, first)
+        active = list(everything)
+        count = 0
         for look in self.settings.looks:
-            # samples from n0 on: the class was chosen by others, so it is fixed before these are drawn
+            # samples from n0 on: the class was chosen by others, so it is fixed before these are
+            # drawn
             counts += self._count(
-                indices, pixels, dict.fromkeys(active, (first + seen, first + look))
+                indices, pixels, dict.fromkeys(active, (first + count, first + look))
             )
-            seen, standing = look, []
+            count = look
+            standing = []
             for image in active:
-                hits, drawn[image] = int(counts[image, top[image]]), first + look
+                hits = int(counts[image, top[image]])
+                drawn[image] = first + look
                 radius[image] = self.settings.radius(hits, look)
                 done = radius[image] > (
                     self.settings.enough if self.settings.enough is not None else math.inf
@@ -138,50 +149,61 @@ class SmoothingCertifier(Certifier):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
     ) -> list[Confirmation]:
-        """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at most the chance `level`."""
-        stated = [row for row, claim in enumerate(claims) if self.settings.states(claim.radius)]
+        """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at
+        most the chance `level`.
+        """
+        finite = [row for row, claim in enumerate(claims) if self.settings.states(claim.radius)]
         drawn = (
-            self._hits([claims[row] for row in stated], pixels[stated], doubt.seed, noise.CONFIRM)
-            if stated
+            self._hits([claims[row] for row in finite], pixels[finite], doubt.seed, noise.CONFIRM)
+            if finite
             else []
         )
-        hits, found = dict(zip(stated, drawn, strict=True)), []
+        hits = dict(zip(finite, drawn, strict=True))
+        confirmations = []
         for row, claim in enumerate(claims):
             if row not in hits:  # known before a file that asks for ten million draws has them
                 message = (
                     f"no count of hits gives the radius {claim.radius!r} with these parameters"
                 )
-                found.append(Confirmation("refuted", message))
+                confirmations.append(Confirmation("refuted", message))
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
-            least = chance(claim.radius / self.settings.deviation)
-            if _chance_of_so_few(hits[row], self.settings.samples, least) <= doubt.level:
-                found.append(Confirmation("refuted", f"{message}, {least:.4f} of all are stated"))
+            probability = chance(claim.radius / self.settings.deviation)
+            if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
+                confirmations.append(
+                    Confirmation("refuted", f"{message}, {probability:.4f} of all are stated")
+                )
             else:
-                found.append(Confirmation("verified", message))
-        return found
+                confirmations.append(Confirmation("verified", message))
+        return confirmations
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
-        """The run's own draws, made again: radius and class are those of the record, but for draws at a tie (`TIES`)."""
-        found = []
-        again = self.batch(
+        """The run's own draws, made again: radius and class are those of the record, but for draws
+        at a tie (`TIES`).
+        """
+        confirmations = []
+        recomputed = self.batch(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
-        for claim, now in zip(claims, again, strict=True):
-            stated, drawn = (chance(row.radius / self.settings.deviation) for row in (claim, now))
-            if claim.prediction == now.prediction and abs(stated - drawn) <= TIES + SAME:
-                found.append(Confirmation("verified", f"radius {now.radius:.6g} is found again"))
+        for claim, now in zip(claims, recomputed, strict=True):
+            claimed, drawn = (chance(row.radius / self.settings.deviation) for row in (claim, now))
+            if claim.prediction == now.prediction and abs(claimed - drawn) <= TIES + SAME:
+                confirmations.append(
+                    Confirmation("verified", f"radius {now.radius:.6g} is found again")
+                )
             else:
                 said = f"class {claim.prediction} and radius {claim.radius:.6g} are stated"
-                found.append(
+                confirmations.append(
                     Confirmation(
                         "refuted", f"{said}, {now.prediction} and {now.radius:.6g} found again"
                     )
                 )
-        return found
+        return confirmations
 
     def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
-        """Inside a true radius the class has more than half of the draws: fails where so few have the chance `level`."""
+        """Inside a true radius the class has more than half of the draws: fails where so few have
+        the chance `level`.
+        """
         samples = self.settings.samples
         hits = self._hits(claims, nearby, doubt.seed, noise.NEARBY)
         return [_chance_of_so_few(count, samples, 0.5) > doubt.level for count in hits]
@@ -215,7 +237,8 @@ class SmoothingCertifier(Certifier):
         prepare: Callable[[Tensor], Tensor] | None = None
         run: Callable[[Tensor], Tensor] = self._classify
         if isinstance(self._classify, Classifier):
-            prepare, run = self._classify.prepare, self._classify.run
+            prepare = self._classify.prepare
+            run = self._classify.run
         rows = [
             (image, sample)
             for image, (start, stop) in ranges.items()
@@ -228,7 +251,8 @@ class SmoothingCertifier(Certifier):
         start = 0
         while start < len(rows):
             part = rows[start : start + self._batch_size]
-            which, samples = [image for image, _ in part], [sample for _, sample in part]
+            which = [image for image, _ in part]
+            samples = [sample for _, sample in part]
             names = [indices[image] for image in which]
             try:
                 logits = run(

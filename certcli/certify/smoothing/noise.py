@@ -1,9 +1,11 @@
-"""Gaussian noise by counter: image i, sample k has the same noise on any device, in any batch, in any process.
+"""Gaussian noise by counter: image i, sample k has the same noise on any device, in any batch, in
+any process.
 
-The bits are those of Philox4x64-10 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3) with the key
-(seed, 0) and the counter (block, image, sample, purpose), blocks from 1: numpy's generator for long rows on a CPU, the
-same function in torch's integer arithmetic elsewhere. They are equal everywhere, bit for bit. The normal numbers are made
-of them by Box and Muller's transform in float32, whose logarithm, sine and cosine differ between devices in the last digit.
+The bits are those of Philox4x64-10 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2,
+3) with the key (seed, 0) and the counter (block, image, sample, purpose), blocks from 1: numpy's
+generator for long rows on a CPU, the same function in torch's integer arithmetic elsewhere. They
+are equal everywhere, bit for bit. The normal numbers are made of them by Box and Muller's transform
+in float32, whose logarithm, sine and cosine differ between devices in the last digit.
 """
 
 import math
@@ -36,7 +38,9 @@ def words(
     device: torch.device,
     purpose: int = CERTIFY,
 ) -> Tensor:
-    """Row r: the first `count` 32-bit words of image images[r], sample samples[r], low halves first: (r, count) int32."""
+    """Row r: the first `count` 32-bit words of image images[r], sample samples[r], low halves
+    first: (r, count) int32.
+    """
     if device.type == "cpu" and count > _FEW:
         blocks = -(-count // 8)
         rows = [
@@ -45,8 +49,8 @@ def words(
             ).random_raw(4 * blocks)
             for image, sample in zip(images, samples, strict=True)
         ]
-        found = np.stack(rows) if rows else np.empty((0, 4 * blocks), np.uint64)
-        return torch.from_numpy(found.view(np.int32))[:, :count]
+        blocks_of_words = np.stack(rows) if rows else np.empty((0, 4 * blocks), np.uint64)
+        return torch.from_numpy(blocks_of_words.view(np.int32))[:, :count]
     return philox(seed, images, samples, count, device, purpose)
 
 
@@ -67,13 +71,20 @@ def philox(
         )
 
     c0 = torch.arange(1, blocks + 1, device=device).expand(len(images), -1)
-    c1, c2, c3 = column(images), column(samples), column([purpose] * len(images))
-    k0, k1 = seed, 0
+    c1 = column(images)
+    c2 = column(samples)
+    c3 = column([purpose] * len(images))
+    k0 = seed
+    k1 = 0
     for _ in range(_ROUNDS):
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ _signed(k0), low1, high0 ^ c3 ^ _signed(k1), low0
-        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+        c0 = high1 ^ c1 ^ _signed(k0)
+        c1 = low1
+        c2 = high0 ^ c3 ^ _signed(k1)
+        c3 = low0
+        k0 = k0 + _WEYL[0]
+        k1 = k1 + _WEYL[1]
     return (
         torch.stack((c0, c1, c2, c3), dim=2).reshape(len(images), -1).view(torch.int32)[:, :count]
     )
@@ -85,10 +96,15 @@ def _signed(value: int) -> int:
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 64 bits of the product of unsigned numbers, from products of their 32-bit halves."""
-    f0, f1 = factor & _LOW, factor >> 32
-    x0, x1 = x & _LOW, (x >> 32) & _LOW
-    middle, other = x1 * f0, x0 * f1
+    """High and low 64 bits of the product of unsigned numbers, from products of their 32-bit
+    halves.
+    """
+    f0 = factor & _LOW
+    f1 = factor >> 32
+    x0 = x & _LOW
+    x1 = (x >> 32) & _LOW
+    middle = x1 * f0
+    other = x0 * f1
     carry = (((x0 * f0) >> 32) & _LOW) + (middle & _LOW) + (other & _LOW)
     high = x1 * f1 + ((middle >> 32) & _LOW) + ((other >> 32) & _LOW) + (carry >> 32)
     return high, x * _signed(factor)
@@ -117,21 +133,26 @@ def noisy(
     which: Sequence[int] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Row r: pixels[which[r]] + sigma z, with the noise z of image images[r], sample samples[r]: (r, c, h, w) float32.
+    """Row r: pixels[which[r]] + sigma z, with the noise z of image images[r], sample samples[r]:
+    (r, c, h, w) float32.
 
-    which: row of `pixels` for each row, r itself unless given. finish: what is done to each pixel then (normalisation, a
-    cast), while the rows are still in the caches of a CPU.
+    which: row of `pixels` for each row, r itself unless given. finish: what is done to each pixel
+    then (normalisation, a cast), while the rows are still in the caches of a CPU.
     """
-    shape, device = pixels.shape[1:], pixels.device
-    count, flat = math.prod(shape), pixels.flatten(1)
+    shape = pixels.shape[1:]
+    device = pixels.device
+    count = math.prod(shape)
+    flat = pixels.flatten(1)
     half = -(-count // 2)
     # a few rows at a time on a CPU: what fits in its caches is several times as fast
     step = max(1, _CACHED // max(count, 1)) if device.type == "cpu" else max(1, len(images))
-    part, found = torch.empty(min(step, len(images)), count, device=device), None
+    part = torch.empty(min(step, len(images)), count, device=device)
+    result = None
     for start in range(0, len(images), step):
         rows = slice(start, min(start + step, len(images)))
         drawn = words(seed, images[rows], samples[rows], 2 * half, device, purpose)
-        # 31 bits, so that small u keep all their digits: |z| reaches 6.66; the sign bit would cost the tail its resolution
+        # 31 bits, so that small u keep all their digits: |z| reaches 6.66; the sign bit would cost
+        # the tail its resolution
         radius = (
             (drawn[:, :half] & 0x7FFFFFFF)
             .float()
@@ -143,16 +164,18 @@ def noisy(
             .mul_(sigma)
         )
         angle = drawn[:, half:].float().mul_(math.pi * 2.0**-31)
-        # into tensors of their own: torch computes strided ones by another routine, which may differ in the last digit
-        first, second = torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)
+        # into tensors of their own: torch computes strided ones by another routine, which may
+        # differ in the last digit
+        first = torch.cos(angle).mul_(radius)
+        second = angle.sin_().mul_(radius)
         base = flat[rows] if which is None else flat[list(which[rows])]
-        made = part[: len(base)]
-        torch.add(base[:, :half], first, out=made[:, :half])
-        torch.add(base[:, half:], second[:, : count - half], out=made[:, half:])
-        done = made.view(-1, *shape) if finish is None else finish(made.view(-1, *shape))
+        noise = part[: len(base)]
+        torch.add(base[:, :half], first, out=noise[:, :half])
+        torch.add(base[:, half:], second[:, : count - half], out=noise[:, half:])
+        done = noise.view(-1, *shape) if finish is None else finish(noise.view(-1, *shape))
         if len(done) == len(images):
             return done
-        if found is None:
-            found = done.new_empty(len(images), *done.shape[1:])
-        found[rows] = done
-    return part.view(0, *shape) if found is None else found
+        if result is None:
+            result = done.new_empty(len(images), *done.shape[1:])
+        result[rows] = done
+    return part.view(0, *shape) if result is None else result

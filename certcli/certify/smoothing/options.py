@@ -1,6 +1,8 @@
-"""Options of --method smoothing, and the statistics that they decide. No torch here: `certify --help` reads them.
+"""Options of --method smoothing, and the statistics that they decide. No torch here: `certify
+--help` reads them.
 
-Source: Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing, CERTIFY.
+Source: Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing,
+CERTIFY.
 """
 
 import math
@@ -39,12 +41,15 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Smoothing(Options):
-    """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha an image.
+    """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence
+    1 - alpha an image.
 
     Args:
         sigma: or "auto": by `tuning`.
-        enough: stop drawing for an image once it is certified beyond this radius; None draws all samples.
-        decide: stop also once the image is unlikely to be certified beyond `enough`; it keeps the radius of that moment.
+        enough: stop drawing for an image once it is certified beyond this radius; None draws all
+            samples.
+        decide: stop also once the image is unlikely to be certified beyond `enough`; it keeps the
+            radius of that moment.
         precision: of the network as it runs.
         seed: of all noise.
         batch_size: noisy images at a time.
@@ -138,10 +143,10 @@ class Smoothing(Options):
     def require_reach(self) -> None:
         """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""
         if self.reach <= 0:
-            least = math.floor(math.log(self.levels[self.samples]) / math.log(0.5)) + 1
+            fewest = math.floor(math.log(self.levels[self.samples]) / math.log(0.5)) + 1
             raise UsageError(
                 f"{self.samples} samples can certify no radius at alpha {self.alpha:g}: all of one class bound p by 1/2",
-                f"--samples {least} is the least, 1000 a good number",
+                f"--samples {fewest} is the least, 1000 a good number",
             )
         if self.enough is not None and self.enough >= self.reach:
             raise UsageError(
@@ -158,13 +163,17 @@ class Smoothing(Options):
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """After how many samples the counts are looked at: n0, then doubling, then all. Fixed before anything is drawn."""
-        found = [self.n0 << power for power in range(64) if self.n0 << power < self.samples]
-        return (*found, self.samples)
+        """After how many samples the counts are looked at: n0, then doubling, then all. Fixed
+        before anything is drawn.
+        """
+        sizes = [self.n0 << power for power in range(64) if self.n0 << power < self.samples]
+        return (*sizes, self.samples)
 
     @property
     def levels(self) -> Mapping[int, float]:
-        """Look -> its part of alpha; a look of level 0 can end in abstention only. They sum to alpha, rounded down."""
+        """Look -> its part of alpha; a look of level 0 can end in abstention only. They sum to
+        alpha, rounded down.
+        """
         *early, last = self.looks
         if self.enough is None or not early:
             return {**dict.fromkeys(early, 0.0), last: self.alpha}
@@ -177,7 +186,9 @@ class Smoothing(Options):
         return self.radius(self.samples, self.samples)
 
     def radius(self, hits: int, drawn: int) -> float:
-        """sigma Phi^-1(p) for the lower bound p that this look may state, rounded down; 0 where p <= 1/2."""
+        """sigma Phi^-1(p) for the lower bound p that this look may state, rounded down; 0 where p
+        <= 1/2.
+        """
         from scipy.special import ndtri
 
         level = self.levels[drawn]
@@ -185,9 +196,12 @@ class Smoothing(Options):
         return max(0.0, self.deviation * float(ndtri(p)) * _DOWN) if p > 0.5 else 0.0
 
     def states(self, radius: float) -> bool:
-        """Tell whether there is a count of hits at which CERTIFY with these settings states this radius."""
+        """Tell whether there is a count of hits at which CERTIFY with these settings states this
+        radius.
+        """
         for look in self.looks:
-            low, high = 0, look
+            low = 0
+            high = look
             while low < high:  # the fewest hits that give this radius
                 middle = (low + high) // 2
                 low, high = (
@@ -195,28 +209,30 @@ class Smoothing(Options):
                     if self.radius(middle, look) >= radius * (1 - SAME)
                     else (middle + 1, high)
                 )
-            found = self.radius(low, look)
+            drawn_radius = self.radius(low, look)
             ends = (
                 look == self.samples
-                or (self.enough is not None and found > self.enough)
+                or (self.enough is not None and drawn_radius > self.enough)
                 or self.hopeless(low, look)
             )
-            if ends and abs(found - radius) <= radius * SAME:
+            if ends and abs(drawn_radius - radius) <= radius * SAME:
                 return True
         return False
 
     def hopeless(self, hits: int, drawn: int) -> bool:
-        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 - HOPELESS.
+        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 -
+        HOPELESS.
 
-        With `decide`: to one beyond `enough`, or p <= Phi(enough / sigma) at the confidence 1 - UNLIKELY.
+        With `decide`: to one beyond `enough`, or p <= Phi(enough / sigma) at the confidence 1 -
+        UNLIKELY.
         """
-        least = self.enough if self.decide and self.enough is not None else 0.0
-        if self.radius(hits + self.samples - drawn, self.samples) <= least:
+        demanded = self.enough if self.decide and self.enough is not None else 0.0
+        if self.radius(hits + self.samples - drawn, self.samples) <= demanded:
             return True
         if upper_confidence(hits, drawn, HOPELESS) <= 0.5:
             return True
         return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= chance(
-            least / self.deviation
+            demanded / self.deviation
         )
 
 

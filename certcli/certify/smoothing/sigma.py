@@ -23,7 +23,9 @@ from certcli.system.errors import DataError
 SIGMAS = (0.06, 0.12, 0.25, 0.5, 1.0)
 TUNED = 12
 """Images at most on which a sigma is chosen."""
-TUNE_N0, TUNE_SAMPLES, TUNE_ALPHA = 16, 64, 0.5
+TUNE_N0 = 16
+TUNE_SAMPLES = 64
+TUNE_ALPHA = 0.5
 """A median instead of a confidence: 64 samples at alpha 0.5 reach as far as 1,000 at 0.001 nearly do."""
 
 
@@ -35,11 +37,14 @@ def choose_sigma(
     images: Images,
     radii: Sequence[float],
 ) -> tuple[float, dict[float, float]]:
-    """Return the sigma of `SIGMAS` with the largest mean certified accuracy over the radii, estimated; and all their shares.
+    """Return the sigma of `SIGMAS` with the largest mean certified accuracy over the radii,
+    estimated; and all their shares.
 
-    `classify_at(sigma)` is the function that is smoothed with sigma: a diffusion model before it is another one for each.
-    A radius that the samples of `settings` could not reach counts nothing. The noise is other noise than that which
-    certifies, so the certificates do not know of the choice. Equal shares: the larger average radius.
+    `classify_at(sigma)` is the function that is smoothed with sigma: a diffusion model before it is
+    another one for each. A radius that the samples of `settings` could not reach counts nothing.
+    The noise is other noise than that which
+    certifies, so the certificates do not know of the choice. Equal shares: the larger average
+    radius.
     """
     shares: dict[float, tuple[float, float]] = {}
     for sigma in SIGMAS:
@@ -48,12 +53,15 @@ def choose_sigma(
         certifier = SmoothingCertifier(classify_at(sigma), classes, tried, device, noise.TUNE)
         reach = exact.reach
         rows = [row for batch in certify(certifier, images, settings.batch_size) for row in batch]
-        found = certified_accuracy(rows, [Threat("l2", radius) for radius in radii])
-        held = [
+        accuracy = certified_accuracy(rows, [Threat("l2", radius) for radius in radii])
+        certified = [
             share if radius < reach else 0.0
-            for radius, share in zip(radii, found.certified.values(), strict=True)
+            for radius, share in zip(radii, accuracy.certified.values(), strict=True)
         ]
-        shares[sigma] = (sum(held) / len(held), min(found.average_radius or 0.0, reach))
+        shares[sigma] = (
+            sum(certified) / len(certified),
+            min(accuracy.average_radius or 0.0, reach),
+        )
     best = max(shares, key=lambda sigma: shares[sigma])
     return best, {sigma: share for sigma, (share, _) in shares.items()}
 
@@ -79,7 +87,9 @@ def _require_stated(denoiser: Denoiser | OneShot, options: Smoothing) -> None:
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) -> SmoothingCertifier:
-    """Return the certifier of the network under noise; `options.tuning` chooses a sigma that is "auto"."""
+    """Return the certifier of the network under noise; `options.tuning` chooses a sigma that is
+    "auto".
+    """
     denoiser = _denoiser(checkpoint, options)
     about: dict[str, Any] = {}
     if options.tuning is None:

@@ -58,7 +58,9 @@ def adapt(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Replace parts by Lipschitz parts: keep the network's answers, or prepare it for certified training."""
+    """Replace parts by Lipschitz parts: keep the network's answers, or prepare it for certified
+    training.
+    """
     from certcli.adapt.pixels import compact
     from certcli.adapt.plan import plan
     from certcli.adapt.state import KEY
@@ -88,27 +90,27 @@ def adapt(
     run.say_training_follows(settings, checkpoint.record.classes, teach, sink)
     plan(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
-    seen, unseen = hold_out(images)
+    used, unseen = hold_out(images)
     if settings.keep is None and not settings.refit:
         settings = replace(settings, keep=run.default_keep(images, unseen))
     learnt, choosing = (
-        hold_out(seen, 3) if settings.keep is not None and settings.keep < 1 else (seen, None)
+        hold_out(used, 3) if settings.keep is not None and settings.keep < 1 else (used, None)
     )
     pixels = compact(batch for _, batch, _ in learnt.batches(256))
     adapter = run.make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
-    held = contextlib.ExitStack()
+    locks = contextlib.ExitStack()
     if not team().leads:
-        run.fit(adapter, state_path, mode.resume, held, sink)
+        run.fit(adapter, state_path, mode.resume, locks, sink)
         proves = team().rank == team().size - 1
         team().everyone(_proven("upper_before", adapter.teacher, checkpoint) if proves else None)
         return
     reference = fidelity.measure_reference(
-        adapter.teacher, seen, unseen, checkpoint.record, machine.batch_size, sink
+        adapter.teacher, used, unseen, checkpoint.record, machine.batch_size, sink
     )
     require_own_state(state_path, KEY, adapter.identity, output.force or mode.resume)
-    hold_state(state_path, held)
-    run.fit(adapter, state_path, mode.resume, held, sink)
-    result = remember(adapter.result(), seen)  # before the comparison: `result` folds norms
+    hold_state(state_path, locks)
+    run.fit(adapter, state_path, mode.resume, locks, sink)
+    result = remember(adapter.result(), used)  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(
         reference,
         adapter.student,

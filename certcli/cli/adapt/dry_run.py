@@ -1,4 +1,6 @@
-"""`certvit adapt --dry-run`: the changes that surgery would make and their costs; nothing is fitted or downloaded."""
+"""`certvit adapt --dry-run`: the changes that surgery would make and their costs; nothing is fitted
+or downloaded.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -24,8 +26,10 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
     if Path(source.ckpt).exists() or not timm.is_model(source.ckpt):
         return source.open(sink)
     sink.note("nothing is downloaded for a plan: the bounds are those of random weights")
-    given = source.hints()
-    return initialise(source.ckpt, given.arch_args, seed=seed, mean=given.mean, std=given.std)
+    source_hints = source.hints()
+    return initialise(
+        source.ckpt, source_hints.arch_args, seed=seed, mean=source_hints.mean, std=source_hints.std
+    )
 
 
 def show_plan(
@@ -35,15 +39,15 @@ def show_plan(
 
     from certcli.adapt.preview import grouped, preview
 
-    found = preview(checkpoint, settings, bounds)
+    changes = preview(checkpoint, settings, bounds)
     sink.document(
         {
             "plan": [
                 {"path": change.path, "from": change.before, "to": change.after}
-                for change in found.changes
+                for change in changes.changes
             ],
-            "before": asdict(found.before),
-            "after": asdict(found.after),
+            "before": asdict(changes.before),
+            "after": asdict(changes.after),
         }
     )
     sink.table(
@@ -51,22 +55,25 @@ def show_plan(
         ["modules", "count", "are", "become"],
         [
             (pattern, str(count), before, after)
-            for pattern, count, before, after in grouped(found.changes)
+            for pattern, count, before, after in grouped(changes.changes)
         ],
     )
     rows = [
-        ("parameters", f"{found.before.parameters:,}", f"{found.after.parameters:,}"),
+        ("parameters", f"{changes.before.parameters:,}", f"{changes.after.parameters:,}"),
         (
             "multiply-adds an image",
-            *(f"{cost.multiply_adds / 1e6:,.1f} M" for cost in (found.before, found.after)),
+            *(f"{cost.multiply_adds / 1e6:,.1f} M" for cost in (changes.before, changes.after)),
         ),
     ]
     if bounds:
         rows.append(
-            ("Lipschitz bound", *(_power(cost.log10_upper) for cost in (found.before, found.after)))
+            (
+                "Lipschitz bound",
+                *(_power(cost.log10_upper) for cost in (changes.before, changes.after)),
+            )
         )
     sink.table("Before and after surgery, before any fitting", ["", "before", "after"], rows)
-    for name, cost in (("before", found.before), ("after", found.after)):
+    for name, cost in (("before", changes.before), ("after", changes.after)):
         if bounds and cost.log10_upper is None:
             sink.text(f"no bound {name}: {cost.why}")
     if settings.norm == "floor" and settings.norm_floor is None:

@@ -1,4 +1,6 @@
-"""Run the two goals of `certvit adapt`, and show the trade between choices kept and digits of the bound."""
+"""Run the two goals of `certvit adapt`, and show the trade between choices kept and digits of the
+bound.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -38,10 +40,12 @@ chance."""
 def say_training_follows(
     settings: "AdaptSettings", classes: int, teach: Sequence[str], sink: Sink
 ) -> None:
-    """Say, before minutes are spent, that the adapted network is only a start for training, or that the goal does not fit.
+    """Say, before minutes are spent, that the adapted network is only a start for training, or that
+    the goal does not fit.
 
     Args:
-        teach: The words of the command that trains the output with its source as the teacher, without loss and steps.
+        teach: The words of the command that trains the output with its source as the teacher,
+            without loss and steps.
     """
     if settings.goal != "certify":
         return
@@ -85,9 +89,11 @@ def make_adapter(
 
 
 def fit(
-    adapter: "Adapter | Keeper", state_path: Path, resume: bool, held: ExitStack, sink: Sink
+    adapter: "Adapter | Keeper", state_path: Path, resume: bool, locks: ExitStack, sink: Sink
 ) -> None:
-    """Run the adapter, save its state after each step, and let `held` hold it; --goal keep is too quick to need that."""
+    """Run the adapter, save its state after each step, and let `held` hold it; --goal keep is too
+    quick to need that.
+    """
     from certcli.adapt.keep import Keeper
     from certcli.adapt.state import load_state, save_state
     from certcli.checkpoint.outputs import hold_state
@@ -107,12 +113,14 @@ def fit(
         for record in adapter.run():
             if team().leads:
                 save_state(state_path, adapter.state())
-                hold_state(state_path, held)
+                hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 
 def trade_document(trade: "Trade") -> dict[str, Any]:
-    """Return {"trade": a row for each rung} for the report and the record; {} where no parts were chosen."""
+    """Return {"trade": a row for each rung} for the report and the record; {} where no parts were
+    chosen.
+    """
     from msgspec import to_builtins
 
     return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}

@@ -51,7 +51,8 @@ def attack(
         require_one("patches are looked for", "certvit attack --norm patch without torchrun")
         patch_attacked.attack(source, attacks, data, patches, machine, results, output, talk.sink())
         return
-    sink, gate = talk.sink(), Gate()
+    sink = talk.sink()
+    gate = Gate()
     settings, stages = attacks.plan(data.seed, data.only_certified is not None)
     checkpoint = source.read(sink)
     crafted_on, compared = (
@@ -63,7 +64,7 @@ def attack(
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [
         stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision)
@@ -82,11 +83,11 @@ def attack(
     )
     if outcome is None:
         return
-    findings, found = outcome
+    findings, records = outcome
     document = session.document(findings)
     unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
     run.gate_of(findings, results.minimum, gate)
-    sink.document({**document, **unchecked, "seen": seen, "doubts": sink.doubts}, gate)
+    sink.document({**document, **unchecked, "seen": shares_seen, "doubts": sink.doubts}, gate)
     run.table(
         sink,
         findings,
@@ -96,7 +97,7 @@ def attack(
     )
     if certificates is None:
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
-    session.show(found, results, compared, Path(source.ckpt).stem, output.force)
+    session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
         from certcli.evaluation.evidence import AttackResult
 

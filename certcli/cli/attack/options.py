@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 
-def list_attacks(context: typer.Context, given: bool) -> None:
-    """Print every attack, certvit's own and those of torchattacks, with norms, and arguments with their defaults."""
+def list_attacks(context: typer.Context, enabled: bool) -> None:
+    """Print every attack, certvit's own and those of torchattacks, with norms, and arguments with
+    their defaults.
+    """
     from certcli.attack.catalogue import ATTACKS
     from certcli.attack.torchattacks_spec import PREFIX, names, signature
     from certcli.cli.shared.output import Sink
 
-    if not given:
+    if not enabled:
         return
     sink = Sink(as_json=False, quiet=False)
     sink.table(

@@ -1,4 +1,6 @@
-"""`attack --norm patch`: what patches leave of a network, or of the defended classifier that was certified."""
+"""`attack --norm patch`: what patches leave of a network, or of the defended classifier that was
+certified.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ MOST_AT_ONCE = 16
 def require(
     attacks: Attacks, data: AttackedImages, patches: Patches, results: AttackOutput
 ) -> bool:
-    """Whether patches are looked for; UsageError for options of balls beside them, and for options of patches without."""
+    """Whether patches are looked for; UsageError for options of balls beside them, and for options
+    of patches without.
+    """
     if attacks.norm != "patch":
         if patches.patches or attacks.defence != "none":
             raise UsageError(
@@ -45,7 +49,7 @@ def require(
         return False
     if attacks.defence not in ("none", "patch"):
         raise UsageError(f"--defence {attacks.defence}: one of none, patch")
-    beside: dict[str, Any] = {
+    conflicting: dict[str, Any] = {
         "epsilon": attacks.epsilon,
         "preset": attacks.preset,
         "source": attacks.crafted_on,
@@ -56,7 +60,7 @@ def require(
         "gallery": results.gallery,
         "attack": [name for name in attacks.attacks if name != ATTACK],
     }
-    for name, value in beside.items():
+    for name, value in conflicting.items():
         if value:
             raise UsageError(
                 f"--{name} does not go with --norm patch",
@@ -75,17 +79,22 @@ def attack(
     output: Output,
     sink: Sink,
 ) -> None:
-    """Attack every image at many places, for each size of patch; a certified image that falls is a bug."""
+    """Attack every image at many places, for each size of patch; a certified image that falls is a
+    bug.
+    """
     from certcli.attack.settings import AttackSettings
     from certcli.evaluation.records import RecordFile, Run, describe
 
     checkpoint = source.open(sink)
-    images, device = data.images(checkpoint.record, sink), machine.pick()
-    defence, defended = attacks.defence, patches
+    images = data.images(checkpoint.record, sink)
+    device = machine.pick()
+    defence = attacks.defence
+    defended = patches
     certified: dict[str, list[int]] | None = None
     if data.only_certified is not None:
         defended, certified = _certified(data.only_certified, checkpoint, images)
-        patches, defence = replace(patches, patches=patches.patches or list(certified)), "patch"
+        patches = replace(patches, patches=patches.patches or list(certified))
+        defence = "patch"
     sizes = sorted(set(patches.sizes(checkpoint.record.input.size[1:])))
     targets, procedure = _targets(defence, checkpoint, device, defended, sizes)
     budget: dict[str, Any] = {
@@ -104,7 +113,7 @@ def attack(
         norm="patch",
         parameters={**about, "against": spelled},
     )
-    found: dict[str, list[Row]] = {}
+    rows_of: dict[str, list[Row]] = {}
     read: list[_Batch] = []
     with RecordFile(
         results.records, run, images, ("patch", "index"), resume=results.resume, force=output.force
@@ -120,18 +129,21 @@ def attack(
                 for batch in _attacked(
                     targets[patch], part, patch, settings, file, device, machine.batch_size
                 ):
-                    found.setdefault(str(patch), []).extend(batch.rows)
+                    rows_of.setdefault(str(patch), []).extend(batch.rows)
                     read += [batch] if batch.read else []
                     bar.advance(len(batch.rows))
-            if str(patch) not in found:
+            if str(patch) not in rows_of:
                 raise DataError(
                     f"no image is certified against {patch}", "leave out --only-certified"
                 )
     every = output.output is not None
-    resumed = _compute_again(read, found[spelled[0]], results, every) if read else None
-    parts = [_part(patch, rows) for patch, rows in found.items()]
-    first, gate = parts[0], Gate()
-    fallen = [row["index"] for rows in found.values() for row in rows if not row["robust"][ATTACK]]
+    resumed = _compute_again(read, rows_of[spelled[0]], results, every) if read else None
+    parts = [_part(patch, rows) for patch, rows in rows_of.items()]
+    first = parts[0]
+    gate = Gate()
+    fallen = [
+        row["index"] for rows in rows_of.values() for row in rows if not row["robust"][ATTACK]
+    ]
     if certified is not None and fallen:
         hint = "a certificate and a counterexample cannot both be right, unless other bits are executed here: report it"
         gate.demand(
@@ -185,18 +197,16 @@ def attack(
 def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
     from certcli.evaluation.intervals import share_interval
 
-    right, left = (
-        sum(row["prediction"] == row["label"] for row in rows),
-        sum(row["robust"][ATTACK] for row in rows),
-    )
+    right = sum(row["prediction"] == row["label"] for row in rows)
+    withstood = sum(row["robust"][ATTACK] for row in rows)
     intervals = {
         name: list(share_interval(count, len(rows)))
-        for name, count in (("clean", right), ("robust", left), (ATTACK, left))
+        for name, count in (("clean", right), ("robust", withstood), (ATTACK, withstood))
     }
     shares = {
         "clean": right / len(rows),
-        "robust": left / len(rows),
-        "attacks": {ATTACK: left / len(rows)},
+        "robust": withstood / len(rows),
+        "attacks": {ATTACK: withstood / len(rows)},
     }
     return {
         "norm": "patch",
@@ -210,7 +220,9 @@ def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Images that are attacked together, at one size. read: the records were in the file; find: attacks again."""
+    """Images that are attacked together, at one size. read: the records were in the file; find:
+    attacks again.
+    """
 
     rows: list[Row]
     read: bool
@@ -227,20 +239,22 @@ def _compute_again(
     from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again, usual
 
     patch = first[0]["patch"]
-    held = [
+    hits = [
         sum(row["robust"][ATTACK] for row in batch.rows if row["patch"] == patch) for batch in read
     ]
-    elsewhere = sum(row["robust"][ATTACK] for row in first) - sum(held)
+    elsewhere = sum(row["robust"][ATTACK] for row in first) - sum(hits)
     demanded = Demanded(results.minimum or 0.0, len(first), elsewhere, every)
-    again = [read[place] for place in to_compute_again(held, demanded, usual(len(read)))]
-    for batch in again:
-        for stated, now in zip(batch.rows, batch.find(), strict=True):
-            if any(stated[name] != value for name, value in now.items()):
+    recomputed = [read[place] for place in to_compute_again(hits, demanded, usual(len(read)))]
+    for batch in recomputed:
+        for row, now in zip(batch.rows, batch.find(), strict=True):
+            if any(row[name] != value for name, value in now.items()):
                 raise DataError(
-                    f"the record of image {stated['index']} at {stated['patch']} in {results.records} does not agree",
+                    f"the record of image {row['index']} at {row['patch']} in {results.records} does not agree",
                     "it was edited, or written on a machine that computes otherwise: leave out --resume",
                 )
-    return Resumed(sum(len(batch.rows) for batch in read), sum(len(batch.rows) for batch in again))
+    return Resumed(
+        sum(len(batch.rows) for batch in read), sum(len(batch.rows) for batch in recomputed)
+    )
 
 
 def _attacked(
@@ -299,7 +313,9 @@ def _targets(
 def _certified(
     path: Path, checkpoint: Checkpoint, images: Images
 ) -> tuple[Patches, dict[str, list[int]]]:
-    """The options of records of `certify --method patch`, and which images are certified against which patch."""
+    """The options of records of `certify --method patch`, and which images are certified against
+    which patch.
+    """
     from certcli.certify.patch.certifier import PatchCertificate
     from certcli.certify.patch.options import Patches
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
@@ -312,11 +328,11 @@ def _certified(
             f"{path} holds certificates in {run.norm}, not against patches",
             "leave out --norm patch",
         )
-    found: dict[str, list[int]] = {}
+    indices_of: dict[str, list[int]] = {}
     for row in rows:
         claim = PatchCertificate.from_json(row)
         for patch in claim.proven if claim.correct else ():
-            found.setdefault(patch, []).append(claim.index)
-    if not found:
+            indices_of.setdefault(patch, []).append(claim.index)
+    if not indices_of:
         raise DataError(f"{path} certifies no image", "leave out --only-certified")
-    return Patches.of(run.parameters), found
+    return Patches.of(run.parameters), indices_of

@@ -35,7 +35,9 @@ WORTH_A_LINE = 10.0
 
 @dataclass(frozen=True)
 class Session:
-    """One run of the command: the network, the images, and what is done to them. facts: for header and document."""
+    """One run of the command: the network, the images, and what is done to them. facts: for header
+    and document.
+    """
 
     checkpoint: Checkpoint
     images: Images
@@ -61,7 +63,8 @@ class Session:
         checks: bool,
         every: bool,
     ) -> tuple[Findings, dict[int, list[AttackRecord]]] | None:
-        """The findings, and the records by number of the task; written to `--records` as they are found. None for a process
+        """The findings, and the records by number of the task; written to `--records` as they are
+        found. None for a process
         that leads no others: what it found is theirs.
 
         every: none may rest on what --resume read.
@@ -75,7 +78,7 @@ class Session:
         batch_size = self.machine.batch_size
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
-        found: dict[int, list[AttackRecord]] = {}
+        records_of: dict[int, list[AttackRecord]] = {}
         plan = (self.tasks, self.settings, batch_size)
         campaign = Campaign(
             model, *plan, crafter, self.facts["refine"], team().leads and results.keeps_images
@@ -103,30 +106,30 @@ class Session:
                 nonlocal flags, spent
                 if not checks:
                     return
-                begun = self.sink.clock()
+                started = self.sink.clock()
                 work.stage = "checks of the attacks"
                 flags = inspect(model, crafter, self.tasks[0], self.settings)
                 work.stage = "attacks"
-                spent = self.sink.clock() - begun
+                spent = self.sink.clock() - started
                 for flag in raised(flags):
                     self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
 
             total = sum(map(len, self.tasks))
             with self.sink.progress("attack", total=total) as bar, Passes(model, bar) as work:
                 for number, rows in campaign.run(file, team(), check):
-                    found.setdefault(number, []).extend(rows)
+                    records_of.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
             if spent > max(WORTH_A_LINE, 0.5 * (self.sink.clock() - started)):
                 self.sink.note(
                     f"{spent:.0f} s of this went into checks of the attacks; --no-checks leaves them out"
                 )
-        findings = findings_of(self.tasks, found, flags, self.certificates)
+        findings = findings_of(self.tasks, records_of, flags, self.certificates)
         if file.taken:
             resumed = attack_again(
-                campaign, found, file.taken, results.minimum, every, str(results.records)
+                campaign, records_of, file.taken, results.minimum, every, str(results.records)
             )
             findings = replace(findings, resumed=resumed)
-        return findings, found
+        return findings, records_of
 
     def document(self, findings: Findings) -> dict[str, Any]:
         """What was attacked and what was found."""
@@ -137,7 +140,7 @@ class Session:
 
     def show(
         self,
-        found: Mapping[int, Sequence[AttackRecord]],
+        records_of: Mapping[int, Sequence[AttackRecord]],
         results: AttackOutput,
         compared: Checkpoint | None,
         name: str,
@@ -148,18 +151,19 @@ class Session:
         from certcli.attack.showcase import beside, choose, class_names
         from certcli.checkpoint.file import write_safetensors
 
-        fallen = [row for rows in found.values() for row in rows if row.fell]
+        fallen = [row for rows in records_of.values() for row in rows if row.fell]
         if results.keeps_images and not fallen:
             self.sink.warn("no adversarial image was found: there is none to save or to draw")
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = choose(found[0], name) if results.gallery is not None else []
+        shown = choose(records_of[0], name) if results.gallery is not None else []
         if results.gallery is None or not shown:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            stem, stage = Path(str(results.compare)).stem, self.tasks[0].stage
+            stem = Path(str(results.compare)).stem
+            stage = self.tasks[0].stage
             second = beside(shown, self.load(compared), stem, stage, self.settings.seed)
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
@@ -175,7 +179,9 @@ class Session:
 
 
 class Passes:
-    """Names on a bar what is done, with the number of the network's passes so far: one batch may take minutes."""
+    """Names on a bar what is done, with the number of the network's passes so far: one batch may
+    take minutes.
+    """
 
     def __init__(self, model: Any, bar: Bar) -> None:
         self.stage = "attacks"
@@ -195,7 +201,9 @@ class Passes:
 
 
 def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
-    """A counterexample inside a certified radius is a bug before it is anything else; then --min-robust."""
+    """A counterexample inside a certified radius is a bug before it is anything else; then
+    --min-robust.
+    """
     if findings.contradiction is not None:
         measured = findings.contradiction.measured
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
@@ -210,7 +218,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
     """One row an attack and radius, and the worst case below them."""
     rows = []
     for part in findings.parts:
-        way = "alone" if part.stage.independent else "in turn"
+        order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
             between = {
                 name: f"{100 * low:.1f} to {100 * high:.1f}"
@@ -227,7 +235,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
                 )
             )
             rows += [
-                ("", f"{name} ({way})", percent(share), between[name], "")
+                ("", f"{name} ({order})", percent(share), between[name], "")
                 for name, share in summary.attacks.items()
             ]
             nearest = "" if summary.median_norm is None else f"{summary.median_norm:.4g}"
@@ -250,9 +258,9 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
             )
     for part in findings.parts:
         if part.own is not None:
-            told = "smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
+            summary_text = "smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
             sink.text(
-                f"each image at the radius that its record states (certify --verify checks them): {told}"
+                f"each image at the radius that its record states (certify --verify checks them): {summary_text}"
             )
 
 

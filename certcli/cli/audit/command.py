@@ -1,4 +1,6 @@
-"""certvit audit: is my model robust? Bound, slope, certificates and attacks within a time budget, answered in words."""
+"""certvit audit: is my model robust? Bound, slope, certificates and attacks within a time budget,
+answered in words.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 )
 def audit(
     source: Source,
-    wanted: AuditOptions = AuditOptions(),
+    options: AuditOptions = AuditOptions(),
     data: Evaluation = Evaluation(limit=200),
     machine: Machine = Machine(),
     reports: Reports = Reports(),
@@ -45,7 +47,7 @@ def audit(
     from certcli.models.open import open_checkpoint
     from certcli.report.compare import changes
 
-    plan = wanted.plan(data.seed, machine.batch_size, data.limit)
+    plan = options.plan(data.seed, machine.batch_size, data.limit)
     clock = Clock(plan.budget, Sink.invocation.started or time.perf_counter(), team())
     output.claim(source, data, reports)
     view.require_formats(reports.report)
@@ -77,8 +79,9 @@ def audit(
         document.changes = changes(earlier, document)
     gate = view.gate_of(document)
     # the document names files without their folders; a terminal as they were typed here
-    further, again = next_steps(findings, plan, typed), reproduce(plan, findings.precision, typed)
-    view.show(document, further, again, checkpoint.reading.line(), sink)
+    further = next_steps(findings, plan, typed)
+    reproduction = reproduce(plan, findings.precision, typed)
+    view.show(document, further, reproduction, checkpoint.reading.line(), sink)
     names = (
         []
         if images is None
@@ -89,7 +92,9 @@ def audit(
 
 
 def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
-    """Name the photographs that come with certvit where no images are named and the network can see them."""
+    """Name the photographs that come with certvit where no images are named and the network can see
+    them.
+    """
     from certcli.images.datasets import PHOTOGRAPHS, photographs_suit
 
     if data.dataset is not None or record.dataset is not None or not photographs_suit(record.input):
@@ -99,7 +104,9 @@ def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
 
 
 def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
-    """The images to judge by, in turn; None when none were named and those it was trained on are not here."""
+    """The images to judge by, in turn; None when none were named and those it was trained on are
+    not here.
+    """
     from certcli.system.errors import DataError
 
     if data.dataset is None and record.dataset is None:

@@ -82,7 +82,9 @@ class AuditOptions:
     ] = field(default_factory=list)
 
     def plan(self, seed: int, batch_size: int, limit: int | None) -> Plan:
-        """Return the audit's plan; UsageError on names and values that mean nothing, before any work."""
+        """Return the audit's plan; UsageError on names and values that mean nothing, before any
+        work.
+        """
         from certcli.attack.campaign import stages_of
         from certcli.attack.settings import PRECISIONS, AttackSettings
         from certcli.audit.gates import parse

@@ -63,8 +63,11 @@ def gate_of(document: Audit) -> Gate:
     return gate
 
 
-def show(document: Audit, further: Sequence[str], again: str, reading: str, sink: Sink) -> None:
-    """Print the answer, what to do next, the details in sentences, then tables; with --json the document.
+def show(
+    document: Audit, further: Sequence[str], reproduction: str, reading: str, sink: Sink
+) -> None:
+    """Print the answer, what to do next, the details in sentences, then tables; with --json the
+    document.
 
     further, again: what to do next, and the same once more, as they can be typed here.
     """
@@ -95,7 +98,7 @@ def show(document: Audit, further: Sequence[str], again: str, reading: str, sink
     )
     if document.changes:
         sink.table(TITLE, COLUMNS, [cells(change) for change in document.changes])
-    _details(document, again, reading, sink)
+    _details(document, reproduction, reading, sink)
 
 
 def _title(document: Audit) -> str:
@@ -124,14 +127,14 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
         yield "attention's weight", f"{document.attention_weight:.2g}", "", "", "measured"
 
 
-def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
+def _details(document: Audit, reproduction: str, reading: str, sink: Sink) -> None:
     sink.text("")
     sink.text(reading)
     sink.text(
         "Radii are pixel l2, images in [0, 1]. Certified and attacked shares count correct images only."
     )
-    for found in document.certificates:
-        sink.text(f"{found.method}: {found.title}; about {found.about}. {found.seconds:.0f} s")
+    for shares in document.certificates:
+        sink.text(f"{shares.method}: {shares.title}; about {shares.about}. {shares.seconds:.0f} s")
     if document.patched is not None:
         sink.text(
             f"patch: {document.patched.title}; about the network behind masks. {document.patched.seconds:.0f} s"
@@ -148,7 +151,7 @@ def _details(document: Audit, again: str, reading: str, sink: Sink) -> None:
         )
     for item in document.skipped:
         sink.text(f"skipped {item.stage}: {item.why}")
-    sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {again}")
+    sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {reproduction}")
 
 
 def write(
@@ -161,7 +164,9 @@ def write(
     plan: Plan,
     sink: Sink,
 ) -> None:
-    """Write the reports, and the checkpoint with its evidence. names: of the classes, for the pictures."""
+    """Write the reports, and the checkpoint with its evidence. names: of the classes, for the
+    pictures.
+    """
     from certcli.audit.exhibits import pictures_of
     from certcli.report import formats
 

@@ -41,7 +41,9 @@ def certify(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Share of the images that are classified correctly, certified, within each pixel l2 radius (or against each patch)."""
+    """Share of the images that are classified correctly, certified, within each pixel l2 radius (or
+    against each patch).
+    """
     from certcli.cli.certify import run, verify, view
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
@@ -51,7 +53,8 @@ def certify(
         require_one("records are verified", "certvit certify ... --verify, without torchrun")
         verify.verify_records(options, talk.sink())
         return
-    gate, chooses = Gate(), run.AUTO in target.methods or smoothing.sigma == run.AUTO
+    gate = Gate()
+    chooses = run.AUTO in target.methods or smoothing.sigma == run.AUTO
     demand, threats = run.require_compatible(options)
     if chooses:
         require_one(
@@ -68,7 +71,7 @@ def certify(
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)
     task = run.Task(checkpoint, images, threats, demand)
@@ -79,7 +82,7 @@ def certify(
     first = results[0]
     demand.check(first.found, gate)
     document = view.document(results, choice.reason or None, checkpoint.digest, images)
-    sink.document({**document, "seen": seen, "doubts": sink.doubts}, gate)
+    sink.document({**document, "seen": shares_seen, "doubts": sink.doubts}, gate)
     view.table(results, images, attacked, sink)
     if choice.method not in (
         "smoothing",
@@ -91,10 +94,10 @@ def certify(
             results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink
         )
     if target.html is not None:
-        again = typed_command.again(context, frozenset(("minimum", "attack_records")))
+        reproduction = typed_command.again(context, frozenset(("minimum", "attack_records")))
         pages.write(
             pages.certify_page(
-                results, attacked, checkpoint, _name(source.ckpt), images, again, sink.doubts
+                results, attacked, checkpoint, _name(source.ckpt), images, reproduction, sink.doubts
             ),
             target.html,
         )

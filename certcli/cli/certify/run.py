@@ -1,4 +1,6 @@
-"""What `certify` does between its options and its result: the demand, the methods, the certificates."""
+"""What `certify` does between its options and its result: the demand, the methods, the
+certificates.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,17 @@ class Demand:
     share: float = 0.0
     every: bool = False
 
-    def check(self, found: CertifiedAccuracy, gate: Gate) -> None:
-        hits = round(found.against(self.threat) * found.images)
+    def check(self, accuracy: CertifiedAccuracy, gate: Gate) -> None:
+        hits = round(accuracy.against(self.threat) * accuracy.images)
         what = f"certified accuracy at {self.threat.proven()}"
-        gate.demand_share(hits, found.images, self.share, what, "--min-certified")
+        gate.demand_share(hits, accuracy.images, self.share, what, "--min-certified")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A network, the images on which it is certified, and the threats of one norm at which shares are shown."""
+    """A network, the images on which it is certified, and the threats of one norm at which shares
+    are shown.
+    """
 
     checkpoint: Checkpoint
     images: Images
@@ -62,11 +66,15 @@ class Task:
 
 
 def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
-    """Return the demand and the balls; none for patches, whose sizes wait for the image. UsageError for a contradiction."""
+    """Return the demand and the balls; none for patches, whose sizes wait for the image. UsageError
+    for a contradiction.
+    """
     from certcli.certify.methods import METHODS
     from certcli.evaluation.threat import Threat
 
-    target, methods, norm = options.target, options.target.methods, options.local.norm
+    target = options.target
+    methods = options.target.methods
+    norm = options.local.norm
     if "patch" not in methods and options.patches.patches:
         raise UsageError(
             "--patch is for --method patch", "certvit certify ... --method patch --patch 32"
@@ -80,7 +88,8 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
             raise UsageError(
                 f"--{name.replace('_', '-')} does not go with --method patch", "leave it out"
             )
-    demand, threats = None, list[Threat]()
+    demand = None
+    threats = list[Threat]()
     if not of_patches(options):
         demand, threats = _demand(
             target.minimum, [Threat(norm, radius) for radius in target.epsilon or RADII[norm]]
@@ -96,9 +105,9 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
             "certvit certify ... --method local --norm linf -e 1/255",
         )
     if options.proof.arithmetic is not None and not set(methods) <= set(PROVING):
-        spoken = "smoothing has --precision, patch speaks of the network as it runs"
+        reason = "smoothing has --precision, patch speaks of the network as it runs"
         raise UsageError(
-            f"--arithmetic is of --method {', '.join(PROVING)}: {spoken}", "leave out --arithmetic"
+            f"--arithmetic is of --method {', '.join(PROVING)}: {reason}", "leave out --arithmetic"
         )
     if target.records is not None and len(methods) > 1:
         raise UsageError(
@@ -114,22 +123,24 @@ def of_patches(options: Options) -> bool:
 def _demand(
     text: str | None, threats: Sequence[Threat], image: tuple[int, int] = (1, 1)
 ) -> tuple[Demand, list[Threat]]:
-    """Return the demand of "0.6@1.58", or of "0.6" for the smallest threat, and all threats, ascending.
+    """Return the demand of "0.6@1.58", or of "0.6" for the smallest threat, and all threats,
+    ascending.
 
-    A demanded patch must be among those certified, for the defence depends on them. UsageError when it is no share.
+    A demanded patch must be among those certified, for the defence depends on them. UsageError when
+    it is no share.
     """
     from certcli.evaluation.records import require_share
     from certcli.evaluation.threat import Threat
 
     chosen = sorted(set(threats))
     share, at, size = (text or "0").partition("@")
-    least = require_share(_number(share), "--min-certified")
+    minimum = require_share(_number(share), "--min-certified")
     there = Threat.read(size, chosen[0].norm, image) if at else chosen[0]
     if there.norm == "patch" and there not in chosen:
         raise UsageError(
             f"--min-certified {text} speaks of another patch", f"--patch {size} beside the others"
         )
-    return Demand(there, least), sorted({*chosen, there})
+    return Demand(there, minimum), sorted({*chosen, there})
 
 
 def patch_demand(
@@ -157,19 +168,23 @@ def choose(task: Task, options: Options, sink: Sink) -> Choice:
     first, *others = options.target.methods
     if first != AUTO:
         return Choice(first, "", tuple(others), options.local.effort)
-    least = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
+    smallest = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
     machine = options.machine
-    choice = choose_method(task.checkpoint, machine.pick(), task.images, least, machine.batch_size)
+    choice = choose_method(
+        task.checkpoint, machine.pick(), task.images, smallest, machine.batch_size
+    )
     sink.text(f"--method {choice.method}: {choice.reason}")
     return choice
 
 
 def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Result]:
-    """Certify by each method; one beside the first is left out where it says nothing. None where another process leads."""
+    """Certify by each method; one beside the first is left out where it says nothing. None where
+    another process leads.
+    """
     results: list[Result] = []
     for method in (choice.method, *choice.beside):
         try:
-            found = _run(method, choice, task, options, sink)
+            result = _run(method, choice, task, options, sink)
         except NoBoundError as failure:
             if (
                 method == choice.method
@@ -177,7 +192,7 @@ def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Re
                 raise
             sink.warn(f"{method} is left out: {failure.message}")
         else:
-            results += [found] if found is not None else []
+            results += [result] if result is not None else []
     return results
 
 
@@ -204,10 +219,13 @@ def _options_of(
 
 
 def _local_options(effort: str, options: Options) -> MethodOptions:
-    """Return the options of `local`; branching tries the radii that were asked for, where some were."""
+    """Return the options of `local`; branching tries the radii that were asked for, where some
+    were.
+    """
     from certcli.certify.local_options import BRANCH
 
-    branches, asked = effort == BRANCH, sorted(options.target.epsilon)
+    branches = effort == BRANCH
+    asked = sorted(options.target.epsilon)
     return replace(
         options.local,
         effort=effort,
@@ -220,10 +238,13 @@ def _local_options(effort: str, options: Options) -> MethodOptions:
 
 
 def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
-    """Return a few images of another split than the judged one, where the dataset has one, and say which."""
+    """Return a few images of another split than the judged one, where the dataset has one, and say
+    which.
+    """
     from certcli.certify.smoothing.sigma import TUNED
 
-    judged, data = task.images, options.data
+    judged = task.images
+    data = options.data
     other = "train" if judged.split in ("val", "validation") else "val"
     if judged.split != "all":  # a folder without splits: any part of it is judged too
         try:
@@ -244,7 +265,9 @@ def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
 
 @dataclass(frozen=True)
 class Result:
-    """The certificates of one method. seconds: an image, of this run; None where all was read from --records."""
+    """The certificates of one method. seconds: an image, of this run; None where all was read from
+    --records.
+    """
 
     certifier: Certifier
     rows: Sequence[Certificate]
@@ -276,7 +299,8 @@ class Result:
 
 
 def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> Result | None:
-    """Certify all images by one method, each record written as it is found; None where another process leads.
+    """Certify all images by one method, each record written as it is found; None where another
+    process leads.
 
     Of the records that were read instead, some are found again: as many as the demand rests on.
     """
@@ -287,7 +311,9 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     from certcli.evaluation.resumed import Demanded
     from certcli.evaluation.threat import one_norm
 
-    images, demand, batch_size = task.images, task.demand, options.machine.batch_size
+    images = task.images
+    demand = task.demand
+    batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None:
         chosen = _options_of(method, choice, task, options, sink)
@@ -306,32 +332,36 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
         started = time.perf_counter()
-        with sink.progress(f"certify ({method})", total=len(images), known=file.earlier) as bar:
+        with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
             for batch in certify(certifier, images, batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
-    spent, resumed = time.perf_counter() - started, None
+    spent = time.perf_counter() - started
+    resumed = None
     if file.taken:
         new = sum(row.holds_at(demand.threat) for row in rows[file.taken :])
         demanded = Demanded(demand.share, len(rows), new, demand.every)
-        claims, where = rows[: file.taken], str(records)
+        claims = rows[: file.taken]
+        where = str(records)
         resumed = find_again(certifier, claims, images, demand.threat, demanded, batch_size, where)
-    found = certified_accuracy(rows, task.threats)
+    accuracy = certified_accuracy(rows, task.threats)
     if certifier.remark:
         sink.warn(certifier.remark)
-    if found.abstained == 1:
+    if accuracy.abstained == 1:
         sink.warn(
             "the method abstains on every image: try a smaller --sigma, or finetune --noise first"
         )
     each = spent / (len(rows) - file.taken) if len(rows) > file.taken else None
-    return Result(certifier, rows, found, each, resumed)
+    return Result(certifier, rows, accuracy, each, resumed)
 
 
 def _require_reach(
     certifier: Certifier, threats: Sequence[Threat], demand: Demand, sink: Sink
 ) -> None:
-    """Raise UsageError when none of these radii can be certified, whatever the network; warn when some cannot."""
+    """Raise UsageError when none of these radii can be certified, whatever the network; warn when
+    some cannot.
+    """
     if demand.share > 0 and not certifier.searches(demand.threat):
         message = (
             f"nothing is drawn for {demand.threat.attacked()}, of which --min-certified speaks"
@@ -356,9 +386,11 @@ def _require_reach(
 def attacked_shares(
     path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
 ) -> dict[Threat, dict[int, bool]]:
-    """Records of `attack` -> threat -> index -> withstood all attacks in that norm; images attacked at every radius only.
+    """Records of `attack` -> threat -> index -> withstood all attacks in that norm; images attacked
+    at every radius only.
 
-    DataError when they are of another network, other images or other norms, or when no image was attacked at all radii.
+    DataError when they are of another network, other images or other norms, or when no image was
+    attacked at all radii.
     """
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
     from certcli.evaluation.threat import Threat
@@ -368,23 +400,23 @@ def attacked_shares(
     run, rows = read_records(path, "attack")
     require_same_network(run, checkpoint, path)
     require_same_images(rows, images, path)
-    found: dict[Threat, dict[int, bool]] = {}
+    outcomes: dict[Threat, dict[int, bool]] = {}
     clean: dict[int, bool] = {}
     for row in rows:
         if row["kind"] == norm and row["index"] in images.digests:
-            at = found.setdefault(Threat(norm, row["epsilon"]), {})
+            at = outcomes.setdefault(Threat(norm, row["epsilon"]), {})
             at[row["index"]] = at.get(row["index"], True) and all(
-                left is True for left in row["robust"].values()
+                withstood is True for withstood in row["robust"].values()
             )
             clean[row["index"]] = row["prediction"] == row["label"]
-    common = set.intersection(*map(set, found.values())) if found else set()
+    common = set.intersection(*map(set, outcomes.values())) if outcomes else set()
     if not common:
         raise DataError(
             f"no image of these was attacked in {norm} at all of the radii in {path}",
             "certvit attack this checkpoint on these images, with --epsilon and --records",
         )
-    found.setdefault(Threat(norm, 0.0), clean)
+    outcomes.setdefault(Threat(norm, 0.0), clean)
     return {
-        threat: {index: left for index, left in sorted(at.items()) if index in common}
-        for threat, at in found.items()
+        threat: {index: withstood for index, withstood in sorted(at.items()) if index in common}
+        for threat, at in outcomes.items()
     }

@@ -32,7 +32,9 @@ ALLOWED_DRAWS = 100_000
 """An image; what papers draw. A file that states more is checked where --samples says so: it is not the file's time."""
 STATED = ("promise", "arithmetic", "domain")
 """Parameters of every method; whether they are so, `require_same_way` finds."""
-STEPS, SMOOTH_STEPS, PATCH_STEPS = 40, 10, 3
+STEPS = 40
+SMOOTH_STEPS = 10
+PATCH_STEPS = 3
 """Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes; behind masks up to 32."""
 
 
@@ -65,7 +67,9 @@ def verify_records(options: Options, sink: Sink) -> None:
     from certcli.certify.recheck import FALSE_ALARM, read_claims, recheck, require_same_way
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
-    path, sample, machine = _require_alone(options), options.target.sample, options.machine
+    path = _require_alone(options)
+    sample = options.target.sample
+    machine = options.machine
     run, rows = read_records(path, "certify")
     checkpoint = options.source.open(sink)
     require_same_network(run, checkpoint.digest, path)
@@ -95,26 +99,26 @@ def verify_records(options: Options, sink: Sink) -> None:
             f"{path} holds records of {len(claims)} of its {len(images)} images: the rest is unknown"
         )
     attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS)
-    found = []
+    results = []
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
         for row in recheck(certifier, chosen, images, seed, attack, machine.batch_size):
-            found.append(row)
+            results.append(row)
             bar.advance()
-    counts = Counter(row.status for row in found)
-    refuted = [row for row in found if row.status == "refuted"]
+    counts = Counter(row.status for row in results)
+    refuted = [row for row in results if row.status == "refuted"]
     gate = Gate()
     if refuted:
         first = refuted[0]
-        message = f"{len(refuted)} of {len(found)} records are refuted; {images.named(first.claim.index)}: {first.why}"
+        message = f"{len(refuted)} of {len(results)} records are refuted; {images.named(first.claim.index)}: {first.why}"
         gate.demand(False, GateError(f"{path} is refuted: {message}"))
     gate.demand(counts["verified"] > 0, GateError(f"nothing was verified: {path} states nothing"))
-    attacked = sum(row.attacked for row in found)
+    attacked = sum(row.attacked for row in results)
     document: dict[str, Any] = {
         "checkpoint": checkpoint.digest,
         "method": method,
         "promise": certifier.promise,
         "records": len(claims),
-        "checked": len(found),
+        "checked": len(results),
         "verdicts": {name: counts[name] for name in ("verified", "refuted", "not checked")},
         "attacked": attacked,
         "seed": seed,
@@ -122,7 +126,7 @@ def verify_records(options: Options, sink: Sink) -> None:
         "rows": [
             {"index": row.claim.index, "status": row.status, "why": row.why}
             | ({"file": images.file_of[row.claim.index]} if images.file_of else {})
-            for row in found
+            for row in results
         ],
     }
     sink.document(document, gate)
@@ -138,7 +142,7 @@ def verify_records(options: Options, sink: Sink) -> None:
         ]
         sink.table(f"Refuted{rest}", ["image", "radius", "why"], shown)
     sink.text(
-        f"{len(found)} of {len(claims)} records ({method}): {counts['verified']} verified, {counts['refuted']} refuted, "
+        f"{len(results)} of {len(claims)} records ({method}): {counts['verified']} verified, {counts['refuted']} refuted, "
         f"{counts['not checked']} not checked; {attacked} attacked inside what they claim (margin PGD)"
     )
     if certifier.promise != "proof":
@@ -150,7 +154,9 @@ def verify_records(options: Options, sink: Sink) -> None:
 
 
 def _stated(run: Run, path: Path, options: Options) -> tuple[str, Mapping[str, Any]]:
-    """Method and parameters as the header has them; DataError when they are none of a method's, or ask for too much."""
+    """Method and parameters as the header has them; DataError when they are none of a method's, or
+    ask for too much.
+    """
     from certcli.checkpoint.schema import convert
     from certcli.evaluation.evidence import OPTIONS
     from certcli.system.errors import Refused
@@ -183,14 +189,18 @@ def _stated(run: Run, path: Path, options: Options) -> tuple[str, Mapping[str, A
 
 
 def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
-    """The images of the records: by --dataset, in the split and the number that the header states. DataError for others."""
-    split, count = run.dataset["split"], run.dataset["images"]
+    """The images of the records: by --dataset, in the split and the number that the header states.
+    DataError for others.
+    """
+    split = run.dataset["split"]
+    count = run.dataset["images"]
     named = data if data.split is not None else replace(data, split=split)
     images = named.images(checkpoint.record, sink)
     if count < len(images):
         images = images.limit(count, data.seed)
-    here, stated = (images.name, images.split), (run.dataset["name"], split)
-    other = here != stated and images.ahead is None  # a folder has any name
+    here = (images.name, images.split)
+    recorded = (run.dataset["name"], split)
+    other = here != recorded and images.ahead is None  # a folder has any name
     if other or images.digest != run.dataset["digest"]:
         raise DataError(
             f"{path} is about other images than these {len(images)} of {images.name} ({images.split})",
@@ -200,7 +210,9 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
 
 
 def margin_attack(steps: int) -> Attack:
-    """Return margin PGD: from the image itself, then towards the likeliest other class; of patches at one drawn place."""
+    """Return margin PGD: from the image itself, then towards the likeliest other class; of patches
+    at one drawn place.
+    """
     from certcli.attack.families.margin import margin_pgd
     from certcli.attack.judge import judge, tuck_in
     from certcli.attack.settings import AttackSettings

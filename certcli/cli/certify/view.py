@@ -25,57 +25,61 @@ EVIDENCE = (
 def document(
     results: Sequence[Result], reason: str | None, checkpoint: str, images: Images
 ) -> dict[str, Any]:
-    """Return the one document: what was certified, of which network, on which images, with which promise.
+    """Return the one document: what was certified, of which network, on which images, with which
+    promise.
 
-    It speaks of the first method; `methods` holds all of them when there are several, `reason` why auto took it.
+    It speaks of the first method; `methods` holds all of them when there are several, `reason` why
+    auto took it.
     """
     from certcli.evaluation.records import describe
 
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "checkpoint": checkpoint,
         "dataset": describe(images),
         **results[0].to_json(),
     }
     if reason is not None:
-        found["reason"] = reason
+        fields["reason"] = reason
     if len(results) > 1:
-        found["methods"] = [result.to_json() for result in results]
-    return found
+        fields["methods"] = [result.to_json() for result in results]
+    return fields
 
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
-    """Return the evidence that a checkpoint keeps of one method: shares where it was drawn for some radius there alone."""
+    """Return the evidence that a checkpoint keeps of one method: shares where it was drawn for some
+    radius there alone.
+    """
     from certcli.evaluation.records import describe
 
-    found = {**result.to_json(), "dataset": describe(images)}
+    fields = {**result.to_json(), "dataset": describe(images)}
     drawn = {
         key: share
-        for key, share in found["certified"].items()
-        if key not in found.get("not_drawn_for", ())
+        for key, share in fields["certified"].items()
+        if key not in fields.get("not_drawn_for", ())
     }
-    found["certified"] = drawn or found["certified"]
-    return {name: found[name] for name in EVIDENCE if name in found}
+    fields["certified"] = drawn or fields["certified"]
+    return {name: fields[name] for name in EVIDENCE if name in fields}
 
 
 def table(
     results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
 ) -> None:
-    """One method: certified accuracy at each radius with intervals. Several: one row a method. What attacks left is above."""
+    """One method: certified accuracy at each radius with intervals. Several: one row a method. What
+    attacks left is above.
+    """
     where = f"{images.name} ({images.split}), {len(images)} images"
-    left = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
+    shares = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:
-        _table(results[0], where, left, sink)
+        _table(results[0], where, shares, sink)
     else:
-        _side_by_side(results, where, left, sink)
+        _side_by_side(results, where, shares, sink)
     if results[0].resumed is not None:
         sink.text(f"{results[0].resumed}")
     if attacked:
-        count, message = (
-            len(next(iter(attacked.values()))),
-            "what attacks leave of the network itself, without noise",
-        )
+        count = len(next(iter(attacked.values())))
+        message = "what attacks leave of the network itself, without noise"
         shown = ", ".join(
-            f"{share_text(left[threat], count)} at {threat.attacked()}"
+            f"{share_text(shares[threat], count)} at {threat.attacked()}"
             for threat in sorted(attacked)
         )
         sink.text(
@@ -84,16 +88,16 @@ def table(
 
 
 def _side_by_side(
-    results: Sequence[Result], where: str, left: Mapping[Threat, float], sink: Sink
+    results: Sequence[Result], where: str, attacked: Mapping[Threat, float], sink: Sink
 ) -> None:
     threats = results[0].found.threats
     columns = [f"certified at {threat.proven()}" for threat in threats]
-    untouched = next((share for threat, share in left.items() if threat.size == 0), None)
+    untouched = next((share for threat, share in attacked.items() if threat.size == 0), None)
     above = (
         "attack",
         "measured",
         percent(untouched),
-        *(percent(left.get(threat)) for threat in threats),
+        *(percent(attacked.get(threat)) for threat in threats),
         "-",
         "-",
     )
@@ -101,7 +105,7 @@ def _side_by_side(
         where,
         ["method", "promise", "clean", *columns, "average radius", "seconds an image"],
         [
-            *([above] if left else []),
+            *([above] if attacked else []),
             *(
                 (
                     result.certifier.method,
@@ -121,35 +125,35 @@ def _side_by_side(
         )
 
 
-def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink) -> None:
-    found = result.found
+def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
+    accuracy = result.found
 
     def row(
         name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True
     ) -> tuple[str, ...]:
-        low, high = found.intervals[key]
+        low, high = accuracy.intervals[key]
         interval = f"{100 * low:.1f} to {100 * high:.1f}" if drawn else "-"
-        return name, *([percent(after_attacks)] if left else []), share, interval
+        return name, *([percent(after_attacks)] if attacked else []), share, interval
 
-    untouched = next((share for threat, share in left.items() if threat.size == 0), None)
+    untouched = next((share for threat, share in attacked.items() if threat.size == 0), None)
     rows = [
-        row("clean", "clean", untouched, percent(found.clean)),
+        row("clean", "clean", untouched, percent(accuracy.clean)),
         *(
-            row(t.proven(), t.key, left.get(t), result.share(t), result.certifier.searches(t))
-            for t in found.threats
+            row(t.proven(), t.key, attacked.get(t), result.share(t), result.certifier.searches(t))
+            for t in accuracy.threats
         ),
     ]
-    beside = ["after attacks"] if left else []
+    headings = ["after attacks"] if attacked else []
     of_patches = result.certifier.norm == "patch"
     columns = [
         "patch (pixels)" if of_patches else f"radius (pixel {result.certifier.norm})",
-        *beside,
+        *headings,
         "certified accuracy",
         "95 % interval",
     ]
     sink.table(f"{where}; {result.certifier.title}", columns, rows)
-    if found.abstained:
-        sink.text(f"abstained: {percent(found.abstained)}")
+    if accuracy.abstained:
+        sink.text(f"abstained: {percent(accuracy.abstained)}")
     taken = (
         f"; {result.seconds:.3g} seconds an image"
         if result.seconds is not None and result.seconds >= 0.01
@@ -157,9 +161,9 @@ def _table(result: Result, where: str, left: Mapping[Threat, float], sink: Sink)
     )
     if of_patches:
         sink.text(f"clean: of the defended classifier{taken}")
-    elif found.average_radius is not None:
+    elif accuracy.average_radius is not None:
         sink.text(
-            f"average radius: {proven_radius(found.average_radius, 4)} (0 where the prediction is wrong){taken}"
+            f"average radius: {proven_radius(accuracy.average_radius, 4)} (0 where the prediction is wrong){taken}"
         )
     sink.text(result.certifier.statement)
 
@@ -188,8 +192,8 @@ def plot(
         for certificate in shown if certifier.promise == "proof" else ():
             broken = [
                 t
-                for t, left in attacked.items()
-                if certificate.holds_at(t) and not left[certificate.index]
+                for t, withstood in attacked.items()
+                if certificate.holds_at(t) and not withstood[certificate.index]
             ]
             if broken:
                 message = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
@@ -199,7 +203,10 @@ def plot(
         curves[label] = [
             certificate.radius if certificate.correct else -1.0 for certificate in shown
         ]
-    shares = {threat.radius: sum(left.values()) / len(left) for threat, left in attacked.items()}
+    shares = {
+        threat.radius: sum(withstood.values()) / len(withstood)
+        for threat, withstood in attacked.items()
+    }
     title = f"{network} on {images.name} ({images.split}), n = {len(common)}"
     draw_certified(curves, shares, path, farthest, title, results[0].certifier.norm)
     sink.note(f"wrote {path}")

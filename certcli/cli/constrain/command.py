@@ -18,7 +18,9 @@ from certcli.system.processes import team
 
 @group("Method")
 class Aim:
-    """The output error that is allowed, the images and tokens that measure it, or a target for the bound."""
+    """The output error that is allowed, the images and tokens that measure it, or a target for the
+    bound.
+    """
 
     keep: Annotated[
         float | None,
@@ -112,7 +114,9 @@ def constrain(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Lower each layer's spectral norm as far as its outputs on calibration images allow (Douglas-Rachford)."""
+    """Lower each layer's spectral norm as far as its outputs on calibration images allow
+    (Douglas-Rachford).
+    """
     from certcli.checkpoint.record import SEEN
     from certcli.constrain import network
     from certcli.constrain.keep import (
@@ -139,12 +143,13 @@ def constrain(
     path = output.target("constrain", source.ckpt, source, data, layers)
     checkpoint = source.open(sink)
     record = checkpoint.record
-    size, classes = record.input.size, record.classes
+    size = record.input.size
+    classes = record.classes
     images = data.images(record, sink, judges=max(0, min(2 * data.limit, MANY_JUDGES)))
     keep = usual_share(images) if aim.keep is None else aim.keep
     model = build.load(checkpoint, machine.pick())
     paths, refused = view.choose(model, layers.layers, layers.exclude)
-    seen, unseen = hold_out(images, most=data.limit)
+    used, unseen = hold_out(images, limit=data.limit)
     if memory is None and machine.pick().type == "cpu":
         memory = network.room_for(model, paths, aim.groups)
         if memory is not None:
@@ -154,7 +159,7 @@ def constrain(
     calibration = network.LayerCalibration(
         model,
         paths,
-        lambda: (pixels for _, pixels, _ in seen.batches(machine.batch_size)),
+        lambda: (pixels for _, pixels, _ in used.batches(machine.batch_size)),
         (lambda: (pixels for _, pixels, _ in unseen.batches(machine.batch_size)))
         if len(unseen)
         else None,
@@ -166,19 +171,19 @@ def constrain(
     )
     with calibration.watching():
         reference = fidelity.measure_reference(
-            model, seen, unseen, record, machine.batch_size, sink
+            model, used, unseen, record, machine.batch_size, sink
         )
     before = network.network_upper(model, size, classes) if team().leads else None
-    found: dict[str, Any] = {}
+    curves_of: dict[str, Any] = {}
     if aim.target is not None or layers.plot is not None:
         with sink.progress("Pareto curves", total=len(paths)) as bar:
             for name, curve in network.curves(calibration, settings):
-                found[name] = curve
+                curves_of[name] = curve
                 bar.advance(remark=name)
     results: list[Any] = []
     judged = None
     if aim.target is not None:
-        results = network.meet_target(calibration, size, classes, found, aim.target, settings)
+        results = network.meet_target(calibration, size, classes, curves_of, aim.target, settings)
     elif aim.eta is not None or aim.preset is not None:
         with sink.progress("constrain", total=len(paths)) as bar:
             for result in network.constrain_to(calibration, settings):
@@ -187,14 +192,15 @@ def constrain(
         network.write(model, {result.path: result.weight for result in results})
     else:
         with sink.progress("constrain", total=len(paths) * (TRIALS + ROUNDS)) as bar:
-            kept = constrain_keeping(
+            kept_result = constrain_keeping(
                 calibration,
                 settings,
                 keep,
                 reference,
                 lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
             )
-        results, judged = list(kept.results), kept.fidelity
+        results = list(kept_result.results)
+        judged = kept_result.fidelity
         if not results:
             sink.warn(
                 f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed"
@@ -214,7 +220,7 @@ def constrain(
         "exclude": layers.exclude,
         "calibration": images.name,
         "images": min(len(images), data.limit),
-        SEEN: kept_of(seen),
+        SEEN: kept_of(used),
     }
     if aim.eta is None and aim.target is None:
         parameters["eta"] = max((result.eta for result in results), default=0.0)
@@ -224,12 +230,10 @@ def constrain(
     say_wider(checkpoint, derived, sink)
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     if layers.plot is not None:
-        network_name, where = (
-            Path(source.ckpt).stem,
-            f"{len(seen)} images of {images.name} ({images.split})",
-        )
+        network_name = Path(source.ckpt).stem
+        where = f"{len(used)} images of {images.name} ({images.split})"
         view.plot(
-            found,
+            curves_of,
             results,
             layers.plot,
             f"{network_name}: norm against output error on {where}",

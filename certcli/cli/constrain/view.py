@@ -17,7 +17,9 @@ CONVERGED = 0.01
 def choose(
     model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the full paths of the layers to constrain, and the chosen layers that cannot be with the reasons."""
+    """Return the full paths of the layers to constrain, and the chosen layers that cannot be with
+    the reasons.
+    """
     from fnmatch import fnmatch
 
     from torch import nn
@@ -25,7 +27,8 @@ def choose(
     from certcli.constrain.layers import refusal
     from certcli.system.errors import UsageError
 
-    paths, refused = [], {}
+    paths = []
+    refused = {}
     for name, module in model.net.named_modules():
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             continue
@@ -45,7 +48,7 @@ def choose(
 
 
 def document(
-    path: Path, before: Any, after: Any, kept: Mapping[str, Any], results: Sequence[Any]
+    path: Path, before: Any, after: Any, fidelity: Mapping[str, Any], results: Sequence[Any]
 ) -> dict[str, Any]:
     """Return the JSON report. kept: the comparison end to end."""
     fields = (
@@ -54,11 +57,11 @@ def document(
     )
     return {
         "output": str(path),
-        "kept": dict(kept),
+        "kept": dict(fidelity),
         **bound_document(before, "upper_before"),
         **bound_document(after, "upper_after"),
-        "clean_before": kept["accuracy_before"],
-        "clean_after": kept["accuracy_after"],
+        "clean_before": fidelity["accuracy_before"],
+        "clean_after": fidelity["accuracy_after"],
         "layers": [
             {"path": short(r.path), **{name: getattr(r, name) for name in fields}} for r in results
         ],
@@ -120,14 +123,14 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def plot(
-    found: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink
+    curves_of: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink
 ) -> None:
     from certcli.report.pareto import draw_curves
 
     draw_curves(
         {
             short(name): [(point.error, point.norm) for point in curve]
-            for name, curve in found.items()
+            for name, curve in curves_of.items()
         },
         {short(r.path): (r.error, r.after) for r in results},
         path,

@@ -17,7 +17,9 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report. broken: something of the user's fails because of it; remark: why, and what to type."""
+    """One row of the report. broken: something of the user's fails because of it; remark: why, and
+    what to type.
+    """
 
     part: str
     found: str
@@ -27,8 +29,11 @@ class Finding:
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
 def doctor(talk: Talk = Talk()) -> None:
-    """Check that the installed packages fit together, and say what this machine has; exit 7 where something is broken."""
-    sink, gate = talk.sink(), Gate()
+    """Check that the installed packages fit together, and say what this machine has; exit 7 where
+    something is broken.
+    """
+    sink = talk.sink()
+    gate = Gate()
     findings = [
         Finding("certvit", _version("certvit")),
         Finding("Python", platform.python_version()),
@@ -63,19 +68,19 @@ def _version(package: str) -> str:
 
 def _torchvision() -> Finding:
     """Import timm as a program without certvit does: in a process of its own."""
-    found = _version("torchvision")
+    installed = _version("torchvision")
     done = run_isolated("import timm")
     if done.returncode == 0:
-        return Finding("torchvision", found)
+        return Finding("torchvision", installed)
     reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
     remark = f"`import timm` fails outside certvit ({reason[:120]})"
     if "torchvision::" in reason:
-        public = found.partition("+")[0]
+        public = installed.partition("+")[0]
         remark += (
             "; certvit itself works. This torchvision was built for another torch; take both from one index: "
             f"pip install --force-reinstall --no-deps torchvision=={public} --index-url {CPU_WHEELS}"
         )
-    return Finding("torchvision", found, remark, broken=True)
+    return Finding("torchvision", installed, remark, broken=True)
 
 
 def _torchattacks() -> list[Finding]:

@@ -1,4 +1,6 @@
-"""certvit finetune: train for accuracy or for certified accuracy, from a checkpoint or, after init, from scratch."""
+"""certvit finetune: train for accuracy or for certified accuracy, from a checkpoint or, after init,
+from scratch.
+"""
 
 from certcli.cli.finetune.options import Order
 from certcli.cli.shared.command import command
@@ -42,7 +44,9 @@ OFTEN = (
     often=OFTEN,
 )
 def finetune(order: Order, talk: Talk = Talk()) -> None:
-    """Train on --dataset; choices are made on its validation split, and the bound at the end is proven."""
+    """Train on --dataset; choices are made on its validation split, and the bound at the end is
+    proven.
+    """
     from certcli.cli.finetune.run import Training
 
     if order.settings.time_budget is not None and order.settings.steps is not None:

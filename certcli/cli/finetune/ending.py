@@ -1,4 +1,6 @@
-"""How a training run ended, against how it began: at chance, or below its start, it does not call itself done."""
+"""How a training run ended, against how it began: at chance, or below its start, it does not call
+itself done.
+"""
 
 from __future__ import annotations
 

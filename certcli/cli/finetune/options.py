@@ -1,4 +1,6 @@
-"""The options of `certvit finetune`: the settings of a run, and the files, images and processes that it works with."""
+"""The options of `certvit finetune`: the settings of a run, and the files, images and processes
+that it works with.
+"""
 
 from typing import Annotated
 

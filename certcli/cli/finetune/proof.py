@@ -1,4 +1,6 @@
-"""The proof at the end of a training run: the bound of the weights, and the validation images that it certifies."""
+"""The proof at the end of a training run: the bound of the weights, and the validation images that
+it certifies.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Final:
 
     def told(self, images: int, epsilon: float) -> str:
         """Return the last line of a run: the validation shares, and the bound."""
-        found, at = self.evidence, proven_radius(epsilon)
+        found = self.evidence
+        at = proven_radius(epsilon)
         certified = f"certified at {at} {share_text(found['certified'], images, proven=True)}"
         if self.skipped is not None:
             certified = f"nothing certified at {at} ({self.skipped})"
@@ -52,7 +55,9 @@ def affordable(images: int, left: float | None, costs: tuple[float, float]) -> i
 
 
 def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[float, float]:
-    """Measure, on the starting weights, the seconds of the final bound and of one image's certificate."""
+    """Measure, on the starting weights, the seconds of the final bound and of one image's
+    certificate.
+    """
     few = sample.limit(MEASURED)
     started = time.perf_counter()
     certifier = _certifier(checkpoint)
@@ -65,7 +70,9 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
 
 
 def prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
-    """Prove the bound in float64, rounded outward, and count the validation images that it certifies."""
+    """Prove the bound in float64, rounded outward, and count the validation images that it
+    certifies.
+    """
     from certcli.evaluation.records import describe
     from certcli.lipschitz.bound import bound_document
     from certcli.lipschitz.numerics.real import INF
@@ -133,5 +140,5 @@ def _certified(
                 rows += batch
                 bar.advance(len(batch))
     threat = Threat("l2", epsilon)
-    found = certified_accuracy(rows, [threat])
-    return found.clean, found.against(threat)
+    indices_of = certified_accuracy(rows, [threat])
+    return indices_of.clean, indices_of.against(threat)

@@ -77,7 +77,8 @@ class Training:
         from certcli.models.open import open_checkpoint
         from certcli.system.errors import CertvitError, OutputError
 
-        order, sink = self.order, self.sink
+        order = self.order
+        sink = self.sink
         train, validation = self._images()
         sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
         self._choose(len(train))
@@ -168,7 +169,8 @@ class Training:
         """Take the defaults that suit the network, fresh or trained already, and say which."""
         from certcli.finetune.optimisers import default_batch
 
-        settings, machine = self.order.settings, self.order.machine
+        settings = self.order.settings
+        machine = self.order.machine
         parameters = sum(tensor.numel() for tensor in self.checkpoint.tensors.values())
         usual = start.default_batch_size(self.begin, settings, parameters)
         batch = machine.batch_size or usual or default_batch(settings.optimiser, images)
@@ -184,7 +186,8 @@ class Training:
         from certcli.images import datasets
         from certcli.system.errors import DataError
 
-        record, data = self.checkpoint.record, self.order.data
+        record = self.checkpoint.record
+        data = self.order.data
         name = data.dataset or record.dataset
         if name is None:
             raise DataError(
@@ -206,7 +209,9 @@ class Training:
         return train.limit(data.limit, self.settings.seed), judges
 
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
-        """Turn the time budget into a number of steps, and return when they should end, in seconds of the clock."""
+        """Turn the time budget into a number of steps, and return when they should end, in seconds
+        of the clock.
+        """
         from certcli.finetune.budget import Costs
 
         clock = time.perf_counter()
@@ -216,12 +221,10 @@ class Training:
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
-        left = end - time.perf_counter()
-        trainer.plan(train, validation, left, Costs(0.0, 0.0, saving, bound, certificate))
-        epochs, limit = (
-            trainer.total_steps(train) / trainer.batches(train),
-            trainer.settings.validation_limit,
-        )
+        remaining = end - time.perf_counter()
+        trainer.plan(train, validation, remaining, Costs(0.0, 0.0, saving, bound, certificate))
+        epochs = trainer.total_steps(train) / trainer.batches(train)
+        limit = trainer.settings.validation_limit
         self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
         if epochs < 1:
             self.sink.warn(f"only {epochs:.2f} of one epoch fits into {budget}")
@@ -233,13 +236,15 @@ class Training:
     def _learn(
         self, trainer: Trainer, train: Images, validation: Images, end: float | None
     ) -> None:
-        """Train to the end, with a progress bar, or a remark now and then in a log file; save each epoch's state.
+        """Train to the end, with a progress bar, or a remark now and then in a log file; save each
+        epoch's state.
 
         end: when the steps of a time budget should end; each epoch's pace corrects their number.
         """
         from certcli.finetune.budget import changed_total
 
-        begun, first = time.perf_counter(), trainer.step
+        started = time.perf_counter()
+        first = trainer.step
         with self.sink.progress("finetune", total=trainer.total_steps(train)) as bar:
             bar.advance(trainer.step)
             done = trainer.step
@@ -254,7 +259,7 @@ class Training:
                 total = trainer.total_steps(train)
                 if end is not None and trainer.step < total:
                     now = time.perf_counter()
-                    pace = (now - begun) / (trainer.step - first)
+                    pace = (now - started) / (trainer.step - first)
                     steps = changed_total(
                         trainer.step, total, pace, end - now, trainer.batches(train)
                     )
@@ -279,7 +284,9 @@ class Training:
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
     def _save_state(self, trainer: Trainer) -> None:
-        """Save the state; on a full disk warn once and go on: hours of training are worth more than --resume."""
+        """Save the state; on a full disk warn once and go on: hours of training are worth more than
+        --resume.
+        """
         from certcli.finetune.state import save_state
         from certcli.system.errors import OutputError
 
@@ -297,9 +304,15 @@ class Training:
             self.savable = False
 
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
-        """Write the best weights, prove their bound and write it too; then the last weights where they are others."""
-        output, settings, sink = self.order.output, trainer.settings, self.sink
-        best, last, epsilon = trainer.best_epoch, trainer.epoch, settings.epsilon
+        """Write the best weights, prove their bound and write it too; then the last weights where
+        they are others.
+        """
+        output = self.order.output
+        settings = trainer.settings
+        sink = self.sink
+        best = trainer.best_epoch
+        last = trainer.epoch
+        epsilon = settings.epsilon
         derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
         say_wider(self.checkpoint, derived, sink)
         output.write(derived, self.path)  # before the proof, which may take longer than is left
@@ -346,7 +359,8 @@ class Training:
 
     def _spent(self) -> str:
         """Return the time so far, of the budget where there is one."""
-        spent, budget = time.perf_counter() - self.started, self.settings.time_budget
+        spent = time.perf_counter() - self.started
+        budget = self.settings.time_budget
         return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:

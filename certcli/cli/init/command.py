@@ -52,11 +52,17 @@ class Architecture:
         from certcli.models.open import open_checkpoint
         from certcli.system.errors import UsageError
 
-        given = hints(None, self.arch_arg, self.mean, self.std)
+        from_options = hints(None, self.arch_arg, self.mean, self.std)
         if self.member:
-            arguments = dict(given.arch_args)
+            arguments = dict(from_options.arch_args)
             mirror = arguments.pop("mirror", False)
-            if arguments or self.pretrained or self.classes is not None or given.mean or given.std:
+            if (
+                arguments
+                or self.pretrained
+                or self.classes is not None
+                or from_options.mean
+                or from_options.std
+            ):
                 raise UsageError(
                     "--member takes everything else from its files",
                     "of the others it takes mirror alone",
@@ -68,15 +74,17 @@ class Architecture:
                     "--pretrained keeps the published classes",
                     "drop --classes, or fine-tune afterwards",
                 )
-            if given.mean or given.std:
+            if from_options.mean or from_options.std:
                 raise UsageError(
                     "--pretrained keeps the published mean and std", "drop --mean and --std"
                 )
-            return open_checkpoint(self.arch, given)
+            return open_checkpoint(self.arch, from_options)
         arguments = parse_arguments(self.arch_arg) | (
             {} if self.classes is None else {"num_classes": self.classes}
         )
-        return initialise(self.arch, arguments, seed=self.seed, mean=given.mean, std=given.std)
+        return initialise(
+            self.arch, arguments, seed=self.seed, mean=from_options.mean, std=from_options.std
+        )
 
 
 @command(
@@ -86,20 +94,24 @@ class Architecture:
     page="architectures.md",
 )
 def init(architecture: Architecture, output: Output = Output(), talk: Talk = Talk()) -> None:
-    """Write a new checkpoint: freshly initialised, with timm's published weights, or the mean of trained networks."""
+    """Write a new checkpoint: freshly initialised, with timm's published weights, or the mean of
+    trained networks.
+    """
     from certcli.models import build as models
 
     sink = talk.sink()
     arch = architecture.arch
     path = output.target("init", arch, architecture)
-    made = architecture.build()
+    checkpoint_built = architecture.build()
     models.load(
-        made
+        checkpoint_built
     )  # refuses, as every later command would, a network that does not map an image to its classes
-    checkpoint = made
+    checkpoint = checkpoint_built
     if not architecture.member:  # a mean tells its own step
         parameters = {"arch": arch, "pretrained": architecture.pretrained}
-        checkpoint = made.derive(made.tensors, "init", parameters, architecture.seed)
+        checkpoint = checkpoint_built.derive(
+            checkpoint_built.tensors, "init", parameters, architecture.seed
+        )
     output.write(checkpoint, path)
     size = "x".join(str(side) for side in checkpoint.record.input.size)
     count = sum(tensor.numel() for tensor in checkpoint.tensors.values())

@@ -21,7 +21,9 @@ SAME = 1e-6
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A module, or a single layer outside all modules. after: the constant from the pixels to its output."""
+    """A module, or a single layer outside all modules. after: the constant from the pixels to its
+    output.
+    """
 
     name: str
     kind: str
@@ -32,30 +34,32 @@ class BlockRow:
         return other.name.startswith(f"{self.name}.")
 
 
-def rows(found: NetworkBound) -> list[BlockRow]:
-    """Return every block and every layer outside blocks, without modules that are the product of their parts."""
+def rows(bound: NetworkBound) -> list[BlockRow]:
+    """Return every block and every layer outside blocks, without modules that are the product of
+    their parts.
+    """
     blocks = [
         BlockRow(path, kind, ratio(before, after), after)
-        for path, kind, before, after in found.blocks
+        for path, kind, before, after in bound.blocks
         if path and path.count(".") <= DEEPEST
     ]
     named = {row.name for row in blocks}
     single = [
         BlockRow(charge.path, charge.kind, charge.constant, charge.cumulative)
-        for charge in found.charges
+        for charge in bound.charges
         if charge.path.count(".") == 0 and charge.path not in named
     ]
-    place = {charge.path: number for number, charge in enumerate(found.charges)}
+    place = {charge.path: number for number, charge in enumerate(bound.charges)}
     chosen = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
     chosen.sort(
         key=lambda row: max((place[path] for path in place if _within(path, row.name)), default=-1)
     )
-    return chosen + _last(found, chosen)
+    return chosen + _last(bound, chosen)
 
 
-def show(found: NetworkBound, worst: bool, sink: Sink) -> None:
-    shown = rows(found)
-    whole = abs(found.upper.log10()) if found.upper.finite and found.upper > 0.0 else 0.0
+def show(bound: NetworkBound, worst: bool, sink: Sink) -> None:
+    shown = rows(bound)
+    whole = abs(bound.upper.log10()) if bound.upper.finite and bound.upper > 0.0 else 0.0
     if worst:
         shown.sort(key=lambda row: row.constant, reverse=True)
     sink.table(
@@ -69,10 +73,10 @@ def show(found: NetworkBound, worst: bool, sink: Sink) -> None:
 
 
 def side_by_side(networks: Mapping[str, NetworkBound], sink: Sink) -> None:
-    each = [{row.name: str(row.constant) for row in rows(found)} for found in networks.values()]
+    each = [{row.name: str(row.constant) for row in rows(bound)} for bound in networks.values()]
     paths = list(dict.fromkeys(path for constants in each for path in constants))
     table = [(path, *(constants.get(path, "-") for constants in each)) for path in paths]
-    table.append(("upper bound", *(str(found.upper) for found in networks.values())))
+    table.append(("upper bound", *(str(bound.upper) for bound in networks.values())))
     sink.table("Constants side by side (proven)", ["block", *networks], table)
 
 
@@ -80,17 +84,20 @@ def ratio(before: Real, after: Real) -> Real:
     return after / before if before.finite and after.finite and float(before) > 0 else after
 
 
-def _last(found: NetworkBound, chosen: Sequence[BlockRow]) -> list[BlockRow]:
-    """Return the last linear map's row: it is charged after all others, for it waits for the pairs of classes."""
-    if not (found.charges and found.upper.finite and chosen):
+def _last(bound: NetworkBound, chosen: Sequence[BlockRow]) -> list[BlockRow]:
+    """Return the last linear map's row: it is charged after all others, for it waits for the pairs
+    of classes.
+    """
+    if not (bound.charges and bound.upper.finite and chosen):
         return []
-    before, last = chosen[-1].after, found.charges[-1]
+    before = chosen[-1].after
+    last = bound.charges[-1]
     if (
-        not (before.finite and before > 0.0 and found.upper > 0.0)
-        or abs((found.upper / before).log10()) < SAME
+        not (before.finite and before > 0.0 and bound.upper > 0.0)
+        or abs((bound.upper / before).log10()) < SAME
     ):
         return []
-    return [BlockRow(last.path, last.kind, found.upper / before, found.upper)]
+    return [BlockRow(last.path, last.kind, bound.upper / before, bound.upper)]
 
 
 def _is_its_parts(row: BlockRow, blocks: Sequence[BlockRow]) -> bool:

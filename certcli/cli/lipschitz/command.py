@@ -44,7 +44,9 @@ def lipschitz(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair has slope >= lower."""
+    """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair
+    has slope >= lower.
+    """
     sink = talk.sink()
     if verify is not None:
         from certcli.cli.shared.verify import verify_report

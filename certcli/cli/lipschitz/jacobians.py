@@ -1,4 +1,6 @@
-"""`certvit lipschitz --jacobian`: the slope of each block at real images, for one network or two side by side."""
+"""`certvit lipschitz --jacobian`: the slope of each block at real images, for one network or two
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -43,28 +45,30 @@ class BlockSlopes:
 def measure(
     name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int
 ) -> BlockSlopes:
-    """Measure the largest singular value of every block at every image, and Hoelder's bound at two images (small nets)."""
+    """Measure the largest singular value of every block at every image, and Hoelder's bound at two
+    images (small nets).
+    """
     import torch
 
     from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
 
-    found: dict[str, list[Tensor]] = {}
+    slopes: dict[str, list[Tensor]] = {}
     above: dict[str, float] = {}
     for images in batches():
         for path, values in block_norms(model, images, iterations, seed).items():
-            found.setdefault(path, []).append(values.cpu())
+            slopes.setdefault(path, []).append(values.cpu())
         if not above:  # dense Jacobians are slow: two images are enough for a comparison
             above = {
                 path: float(values[0].mean())
                 for path, values in hoelder_bounds(model, images[:2]).items()
             }
-    return BlockSlopes(name, {path: torch.cat(parts) for path, parts in found.items()}, above)
+    return BlockSlopes(name, {path: torch.cat(parts) for path, parts in slopes.items()}, above)
 
 
-def show(found: BlockSlopes, sink: Sink) -> None:
-    rows = found.to_json()
+def show(slopes: BlockSlopes, sink: Sink) -> None:
+    rows = slopes.to_json()
     sink.table(
-        f"{found.name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",
+        f"{slopes.name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",
         ["block", "mean", "deviation", "largest", "sqrt(norm1 norminf)"],
         [
             (
@@ -78,7 +82,7 @@ def show(found: BlockSlopes, sink: Sink) -> None:
         ],
     )
     if not rows:
-        sink.text(f"no repeated blocks found in {found.name}")
+        sink.text(f"no repeated blocks found in {slopes.name}")
 
 
 def draw(measured: list[BlockSlopes], images: str, path: Path, sink: Sink) -> None:
@@ -86,9 +90,9 @@ def draw(measured: list[BlockSlopes], images: str, path: Path, sink: Sink) -> No
     from certcli.report.violin import draw_violins
 
     drawn = {
-        found.name: {name: each.tolist() for name, each in found.largest.items()}
-        for found in measured
-        if found.largest
+        slopes.name: {name: each.tolist() for name, each in slopes.largest.items()}
+        for slopes in measured
+        if slopes.largest
     }
     if drawn:
         draw_violins(drawn, path, f"Slope of each block (measured)\n{images}")

@@ -1,4 +1,6 @@
-"""The work of `certvit lipschitz`: prove the bound, measure slopes, and compute what the views show."""
+"""The work of `certvit lipschitz`: prove the bound, measure slopes, and compute what the views
+show.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,17 +63,21 @@ def measure_slope(audited: Audited, options: Options, sink: Sink) -> float:
 
 
 def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> float:
-    """Return the largest measured slope at images, batches dealt to the team's processes; 0 on all but the leader."""
+    """Return the largest measured slope at images, batches dealt to the team's processes; 0 on all
+    but the leader.
+    """
     from certcli.images.labelled import sent
     from certcli.lipschitz.measured.estimate import measure
 
-    device, best, size = next(model.parameters()).device, 0.0, options.machine.batch_size
+    device = next(model.parameters()).device
+    best = 0.0
+    size = options.machine.batch_size
 
     def find(start: int) -> float:
         pixels = sent(images.fetch(range(start, min(start + size, len(images)))), device)
         images.expect_at(start + team().size * size, size)
-        (found,) = measure(model, iter([pixels]), options.search.iterations, options.data.seed)
-        return found.value
+        (estimate,) = measure(model, iter([pixels]), options.search.iterations, options.data.seed)
+        return estimate.value
 
     starts = range(0, len(images), size)
     with sink.progress("measured slope", total=len(starts)) as bar:
@@ -82,32 +88,35 @@ def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> flo
 
 
 def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    documents: dict[str, Any] = {}
     views = options.views
     if views.heads:
-        found["heads"] = view.show_heads(audited.model, sink)
+        documents["heads"] = view.show_heads(audited.model, sink)
     other = (
         None
         if views.other is None
         else prove(replace(options.source, ckpt=views.other), options.machine, sink)
     )
     if other is not None:
-        found["compare"] = view.compare(audited, other, sink)
-    found["formulas"] = [
+        documents["compare"] = view.compare(audited, other, sink)
+    documents["formulas"] = [
         view.show_formula(name, audited, views.worst, sink) for name in views.formulas
     ]
     if views.jacobian:
-        found["jacobian"] = _jacobians(audited, other, options, sink)
+        documents["jacobian"] = _jacobians(audited, other, options, sink)
     elif views.plot is not None:
         view.draw(audited, other, views.plot, sink)
-    return found
+    return documents
 
 
 def _jacobians(
     audited: Audited, other: Audited | None, options: Options, sink: Sink
 ) -> list[dict[str, Any]]:
-    """Measure the blocks of both networks at the same images; return the first network's part of the report."""
-    record, device = audited.checkpoint.record, options.machine.pick()
+    """Measure the blocks of both networks at the same images; return the first network's part of
+    the report.
+    """
+    record = audited.checkpoint.record
+    device = options.machine.pick()
     if other is not None and other.checkpoint.record.input.size != record.input.size:
         raise UsageError(
             "--jacobian --compare needs networks of one input size",
@@ -126,8 +135,8 @@ def _jacobians(
         )
         for name, network in view.labelled(audited, other).items()
     ]
-    for found in measured:
-        jacobians.show(found, sink)
+    for slopes in measured:
+        jacobians.show(slopes, sink)
     if options.views.plot is not None:
         title = f"{len(images)} images of {images.name} ({images.split})"
         jacobians.draw(measured, title, options.views.plot, sink)
@@ -135,7 +144,8 @@ def _jacobians(
 
 
 def gate_of(audited: Audited, maximum: float | None) -> Gate:
-    gate, upper = Gate(), audited.found.upper
+    gate = Gate()
+    upper = audited.found.upper
     if maximum is not None and not upper.finite:
         why = f"no finite bound: {audited.found.bound.why}"
         hint = "" if audited.of_features else "certvit adapt makes a plain ViT Lipschitz"

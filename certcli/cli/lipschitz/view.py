@@ -1,4 +1,6 @@
-"""The report of `certvit lipschitz` and its tables: layers, blocks, two checkpoints side by side, published formulas."""
+"""The report of `certvit lipschitz` and its tables: layers, blocks, two checkpoints side by side,
+published formulas.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,17 +38,18 @@ class Audited:
 def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
     from certcli.nn.residual import attention_weight
 
-    found, model = audited.found, audited.model
+    bound = audited.found
+    model = audited.model
     return {
         "schema": 1,
         "checkpoint": audited.checkpoint.digest,
         "arch": audited.checkpoint.record.arch,
         "input": list(audited.checkpoint.record.input.size),
         "function": audited.checkpoint.record.function(),
-        **bound_document(found.upper),
+        **bound_document(bound.upper),
         "bound_of": FEATURES if audited.of_features else LOGITS,
         "lower": lower,
-        "why": found.bound.why,
+        "why": bound.bound.why,
         "attention_weight": attention_weight(model),
         "layers": [
             {
@@ -58,19 +61,20 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
                 "law": charge.law,
                 "why": charge.why,
             }
-            for charge in found.charges
+            for charge in bound.charges
         ],
     }
 
 
 def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
     """Show one row a block, or a layer; the largest constants first if `worst`."""
-    found, model = audited.found, audited.model
-    if not found.charges:
+    bound = audited.found
+    model = audited.model
+    if not bound.charges:
         return
-    charges = list(found.charges)
+    charges = list(bound.charges)
     if not layers:
-        blocks.show(found, worst, sink)
+        blocks.show(bound, worst, sink)
         return
     total = (
         sum(max(charge.constant.log10(), 0.0) for charge in charges if float(charge.constant) > 0)
@@ -124,7 +128,8 @@ def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
 
 def explain(audited: Audited, lower: float | None, share: float | None, sink: Sink) -> None:
     """Say both bounds in words, and the radius that they certify for a margin of 1."""
-    upper, why = audited.found.upper, audited.found.bound.why
+    upper = audited.found.upper
+    why = audited.found.bound.why
     of = " of the features" if audited.of_features else ""
     if upper.finite:
         sink.text(f"upper bound{of} (proven, l2, pixels in [0, 1]):  {upper}")

@@ -66,7 +66,9 @@ class Page:
             raise UsageError(f"--format {self.written}", one_of(self.written, FORMATS))
 
     def claim(self, files: list[Path], folders: list[Any]) -> None:
-        """Before any work: a page is new, or replaced by --force, and never a checkpoint that is read."""
+        """Before any work: a page is new, or replaced by --force, and never a checkpoint that is
+        read.
+        """
         from certcli.checkpoint.outputs import Outputs
 
         outputs = Outputs(self.force)
@@ -101,10 +103,13 @@ def log(
     page: Page = Page(),
     talk: Talk = Talk(),
 ) -> None:
-    """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks, certificates, bound."""
+    """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks,
+    certificates, bound.
+    """
     from certcli.checkpoint.file import Checkpoint
 
-    sink, files = talk.sink(), _files(checkpoints)
+    sink = talk.sink()
+    files = _files(checkpoints)
     page.claim(
         files,
         [folder for folder in (verification.dataset, verification.data_dir) if folder is not None],
@@ -118,17 +123,17 @@ def log(
         from certcli.verification.claims import statuses
 
         gate = Gate()
-        found = verify_checkpoints(
+        claims_of = verify_checkpoints(
             {str(path): ckpt for path, ckpt in read}, verification, machine, gate, sink
         )
-        for document, claims in zip(documents, found, strict=True):
+        for document, claims in zip(documents, claims_of, strict=True):
             document["verification"] = [asdict(claim) for claim in claims]
             for entry, status in zip(
                 document["evidence"], statuses(claims, len(document["evidence"])), strict=True
             ):
                 entry["status"] = status
         sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
-        page.write(read, found, sink)
+        page.write(read, claims_of, sink)
         gate.enforce()
         by = (
             ""
@@ -177,15 +182,15 @@ def _files(named: list[Path]) -> list[Path]:
     """The checkpoints among these; for a folder those in it, and in it alone."""
     from certcli.system.errors import CheckpointError
 
-    found: list[Path] = []
+    files: list[Path] = []
     for path in named:
         inside = _checkpoints_in(path) if path.is_dir() else [path]
         if not inside:
             raise CheckpointError(
                 f"no checkpoint in the folder {path}", "certvit log FILE.safetensors"
             )
-        found += inside
-    return found
+        files += inside
+    return files
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:

@@ -1,6 +1,8 @@
-"""What `certvit log` shows: the steps and the evidence of one checkpoint in words, several checkpoints as a table.
+"""What `certvit log` shows: the steps and the evidence of one checkpoint in words, several
+checkpoints as a table.
 
-Only evidence that `certcli.evaluation.evidence` understands is put into words. What nothing recomputes is called measured.
+Only evidence that `certcli.evaluation.evidence` understands is put into words. What nothing
+recomputes is called measured.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
 
 
 def spelled(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Values by name, nested ones by the path of names; what is empty, or only says no, is left out."""
+    """Values by name, nested ones by the path of names; what is empty, or only says no, is left
+    out.
+    """
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from spelled(value, f"{prefix}{name}.")
@@ -85,9 +89,11 @@ def _number(value: Any) -> str:
 def sentence(entry: Evidence) -> str:
     from certcli.evaluation.evidence import understood
 
-    found = understood(entry)
+    decoded = understood(entry)
     return (
-        NOT_UNDERSTOOD if found is None else _WORDS[found.command](found.result, found.parameters)
+        NOT_UNDERSTOOD
+        if decoded is None
+        else _WORDS[decoded.command](decoded.result, decoded.parameters)
     )
 
 
@@ -174,7 +180,9 @@ _WORDS: Mapping[str, Callable[[Any, Any], str]] = {
 
 
 def _images(result: Any) -> str:
-    """How many images, of which dataset; attacks on certified images alone state fewer than their dataset has."""
+    """How many images, of which dataset; attacks on certified images alone state fewer than their
+    dataset has.
+    """
     images = result.dataset
     count = getattr(result, "images", None) or images.images
     text = f"{count} image{'s' * (count != 1)}"
@@ -187,28 +195,30 @@ def _images(result: Any) -> str:
 def compare(
     read: Sequence[tuple[Path, Checkpoint]], sink: Sink, written: str | None = None
 ) -> None:
-    """Print a row for each checkpoint, as a table for the screen or as `written`, a name of `rows.FORMATS`.
+    """Print a row for each checkpoint, as a table for the screen or as `written`, a name of
+    `rows.FORMATS`.
 
     Fresh evidence only: what was found about another network says nothing about this one.
 
-    A column says its radius and its number of images where they are the same in all rows, else each cell its own. What only
-    training knows (validation images, which chose the epoch) says so.
+    A column says its radius and its number of images where they are the same in all rows, else each
+    cell its own. What only training knows (validation images, which chose the epoch) says so.
     """
     from certcli.evaluation.evidence import understood
 
-    found: list[dict[str, Decoded]] = []
+    entries: list[dict[str, Decoded]] = []
     for _, ckpt in read:
         fresh = (understood(entry) for entry in ckpt.record.evidence if entry.digest == ckpt.digest)
-        found.append({entry.command: entry for entry in fresh if entry is not None})
+        entries.append({entry.command: entry for entry in fresh if entry is not None})
     columns: dict[str, list[_Cell | None]] = {
-        "clean": [_clean(each) for each in found],
-        "attacked": [_attacked(each) for each in found],
-        "certified": _certified(found, "l2"),
-        "certified against patches": _certified(found, "patch"),
-        "validation clean": [_validation(each, "clean") for each in found],
-        "validation certified": [_validation(each, "certified") for each in found],
+        "clean": [_clean(each) for each in entries],
+        "attacked": [_attacked(each) for each in entries],
+        "certified": _certified(entries, "l2"),
+        "certified against patches": _certified(entries, "patch"),
+        "validation clean": [_validation(each, "clean") for each in entries],
+        "validation certified": [_validation(each, "certified") for each in entries],
     }
-    headings, cells = ["file"], [[name] for name in _names([path for path, _ in read])]
+    headings = ["file"]
+    cells = [[name] for name in _names([path for path, _ in read])]
     for title, column in columns.items():
         if any(column):
             headings.append(_heading(title, column))
@@ -219,7 +229,7 @@ def compare(
         ("slope measured", _slope),
         ("attention weight", _weight),
     ):
-        column_texts = [tell(each) for each in found]
+        column_texts = [tell(each) for each in entries]
         if set(column_texts) != {"-"}:
             headings.append(title)
             for row, text in zip(cells, column_texts, strict=True):
@@ -242,17 +252,17 @@ def compare(
         )
     judged = [
         each[name].result.dataset
-        for each in found
+        for each in entries
         for name in ("certify", "attack")
         if name in each
     ]
-    seen = {
+    image_sets = {
         images.digest: f"{images.images} of {images.name} ({images.split})"
         for images in judged
         if images
     }
-    if len(seen) > 1:
-        sink.warn(f"not the same images: {'; '.join(seen.values())}")
+    if len(image_sets) > 1:
+        sink.warn(f"not the same images: {'; '.join(image_sets.values())}")
 
 
 class _Cell:
@@ -261,7 +271,10 @@ class _Cell:
     def __init__(
         self, share: str, images: int | None, radius: str | None, remark: str = ""
     ) -> None:
-        self.share, self.images, self.radius, self.remark = share, images, radius, remark
+        self.share = share
+        self.images = images
+        self.radius = radius
+        self.remark = remark
 
     def text(self, column: Sequence[_Cell | None]) -> str:
         text = self.share
@@ -279,7 +292,8 @@ def _common(column: Sequence[_Cell | None], name: str) -> Any:
 
 
 def _heading(title: str, column: Sequence[_Cell | None]) -> str:
-    radius, images = _common(column, "radius"), _common(column, "images")
+    radius = _common(column, "radius")
+    images = _common(column, "images")
     text = title + (" (measured)" if title == "attacked" else "")
     return text + (f" at {radius}" if radius else "") + (f", n = {images}" if images else "")
 
@@ -295,31 +309,33 @@ Found = Mapping[str, "Decoded"]
 """Of one checkpoint: evidence by its command."""
 
 
-def _result(found: Found, command: str) -> Any:
-    return found[command].result if command in found else None
+def _result(entries: Found, command: str) -> Any:
+    return entries[command].result if command in entries else None
 
 
-def _clean(found: Found) -> _Cell | None:
-    result = _result(found, "certify") or _result(found, "attack")
-    remark = "" if "certify" in found else "measured"
-    if remark == "" and found["certify"].result.norm == "patch":
+def _clean(entries: Found) -> _Cell | None:
+    result = _result(entries, "certify") or _result(entries, "attack")
+    remark = "" if "certify" in entries else "measured"
+    if remark == "" and entries["certify"].result.norm == "patch":
         remark = "behind masks"
     return None if result is None else _Cell(percent(result.clean), result.images, None, remark)
 
 
-def _attacked(found: Found) -> _Cell | None:
-    result = _result(found, "attack")
+def _attacked(entries: Found) -> _Cell | None:
+    result = _result(entries, "attack")
     if result is None:
         return None
     norm = "" if result.norm == "l2" else f"{result.norm} "
     return _Cell(percent(result.robust), result.images, norm + result.threat.attacked())
 
 
-def _certified(found: Sequence[Found], kind: str) -> list[_Cell | None]:
-    """Of each file the share at the size that most can be shown at, else at its smallest; threats of this kind alone."""
+def _certified(entries_of: Sequence[Found], kind: str) -> list[_Cell | None]:
+    """Of each file the share at the size that most can be shown at, else at its smallest; threats
+    of this kind alone.
+    """
     results = [
         result if (result := _result(each, "certify")) and result.norm == kind else None
-        for each in found
+        for each in entries_of
     ]
     shown = Counter(
         threat for result in results if result is not None for threat, _ in result.shares
@@ -334,32 +350,34 @@ def _certified(found: Sequence[Found], kind: str) -> list[_Cell | None]:
     return cells
 
 
-def _validation(found: Found, name: str) -> _Cell | None:
-    result = _result(found, "finetune")
+def _validation(entries: Found, name: str) -> _Cell | None:
+    result = _result(entries, "finetune")
     if result is None:
         return None
-    count = result.dataset.images if result.dataset else found["finetune"].parameters.images
+    count = result.dataset.images if result.dataset else entries["finetune"].parameters.images
     if name == "clean":
         return _Cell(percent(result.clean), count, None)
     return _Cell(
-        proven_percent(result.certified), count, proven_radius(found["finetune"].parameters.epsilon)
+        proven_percent(result.certified),
+        count,
+        proven_radius(entries["finetune"].parameters.epsilon),
     )
 
 
-def _bound(found: Found) -> str:
-    result = _result(found, "lipschitz") or _result(found, "finetune")
+def _bound(entries: Found) -> str:
+    result = _result(entries, "lipschitz") or _result(entries, "finetune")
     if result is None or result.log10_upper is None:
         return "-" if result is None else "none"
     return _power(result.log10_upper) + (" (of features)" if _of_features(result) else "")
 
 
-def _slope(found: Found) -> str:
-    result = _result(found, "lipschitz")
+def _slope(entries: Found) -> str:
+    result = _result(entries, "lipschitz")
     return "-" if result is None or result.lower is None else f"{result.lower:.3g}"
 
 
-def _weight(found: Found) -> str:
-    result = _result(found, "lipschitz")
+def _weight(entries: Found) -> str:
+    result = _result(entries, "lipschitz")
     return (
         "-"
         if result is None or result.attention_weight is None

@@ -49,7 +49,9 @@ def predict(
     machine: Machine = Machine(),
     talk: Talk = Talk(),
 ) -> None:
-    """The class of each image, by the network as it is, or by the classifier that was certified against patches."""
+    """The class of each image, by the network as it is, or by the classifier that was certified
+    against patches.
+    """
     import torch
 
     from certcli.certify.predicting import NO_DEFENCE, Predictor
@@ -69,7 +71,8 @@ def predict(
             first=True,
         )
     checkpoint = source.open(sink)
-    record, decode = checkpoint.record, Decoder(checkpoint.record.input)
+    record = checkpoint.record
+    decode = Decoder(checkpoint.record.input)
     names = record.class_names if len(record.class_names or ()) == record.classes else None
     predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches)
     defended = predictor.defended
@@ -77,8 +80,8 @@ def predict(
     with sink.progress("predict", total=len(files)) as bar:
         for start in range(0, len(files), predictor.at_once):
             part = files[start : start + predictor.at_once]
-            found = predictor(torch.stack([decode(file) for file in part]), pictures.prove)
-            for file, one in zip(part, found, strict=True):
+            predictions = predictor(torch.stack([decode(file) for file in part]), pictures.prove)
+            for file, one in zip(part, predictions, strict=True):
                 row: dict[str, Any] = {"image": str(file), "prediction": one.prediction}
                 if names and one.prediction is not None:
                     row["name"] = names[one.prediction]

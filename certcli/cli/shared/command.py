@@ -1,4 +1,5 @@
-"""A command takes a few frozen dataclasses; `@command` spells them out as the flat options that Typer reads.
+"""A command takes a few frozen dataclasses; `@command` spells them out as the flat options that
+Typer reads.
 
     @group("Images")
     class Evaluation:
@@ -7,9 +8,10 @@
     @command("certvit certify m.safetensors -e 0.5", page="results.md")
     def certify(where: Evaluation = Evaluation(limit=100), talk: Talk = Talk()) -> None: ...
 
-A field is an option of the panel's name; its default is the field's, or that of the instance which the command gives as its
-own default. A field may be a group again. Two groups of one command may not share a field. A dataclass of another room, such
-as `certify.local_options.Local`, is a group, too: its attribute `panel` and its fields' `Option` notes make the options.
+A field is an option of the panel's name; its default is the field's, or that of the instance which
+the command gives as its own default. A field may be a group again. Two groups of one command may
+not share a field. A dataclass of another room, such as `certify.local_options.Local`, is a group,
+too: its attribute `panel` and its fields' `Option` notes make the options.
 """
 
 import inspect
@@ -47,12 +49,14 @@ SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def group(panel: str | None = None) -> Callable[[type], Any]:
-    """Class decorator: a frozen dataclass whose fields are options, shown in `--help` under `panel`."""
+    """Class decorator: a frozen dataclass whose fields are options, shown in `--help` under
+    `panel`.
+    """
 
     def decorate(kind: type) -> Any:
-        made: Any = dataclass(frozen=True, kw_only=True)(kind)
-        setattr(made, PANEL, panel)
-        return made
+        dataclass_of: Any = dataclass(frozen=True, kw_only=True)(kind)
+        setattr(dataclass_of, PANEL, panel)
+        return dataclass_of
 
     return decorate
 
@@ -65,7 +69,8 @@ def command(
     Args:
         examples: command lines at the end of `--help`.
         page: the docs page that `--help` names.
-        often: fields that `--help` shows; `--help-all` then shows the others too. Empty: `--help` shows all.
+        often: fields that `--help` shows; `--help-all` then shows the others too. Empty: `--help`
+            shows all.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -91,9 +96,9 @@ def command(
             flat["help_all"] = _HELP_ALL
 
         @wraps(function)
-        def expanded(**given: Any) -> None:
-            given.pop("help_all", None)
-            for name, value in given.items():
+        def expanded(**values: Any) -> None:
+            values.pop("help_all", None)
+            for name, value in values.items():
                 if isinstance(value, float) and not math.isfinite(
                     value
                 ):  # float("nan") parses, and passes every gate
@@ -102,27 +107,29 @@ def command(
                         f"{option} {value} is not a finite number",
                         f"certvit {function.__name__} --help",
                     )
-            require_early(given)
-            built = {name: _build(kind, given) for name, kind in groups.items()}
-            function(**built, **given)
+            require_early(values)
+            built = {name: _build(kind, values) for name, kind in groups.items()}
+            function(**built, **values)
 
-        made: Any = expanded
+        wrapper: Any = expanded
         shown = sorted(flat.values(), key=_place)
-        made.__signature__ = inspect.Signature(shown, return_annotation=None)
-        made.__annotations__ = {option.name: option.annotation for option in shown} | {
+        wrapper.__signature__ = inspect.Signature(shown, return_annotation=None)
+        wrapper.__annotations__ = {option.name: option.annotation for option in shown} | {
             "return": None
         }
-        made.epilog = "\n\n".join(
+        wrapper.epilog = "\n\n".join(
             ["Examples:", *(f"  {example}" for example in examples), f"More: {_docs() / page}"]
         )
-        made.page = page
+        wrapper.page = page
         return expanded
 
     return decorate
 
 
 def _docs() -> Path:
-    """The folder of the documentation: packed into a wheel beside the code, in a checkout beside the package."""
+    """The folder of the documentation: packed into a wheel beside the code, in a checkout beside
+    the package.
+    """
     package = Path(__file__).parents[2]
     packed = package / "docs"
     return packed if packed.exists() else package.parent / "docs"
@@ -187,33 +194,37 @@ def _place(option: inspect.Parameter) -> int:
     )
 
 
-def _options(kind: Any, given: Any) -> list[inspect.Parameter]:
-    """The fields of a group as keyword parameters; `given`: the instance that holds a command's own defaults."""
+def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
+    """The fields of a group as keyword parameters; `given`: the instance that holds a command's own
+    defaults.
+    """
     hints = hints_of(kind)
-    found = []
+    options = []
     for field in fields(kind):
         if field.name not in hints:
             continue
         default = (
-            _default(field) if given is inspect.Parameter.empty else getattr(given, field.name)
+            _default(field)
+            if defaults is inspect.Parameter.empty
+            else getattr(defaults, field.name)
         )
         if is_dataclass(hints[field.name]):
-            found += _options(hints[field.name], default)
+            options += _options(hints[field.name], default)
         else:
             hint = in_panel(hints[field.name], getattr(kind, PANEL))
-            found.append(
+            options.append(
                 inspect.Parameter(
                     field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
                 )
             )
-    return found
+    return options
 
 
-def _build(kind: Any, given: dict[str, Any]) -> Any:
+def _build(kind: Any, values: dict[str, Any]) -> Any:
     hints = hints_of(kind)
     return kind(
         **{
-            name: _build(hint, given) if is_dataclass(hint) else given.pop(name)
+            name: _build(hint, values) if is_dataclass(hint) else values.pop(name)
             for name, hint in hints.items()
         }
     )
@@ -222,14 +233,16 @@ def _build(kind: Any, given: dict[str, Any]) -> Any:
 def hints_of(kind: Any) -> dict[str, Any]:
     """Return the type of each option of a group, with its notes; an `Option` becomes Typer's."""
     hints = get_type_hints(kind, include_extras=True)
-    found = {field.name: hints[field.name] for field in fields(kind)}
+    hints_by_name = {field.name: hints[field.name] for field in fields(kind)}
     notes = {
         name: note
-        for name, hint in found.items()
+        for name, hint in hints_by_name.items()
         for note in get_args(hint)[1:]
         if isinstance(note, Option)
     }
-    return {name: _typer_hint(found[name], note) for name, note in notes.items()} or found
+    return {
+        name: _typer_hint(hints_by_name[name], note) for name, note in notes.items()
+    } or hints_by_name
 
 
 def _typer_hint(hint: Any, note: Option) -> Any:
@@ -258,17 +271,19 @@ def _default(field: Field[Any]) -> Any:
 
 
 def in_panel(hint: Any, panel: str | None) -> Any:
-    """Annotated[T, Option(...)] with the panel written into the option, unless it names one of its own."""
+    """Annotated[T, Option(...)] with the panel written into the option, unless it names one of its
+    own.
+    """
     if get_origin(hint) is not Annotated:
         return hint
     base, *notes = get_args(hint)
-    moved = []
+    notes_in_panel = []
     for note in notes:
         if isinstance(note, OptionInfo) and note.rich_help_panel is None:
             note = copy(note)
             note.rich_help_panel = panel
-        moved.append(note)
-    return Annotated[(base, *moved)]
+        notes_in_panel.append(note)
+    return Annotated[(base, *notes_in_panel)]
 
 
 def info_of(hint: Any) -> OptionInfo | ArgumentInfo | None:
@@ -292,7 +307,9 @@ def spelling(name: str, info: Any) -> list[str]:
 
 
 def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Mark, Any]]:
-    """(option, its mark, its value) for every option in these groups that carries a mark of this kind and has a value."""
+    """(option, its mark, its value) for every option in these groups that carries a mark of this
+    kind and has a value.
+    """
     for part in groups:
         for name, hint in hints_of(type(part)).items():
             value = getattr(part, name)

@@ -30,15 +30,15 @@ def described(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | 
         base: the type of the value: one of WORDS, or a list or union with None of it.
         info: the note.
     """
-    made = copy(info)
-    if made.metavar is None:
-        made.metavar = WORDS.get(_kind(base), "VALUE")
+    completed = copy(info)
+    if completed.metavar is None:
+        completed.metavar = WORDS.get(_kind(base), "VALUE")
     target = NAMES.get(f"{command} {spelled}", NAMES.get(spelled))
     if target is not None:
-        made.autocompletion = _registered(target)
+        completed.autocompletion = _registered(target)
     elif spelled in ARCHITECTURES:
-        made.autocompletion = _architectures
-    return made
+        completed.autocompletion = _architectures
+    return completed
 
 
 def _kind(base: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The headline of `constrain` and `adapt`: the agreement of the new network with the original, on other images."""
+"""The headline of `constrain` and `adapt`: the agreement of the new network with the original, on
+other images.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,10 +33,10 @@ def measure_reference(
     labels, why = known_labels(judges, record)
     if why:
         sink.note(f"accuracy is not measured: {why}")
-    found = ReferenceLogits(model, judges, labels, batch_size)
-    for doubt in found.doubts(record):
+    reference = ReferenceLogits(model, judges, labels, batch_size)
+    for doubt in reference.doubts(record):
         sink.warn(doubt)
-    return found
+    return reference
 
 
 def fidelity_document(
@@ -42,7 +44,7 @@ def fidelity_document(
     model: "PixelModel",
     record: "Record",
     took_part: bool,
-    found: "Fidelity | None" = None,
+    fidelity: "Fidelity | None" = None,
     refitted: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON form of the comparison with `model`, or of `found`.
@@ -62,37 +64,38 @@ def fidelity_document(
         "took_part": took_part,
         "trained_on": trained,
     }
-    found = reference.compare(reference.logits(model)) if found is None else found
-    document = {**found.to_json(), **about}
+    fidelity = reference.compare(reference.logits(model)) if fidelity is None else fidelity
+    document = {**fidelity.to_json(), **about}
     if images.name == PHOTOGRAPHS:
         document.pop("agreement_at_least")
-        document |= {} if refitted else expected_on_real(found, record.input.size[0])
+        document |= {} if refitted else expected_on_real(fidelity, record.input.size[0])
     return document
 
 
-def show(kept: Mapping[str, Any], sink: Sink) -> None:
-    images = "calibration images" if kept["took_part"] else "held-out images"
-    uses = ["used to choose eta"] if kept.get("chose") else []
-    uses += ["seen in training"] if kept["trained_on"] else []
-    where = f"{images} of {kept['dataset']} ({', '.join([kept['split'], *uses])})"
-    share = between(kept["agreement"], kept["agreement_interval"])
+def show(record: Mapping[str, Any], sink: Sink) -> None:
+    images = "calibration images" if record["took_part"] else "held-out images"
+    uses = ["used to choose eta"] if record.get("chose") else []
+    uses += ["seen in training"] if record["trained_on"] else []
+    where = f"{images} of {record['dataset']} ({', '.join([record['split'], *uses])})"
+    share = between(record["agreement"], record["agreement_interval"])
     sink.text(
-        f"agreement with the original on {kept['images']} {where}: same top-1 {share}, "
-        f"relative logit error {100 * kept['logits_error']:.1f} %"
+        f"agreement with the original on {record['images']} {where}: same top-1 {share}, "
+        f"relative logit error {100 * record['logits_error']:.1f} %"
     )
-    if kept.get("chose") and kept["dataset"] != "synthetic photographs":
+    if record.get("chose") and record["dataset"] != "synthetic photographs":
         sink.text(
-            f"by the margins of these images, an estimate: {100 * kept['agreement_at_least']:.1f} % or more of such "
+            f"by the margins of these images, an estimate: {100 * record['agreement_at_least']:.1f} % or more of such "
             "images keep their top-1 prediction"
         )
-        _say_few_judges(kept["images"], sink)
-    if kept["dataset"] == "synthetic photographs":
+        _say_few_judges(record["images"], sink)
+    if record["dataset"] == "synthetic photographs":
         sink.note(
             "synthetic photographs have no class, so their top-1 predictions are near ties: --dataset measures the agreement "
             "on real images"
         )
-        if "agreement_at_least" in kept:
-            share, error = 100 * kept["agreement_at_least"], 100 * kept["logits_error_at_most"]
+        if "agreement_at_least" in record:
+            share = 100 * record["agreement_at_least"]
+            error = 100 * record["logits_error_at_most"]
             sink.text(
                 f"expected on real images, from measured networks: same top-1 at least {share:.1f} %, "
                 f"relative logit error at most {error:.1f} %"
@@ -102,9 +105,9 @@ def show(kept: Mapping[str, Any], sink: Sink) -> None:
                 "synthetic photographs do not tell how such a change does on real images, where nothing may be left: "
                 "--dataset fits to images like yours and judges by them"
             )
-    if kept["accuracy_after"] is not None:
+    if record["accuracy_after"] is not None:
         names = ("accuracy_before", "accuracy_after")
-        before, after = (between(kept[name], kept[f"{name}_interval"]) for name in names)
+        before, after = (between(record[name], record[f"{name}_interval"]) for name in names)
         sink.text(f"accuracy on them: {before} -> {after}")
 
 

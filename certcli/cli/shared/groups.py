@@ -1,4 +1,6 @@
-"""The options that commands share, in groups: each group makes the object that its options describe."""
+"""The options that commands share, in groups: each group makes the object that its options
+describe.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,15 @@ class Source:
             "--std": self.std,
             "--norm-eps": self.norm_eps,
         }
-        given = named | {"--weights": self.weights}
-        pairs = [(name, str(value)) for name, value in given.items() if value is not None]
+        option_values = named | {"--weights": self.weights}
+        pairs = [(name, str(value)) for name, value in option_values.items() if value is not None]
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
         return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated
 
     def open(self, sink: Sink) -> OpenCheckpoint:
-        """Return the checkpoint; the assumptions of its reading are printed, and stand in the document."""
+        """Return the checkpoint; the assumptions of its reading are printed, and stand in the
+        document.
+        """
         checkpoint = self.read(sink)
         sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
         return checkpoint
@@ -96,12 +100,15 @@ class Evaluation(Data):
     split: options.Split = None
 
     def images(self, record: Record, sink: Sink, unlabelled: bool = False) -> Images:
-        """Return the images that judge a network: of --dataset, else of the dataset of its training, with its classes.
+        """Return the images that judge a network: of --dataset, else of the dataset of its
+        training, with its classes.
 
-        Without --split these are the images kept for validation, where training took a part of the dataset.
+        Without --split these are the images kept for validation, where training took a part of the
+        dataset.
 
         Args:
-            unlabelled: the command takes images without labels, for the network's own answers (`inputs.answered`).
+            unlabelled: the command takes images without labels, for the network's own answers
+                (`inputs.answered`).
         """
         from certcli.evaluation.seen import seen_by, trained_on
         from certcli.images import datasets
@@ -114,10 +121,10 @@ class Evaluation(Data):
             )
 
         def load(split: str | None) -> Images:
-            found = datasets.load(name, record.input, split, self.data_dir)
-            if found.unlabelled and unlabelled:
-                return found
-            return datasets.require_classes(found, record.classes, record.class_names)
+            loaded = datasets.load(name, record.input, split, self.data_dir)
+            if loaded.unlabelled and unlabelled:
+                return loaded
+            return datasets.require_classes(loaded, record.classes, record.class_names)
 
         images = load(self.split)
         if (
@@ -125,7 +132,8 @@ class Evaluation(Data):
             and images.split in ("train", "all")
             and trained_on(seen_by(record), images)
         ):
-            whole, images = images, load("val")
+            whole = images
+            images = load("val")
             sink.note(
                 f"images: the {len(images)} of {len(whole)} kept for validation (val); --split {whole.split} takes all"
             )
@@ -147,13 +155,16 @@ class Calibration(Data):
     limit: Annotated[int, typer.Option("--limit", help="Number of calibration images.")] = 500
 
     def images(self, record: Record, sink: Sink, judges: int = 0) -> Images:
-        """Return `limit` images, and at most `judges` further ones of a dataset, all in the dataset's order."""
+        """Return `limit` images, and at most `judges` further ones of a dataset, all in the
+        dataset's order.
+        """
         from certcli.images.calibration import calibration_images
 
         images = calibration_images(
             record, self.limit, self.seed, self.dataset, self.data_dir, judges
         )
-        trained_on, origin = record.dataset in (images.name, f"torch/{images.name}"), ""
+        trained_on = record.dataset in (images.name, f"torch/{images.name}")
+        origin = ""
         if self.dataset is None:
             other = "by default: --dataset takes images like those it was trained on"
             origin = f", {'which the checkpoint was trained on' if trained_on else other}"
@@ -176,7 +187,8 @@ class Device:
     device: options.Device = "auto"
 
     def pick(self) -> torch.device:
-        """Return the device; `auto` is CUDA where there is one, else the CPU. Each of several processes has its own GPU.
+        """Return the device; `auto` is CUDA where there is one, else the CPU. Each of several
+        processes has its own GPU.
 
         Raises:
             UsageError: the device is not here.
@@ -207,7 +219,9 @@ class Machine(Device):
 
 @group("Output")
 class Output:
-    """The checkpoint that a command writes; all written files are compared with all read files here."""
+    """The checkpoint that a command writes; all written files are compared with all read files
+    here.
+    """
 
     output: options.Output = None
     shard_size: options.ShardSize = None
@@ -226,7 +240,8 @@ class Output:
         last: bool = False,
         state: str | None = None,
     ) -> Path:
-        """Do as `claim` does, and return the checkpoint to write: -o, else <stem>.<command>.safetensors beside the source.
+        """Do as `claim` does, and return the checkpoint to write: -o, else
+        <stem>.<command>.safetensors beside the source.
 
         Args:
             last: the last epoch's file is written beside it.
@@ -255,7 +270,9 @@ class Output:
         checkpoint.write(path, self.force, self.shard_bytes())
 
     def shard_bytes(self) -> int:
-        """Return the most bytes of one file. UsageError where -o is no index and --shard-size asks for several files."""
+        """Return the most bytes of one file. UsageError where -o is no index and --shard-size asks
+        for several files.
+        """
         from certcli.checkpoint.shards import ENDING, SHARD_BYTES, is_index
 
         if self.shard_size is None:
@@ -275,22 +292,24 @@ class Output:
     def _outputs(self, groups: tuple[object, ...]) -> Outputs:
         from certcli.checkpoint.outputs import Outputs
 
-        found = Outputs(self.force)
+        outputs = Outputs(self.force)
         resume = any(getattr(part, "resume", False) for part in groups)
         for option, mark, value in marked((*groups, self), options.Writes):
             for path in value if isinstance(value, list) else [value]:
                 if mark.figure:
-                    found.draws(option, path)
+                    outputs.draws(option, path)
                 else:
-                    found.writes(option, path, continued=mark.resumable and resume)
+                    outputs.writes(option, path, continued=mark.resumable and resume)
         for option, source, value in marked(groups, options.Reads):
             for name in value if isinstance(value, list) else [value]:
-                (found.reads_folder if source.folder else found.reads)(option, Path(name))
-        return found
+                (outputs.reads_folder if source.folder else outputs.reads)(option, Path(name))
+        return outputs
 
 
 def beside(path: Path, word: str) -> Path:
-    """Return <stem>.<word>.safetensors beside an output, an index where the output is one and the word is not "state"."""
+    """Return <stem>.<word>.safetensors beside an output, an index where the output is one and the
+    word is not "state".
+    """
     from certcli.checkpoint.shards import ENDING, is_index, stem
 
     return path.with_name(

@@ -1,4 +1,6 @@
-"""Hints and output paths from the words of a command line, doubts about images. Functions import heavy modules themselves."""
+"""Hints and output paths from the words of a command line, doubts about images. Functions import
+heavy modules themselves.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ANSWERED_AT_ONCE = 32
 
 
 def return_large_blocks() -> None:
-    """Make glibc return freed blocks of 4 MiB and more at once: an audit of ViT-B then peaks at 1.4 times its file, not 2."""
+    """Make glibc return freed blocks of 4 MiB and more at once: an audit of ViT-B then peaks at 1.4
+    times its file, not 2.
+    """
     import ctypes
 
     if sys.platform == "linux":
@@ -45,7 +49,8 @@ def require_early(given: Mapping[str, Any]) -> None:
     Args:
         given: the options of a command, by field.
     """
-    source, dataset = given.get("ckpt"), given.get("dataset")
+    source = given.get("ckpt")
+    dataset = given.get("dataset")
     if isinstance(source, str) and source != "-":
         _require_file(source)
     if isinstance(dataset, str) and len(dataset) <= LONGEST_NAME:
@@ -86,16 +91,16 @@ def hints(
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     """Return KEY=VALUE texts as a dict; a value that is JSON is decoded."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise UsageError(f"'{one_line(pair)[:80]}' is not KEY=VALUE")
         try:
-            found[key] = json.loads(text)
+            arguments[key] = json.loads(text)
         except (ValueError, RecursionError):
-            found[key] = text
-    return found
+            arguments[key] = text
+    return arguments
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
@@ -109,13 +114,15 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
 
 
 def default_output(source: str, command: str, shards: bool = False) -> Path:
-    """Return <stem>.<command>.safetensors beside a source file, in the current folder for the name of a network.
+    """Return <stem>.<command>.safetensors beside a source file, in the current folder for the name
+    of a network.
 
     shards: it is the index of several files.
     """
     from certcli.checkpoint.shards import ENDING, stem
 
-    path, ending = Path(source), ENDING if shards else ".safetensors"
+    path = Path(source)
+    ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
     parent = path.parent if path.exists() else Path()
@@ -127,16 +134,18 @@ def size_in_bytes(option: str, text: str) -> int:
     number = text.upper().removesuffix("B")
     base = 1000 if text.upper().endswith("B") else 1024
     try:
-        found = int(float(number.rstrip("KMG")) * base ** ("KMG".find(number[-1:]) + 1))
+        size = int(float(number.rstrip("KMG")) * base ** ("KMG".find(number[-1:]) + 1))
     except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
+        size = 0
+    if size < 1:
         raise UsageError(f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G")
-    return found
+    return size
 
 
 def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) -> Images:
-    """Return images that have no labels with the network's own answers, and say so; others as they are."""
+    """Return images that have no labels with the network's own answers, and say so; others as they
+    are.
+    """
     import torch
 
     from certcli.images.labelled import sent
@@ -167,13 +176,15 @@ def doubt_images(images: Images, record: Record, sink: Sink) -> None:
 
 
 def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
-    """Print, and return for documents, the number of these images that the network was trained or calibrated on."""
+    """Print, and return for documents, the number of these images that the network was trained or
+    calibrated on.
+    """
     from certcli.evaluation.seen import doubts
 
-    found, lines = doubts(record, images)
+    shares_seen, lines = doubts(record, images)
     for doubt in lines:
         sink.doubt(doubt, first=True)
-    return found
+    return shares_seen
 
 
 def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:
@@ -185,7 +196,9 @@ def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: S
 
 
 def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
-    """Note that the tensors after a command are wider than before: networks are changed in float32, or float64."""
+    """Note that the tensors after a command are wider than before: networks are changed in float32,
+    or float64.
+    """
     old, new = (
         {str(t.dtype)[6:] for t in ckpt.tensors.values() if t.is_floating_point()}
         for ckpt in (before, after)
@@ -197,7 +210,8 @@ def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
 
 
 def remember_dataset(record: Record, images: Images) -> Record:
-    """Return the record with the name of the dataset (never a path), and its class names where they are the network's.
+    """Return the record with the name of the dataset (never a path), and its class names where they
+    are the network's.
 
     Ten synset folders beside 1,000 classes name ten of them, at other numbers.
     """

@@ -1,4 +1,6 @@
-"""Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be instant."""
+"""Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be
+instant.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +15,17 @@ MOST_IMAGES = 2**24  # at a time: more than any memory holds
 
 @dataclass(frozen=True)
 class Reads:
-    """A mark of options whose value names an input: a file or a checkpoint, or (folder) a folder of images."""
+    """A mark of options whose value names an input: a file or a checkpoint, or (folder) a folder of
+    images.
+    """
 
     folder: bool = False
 
 
 @dataclass(frozen=True)
 class Writes:
-    """A mark of options whose value names an output: new, or --force, and never an input (`certcli.checkpoint.outputs`).
+    """A mark of options whose value names an output: new, or --force, and never an input
+    (`certcli.checkpoint.outputs`).
 
     Args:
         resumable: --resume continues a file that exists.

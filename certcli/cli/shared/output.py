@@ -1,4 +1,6 @@
-"""The sink of a command: stdout has data (tables for a person, JSON for a program), stderr has talk."""
+"""The sink of a command: stdout has data (tables for a person, JSON for a program), stderr has
+talk.
+"""
 
 import json
 import os
@@ -36,7 +38,8 @@ SCHEMA = 1
 
 
 class Gate:
-    """The demands on a result (`--max`, `--min-*`): stated in the document, enforced after everything is written.
+    """The demands on a result (`--max`, `--min-*`): stated in the document, enforced after
+    everything is written.
 
     A share of images is judged by its interval, so a demand may be met, missed, or not decided.
     """
@@ -50,7 +53,8 @@ class Gate:
             self.failures.append(failure)
 
     def demand_share(self, hits: int, images: int, least: float, what: str, option: str) -> None:
-        """Demand that a share of images reaches `least`, by its interval. A share of 0 demands nothing.
+        """Demand that a share of images reaches `least`, by its interval. A share of 0 demands
+        nothing.
 
         Args:
             what: the share and its threat, "certified accuracy at 0.5".
@@ -107,8 +111,8 @@ class Invocation:
 class Sink:
     """The place of a command's results and remarks, by --json and --quiet.
 
-    With --json exactly one document reaches stdout (`finetune`: one line a record before it): the command's result or,
-    where there is none, the error.
+    With --json exactly one document reaches stdout (`finetune`: one line a record before it): the
+    command's result or, where there is none, the error.
     """
 
     invocation = Invocation()
@@ -135,11 +139,15 @@ class Sink:
 
     @property
     def network(self) -> Mapping[str, Any]:
-        """Return the assumptions about the first network, as documents and headers of records have them."""
+        """Return the assumptions about the first network, as documents and headers of records have
+        them.
+        """
         return self._network or {}
 
     def doubt(self, line: str, *, first: bool = False) -> None:
-        """Print a reason why the result may say little, as a warning or as its `first` line; keep it for documents."""
+        """Print a reason why the result may say little, as a warning or as its `first` line; keep
+        it for documents.
+        """
         self.doubts.append(line)
         if first and not self.as_json:
             self.text(line)
@@ -204,15 +212,18 @@ class Sink:
         self._print(self._err, line, "yellow")
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
-        """Print without markup and escapes, wrapped between words on a terminal; all words go through here."""
+        """Print without markup and escapes, wrapped between words on a terminal; all words go
+        through here.
+        """
         text = plain(line)
         if console.is_terminal or "COLUMNS" in os.environ:
             text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
         console.print(Text(text, style), soft_wrap=True)
 
     @contextmanager
-    def progress(self, label: str, total: int | None, known: int = 0) -> Iterator["Bar"]:
-        """Show a bar with the time left on stderr; where that is no terminal, a line every minute. With --quiet neither.
+    def progress(self, label: str, total: int | None, done: int = 0) -> Iterator["Bar"]:
+        """Show a bar with the time left on stderr; where that is no terminal, a line every minute.
+        With --quiet neither.
 
         known: how much of the total takes no time, because a file holds it.
         """
@@ -227,38 +238,47 @@ class Sink:
             TextColumn("{task.fields[remark]}", markup=False),
         )
         with Progress(*columns, console=self._err, transient=True, disable=silent) as progress:
-            lines = Lines(self, label, total, known) if bare and total else None
+            lines = Lines(self, label, total, done) if bare and total else None
             yield Bar(progress, progress.add_task(label, total=total, remark=""), lines)
 
 
 class Lines:
     """A line of progress every minute."""
 
-    def __init__(self, sink: Sink, label: str, total: int, known: int) -> None:
-        self._sink, self._label, self.total, self._known = sink, label, total, known
+    def __init__(self, sink: Sink, label: str, total: int, done: int) -> None:
+        self._sink = sink
+        self._label = label
+        self.total = total
+        self._known = done
         self._begun = self._last = sink.clock()
         self.done = 0.0
 
     def show(self, part: float = 0.0) -> None:
-        """Print the share done, `part` of the next step included, if a minute has passed since the last line."""
-        now, done = self._sink.clock(), self.done + part
+        """Print the share done, `part` of the next step included, if a minute has passed since the
+        last line.
+        """
+        now = self._sink.clock()
+        done = self.done + part
         if now < self._last + EVERY:
             return
-        self._last, new = now, done - self._known
-        left = (
+        self._last = now
+        new = done - self._known
+        time_left = (
             f", about {_minutes((now - self._begun) * (self.total - done) / new)} left"
             if new > 0
             else ""
         )
         shown = percent(done / self.total, 0)
-        self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{left}")
+        self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{time_left}")
 
 
 class Bar:
     """One running progress bar, or its lines."""
 
     def __init__(self, progress: Progress, task: Any, lines: Lines | None = None) -> None:
-        self._progress, self._task, self._lines = progress, task, lines
+        self._progress = progress
+        self._task = task
+        self._lines = lines
 
     def advance(self, steps: int = 1, remark: str = "") -> None:
         self._progress.update(self._task, advance=steps, remark=plain(remark))
@@ -278,13 +298,17 @@ class Bar:
             self._lines.show()
 
     def within(self, part: float) -> None:
-        """Say how far work on the next steps has come: a line that is due need not wait for their end."""
+        """Say how far work on the next steps has come: a line that is due need not wait for their
+        end.
+        """
         if self._lines is not None:
             self._lines.show(part)
 
 
 def as_line(data: Mapping[str, Any]) -> str:
-    """Return a document as one line; a text in it is no command to the program that runs a workflow."""
+    """Return a document as one line; a text in it is no command to the program that runs a
+    workflow.
+    """
     return json.dumps(data, sort_keys=True).replace("##", "#\\u0023") + "\n"
 
 
@@ -294,17 +318,21 @@ def _minutes(seconds: float) -> str:
 
 
 def wrapped(line: str, room: int) -> str:
-    """Return the line broken between words, not before a percent sign; a word that is too long stays whole."""
+    """Return the line broken between words, not before a percent sign; a word that is too long
+    stays whole.
+    """
     if len(line) <= room:
         return line
-    kept = textwrap.wrap(
+    lines = textwrap.wrap(
         line.replace(" %", "\0%"), room, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(kept).replace("\0", " ")
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _width() -> int | None:
-    """Return the characters a line: None on a terminal or with COLUMNS (rich finds them), else WIDE."""
+    """Return the characters a line: None on a terminal or with COLUMNS (rich finds them), else
+    WIDE.
+    """
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 

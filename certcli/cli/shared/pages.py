@@ -33,10 +33,11 @@ def certify_page(
     checkpoint: Checkpoint,
     name: str,
     images: Images,
-    again: str,
+    reproduction: str,
     doubts: Sequence[str] = (),
 ) -> HtmlPage:
-    """Return the page of certificates, with curves over the judged images and over the attacked ones.
+    """Return the page of certificates, with curves over the judged images and over the attacked
+    ones.
 
     again: the command that certifies them once more.
     """
@@ -44,9 +45,13 @@ def certify_page(
     from certcli.report.page import Command, HtmlPage, Mark, PlotLine, Table
 
     of_patches = results[0].certifier.norm == "patch"
-    curves, rows, verdict = list[PlotLine](), list[list[str]](), list[str]()
+    curves = list[PlotLine]()
+    rows = list[list[str]]()
+    verdict = list[str]()
     for result in results:
-        certifier, found, count = result.certifier, result.found, len(result.rows)
+        certifier = result.certifier
+        certified = result.found
+        count = len(result.rows)
         proof = certifier.promise == "proof"
         promise = "proven" if proof else certifier.promise
         radii = [row.radius if row.correct else -1.0 for row in result.rows]
@@ -54,16 +59,19 @@ def certify_page(
         cut = "" if enough is None else f", draws stopped beyond {enough:g}"
         label = f"{certifier.method} ({promise}), n = {count}{cut}"
         if not of_patches:  # shares at patches are no curve over radii
-            drawn = [threat for threat in found.threats if certifier.searches(threat)]
-            marks = [Mark(t.radius, found.against(t), *found.intervals[t.key]) for t in drawn]
+            drawn = [threat for threat in certified.threats if certifier.searches(threat)]
+            marks = [
+                Mark(t.radius, certified.against(t), *certified.intervals[t.key]) for t in drawn
+            ]
             curves.append(
                 PlotLine(label, "proven" if proof else "probability", steps(radii), marks)
             )
-        for threat in found.threats:
+        for threat in certified.threats:
             interval = "{:.1f} to {:.1f}".format(
-                *(100 * end for end in found.intervals[threat.key])
+                *(100 * end for end in certified.intervals[threat.key])
             )
-            interval, share = interval if certifier.searches(threat) else "-", result.share(threat)
+            interval = interval if certifier.searches(threat) else "-"
+            share = result.share(threat)
             rows.append(
                 [
                     f"certified, {certifier.method}",
@@ -74,29 +82,32 @@ def certify_page(
                     promise,
                 ]
             )
-        least = found.threats[0]
-        held, about = found.against(least), certifier.title[:1].upper() + certifier.title[1:]
+        smallest = certified.threats[0]
+        accuracy = certified.against(smallest)
+        about = certifier.title[:1].upper() + certifier.title[1:]
         where = (
-            f"against every patch of {least.key} pixels"
+            f"against every patch of {smallest.key} pixels"
             if of_patches
-            else f"at {least.norm} {least.proven()}"
+            else f"at {smallest.norm} {smallest.proven()}"
         )
-        kept = f"certifies {counted(round(held * count), count, digits=1)}"
-        way = kept if certifier.searches(least) else "was not drawn for images"
-        verdict.append(f"{certifier.method} {way} {where}, {promise}. {about}.")
+        sentence = f"certifies {counted(round(accuracy * count), count, digits=1)}"
+        sentence_of_method = (
+            sentence if certifier.searches(smallest) else "was not drawn for images"
+        )
+        verdict.append(f"{certifier.method} {sentence_of_method} {where}, {promise}. {about}.")
     if attacked:
         shares = sorted(
-            (threat, sum(left.values()) / len(left)) for threat, left in attacked.items()
+            (threat, sum(robust.values()) / len(robust)) for threat, robust in attacked.items()
         )
         count = len(next(iter(attacked.values())))
         marks = [
-            Mark(threat.radius, left, *share_interval(round(left * count), count))
-            for threat, left in shares
+            Mark(threat.radius, robust, *share_interval(round(robust * count), count))
+            for threat, robust in shares
         ]
-        points = [(threat.radius, left) for threat, left in shares]
+        points = [(threat.radius, robust) for threat, robust in shares]
         curves.append(PlotLine(f"attacked (measured), n = {count}", "attacked", points, marks))
-        largest, left = shares[-1]
-        correct = f"{part_of(round(left * count), count, 'of these images')} at {largest.norm} {largest.attacked()}"
+        largest, robust = shares[-1]
+        correct = f"{part_of(round(robust * count), count, 'of these images')} at {largest.norm} {largest.attacked()}"
         verdict.append(f"Attacks left {correct}, as their records say.")
     statements = [[result.certifier.method, result.certifier.statement] for result in results]
     columns = [
@@ -118,7 +129,7 @@ def certify_page(
         ],
         curves=curves,
         curve_note="" if of_patches else NOTE,
-        commands=[Command("The same once more:", again)],
+        commands=[Command("The same once more:", reproduction)],
         facts=[
             f"Network (digest of its function): {checkpoint.digest}",
             f"Images (digest of pixels and labels): {images.digest}",
@@ -141,13 +152,18 @@ def _lineage(checkpoint: Checkpoint, *title: str) -> list[Table]:
 def log_page(
     read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]
 ) -> HtmlPage:
-    """Return the page of each file's lineage and fresh evidence, without refuted entries. claims: of --verify, by file."""
+    """Return the page of each file's lineage and fresh evidence, without refuted entries. claims:
+    of --verify, by file.
+    """
     from certcli.cli.log.view import AS_STATED, sentence
     from certcli.evaluation.evidence import command_of
     from certcli.report.page import Command, HtmlPage, Table
     from certcli.verification.claims import statuses
 
-    verdict, tables, commands, curves = [], [], [], []
+    verdict = []
+    tables = []
+    commands = []
+    curves = []
     for number, (path, checkpoint) in enumerate(read):
         evidence = checkpoint.record.evidence
         checked = (
@@ -202,19 +218,21 @@ def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
     from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
     from certcli.report.page import Mark, PlotLine
 
-    found = []
+    curves = []
     for entry in filter(None, map(understood, fresh)):
         result = entry.result
         if isinstance(result, CertifyResult) and result.norm == "l2":
-            shares, kind = result.certified, "probability" if result.failure else "proven"
+            shares = result.certified
+            kind = "probability" if result.failure else "proven"
         elif isinstance(result, AttackResult) and result.norm == "l2" and not result.parts:
-            shares, kind = result.curve, "attacked"
+            shares = result.curve
+            kind = "attacked"
         else:
             continue
         label = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
         points = sorted((float(key), share) for key, share in shares.items() if float(key) > 0)
         points = [(0.0, result.clean), *points]
-        found.append(
+        curves.append(
             PlotLine(f"{name} {label}".strip(), kind, points, [Mark(*point) for point in points])
         )
-    return found
+    return curves

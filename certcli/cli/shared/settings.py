@@ -1,10 +1,12 @@
-"""Defaults of a command from a file: `certvit.toml`, else `[tool.certvit]` of `pyproject.toml`, both in the current folder.
+"""Defaults of a command from a file: `certvit.toml`, else `[tool.certvit]` of `pyproject.toml`,
+both in the current folder.
 
     [audit]                                     [tool.certvit.audit]
     time-budget = "90s"                         fail-on = ["certified@0.25<0.4"]
 
-An option on the command line comes before `certvit.toml`, which comes before `pyproject.toml`, key by key. A key is a long
-option without its dashes; options of written files and of talk belong to the command line alone.
+An option on the command line comes before `certvit.toml`, which comes before `pyproject.toml`, key
+by key. A key is a long option without its dashes; options of written files and of talk belong to
+the command line alone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ LARGEST = 2**20
 
 
 def take(context: Any) -> None:
-    """Give the called command its defaults. context: of the group, before it makes the command's own."""
+    """Give the called command its defaults. context: of the group, before it makes the command's
+    own.
+    """
     name = context.invoked_subcommand
     if name in COMMANDS:
         context.default_map = {name: defaults(name, context.command.commands[name].params, context)}
@@ -39,12 +43,12 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
         UsageError: a key is no option, or the option refuses the value.
     """
     options = {
-        option.removeprefix("--"): found
-        for found in parameters
-        for option in found.opts
+        option.removeprefix("--"): parameter
+        for parameter in parameters
+        for option in parameter.opts
         if option[:2] == "--"
     }
-    known = {name: found for name, found in options.items() if name not in NOT_FROM_FILES}
+    allowed = {name: parameter for name, parameter in options.items() if name not in NOT_FROM_FILES}
     chosen: dict[str, Any] = {}
     for file, place in FILES:
         path = Path(file)
@@ -58,11 +62,12 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
         if not isinstance(section, dict):
             raise UsageError(f"{path}: [{command}] is no table", f'[{command}]\ntime-budget = "2m"')
         for key, value in section.items():
-            if key not in known:
+            if key not in allowed:
                 raise UsageError(
-                    f"{path}: [{command}] has no setting '{one_line(key)}'", one_of(key, known)
+                    f"{path}: [{command}] has no setting '{one_line(key)}'", one_of(key, allowed)
                 )
-            parameter, where = known[key], f"{path}: [{command}] {key}"
+            parameter = allowed[key]
+            where = f"{path}: [{command}] {key}"
             words = _words(value, parameter.multiple, where)
             try:
                 parameter.process_value(context, words)
@@ -86,16 +91,16 @@ def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
             )
         if path.stat().st_size > LARGEST:
             raise UsageError(f"{path} is larger than a settings file", "a few lines of TOML")
-        found: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as failure:
         raise UsageError(
             f"{path} cannot be read: {one_line(failure)}", "it must be TOML, UTF-8"
         ) from failure
     for name in place:
-        found = found.get(name, {}) if isinstance(found, dict) else {}
-    if not isinstance(found, dict):
+        table = table.get(name, {}) if isinstance(table, dict) else {}
+    if not isinstance(table, dict):
         raise UsageError(f"{path}: {'.'.join(place)} is no table")
-    return found
+    return table
 
 
 def _words(value: Any, several: bool, where: str) -> Any:

@@ -1,4 +1,6 @@
-"""Standard streams that may be closed, full, read by `head`, or of an encoding that lacks a character."""
+"""Standard streams that may be closed, full, read by `head`, or of an encoding that lacks a
+character.
+"""
 
 import contextlib
 import errno
@@ -10,9 +12,11 @@ from typing import Any
 
 
 class Guarded:
-    """A text stream whose writes never fail: it drops the rest after an error, and `failure` holds the reason.
+    """A text stream whose writes never fail: it drops the rest after an error, and `failure` holds
+    the reason.
 
-    A command whose reader has left (`certvit log m.safetensors | head -1`) finishes: files are written, gates judged.
+    A command whose reader has left (`certvit log m.safetensors | head -1`) finishes: files are
+    written, gates judged.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -62,7 +66,8 @@ def guarded() -> Iterator[Guarded]:
     before = sys.stdout, sys.stderr
     out: Any = Guarded(sys.stdout)
     err: Any = Guarded(sys.stderr)
-    sys.stdout, sys.stderr = out, err
+    sys.stdout = out
+    sys.stderr = err
     try:
         yield out
     finally:

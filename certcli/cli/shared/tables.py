@@ -1,7 +1,9 @@
-"""Tables that fit a terminal: names and numbers stay whole, headings and sentences are wrapped between their words.
+"""Tables that fit a terminal: names and numbers stay whole, headings and sentences are wrapped
+between their words.
 
-Where columns do not fit side by side, the sentences of the last one follow the table, each once for all its rows, and the
-other columns make a second table under the same names. Numbers stand right, words left.
+Where columns do not fit side by side, the sentences of the last one follow the table, each once for
+all its rows, and the other columns make a second table under the same names. Numbers stand right,
+words left.
 """
 
 import re
@@ -64,27 +66,30 @@ class Layout:
     @cached_property
     def remarks(self) -> Mapping[str, list[str]]:
         """Return the sentences that follow the table, each with the first cells of its rows."""
-        found: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for row in self.rows if self.below else []:
             if row[-1]:
-                found.setdefault(row[-1], []).append(row[0])
-        return found
+                names_of.setdefault(row[-1], []).append(row[0])
+        return names_of
 
     def parts(self) -> Iterator[Part]:
-        left = list(range(1, len(self.columns) - self.below))
-        while left or not self.below:
-            count = len(left)
-            while count > 1 and self._widths((0, *left[:count])) is None:
+        pending = list(range(1, len(self.columns) - self.below))
+        while pending or not self.below:
+            count = len(pending)
+            while count > 1 and self._widths((0, *pending[:count])) is None:
                 count -= 1
-            numbers = (0, *left[:count])
+            numbers = (0, *pending[:count])
             yield Part(numbers, self._widths(numbers))
-            left = left[count:]
-            if not left:
+            pending = pending[count:]
+            if not pending:
                 return
 
     def _widths(self, numbers: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the widths of these columns, narrower where headings and sentences wrap; None where they do not fit."""
-        wide, least = [], []
+        """Return the widths of these columns, narrower where headings and sentences wrap; None
+        where they do not fit.
+        """
+        wide = []
+        narrowest = []
         for number in numbers:
             cells = [row[number] for row in self.rows]
             words = (
@@ -93,9 +98,11 @@ class Layout:
                 else cells
             )
             wide.append(max(map(len, [self.columns[number], *cells])))
-            least.append(max(map(len, [*self.columns[number].split(), *words]), default=1))
+            narrowest.append(max(map(len, [*self.columns[number].split(), *words]), default=1))
         for _ in range(sum(wide) + GAP * (len(wide) - 1) - self.room):
-            slack, place = max((wide[place] - least[place], place) for place in range(len(wide)))
+            slack, place = max(
+                (wide[place] - narrowest[place], place) for place in range(len(wide))
+            )
             if slack == 0:
                 return None
             wide[place] -= 1

@@ -1,4 +1,6 @@
-"""`--verify` of `lipschitz` (a report) and of `log` (checkpoints); the checks themselves are in `certcli.verification`."""
+"""`--verify` of `lipschitz` (a report) and of `log` (checkpoints); the checks themselves are in
+`certcli.verification`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ LARGEST_REPORT = 256 * 2**20
 
 
 def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> None:
-    """Check the laws of a report and, where its checkpoint is named too, all of it from the weights.
+    """Check the laws of a report and, where its checkpoint is named too, all of it from the
+    weights.
 
     A report about features opens a network without a classifier, with or without --features.
 
@@ -48,41 +51,43 @@ def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> 
         from certcli.verification.report import verify
 
         source = replace(source, features=source.features or report.bound_of == "features")
-        found = verify(report, source.open(sink), machine.pick())
+        result = verify(report, source.open(sink), machine.pick())
     else:
-        found = verify_laws(report)
+        result = verify_laws(report)
     gate = Gate()
     reason = (
-        f"{len(found.problems)} of its statements fail" if found.leaves else "its laws do not hold"
+        f"{len(result.problems)} of its statements fail"
+        if result.leaves
+        else "its laws do not hold"
     )
     gate.demand(
-        found.laws_hold,
-        GateError(f"{path} is refuted: {reason}; first: {(*found.problems, '')[0]}"),
+        result.laws_hold,
+        GateError(f"{path} is refuted: {reason}; first: {(*result.problems, '')[0]}"),
     )
     sink.document(
         {
-            "verified": found.verified,
-            "checked": "laws and leaves" if found.leaves else "laws only",
-            "leaves": "proven again from the weights" if found.leaves else "unchecked",
-            "laws_hold": found.laws_hold,
-            "nodes": found.nodes,
-            "theorems": found.theorems,
-            "problems": list(found.problems),
+            "verified": result.verified,
+            "checked": "laws and leaves" if result.leaves else "laws only",
+            "leaves": "proven again from the weights" if result.leaves else "unchecked",
+            "laws_hold": result.laws_hold,
+            "nodes": result.nodes,
+            "theorems": result.theorems,
+            "problems": list(result.problems),
         },
         gate,
     )
-    for problem in found.problems:
+    for problem in result.problems:
         sink.text(problem)
     gate.enforce()
-    if found.verified:
+    if result.verified:
         about = ", a bound of features" if report.bound_of == "features" else ""
         sink.text(
-            f"verified{about}: {found.nodes} steps hold, {found.theorems} of them proven again from the weights of "
+            f"verified{about}: {result.nodes} steps hold, {result.theorems} of them proven again from the weights of "
             f"{source.ckpt}; nothing else of it (lower, attention_weight, formulas, network, gate, shapes) was checked"
         )
     else:
         sink.text(
-            f"laws only, leaves unchecked: {found.nodes} steps follow from {found.theorems} statements about weights that "
+            f"laws only, leaves unchecked: {result.nodes} steps follow from {result.theorems} statements about weights that "
             "nobody checked here. This verifies no bound: certvit lipschitz CKPT --verify REPORT proves them again"
         )
 
@@ -90,23 +95,27 @@ def verify_report(path: Path, source: Network, machine: Machine, sink: Sink) -> 
 def verify_checkpoints(
     read: Mapping[str, Checkpoint], options: Verification, machine: Machine, gate: Gate, sink: Sink
 ) -> list[list[Claim]]:
-    """Print and return the claims of each checkpoint; the gate demands that each of them is verified."""
+    """Print and return the claims of each checkpoint; the gate demands that each of them is
+    verified.
+    """
     from certcli.models.build import with_network
     from certcli.verification.claims import check, compare_lineages, remake_means, verdict
 
     linked = [*compare_lineages(read), *remake_means(read)]
-    found = []
+    claims_of = []
     for name, checkpoint in read.items():
         checkpoint = with_network(checkpoint)
-        again = certify_again(checkpoint, options, machine, sink)
-        claims = check(checkpoint, again, machine.pick(), measured=not options.proven_only)
+        certify_request = certify_again(checkpoint, options, machine, sink)
+        claims = check(
+            checkpoint, certify_request, machine.pick(), measured=not options.proven_only
+        )
         claims += [claim for file, claim in linked if file == name]
         reasons = verdict(claims)
         gate.demand(not reasons, GateError(f"{name} is not verified: {(*reasons, '')[0]}"))
         rows = [(f"{claim.entry}, {claim.claim}", claim.status, claim.why) for claim in claims]
         sink.table(f"Verification of {name}", ["claim", "status", "why"], rows)
-        found.append(claims)
-    return found
+        claims_of.append(claims)
+    return claims_of
 
 
 def certify_again(
@@ -118,7 +127,7 @@ def certify_again(
     from certcli.models.build import load_double
     from certcli.verification.claims import Again, Held
 
-    def again(request: Request) -> Again:
+    def recertify(request: Request) -> Again:
         data = Evaluation(dataset=options.dataset, data_dir=options.data_dir, split=request.split)
         images = replace(data, limit=request.limit, seed=request.seed).images(
             checkpoint.record, sink
@@ -134,12 +143,13 @@ def certify_again(
                 f"a sample of {options.sample} of {len(images)} images, drawn with seed {seed}"
             )
             chosen = images.limit(options.sample, seed)
-        device, batch = machine.pick(), machine.batch_size
+        device = machine.pick()
+        batch = machine.batch_size
         rows: list[tuple[bool, Held]] = []
         whose = Again([], len(images), images.name, images.split, registered=images.ahead is None)
         try:
-            given = options_of(request.method, {**request.options, "batch_size": batch})
-            certifier = prepare(request.method, checkpoint, device, given)
+            settings = options_of(request.method, {**request.options, "batch_size": batch})
+            certifier = prepare(request.method, checkpoint, device, settings)
         except NoBoundError:
             if request.method != "lipschitz":
                 raise
@@ -154,11 +164,11 @@ def certify_again(
             )
         certifier.kept_back = 0.0
         with sink.progress("certify again", total=len(chosen)) as bar:
-            for found in certify(certifier, chosen, batch):
-                rows += [(certificate.correct, certificate.held) for certificate in found]
-                bar.advance(len(found))
-        stated = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic")}
+            for certificates in certify(certifier, chosen, batch):
+                rows += [(certificate.correct, certificate.held) for certificate in certificates]
+                bar.advance(len(certificates))
+        fields = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic")}
         parameters = json.loads(json.dumps(dict(certifier.parameters)))
-        return replace(whose, rows=rows, stated={**stated, "parameters": parameters})
+        return replace(whose, rows=rows, stated={**fields, "parameters": parameters})
 
-    return again
+    return recertify

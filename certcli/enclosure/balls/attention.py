@@ -1,4 +1,6 @@
-"""Dot-product attention near one image: the effect of each token on the others. docs/local.md, section 10."""
+"""Dot-product attention near one image: the effect of each token on the others. docs/local.md,
+section 10.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +21,11 @@ _LONG = 1e300
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Heads' matrices (h, e, d) of an attention, what waits of a LayerNorm multiplied in, and norms of their products.
+    """Heads' matrices (h, e, d) of an attention, what waits of a LayerNorm multiplied in, and norms
+    of their products.
 
-    through: sigma(Wo Wv) (h). curve: sigma(Wk^T Wq) (h). largest: above the Frobenius norms of all (h).
+    through: sigma(Wo Wv) (h). curve: sigma(Wk^T Wq) (h). largest: above the Frobenius norms of all
+        (h).
     """
 
     query: Tensor
@@ -34,13 +38,18 @@ class HeadWeights:
 
 
 def _weights(module: Any, gain: Tensor | None) -> HeadWeights:
-    heads, width = module.num_heads, module.head_dim
+    heads = module.num_heads
+    width = module.head_dim
     query, key, value = module.qkv.weight.unflatten(0, (3, heads, width))
     query = query * module.scale
     out = module.proj.weight.unflatten(1, (heads, width)).movedim(1, 0)  # (h, d, e)
     if gain is not None:
-        query, key, value = query * gain, key * gain, value * gain
-    through, curve, sizes = [], [], []
+        query = query * gain
+        key = key * gain
+        value = value * gain
+    through = []
+    curve = []
+    sizes = []
     for q, k, v, o in zip(query, key, value, out, strict=True):
         lengths = [frobenius_norm(part) for part in (q, k, v, o)]
         loss = gamma(width + 8)
@@ -56,11 +65,14 @@ def _weights(module: Any, gain: Tensor | None) -> HeadWeights:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the scores at the images say, heads first in (b, h, ...): everything inflated by its rounding errors.
+    """What the scores at the images say, heads first in (b, h, ...): everything inflated by its
+    rounding errors.
 
-    centre (b, n, d), noise (b, n): the attention's value and what it is off by. share (b, h, i, j): the probabilities.
-    reach: |Wo (v_j - o_i)|. toward (b, h, i): how fast scores move with the keys' tokens. turn: (b, h, i, j): with the
-    query's own. own (b, h, i): sigma of sum_j p_ij Wo (v_j - o_i) (k_j - m_i)^T Wq.
+    centre (b, n, d), noise (b, n): the attention's value and what it is off by. share (b, h, i, j):
+        the probabilities.
+    reach: |Wo (v_j - o_i)|. toward (b, h, i): how fast scores move with the keys' tokens. turn: (b,
+    h, i, j): with the query's own. own (b, h, i): sigma of sum_j p_ij Wo (v_j - o_i) (k_j - m_i)^T
+    Wq.
     """
 
     centre: Tensor
@@ -77,25 +89,31 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
 
     Beside every length stands what rounding may have done to it: names end in _off.
     """
-    heads, width, count = module.num_heads, module.head_dim, tokens.shape[1]
-    rows, scale = gamma(tokens.shape[2] + 8), module.scale
+    heads = module.num_heads
+    width = module.head_dim
+    count = tokens.shape[1]
+    rows = gamma(tokens.shape[2] + 8)
+    scale = module.scale
     parts = module.qkv.weight.unflatten(0, (3, heads, width))
     raw = [up(part.square().sum((-2, -1)).sqrt(), 2**16).view(1, -1, 1) for part in parts]
-    made = tokens @ module.qkv.weight.T
+    projected = tokens @ module.qkv.weight.T
     if module.qkv.bias is not None:
-        made = made + module.qkv.bias
+        projected = projected + module.qkv.bias
         offsets = [
             up(part.norm(dim=-1), width).view(1, -1, 1)
             for part in module.qkv.bias.unflatten(0, (3, heads, -1))
         ]
     else:
         offsets = [0 * part for part in raw]
-    q, k, v = made.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+    q, k, v = projected.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     q_off, k_off, v_off = (
         rows * (part * size[:, None] + bias) for part, bias in zip(raw, offsets, strict=True)
     )
-    q, q_off = q[:, :, pick], q_off[:, :, pick]
-    q_most, k_most, v_most = fibres(q) + q_off, (fibres(k) + k_off), (fibres(v) + v_off)
+    q = q[:, :, pick]
+    q_off = q_off[:, :, pick]
+    q_most = fibres(q) + q_off
+    k_most = fibres(k) + k_off
+    v_most = fibres(v) + v_off
     k_off, k_most, v_most, v_off = (
         t.amax(-1, keepdim=True) for t in (k_off, k_most, v_most, v_off)
     )
@@ -105,7 +123,8 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
     )  # of a score: (b, h, i)
     share = ((q * scale) @ k.mT).softmax(-1)
     unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)  # of a probability, relative
-    o, m = share @ v, share @ k
+    o = share @ v
+    m = share @ k
     o_off = up((unsure + inner) * v_most + v_off, 4)
     sq, sk, _, so = (part.view(1, -1, 1) for part in w.sizes)
     turn = torch.cdist(m @ w.query, k @ w.query, compute_mode="donot_use_mm_for_euclid_dist")
@@ -114,8 +133,8 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
     toward = up(toward + 4 * scale * sk * (q_off + inner * q_most), tokens.shape[2] + 8)
     reach = torch.cdist(o @ w.out.mT, v @ w.out.mT, compute_mode="donot_use_mm_for_euclid_dist")
     reach = up(reach + (4 * so * (o_off + v_off + inner * v_most))[..., None], tokens.shape[2] + 8)
-    lost = (unsure + inner) * v_most * k_most + v_off * k_most + v_most * k_off + o_off * k_most
-    own = up(_own(w, share, v, o, k, m) + 8 * so * sq * lost, 8)
+    rounding = (unsure + inner) * v_most * k_most + v_off * k_most + v_most * k_off + o_off * k_most
+    score = up(_own(w, share, v, o, k, m) + 8 * so * sq * rounding, 8)
     centre = o.transpose(1, 2).flatten(-2) @ module.proj.weight.T
     noise = (so * (o_off + gamma(heads * width + 8) * v_most)).sum(1)
     if module.proj.bias is not None:
@@ -128,18 +147,20 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
         reach,
         toward,
         turn,
-        own,
+        score,
     )
 
 
 def _own(w: HeadWeights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tensor) -> Tensor:
-    """Above sigma(Wo C_i Wq), C_i = sum_j p_ij (v_j - o_i)(k_j - m_i)^T: the trace of a fourth power, to its fourth root.
+    """Above sigma(Wo C_i Wq), C_i = sum_j p_ij (v_j - o_i)(k_j - m_i)^T: the trace of a fourth
+    power, to its fourth root.
 
     |Wo C Wq|_{S4}^4 = tr Z^2, Z = (Wo^T Wo) C (Wq Wq^T) C^T. The error of Z is at most gamma times the lengths of its parts.
     """
     pairs = torch.einsum("bhij,bhje,bhjf->bhief", share, v, k)
     spread = pairs - o[..., :, None] * m[..., None, :]
-    first, second = (w.out.mT @ w.out)[None, :, None], (w.query @ w.query.mT)[None, :, None]
+    first = (w.out.mT @ w.out)[None, :, None]
+    second = (w.query @ w.query.mT)[None, :, None]
     z = first @ spread @ second @ spread.mT
     length = lambda t: t.square().sum((-2, -1)).sqrt()  # noqa: E731
     loss = gamma(6 * (w.out.shape[1] + w.out.shape[2]) + 64)
@@ -154,9 +175,11 @@ def _own(w: HeadWeights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tens
 
 
 def _gains(facts: Facts, w: HeadWeights, radius: Tensor, asking: Tensor) -> Tensor:
-    """M (b, i, j) with |out_i - centre_i| <= sum_j M_ij |z_j - c_j| while |z_j - c_j| <= radius_j (b, n).
+    """M (b, i, j) with |out_i - centre_i| <= sum_j M_ij |z_j - c_j| while |z_j - c_j| <= radius_j
+    (b, n).
 
-    asking (b, i): the radii of the tokens whose results are computed; what they add themselves is the last column (b, i, n).
+    asking (b, i): the radii of the tokens whose results are computed; what they add themselves is
+        the last column (b, i, n).
     """
     curve = w.curve.view(1, -1, 1)
     slope = up(facts.toward + curve * asking[:, None], 4)[
@@ -170,18 +193,21 @@ def _gains(facts: Facts, w: HeadWeights, radius: Tensor, asking: Tensor) -> Tens
     far = up(change.amax(-1, keepdim=True) + level)
     grown = up(far.exp() * (1 + 2**-40))
     second = up(far / 2 * grown)  # (e^x - 1) / x - 1 <= (x / 2) e^x
-    p, reach = facts.share, facts.reach
+    p = facts.share
+    reach = facts.reach
     mean = up((p * reach).sum(-1, keepdim=True), p.shape[-1])
-    beside = up(p * second * (reach + (1 + second) * mean), 8)
+    second_order = up(p * second * (reach + (1 + second) * mean), 8)
     through = up(torch.minimum(p * grown, torch.ones_like(p)) * w.through.view(1, -1, 1, 1))
-    moved = up(through + (p * reach + beside) * slope, 8)
-    own = up(facts.own + (beside * facts.turn).sum(-1), p.shape[-1] + 8)
-    total = up(moved.sum(1), 64)
-    return torch.cat([total, up(own.sum(1), 64)[..., None]], -1)
+    score_change = up(through + (p * reach + second_order) * slope, 8)
+    score = up(facts.own + (second_order * facts.turn).sum(-1), p.shape[-1] + 8)
+    total = up(score_change.sum(1), 64)
+    return torch.cat([total, up(score.sum(1), 64)[..., None]], -1)
 
 
 def nonnegative_norm(matrix: Tensor) -> Tensor:
-    """sigma(M) <= max_i ((M^T M x)_i / x_i)^(1/2) for M >= 0 and any x > 0 (Collatz, Wielandt): (b, i, j) -> (b)."""
+    """sigma(M) <= max_i ((M^T M x)_i / x_i)^(1/2) for M >= 0 and any x > 0 (Collatz, Wielandt): (b,
+    i, j) -> (b).
+    """
     x = matrix.new_ones(len(matrix), matrix.shape[2], 1)
     for _ in range(4):
         image = matrix.mT @ (matrix @ x)

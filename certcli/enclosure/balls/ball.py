@@ -1,4 +1,6 @@
-"""Balls of norms: the distance of a tensor from its value at one image, by token and in all. docs/local.md, 10."""
+"""Balls of norms: the distance of a tensor from its value at one image, by token and in all.
+docs/local.md, 10.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,10 +19,11 @@ _UNEVEN = 64.0
 
 @dataclass(frozen=True)
 class Near:
-    """All z with |z_i - centre_i|_2 <= fibre_i for every fibre i (last axis), and |z - centre|_2 <= whole.
+    """All z with |z_i - centre_i|_2 <= fibre_i for every fibre i (last axis), and |z - centre|_2 <=
+    whole.
 
-    centre (b, 1, *s): b images, each with the traced batch of one. fibre (b, 1, *s[:-1]). whole (b,). What rounding took
-    from the centre is in both.
+    centre (b, 1, *s): b images, each with the traced batch of one. fibre (b, 1, *s[:-1]). whole
+    (b,). What rounding took from the centre is in both.
     """
 
     centre: Tensor
@@ -29,7 +32,9 @@ class Near:
 
     @staticmethod
     def of(centre: Tensor, fibre: Tensor, whole: Tensor | None = None) -> "Near":
-        """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2). NaN, as of 0 times inf, is unbounded."""
+        """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2). NaN, as of 0
+        times inf, is unbounded.
+        """
         together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
         whole = (together if whole is None else torch.minimum(whole, together)).nan_to_num(
             torch.inf, torch.inf
@@ -57,14 +62,18 @@ class Near:
         )
 
     def far(self, radius: Tensor, norm: Norm) -> list[Tensor]:
-        """Return two images far from the first one, from a fixed generator; the value is a ball of images."""
+        """Return two images far from the first one, from a fixed generator; the value is a ball of
+        images.
+        """
         generator = torch.Generator().manual_seed(24)
         move = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.centre)
         step = radius * (move.sign() if norm == "linf" else move / move.norm())
         return [self.centre[0] + step, self.centre[0] - step]
 
     def farthest(self, row: int, truth: Tensor) -> Tensor:
-        """Return how far the truth lies outside an image's ball, for each fibre and in all: above 0 by rounding only."""
+        """Return how far the truth lies outside an image's ball, for each fibre and in all: above 0
+        by rounding only.
+        """
         far = truth - self.centre[row]
         return torch.cat(
             [(far.norm(dim=-1) - self.fibre[row]).flatten(), (far.norm() - self.whole[row])[None]]
@@ -82,21 +91,29 @@ class Near:
         )
 
     def bounds(self) -> Bounds:
-        """Return the sizes of the tensor in the ball, and the least deviation of a row: centring lengthens nothing."""
-        width, size = self.shape[-1], self.size
+        """Return the sizes of the tensor in the ball, and the least deviation of a row: centring
+        lengthens nothing.
+        """
+        width = self.shape[-1]
+        size = self.size
         rows = up(size + self.fibre).flatten(1)
         peak = up(self.centre.abs().amax(-1) + self.fibre).flatten(1)
         centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
-        least = (centred - gamma(2 * width + 16) * size - self.fibre).flatten(1).amin(1)
+        smallest = (centred - gamma(2 * width + 16) * size - self.fibre).flatten(1).amin(1)
         total = torch.minimum(norm2(rows.T), up(norm2(size.flatten(1).T) + self.whole))
         return Bounds(
-            total, rows.amax(1), peak.amax(1), least.clamp_min(0.0) * (width**-0.5 * (1 - 2.0**-40))
+            total,
+            rows.amax(1),
+            peak.amax(1),
+            smallest.clamp_min(0.0) * (width**-0.5 * (1 - 2.0**-40)),
         )
 
     def moved(self, centre: Tensor, gain: Tensor, noise: Tensor) -> "Near":
-        """Through a map of fibres with these gains (broadcast to them); its value at the centre, which is off by `noise`."""
-        most = gain.expand_as(self.fibre).flatten(1).amax(1)
-        return Near.of(centre, up(self.fibre * gain), up(self.whole * most)).noisy(noise)
+        """Through a map of fibres with these gains (broadcast to them); its value at the centre,
+        which is off by `noise`.
+        """
+        largest_gain = gain.expand_as(self.fibre).flatten(1).amax(1)
+        return Near.of(centre, up(self.fibre * gain), up(self.whole * largest_gain)).noisy(noise)
 
     def shift(self, constant: Tensor) -> "Near":
         """Return x + constant (broadcast to the shape of x)."""
@@ -112,8 +129,8 @@ class Near:
 
     def __add__(self, other: "Near") -> "Near":
         centre = self.centre + other.centre
-        found = Near.of(centre, up(self.fibre + other.fibre), up(self.whole + other.whole))
-        return found.noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
+        total = Near.of(centre, up(self.fibre + other.fibre), up(self.whole + other.whole))
+        return total.noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
 
     def choose(self, token: int) -> "Near":
         """Return the one token at this place of axis 1."""
@@ -124,7 +141,9 @@ class Near:
 
 @dataclass(frozen=True)
 class Normalised:
-    """A LayerNorm whose scale and shift wait for the next linear map: gain * near + bias, which `settled` charges."""
+    """A LayerNorm whose scale and shift wait for the next linear map: gain * near + bias, which
+    `settled` charges.
+    """
 
     near: Near
     gain: Tensor | None
@@ -133,8 +152,8 @@ class Normalised:
     @property
     def centre(self) -> Tensor:
         """Return gain * n + bias at the centre of `near`."""
-        found = self.near.centre if self.gain is None else self.near.centre * self.gain
-        return found if self.bias is None else found + self.bias
+        scaled = self.near.centre if self.gain is None else self.near.centre * self.gain
+        return scaled if self.bias is None else scaled + self.bias
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,7 +161,9 @@ class Normalised:
 
     @property
     def consistent(self) -> bool:
-        """Return whether all parts have the shape of one tensor, which scale and shift do not repeat."""
+        """Return whether all parts have the shape of one tensor, which scale and shift do not
+        repeat.
+        """
         return self.near.consistent and self.centre.shape == self.near.centre.shape
 
     def farthest(self, row: int, truth: Tensor) -> Tensor:
@@ -156,20 +177,24 @@ class Normalised:
         return self.settled().bounds()
 
     def doubted(self, error: Tensor) -> "Near | Normalised":
-        """Return the same with room for an error of the result: one of error / min |gain| before scale and shift."""
+        """Return the same with room for an error of the result: one of error / min |gain| before
+        scale and shift.
+        """
         if self.gain is None:
             return replace(self, near=self.near.doubted(error))
-        least, most = (float(f(self.gain.abs())) for f in (torch.min, torch.max))
-        if least * _UNEVEN < most:
+        smallest, largest = (float(f(self.gain.abs())) for f in (torch.min, torch.max))
+        if smallest * _UNEVEN < largest:
             return self.settled().doubted(error)
-        return replace(self, near=self.near.doubted(error / (least * (1 - 2**-50))))
+        return replace(self, near=self.near.doubted(error / (smallest * (1 - 2**-50))))
 
     def choose(self, token: int) -> "Normalised":
         return replace(self, near=self.near.choose(token))
 
 
 def settled(x: object) -> Near:
-    """Return the value with any pending scale and shift applied. TypeError for values of other domains."""
+    """Return the value with any pending scale and shift applied. TypeError for values of other
+    domains.
+    """
     if isinstance(x, Normalised):
         return x.settled()
     if not isinstance(x, Near):
@@ -182,7 +207,9 @@ def _beside(whole: Tensor, fibre: Tensor) -> Tensor:
 
 
 def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
-    """Return all images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n) |d|_inf for n entries."""
+    """Return all images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n)
+    |d|_inf for n entries.
+    """
     centre = images[:, None]
     if norm == "linf":
         fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(
@@ -193,7 +220,9 @@ def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
 
 
 def rearranged(x: Near, places: Tensor) -> Near:
-    """Entries of x, those of flat index `places` (*t): |t_i|^2 <= the sum over the fibres that it is made of."""
+    """Entries of x, those of flat index `places` (*t): |t_i|^2 <= the sum over the fibres that it
+    is made of.
+    """
     centre = x.centre.flatten(1)[:, places.flatten()].view(len(x.centre), *places.shape)
     repeated = int(torch.bincount(places.flatten()).max()) if places.numel() else 1
     whole = up(x.whole * math.sqrt(repeated))
@@ -203,9 +232,9 @@ def rearranged(x: Near, places: Tensor) -> Near:
         first = torch.cat([torch.ones_like(of[..., :1]), (of.diff(dim=-1) > 0).long()], -1)
         widest = int(first.sum(-1).max())
         if widest == 1:
-            made = x.fibre.flatten(1)[:, of[..., 0].flatten()].view(fibre.shape)
+            rearranged_norm = x.fibre.flatten(1)[:, of[..., 0].flatten()].view(fibre.shape)
         else:
             squares = x.fibre.flatten(1).square()[:, of.flatten()].view(len(fibre), *of.shape[0:])
-            made = up((squares * first).sum(-1), of.shape[-1] + 2).sqrt() * (1 + 2**-50)
-        fibre = torch.minimum(fibre, made)
+            rearranged_norm = up((squares * first).sum(-1), of.shape[-1] + 2).sqrt() * (1 + 2**-50)
+        fibre = torch.minimum(fibre, rearranged_norm)
     return Near.of(centre, fibre, whole)

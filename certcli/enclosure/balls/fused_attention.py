@@ -1,4 +1,6 @@
-"""torch's fused attention: of queries and keys with norms of their own, and of pooling. docs/local.md, 10.3."""
+"""torch's fused attention: of queries and keys with norms of their own, and of pooling.
+docs/local.md, 10.3.
+"""
 
 from typing import Any
 
@@ -18,7 +20,8 @@ from certcli.engine.walk import Constant
 def heads(
     ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Near:
-    """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t_ij| <= T_ij, |log S| <= L_i.
+    """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t_ij| <= T_ij, |log S| <=
+    L_i.
 
     |out'_i - out_i| <= sum_j min(p_ij e^(T_ij + L_i), 1) |dv_j| + min(sum_j p_ij (e^(T_ij + L_i) - 1) |v_j - o_i|,
     2 max_j |v_j - o_i|).
@@ -34,22 +37,25 @@ def heads(
     )
     if any(len(part.shape) != 4 for part in (q, k, v)):
         raise NoRule("attention over something other than (1, heads, tokens, width)")
-    width, count = q.shape[-1], k.shape[-2]
+    width = q.shape[-1]
+    count = k.shape[-2]
     factor = width**-0.5 if scale is None else scale
     share, centre, toward, turn, reach, off = ctx.at_centre(
         "heads", lambda: _facts(q, k, v, factor)
     )
-    a, b, g = q.fibre[..., None], k.fibre[..., None, :], v.fibre[..., None, :]
+    a = q.fibre[..., None]
+    b = k.fibre[..., None, :]
+    g = v.fibre[..., None, :]
     change = up(abs(factor) * ((toward[..., None] + a) * b + a * turn), 8)
     level = up(
         torch.log1p((share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), count + 256
     )
     level = torch.minimum(level, change.amax(-1, keepdim=True))
-    moved = up(change + level)
-    through = (torch.minimum(share * moved.exp() * (1 + 2**-40), torch.ones_like(share)) * g).sum(
-        -1
-    )
-    turned = (share * torch.expm1(moved) * (1 + 2**-40) * reach).sum(-1)
+    score_change = up(change + level)
+    through = (
+        torch.minimum(share * score_change.exp() * (1 + 2**-40), torch.ones_like(share)) * g
+    ).sum(-1)
+    turned = (share * torch.expm1(score_change) * (1 + 2**-40) * reach).sum(-1)
     fibre = up(through + torch.minimum(turned, 2 * reach.amax(-1)), count + 16)
     return Near.of(centre, fibre).noisy(off)
 
@@ -59,17 +65,18 @@ def _facts(q: Near, k: Near, v: Near, factor: float) -> tuple[Tensor, ...]:
 
     |q_i|, |k_j - m_i|, |v_j - o_i| and what the averages are off by. m_i need not be exact: any row of it serves.
     """
-    width, count = q.shape[-1], k.shape[-2]
-    inner, exact = gamma(width + count + 64), "donot_use_mm_for_euclid_dist"
-    q_size, k_most, v_most = (
-        fibres(q.centre),
-        fibres(k.centre).amax(-1, keepdim=True),
-        fibres(v.centre).amax(-1, keepdim=True),
-    )
+    width = q.shape[-1]
+    count = k.shape[-2]
+    inner = gamma(width + count + 64)
+    exact = "donot_use_mm_for_euclid_dist"
+    q_size = fibres(q.centre)
+    k_most = fibres(k.centre).amax(-1, keepdim=True)
+    v_most = fibres(v.centre).amax(-1, keepdim=True)
     doubt = up(abs(factor) * inner * q_size * k_most, 8)
     unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)
     share = ((q.centre * factor) @ k.centre.mT).softmax(-1)
-    o, m = share @ v.centre, share @ k.centre
+    o = share @ v.centre
+    m = share @ k.centre
     off = up((unsure + inner) * v_most, 4)
     turn = up(torch.cdist(m, k.centre, compute_mode=exact), width + 8)
     reach = up(torch.cdist(o, v.centre, compute_mode=exact) + off[..., None], width + 8)

@@ -43,7 +43,8 @@ def nothing(ctx: BallContext, module: nn.Module, x: Any) -> Any:
 
 @rules.module(PixelNormalize)
 def pixels(ctx: BallContext, module: PixelNormalize, x: Near) -> Near:
-    mean, std = module.mean.to(x.centre), fitting(module.std.to(x.centre), x.shape)
+    mean = module.mean.to(x.centre)
+    std = fitting(module.std.to(x.centre), x.shape)
     off = x.shift(-mean)
     centre = off.centre / std
     return off.moved(centre, up((1 / std).abs().max()), gamma(1) * fibres(centre))
@@ -66,7 +67,9 @@ def linear(ctx: BallContext, module: nn.Linear, x: Any) -> Near:
 
 
 def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
-    """Above | |gain n| + |bias| |_2 of each fibre: what the rounding of a linear map's argument is relative to."""
+    """Above | |gain n| + |bias| |_2 of each fibre: what the rounding of a linear map's argument is
+    relative to.
+    """
     size = fibres(centre)
     if isinstance(x, Normalised) and x.bias is not None:
         size = size + 2 * up(x.bias.norm(), len(x.bias))
@@ -108,19 +111,21 @@ def normalised(module: Any, x: Any) -> Normalised:
 def _scaled(
     x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> Normalised:
-    """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach; never above 2 sqrt(d)."""
+    """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach;
+    never above 2 sqrt(d).
+    """
     if not eps >= 0:
         raise NoRule(f"a norm with eps {eps}")
     width = x.shape[-1]
     length = fibres(y)
     down = 1 - gamma(2 * width + 16)
     here = (length * down) ** 2 / width + eps
-    least = (length * down - x.fibre).clamp_min(0) ** 2 / width + eps
-    gain = up(1 / ((here * least).sqrt() * down).sqrt(), 8)
+    smallest = (length * down - x.fibre).clamp_min(0) ** 2 / width + eps
+    gain = up(1 / ((here * smallest).sqrt() * down).sqrt(), 8)
     centre = y / (y.square().sum(-1, keepdim=True) / width + eps).sqrt()
-    found = x.moved(centre, gain, gamma(2 * width + 32) * fibres(centre))
-    far = torch.full_like(found.fibre, 2 * math.sqrt(width) * (1 + 2**-40))
-    return Normalised(Near.of(centre, torch.minimum(found.fibre, far), found.whole), weight, bias)
+    scaled = x.moved(centre, gain, gamma(2 * width + 32) * fibres(centre))
+    far = torch.full_like(scaled.fibre, 2 * math.sqrt(width) * (1 + 2**-40))
+    return Normalised(Near.of(centre, torch.minimum(scaled.fibre, far), scaled.whole), weight, bias)
 
 
 @rules.module(LayerScale)
@@ -206,7 +211,9 @@ register_moves(rules, arranged, settled)
 @rules.function(torch.mean)
 @rules.method("mean")
 def mean(ctx: BallContext, x: Any, dim: Any, keepdim: bool = False) -> Near:
-    """The mean of k numbers is 1 / sqrt(k) as long as they are, and no longer than the mean of their lengths."""
+    """The mean of k numbers is 1 / sqrt(k) as long as they are, and no longer than the mean of
+    their lengths.
+    """
     x = settled(x)
     axes = len(x.shape)
     dims = sorted(d % axes for d in ([dim] if isinstance(dim, int) else dim))
@@ -269,7 +276,9 @@ register_arithmetic(
 @rules.function(operator.truediv, torch.div)
 @rules.method("div")
 def divide(ctx: BallContext, x: Any, y: Any) -> Near:
-    """By a number: what is divided by it is as far off as the product with a rounded inverse, and one rounding more."""
+    """By a number: what is divided by it is as far off as the product with a rounded inverse, and
+    one rounding more.
+    """
     x = settled(x)
     if not isinstance(y, (int, float)) or y == 0:
         raise NoRule("a division by something other than a number")

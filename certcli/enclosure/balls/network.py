@@ -1,4 +1,6 @@
-"""Margins and radii by balls of norms, for many images at once and networks of any size. Proofs: docs/local.md, 10."""
+"""Margins and radii by balls of norms, for many images at once and networks of any size. Proofs:
+docs/local.md, 10.
+"""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +43,8 @@ class _BallWalk(Enclosure):
         super().__init__(
             network.ending, network.needed, start, watch, witnesses, executed_as=executed_as
         )
-        self._weights, self._facts = network.weights, facts
+        self._weights = network.weights
+        self._facts = facts
 
     def context(self, call: Call) -> Any:
         assert call.node is not None
@@ -59,18 +62,20 @@ class NormsNetwork:
         self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
 
     def at_once(self, budget: float) -> int:
-        """Return how many images fit into `budget` bytes, with all heads' probabilities and a head's matrix a token."""
-        most = max(self.size)
+        """Return how many images fit into `budget` bytes, with all heads' probabilities and a
+        head's matrix a token.
+        """
+        largest = max(self.size)
         for node in self.ending.trace.graph.nodes:
             shape = node.meta.get("shape")
             if node.op not in ("call_module", "call_function", "call_method") or not isinstance(
                 shape, tuple
             ):
                 continue
-            most = max(most, math.prod(shape))
+            largest = max(largest, math.prod(shape))
             if node.target is functional.scaled_dot_product_attention:
                 keys = max(part.meta.get("shape", shape)[-2] for part in node.all_input_nodes)
-                most = max(most, math.prod(shape[:-1]) * keys)
+                largest = max(largest, math.prod(shape[:-1]) * keys)
             module: Any = (
                 self.ending.trace.root.get_submodule(str(node.target))
                 if node.op == "call_module"
@@ -78,8 +83,8 @@ class NormsNetwork:
             )
             if isinstance(getattr(module, "num_heads", None), int):
                 tokens = shape[-2]
-                most = max(most, module.num_heads * tokens * max(tokens, module.head_dim**2))
-        return max(1, min(_MOST, int(budget / (8 * _COPIES * most))))
+                largest = max(largest, module.num_heads * tokens * max(tokens, module.head_dim**2))
+        return max(1, min(_MOST, int(budget / (8 * _COPIES * largest))))
 
     @torch.no_grad()
     def margins(
@@ -91,9 +96,11 @@ class NormsNetwork:
         watch: Watch | None = None,
         norm: Norm = "l2",
     ) -> Tensor:
-        """Return (b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where nothing is proven.
+        """Return (b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where
+        nothing is proven.
 
-        facts: filled with what depends on the images alone, for the next radii around the same images.
+        facts: filled with what depends on the images alone, for the next radii around the same
+            images.
         """
         start = pixel_ball(images, radii, norm)
         facts = {} if facts is None else facts
@@ -109,7 +116,7 @@ class NormsNetwork:
         x: Any = walk(
             self.ending.trace, _BallWalk(self, start, facts, watch, witnesses, executed_as)
         )
-        lost = (
+        loss = (
             [None] * len(images) if executed_as is None else executed_as.pairs().to(images).unbind()
         )
         facts["witnessed"] = True
@@ -122,16 +129,18 @@ class NormsNetwork:
         near = x.near if isinstance(x, Normalised) else settled(x)
         rows = torch.eye(x.centre.shape[-1]).to(images) if head is None else head.weight
         bias = None if head is None else head.bias
-        found = []
+        margins = []
         for i, label in enumerate(labels.tolist()):
-            moved = differences(rows, bias, label, lost[i])
-            found.append(_margins(x.centre[i], near.fibre[i], moved, gain))
-        return torch.stack(found)
+            gradients = differences(rows, bias, label, loss[i])
+            margins.append(_margins(x.centre[i], near.fibre[i], gradients, gain))
+        return torch.stack(margins)
 
     def radii(self, images: Tensor, labels: Tensor, steps: int = 4, norm: Norm = "l2") -> Tensor:
-        """Return the largest radii tried whose margins were all proven positive, 0.0 where none was: (b,).
+        """Return the largest radii tried whose margins were all proven positive, 0.0 where none
+        was: (b,).
 
-        The exponent is bisected for all images at once. Every radius returned was checked; monotony is not assumed.
+        The exponent is bisected for all images at once. Every radius returned was checked; monotony
+        is not assumed.
         """
         facts: dict[Any, Any] = {}
         proven = torch.zeros(len(images), dtype=torch.float64, device=images.device)
@@ -146,18 +155,22 @@ class NormsNetwork:
                 1
             )  # False with NaN
             proven = torch.where(holds, torch.maximum(proven, tried), proven)
-            low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+            low = torch.where(holds, middle, low)
+            high = torch.where(holds, high, middle)
         return proven
 
 
 def _margins(
     centre: Tensor, fibre: Tensor, of: tuple[Tensor, Tensor, Tensor], gain: Tensor | None
 ) -> Tensor:
-    """Return (w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded down."""
+    """Return (w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded
+    down.
+    """
     rows, offset, doubt = of
-    flat, radius = centre.flatten(), fibre.flatten()
+    flat = centre.flatten()
+    radius = fibre.flatten()
     if len(radius) != 1:
         raise NoRule("a head on several tokens")
-    moved = fibres(rows if gain is None else rows * gain) * (1 + 2**-50)
+    lengths = fibres(rows if gain is None else rows * gain) * (1 + 2**-50)
     loss = gamma(len(flat) + 8) * (rows.abs() @ flat.abs() + offset.abs()) * 4
-    return rows @ flat + offset - up(moved * radius + loss + doubt, 8)
+    return rows @ flat + offset - up(lengths * radius + loss + doubt, 8)

@@ -38,11 +38,11 @@ class BallContext:
         return _once(self.facts, (self.node, name), compute)
 
 
-def _once(known: dict[Any, Any], key: Any, compute: Callable[[], Found]) -> Found:
-    if key not in known:
-        known[key] = compute()
-    found: Found = known[key]
-    return found
+def _once(cache: dict[Any, Any], key: Any, compute: Callable[[], Found]) -> Found:
+    if key not in cache:
+        cache[key] = compute()
+    value: Found = cache[key]
+    return value
 
 
 def folded_norm(weight: Tensor, gain: Tensor | None) -> float:

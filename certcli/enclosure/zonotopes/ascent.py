@@ -1,4 +1,6 @@
-"""Bounds of domains by ascent over everything that may be chosen on the way back. Proof: docs/local.md, section 9."""
+"""Bounds of domains by ascent over everything that may be chosen on the way back. Proof:
+docs/local.md, section 9.
+"""
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from certcli.enclosure.zonotopes.parabolas import every_hinge, linear_part, node
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.enclosure.zonotopes.trees import Unit
 
-RATE, DECAY = 0.25, 0.93
+RATE = 0.25
+DECAY = 0.93
 """Of Adam, and its fall from step to step."""
 _NEGLIGIBLE = 1e-9
 """Of the largest error of a node: what rounding may cost, which ascent need not see."""
@@ -28,14 +31,17 @@ POWER = 8
 
 
 class Ascent:
-    """Bounds of rows (margins, *shape) of a walk's last node, over domains of signs of its open units.
+    """Bounds of rows (margins, *shape) of a walk's last node, over domains of signs of its open
+    units.
 
-    numbers, one row a domain: per unit a slope (before the sigmoid) and a multiplier (in units of `scale`); in an l2 ball
-    also share, width and split of a parabola (before sigmoid, exp, exp), and at the end log (h / |g|).
+    numbers, one row a domain: per unit a slope (before the sigmoid) and a multiplier (in units of
+    `scale`); in an l2 ball also share, width and split of a parabola (before sigmoid, exp, exp),
+    and at the end log (h / |g|).
     """
 
     def __init__(self, out: Node, rows: Tensor) -> None:
-        self.out, self.rows = out, rows
+        self.out = out
+        self.rows = rows
         every = every_hinge(out)
         self.all = every
         self.hinges = [hinge for hinge in every if len(hinge.places)]
@@ -51,10 +57,10 @@ class Ascent:
             self._prepare()
 
     def _prepare(self) -> None:
-        found = descend(self.out, self.rows, {})
-        self.curved = not found.ball.boxed
-        self.at_once = max(2, int(_MOST_ENTRIES / found.entries))
-        weight = torch.cat([found.passed[hinge] for hinge in self.hinges], 1).abs().amax(0)
+        descent = descend(self.out, self.rows, {})
+        self.curved = not descent.ball.boxed
+        self.at_once = max(2, int(_MOST_ENTRIES / descent.entries))
+        weight = torch.cat([descent.passed[hinge] for hinge in self.hinges], 1).abs().amax(0)
         self.scale = weight + 1e-3 * weight.amax() + TINY
         self.chords = torch.cat([chord(hinge)[1] for hinge in self.hinges])
         self.low, self.high = (
@@ -93,7 +99,8 @@ class Ascent:
     def choices(self, signs: Tensor, numbers: Tensor) -> dict[Node, HingeChoice]:
         """Return what is chosen at each hinge: (b, units), (b, numbers)."""
         count = len(self.units)
-        slope, multiplier = numbers[:, :count].sigmoid(), numbers[:, count : 2 * count] * self.scale
+        slope = numbers[:, :count].sigmoid()
+        multiplier = numbers[:, count : 2 * count] * self.scale
         parts = [slope, multiplier, signs]
         if self.curved:
             share, width, split = numbers[:, 2 * count : 5 * count].chunk(3, 1)
@@ -111,16 +118,19 @@ class Ascent:
     ) -> tuple[Tensor, BackwardBound]:
         """Return the bounds of domains as they are, without their proof: (b,); and the way back."""
         choices = self.choices(signs, numbers)
-        found = descend(self.out, self.rows[margins], choices, self.negligible)
-        value = self._estimate(found, numbers[:, -1]) if self.curved else least(found)
-        return value, found
+        descent = descend(self.out, self.rows[margins], choices, self.negligible)
+        value = self._estimate(descent, numbers[:, -1]) if self.curved else least(descent)
+        return value, descent
 
     def climb(
         self, margins: list[int], signs: Tensor, numbers: Tensor, steps: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the bounds (b,) that ascent found, proven; the numbers that give them; scores of open units (b, units)."""
+        """Return the bounds (b,) that ascent found, proven; the numbers that give them; scores of
+        open units (b, units).
+        """
         best = torch.full((len(margins),), -torch.inf, dtype=numbers.dtype, device=numbers.device)
-        chosen, scores = numbers.clone(), torch.zeros_like(signs)
+        chosen = numbers.clone()
+        scores = torch.zeros_like(signs)
         numbers, mean, square = (
             numbers.clone(),
             torch.zeros_like(numbers),
@@ -163,7 +173,9 @@ class Ascent:
         return lost * (signs == 0)
 
     def _estimate(self, found: BackwardBound, level: Tensor) -> Tensor:
-        """Return `proven` of each row in a differentiable way, nearly: the largest eigenvalue by power iteration."""
+        """Return `proven` of each row in a differentiable way, nearly: the largest eigenvalue by
+        power iteration.
+        """
         total, slope = linear_part(found)
         height = slope.norm(dim=1).clamp_min(TINY) * level.exp()
         weight = torch.cat([part.weight for part in found.parabolas[::-1]], 1)
@@ -190,9 +202,9 @@ class Ascent:
         if len(positive):
             numbers = chosen[positive]
             choices = self.choices(signs[positive], numbers)
-            found = descend(self.out, self.rows[[margins[i] for i in positive.tolist()]], choices)
+            descent = descend(self.out, self.rows[[margins[i] for i in positive.tolist()]], choices)
             bounds[positive] = (
-                self._sure(found, numbers[:, -1].exp()) if self.curved else least(found)
+                self._sure(descent, numbers[:, -1].exp()) if self.curved else least(descent)
             )
         return bounds
 

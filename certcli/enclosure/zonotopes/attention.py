@@ -1,4 +1,6 @@
-"""Dot-product attention: scores, probabilities as 1 / sum exp of differences, averages. Proofs: docs/local.md, section 7."""
+"""Dot-product attention: scores, probabilities as 1 / sum exp of differences, averages. Proofs:
+docs/local.md, section 7.
+"""
 
 import torch
 from torch import Tensor
@@ -19,9 +21,11 @@ AVERAGES = Bilinear(lambda a, b: a @ b, lambda r, b: r @ b.mT, lambda a, r: a.mT
 def scores(q: Form, k: Form) -> Form:
     """q k^T, (1, h, i, e) x (1, h, j, e) -> (1, h, i, j), up to what is the same in a row.
 
-    The keys are centred over the tokens first: q . mean(k) shifts whole rows of scores, which softmax cannot see.
+    The keys are centred over the tokens first: q . mean(k) shifts whole rows of scores, which
+    softmax cannot see.
     """
-    tokens, width = k.shape[-2], k.shape[-1]
+    tokens = k.shape[-2]
+    width = k.shape[-1]
     k = k.linear(
         lambda t: t - t.mean(-2, keepdim=True),
         lambda t: t + t.mean(-2, keepdim=True),
@@ -32,7 +36,9 @@ def scores(q: Form, k: Form) -> Form:
 
 
 def _score_square(a: Tensor, b: Tensor) -> Tensor:
-    """|T_ij|_F^2 of T_ij = sum_e a_ie b_je^T, from the Gram matrices of both: (m, 1, h, i, e) -> (1, h, i, j)."""
+    """|T_ij|_F^2 of T_ij = sum_e a_ie b_je^T, from the Gram matrices of both: (m, 1, h, i, e) ->
+    (1, h, i, j).
+    """
     first = torch.einsum("mzhie,mzhif->zhief", a, a).flatten(-2)
     second = torch.einsum("mzhje,mzhjf->zhjef", b, b).flatten(-2)
     return first @ second.mT
@@ -46,9 +52,11 @@ def _average_square(a: Tensor, b: Tensor) -> Tensor:
 
 
 def softmax(x: Form) -> Form:
-    """p_j = exp(z_j - log sum_k exp z_k) on the last axis, for z_j = x_j - sum_k w_k x_k with w near p.
+    """p_j = exp(z_j - log sum_k exp z_k) on the last axis, for z_j = x_j - sum_k w_k x_k with w
+    near p.
 
-    At w = p the sum does not move to first order, so that its logarithm costs next to nothing. Differences of scores give
+    At w = p the sum does not move to first order, so that its logarithm costs next to nothing.
+    Differences of scores give
     bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).
     """
     x = x.solid()
@@ -65,23 +73,21 @@ def softmax(x: Form) -> Form:
     below, _ = (
         z.interval()
     )  # exp is convex: the sum of its chords is no larger than that of its values above
-    least = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
+    smallest_sum = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
     total = apply(EXP, z).linear(
         lambda t: t.sum(-1, keepdim=True),
         lambda t: t.sum(-1, keepdim=True),
         x.shape[-1],
         lambda r: r.expand(*r.shape[:-1], x.shape[-1]),
     )
-    level = apply(LOG, total, least).solid()  # one symbol a row, shared by its probabilities
+    level = apply(LOG, total, smallest_sum).solid()  # one symbol a row, shared by its probabilities
     share = z + level.linear(
         lambda t: -t.expand(*t.shape[:-1], x.shape[-1]),
         lambda t: t.expand(*t.shape[:-1], x.shape[-1]),
         transposed=lambda r: -r.sum(-1, keepdim=True),
     )
-    bottom, top = (
-        low.log() - 2.0**-40 * (1 + low.log().abs()),
-        high.log() + 2.0**-40 * (1 + high.log().abs()),
-    )
+    bottom = low.log() - 2.0**-40 * (1 + low.log().abs())
+    top = high.log() + 2.0**-40 * (1 + high.log().abs())
     return capped(apply(EXP, share, bottom, top.clamp_max(0.0)), low, high)
 
 
@@ -94,9 +100,9 @@ def _bounds(x: Form) -> tuple[Tensor, Tensor]:
     reach = up(reach + gamma(0) * (x.centre[..., None, :].abs() + x.centre[..., :, None].abs()))
     reach = reach * (1 - torch.eye(count, dtype=reach.dtype, device=reach.device))  # x_j - x_j = 0
     terms = count + 256
-    least = (distance - reach).exp().sum(-1) * (1 - gamma(terms)) - gamma(4)
-    most = (distance + reach).exp().sum(-1) * (1 + gamma(terms))
-    return (1 - gamma(4)) / most, up(1 / least.clamp_min(1.0), 4).clamp_max(1.0)
+    smallest = (distance - reach).exp().sum(-1) * (1 - gamma(terms)) - gamma(4)
+    largest = (distance + reach).exp().sum(-1) * (1 + gamma(terms))
+    return (1 - gamma(4)) / largest, up(1 / smallest.clamp_min(1.0), 4).clamp_max(1.0)
 
 
 def capped(x: Form, low: Tensor, high: Tensor) -> Form:
@@ -106,12 +112,12 @@ def capped(x: Form, low: Tensor, high: Tensor) -> Form:
         half < x.rest_radius
     )  # what the ball part says is shared with other entries and stays worth more
     zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
-    kept = (~narrower).to(x.centre)
+    unchanged = (~narrower).to(x.centre)
     node = x.then(
         x.shape,
-        lambda rows: (rows * kept,),
-        (low + high) / 2 * (1 - kept),
-        half * (1 - kept) + gamma(BACK) * x.size,
+        lambda rows: (rows * unchanged,),
+        (low + high) / 2 * (1 - unchanged),
+        half * (1 - unchanged) + gamma(BACK) * x.size,
     )
     return Form(
         x.space,
@@ -125,7 +131,9 @@ def capped(x: Form, low: Tensor, high: Tensor) -> Form:
 
 def _distances(flat: Tensor, x: Form) -> Tensor:
     """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (rows, k, g)."""
-    ball, fixed, exact = x.space.ball, x.fixed, "donot_use_mm_for_euclid_dist"
+    ball = x.space.ball
+    fixed = x.fixed
+    exact = "donot_use_mm_for_euclid_dist"
     near = [
         up(torch.cdist(part, part, p=p, compute_mode=exact), part.shape[-1] + 4)
         for part, p in (
@@ -141,12 +149,14 @@ def _distances(flat: Tensor, x: Form) -> Tensor:
 def average(p: Form, v: Form) -> Form:
     """p v for probabilities p whose rows sum to 1: (1, h, i, j) x (1, h, j, e) -> (1, h, i, e).
 
-    o = w v + (p - w) (v - w v) for any w with sum 1 in each row: values count relative to their average alone.
+    o = w v + (p - w) (v - w v) for any w with sum 1 in each row: values count relative to their
+    average alone.
     """
     p = p.solid()
     tokens = v.shape[-2]
     weight = p.centre / p.centre.sum(-1, keepdim=True)
-    # p = p - weight (sum p - 1): an identity for probabilities, and deviations then sum to 0 up to rounding
+    # p = p - weight (sum p - 1): an identity for probabilities, and deviations then sum to 0 up to
+    # rounding
     spread = p.linear(
         lambda t: t - weight * t.sum(-1, keepdim=True),
         lambda t: t + weight.abs() * t.sum(-1, keepdim=True),

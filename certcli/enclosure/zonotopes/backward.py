@@ -1,8 +1,10 @@
-"""State each tensor of a walk in terms of earlier tensors, and bound rows of the last one backwards (as CROWN does).
+"""State each tensor of a walk in terms of earlier tensors, and bound rows of the last one backwards
+(as CROWN does).
 
-A node states, of the true values z on the neighbourhood, |z - sum_p L_p z_p - constant| <= error entry by entry, with L_p
-linear maps of its parents. Any row of numbers w then gives a lower bound of <w, z>: from the last node to the first,
-<w, z> >= <w, constant> - <|w|, error> + sum_p <L_p^T w, z_p>. At the image the least value over the ball is known.
+A node states, of the true values z on the neighbourhood, |z - sum_p L_p z_p - constant| <= error
+entry by entry, with L_p linear maps of its parents. Any row of numbers w then gives a lower bound
+of <w, z>: from the last node to the first, <w, z> >= <w, constant> - <|w|, error> + sum_p <L_p^T w,
+z_p>. At the image the least value over the ball is known.
 Proofs: docs/local.md, section 9.
 """
 
@@ -23,7 +25,8 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """pull: rows (k, *shape) -> L_p^T of them, (k, *parent), for each parent. None for constant, error: zero.
+    """pull: rows (k, *shape) -> L_p^T of them, (k, *parent), for each parent. None for constant,
+    error: zero.
 
     error holds what the rounding of pull may cost as well: gamma times |L_p| sup |z_p|.
     """
@@ -40,7 +43,8 @@ class Node:
 class Hinge(Node):
     """max(x, 0) of a parent in [low, high]: open where the sign is not known.
 
-    places (k): the open entries, flat. There x = middle + columns^T e + p with |p| <= rest: columns (m, k), e in the ball.
+    places (k): the open entries, flat. There x = middle + columns^T e + p with |p| <= rest: columns
+        (m, k), e in the ball.
     """
 
     low: Tensor
@@ -53,7 +57,9 @@ class Hinge(Node):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ball(Node):
-    """The images: centre + radius e, |e|_2 <= 1, or |e|_inf <= 1 (boxed), and of that reach where there is one."""
+    """The images: centre + radius e, |e|_2 <= 1, or |e|_inf <= 1 (boxed), and of that reach where
+    there is one.
+    """
 
     centre: Tensor
     radius: float
@@ -72,10 +78,10 @@ def adjoint(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Pull:
     def pull(rows: Tensor) -> Sequence[Tensor]:
         with torch.enable_grad():
             start = rows.new_zeros(len(rows), *shape, requires_grad=True)
-            (found,) = torch.autograd.grad(
+            (gradient,) = torch.autograd.grad(
                 apply(start), start, rows, create_graph=rows.requires_grad
             )
-        return (found,)
+        return (gradient,)
 
     return pull
 
@@ -86,7 +92,9 @@ def transposing(transposed: Callable[[Tensor], Tensor]) -> Pull:
 
 
 def rearranging(apply: Callable[[Tensor], Tensor], like: Tensor) -> Pull:
-    """Return L^T of a map that moves, repeats or drops entries of a tensor like this, from what it does to their numbers."""
+    """Return L^T of a map that moves, repeats or drops entries of a tensor like this, from what it
+    does to their numbers.
+    """
     numbers = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     sources = apply(numbers.view(1, *like.shape)).flatten().long()
     if len(sources) == like.numel() == len(sources.unique()):
@@ -104,8 +112,9 @@ def rearranging(apply: Callable[[Tensor], Tensor], like: Tensor) -> Pull:
 class HingeChoice:
     """The parameters of the bound of an open hinge, (rows, k) each; every value in range is sound.
 
-    slope in [0, 1]: max(x, 0) >= slope x. parabola: None for the chord alone. sign: +1 where x >= 0 on the part of the
-    neighbourhood that is bounded, -1 where x <= 0 there, 0 where neither is known; multiplier >= 0: of such a sign.
+    slope in [0, 1]: max(x, 0) >= slope x. parabola: None for the chord alone. sign: +1 where x >= 0
+    on the part of the neighbourhood that is bounded, -1 where x <= 0 there, 0 where neither is
+    known; multiplier >= 0: of such a sign.
     """
 
     slope: Tensor
@@ -118,7 +127,8 @@ class HingeChoice:
 class ParabolaChoice:
     """share in [0, 1]: how much of the bound from above is a parabola, the rest a chord.
 
-    width > 0: |x| <= x^2 / (2 width) + width / 2. split > 0: (y + p)^2 <= (1 + split) y^2 + (1 + 1 / split) p^2.
+    width > 0: |x| <= x^2 / (2 width) + width / 2. split > 0: (y + p)^2 <= (1 + split) y^2 + (1 + 1
+    / split) p^2.
     """
 
     share: Tensor
@@ -128,7 +138,9 @@ class ParabolaChoice:
 
 @dataclass
 class Parabolas:
-    """The remaining term - sum_k weight_k (middle_k + columns_k . e)^2 of the parabolas: weight (rows, k)."""
+    """The remaining term - sum_k weight_k (middle_k + columns_k . e)^2 of the parabolas: weight
+    (rows, k).
+    """
 
     hinge: Hinge
     weight: Tensor
@@ -136,7 +148,8 @@ class Parabolas:
 
 @dataclass
 class BackwardBound:
-    """<rows, z> >= total + slope . x - parabolas over the images x: total (rows), slope (rows, pixels); size of the terms.
+    """<rows, z> >= total + slope . x - parabolas over the images x: total (rows), slope (rows,
+    pixels); size of the terms.
 
     passed: the rows (rows, k) of each hinge's open entries, before they were bounded.
     """
@@ -151,13 +164,16 @@ class BackwardBound:
 
 
 def simple(node: Hinge) -> Tensor:
-    """Return the slope of the smaller triangle below max(x, 0): 1 where x is positive on more than half, else 0."""
+    """Return the slope of the smaller triangle below max(x, 0): 1 where x is positive on more than
+    half, else 0.
+    """
     return (node.high > -node.low).double().flatten()[node.places]
 
 
 def chord(node: Hinge) -> tuple[Tensor, Tensor]:
     """Return slope and value at 0 of a line above max(x, 0) on [low, high], for open entries."""
-    low, high = node.low.flatten()[node.places], node.high.flatten()[node.places]
+    low = node.low.flatten()[node.places]
+    high = node.high.flatten()[node.places]
     slope = high / (high - low)
     # a convex function lies below a line that is above it at both ends
     return slope, up(torch.maximum(-slope * low, (1 - slope) * high), 4)
@@ -171,24 +187,29 @@ def _through(
     back = flat * (node.low >= 0).double().flatten()
     some = flat[:, node.places]
     choice = HingeChoice(simple(node)) if choice is None else choice
-    found, level, curved = _of_open(node, some, choice)
+    row, level, curved = _of_open(node, some, choice)
     if choice.sign is not None and choice.multiplier is not None:
-        found, level = _of_signed(some, choice.sign, choice.multiplier, found, level)
+        row, level = _of_signed(some, choice.sign, choice.multiplier, row, level)
         if curved is not None:
             curved = Parabolas(node, curved.weight * (choice.sign == 0))
-    back = back.index_copy(1, node.places, found)
+    back = back.index_copy(1, node.places, row)
     return back.view_as(rows), level.sum(1), curved
 
 
 def _of_open(
     node: Hinge, some: Tensor, choice: HingeChoice
 ) -> tuple[Tensor, Tensor, Parabolas | None]:
-    """Bound some rows (rows, k) of entries of any sign from below: rows of x, constants (rows, k), and parabolas."""
-    above, below = some.clamp_min(0), some.clamp_max(0)
+    """Bound some rows (rows, k) of entries of any sign from below: rows of x, constants (rows, k),
+    and parabolas.
+    """
+    above = some.clamp_min(0)
+    below = some.clamp_max(0)
     slope, offset = chord(node)
     if choice.parabola is None:
         return above * choice.slope + below * slope, below * offset, None
-    share, width, split = choice.parabola.share, choice.parabola.width, choice.parabola.split
+    share = choice.parabola.share
+    width = choice.parabola.width
+    split = choice.parabola.split
     found = above * choice.slope + below * ((1 - share) * slope + share / 2)
     level = (1 - share) * offset + share * up(
         width / 4 + (1 + 1 / split) * node.rest**2 / (4 * width), 8
@@ -198,14 +219,17 @@ def _of_open(
 
 
 def _of_signed(
-    some: Tensor, sign: Tensor, multiplier: Tensor, found: Tensor, level: Tensor
+    some: Tensor, sign: Tensor, multiplier: Tensor, prediction: Tensor, level: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Put what a sign says in place of a bound of the open entry; no rounding can turn it.
 
-    Where x >= 0, max(x, 0) = x, and any row v <= w has v x <= w x. Where x <= 0 it is 0, and v x <= 0 for any v >= 0.
+    Where x >= 0, max(x, 0) = x, and any row v <= w has v x <= w x. Where x <= 0 it is 0, and v x <=
+    0 for any v >= 0.
     """
-    found = torch.where(sign > 0, some - multiplier, torch.where(sign < 0, multiplier, found))
-    return found, level * (sign == 0)
+    prediction = torch.where(
+        sign > 0, some - multiplier, torch.where(sign < 0, multiplier, prediction)
+    )
+    return prediction, level * (sign == 0)
 
 
 def descend(
@@ -216,10 +240,12 @@ def descend(
 ) -> BackwardBound:
     """Carry rows (k, *shape) of `out` back from the last node to the images.
 
-    negligible: nodes whose errors are left out. What comes out is then an estimate: no bound, and of no size.
+    negligible: nodes whose errors are left out. What comes out is then an estimate: no bound, and
+        of no size.
     """
     waiting: dict[Node, Tensor] = {out: rows}
-    total, size = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
+    total = rows.new_zeros(len(rows))
+    size = rows.new_zeros(len(rows))
     entries = 0
     parabolas: list[Parabolas] = []
     passed: dict[Hinge, Tensor] = {}
@@ -231,8 +257,9 @@ def descend(
         if isinstance(node, Ball):
             return BackwardBound(total, flat, size, entries, node, parabolas, passed)
         if node.error is not None and node not in negligible:
-            lost = flat.abs() @ node.error.flatten()
-            total, size = total - lost, size + lost
+            doubt = flat.abs() @ node.error.flatten()
+            total = total - doubt
+            size = size + doubt
         if node.constant is not None:
             total = total + flat @ node.constant.flatten()
             if not negligible:
@@ -241,7 +268,9 @@ def descend(
         if isinstance(node, Hinge):
             passed[node] = flat[:, node.places]
             back, offset, curved = _through(node, row, chosen.get(node))
-            total, size, pulled = total + offset, size - offset, (back,)
+            total = total + offset
+            size = size - offset
+            pulled = (back,)
             parabolas += [] if curved is None else [curved]
         else:
             pulled = node.pull(row)
@@ -250,13 +279,16 @@ def descend(
 
 
 def lower(out: Node, rows: Tensor) -> Tensor:
-    """Return (k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and simple slopes."""
+    """Return (k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and
+    simple slopes.
+    """
     return least(descend(out, rows, {}))
 
 
 def least(found: BackwardBound) -> Tensor:
     """Return the least value of a bound without parabolas over the images, rounded down: (rows,)."""
-    ball, slope = found.ball, found.slope
+    ball = found.ball
+    slope = found.slope
     length = (norm1 if ball.boxed else norm2)(slope.mT, ball.falling)
     size = found.size + slope.abs() @ ball.centre.abs().flatten() + ball.radius * length
     total = found.total + slope @ ball.centre.flatten() - ball.radius * length
@@ -268,7 +300,8 @@ _ROWS = 256
 
 def tightened(x: Node, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Tighten the bounds on entries of x whose sign is open, by going back."""
-    flat_low, flat_high = low.flatten().clone(), high.flatten().clone()
+    flat_low = low.flatten().clone()
+    flat_high = high.flatten().clone()
     open_ = ((flat_low < 0) & (flat_high > 0)).nonzero()[:, 0]
     for places in open_.split(_ROWS):
         rows = low.new_zeros(len(places), low.numel())

@@ -1,11 +1,15 @@
-"""Branch and bound on the signs of open ReLU units, over what a walk kept for the way back. Proof: docs/local.md, section 9.
+"""Branch and bound on the signs of open ReLU units, over what a walk kept for the way back. Proof:
+docs/local.md, section 9.
 
-A domain is the part of the neighbourhood in which some units have given signs. Its bound is one of the way back with slopes,
-parabolas and multipliers of the signs that ascent has chosen; whatever they are, it is sound, and it is rounded down. A
-domain whose bound is not positive is split at one open unit; its two halves cover it.
+A domain is the part of the neighbourhood in which some units have given signs. Its bound is one of
+the way back with slopes, parabolas and multipliers of the signs that ascent has chosen; whatever
+they are, it is sound, and it is rounded down. A domain whose bound is not positive is split at one
+open unit; its two halves cover it.
 
-Source: Wang et al. 2021 (beta-CROWN: multipliers of signs), Xu et al. 2021 (slopes by ascent), De Palma et al. 2021 (of
-several units, the one whose halves have the better bounds). Parabolas below the splits, and the way back: ours.
+Source: Wang et al. 2021 (beta-CROWN: multipliers of signs), Xu et al. 2021 (slopes by ascent), De
+Palma et al. 2021 (of
+several units, the one whose halves have the better bounds). Parabolas below the splits, and the way
+back: ours.
 """
 
 import heapq
@@ -24,7 +28,9 @@ from certcli.enclosure.zonotopes.trees import Tree, Unit
 
 BATCH = 24
 """Domains that are split together, fewer where tensors are large."""
-FIRST_STEPS, STEPS, LAST_STEPS = 30, 6, 100
+FIRST_STEPS = 30
+STEPS = 6
+LAST_STEPS = 100
 """Of ascent, at a whole neighbourhood, at a half, and at a domain in which there is nothing left to split."""
 CANDIDATES = 16
 """Units of a domain whose halves are bounded before it is split at one of them."""
@@ -46,7 +52,8 @@ class Limit:
 
 @dataclass(eq=False)
 class Domain:
-    """A part of the neighbourhood, for one margin. sign (units): +1, -1, or 0 where open. numbers: what ascent chose.
+    """A part of the neighbourhood, for one margin. sign (units): +1, -1, or 0 where open. numbers:
+    what ascent chose.
 
     score (units): what each open unit may lose. tree: its place in the margin's tree.
     """
@@ -79,13 +86,17 @@ class Search:
         trees: Sequence[Tree] | None = None,
         note: Callable[[], None] = lambda: None,
     ) -> None:
-        self.limit, self.note, self.domains = limit, note, 0
+        self.limit = limit
+        self.note = note
+        self.domains = 0
         self.ascent = Ascent(out, rows)
         self.trees = list(trees) if trees else [Tree() for _ in rows]
         self.bounds = torch.full((len(rows),), math.inf, dtype=rows.dtype)
 
     def prove(self) -> Tensor:
-        """Return the least bound of the leaves of each margin's tree, a bound of the margin: (margins,)."""
+        """Return the least bound of the leaves of each margin's tree, a bound of the margin:
+        (margins,).
+        """
         if not self.ascent.units:
             return torch.full_like(self.bounds, -math.inf)
         sign, numbers = self.ascent.start()
@@ -129,7 +140,9 @@ class Search:
         numbers = torch.stack([domain.numbers for domain in domains])
         bounds, chosen, scores = self.ascent.climb(margins, signs, numbers, steps)
         for i, domain in enumerate(domains):
-            domain.bound, domain.numbers, domain.score = bounds[i].item(), chosen[i], scores[i]
+            domain.bound = bounds[i].item()
+            domain.numbers = chosen[i]
+            domain.score = scores[i]
         self.domains += len(domains)
         return domains
 
@@ -145,7 +158,9 @@ class Search:
         return halves
 
     def _units(self, domains: list[Domain]) -> list[int | None]:
-        """Return the unit at which each domain is split: its tree's, or the best of a few candidates."""
+        """Return the unit at which each domain is split: its tree's, or the best of a few
+        candidates.
+        """
         found: list[int | None] = [self._planned(domain) for domain in domains]
         free = [i for i, unit in enumerate(found) if unit is None]
         if free:
@@ -154,7 +169,9 @@ class Search:
         return found
 
     def _planned(self, domain: Domain) -> int | None:
-        """Return the open unit at which the domain's tree is split; past units whose signs are known here."""
+        """Return the open unit at which the domain's tree is split; past units whose signs are
+        known here.
+        """
         while domain.tree.unit is not None:
             unit = self.ascent.places.get(domain.tree.unit)
             if unit is not None and domain.sign[unit] == 0:
@@ -174,7 +191,8 @@ class Search:
         """Return of each domain's best-scored units the one whose worse half has the larger bound."""
         count = min(CANDIDATES, len(self.ascent.units))
         scores, places = torch.stack([domain.score for domain in domains]).topk(count, dim=1)
-        tried, owners = [], []
+        tried = []
+        owners = []
         for domain, units in zip(domains, places.tolist(), strict=True):
             for unit in units:
                 tried += [domain.half(unit, 1, Tree()), domain.half(unit, -1, Tree())]

@@ -1,4 +1,6 @@
-"""The local domain: walk the traced graph once for one neighbourhood, with an enclosure for every tensor."""
+"""The local domain: walk the traced graph once for one neighbourhood, with an enclosure for every
+tensor.
+"""
 
 import math
 import operator
@@ -38,12 +40,14 @@ _ROUNDING = 2.0**-26
 
 
 class Enclosure(Domain):
-    """One walk for one neighbourhood. needed: node -> the only token of its value that is read later; None: all.
+    """One walk for one neighbourhood. needed: node -> the only token of its value that is read
+    later; None: all.
 
-    witnesses: images of the neighbourhood, each with its place in it. The graph runs on them beside the walk, and no node's
-    value (thorough; else the last one's) may exclude what the network has there, whatever a rule believes of its arguments.
-    executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in place of the real ones. change: of
-    coordinates.
+    witnesses: images of the neighbourhood, each with its place in it. The graph runs on them beside
+    the walk, and no node's value (thorough; else the last one's) may exclude what the network has
+    there, whatever a rule believes of its arguments.
+    executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in place of
+    the real ones. change: of coordinates.
     """
 
     rules = rules
@@ -59,8 +63,12 @@ class Enclosure(Domain):
         executed_as: ExecutedWalk | None = None,
         change: Change | None = None,
     ) -> None:
-        self.executed_as, self.change = executed_as, change
-        self.ending, self.needed, self.start, self.watch = ending, needed, start, watch
+        self.executed_as = executed_as
+        self.change = change
+        self.ending = ending
+        self.needed = needed
+        self.start = start
+        self.watch = watch
         self.checked = set(ending.trace.graph.nodes) if thorough else {last_of(ending.trace)}
         self.runs = [(place, executed(ending.trace, image)) for place, image in witnesses]
 
@@ -153,8 +161,8 @@ def names_of_results(traced: Trace) -> frozenset[str]:
 def require_rules(traced: Trace, table: RuleTable) -> None:
     """Raise NoRule that names the first operation without a rule, before any image is read."""
     for node in traced.graph.nodes:
-        known = table.methods if node.op == "call_method" else table.functions
-        if node.op in ("call_method", "call_function") and node.target not in known:
+        supported = table.methods if node.op == "call_method" else table.functions
+        if node.op in ("call_method", "call_function") and node.target not in supported:
             name = (
                 node.target
                 if isinstance(node.target, str)
@@ -168,7 +176,8 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
 def prepared(
     model: nn.Module, size: tuple[int, int, int], table: RuleTable, execution: Execution | None
 ) -> tuple[NetworkEnd, dict[fx.Node, int | None], ExecutedNodes | None]:
-    """Return the network up to its last layers, the tokens read, and the rounding of an execution that is enclosed.
+    """Return the network up to its last layers, the tokens read, and the rounding of an execution
+    that is enclosed.
 
     NoRule, Untraceable name a missing theorem.
     """
@@ -193,22 +202,27 @@ def prepared(
 
 
 class LocalNetwork:
-    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name what has no relaxation.
+    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name
+    what has no relaxation.
 
-    Of the first walk that ends every node is checked at three images of the ball, of later ones the last node at their own.
+    Of the first walk that ends every node is checked at three images of the ball, of later ones the
+    last node at their own.
     """
 
     def __init__(
         self, model: nn.Module, size: tuple[int, int, int], execution: Execution | None = None
     ) -> None:
-        self.size, self._seen = size, False
+        self.size = size
+        self._seen = False
         self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
         self.narrow = narrow_place(self.ending.trace)
         self.coordinates: Coordinates | None = None
 
     @property
     def numbers(self) -> int:
-        """Return the most numbers on which the network depends in an l2 ball: pixels, or results of its first map."""
+        """Return the most numbers on which the network depends in an l2 ball: pixels, or results of
+        its first map.
+        """
         return math.prod(self.size if self.narrow is None else self.narrow.meta["shape"])
 
     @property
@@ -226,7 +240,9 @@ class LocalNetwork:
         )
 
     def change(self, node: fx.Node, value: Any) -> Any:
-        """Return the first map's result in terms of fewer numbers than pixels, found once for all images."""
+        """Return the first map's result in terms of fewer numbers than pixels, found once for all
+        images.
+        """
         if node is not self.narrow or not isinstance(value, Form) or not may_change(value):
             return value
         if self.coordinates is None:
@@ -237,8 +253,13 @@ class LocalNetwork:
         return value if self.coordinates is None else changed(value, self.coordinates)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all; symbols made in a block."""
-        pixels, stream, largest, fresh = math.prod(self.size), 1, math.prod(self.size), 0
+        """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all;
+        symbols made in a block.
+        """
+        pixels = math.prod(self.size)
+        stream = 1
+        largest = math.prod(self.size)
+        fresh = 0
         for node in self.ending.trace.graph.nodes:
             shape = node.meta.get("shape")
             if node.op not in ("call_module", "call_function", "call_method") or not isinstance(
@@ -268,7 +289,9 @@ class LocalNetwork:
     def last_form(
         self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None
     ) -> Form:
-        """Return the form before the last norm and linear layer. `watch` is shown every node's value on the way."""
+        """Return the form before the last norm and linear layer. `watch` is shown every node's
+        value on the way.
+        """
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(
@@ -288,10 +311,11 @@ class LocalNetwork:
     def margins(
         self, start: Form, label: int, watch: Watch | None = None, further: Further = optimised
     ) -> Tensor:
-        """k - 1 numbers, all positive only if z_label - z_j > 0 for every j != label on all of `start`: a proof.
+        """k - 1 numbers, all positive only if z_label - z_j > 0 for every j != label on all of
+        `start`: a proof.
 
-        Unbounded when the neighbourhood is too large for a finite enclosure. further: bounds margins that walk and way
-        back do not prove.
+        Unbounded when the neighbourhood is too large for a finite enclosure. further: bounds
+        margins that walk and way back do not prove.
         """
         executed_as = None if self.execution is None else self.execution.walk(1)
         form = self.last_form(start, watch, executed_as)
@@ -311,12 +335,15 @@ class LocalNetwork:
             )
 
     def logits(self, start: Form, label: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return bounds of the logits z (k,), (k,), and of z_label - z_j, j != label, (k - 1,), (k - 1,), on all of `start`.
+        """Return bounds of the logits z (k,), (k,), and of z_label - z_j, j != label, (k - 1,), (k
+        - 1,), on all of `start`.
 
-        Lower bounds are rounded down and upper bounds up; of the network in real arithmetic. Unbounded as in `margins`.
+        Lower bounds are rounded down and upper bounds up; of the network in real arithmetic.
+        Unbounded as in `margins`.
         """
         form = self.last_form(start)
-        head, norm = self.ending.head, self.ending.norm
+        head = self.ending.head
+        norm = self.ending.norm
         with torch.no_grad():
             form = self._one_row(form)
             if norm is not None:

@@ -1,4 +1,6 @@
-"""The executed network in place of the real one: enclosures with room for what rounding adds in each operation."""
+"""The executed network in place of the real one: enclosures with room for what rounding adds in
+each operation.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -11,8 +13,8 @@ from certcli.engine.table import RuleTable
 class Bounds(NamedTuple):
     """Bounds on a tensor near each of b images, (b,) each.
 
-    total: its l2 norm. fibre: its longest row (last axis). peak: its largest |entry|. deviation: of a row's entries, from
-    below.
+    total: its l2 norm. fibre: its longest row (last axis). peak: its largest |entry|. deviation: of
+    a row's entries, from below.
     """
 
     total: Tensor
@@ -28,11 +30,15 @@ class ExecutedWalk(Protocol):
         """Note the bounds of a node's values; "" is the image."""
 
     def lost(self, node: str) -> list[Tensor]:
-        """Return the l2 norm of what rounding adds to each result of a node, for operands that were found: (b,) each."""
+        """Return the l2 norm of what rounding adds to each result of a node, for operands that were
+        found: (b,) each.
+        """
         ...
 
     def pairs(self) -> Tensor:
-        """Return how far what is executed behind the enclosed nodes moves z_i - z_j: (b, k, k), infinite without proof."""
+        """Return how far what is executed behind the enclosed nodes moves z_i - z_j: (b, k, k),
+        infinite without proof.
+        """
         ...
 
 

@@ -1,4 +1,6 @@
-"""Where a walk may change to fewer numbers than pixels, and the change. Proof: docs/local.md, section 1."""
+"""Where a walk may change to fewer numbers than pixels, and the change. Proof: docs/local.md,
+section 1.
+"""
 
 import math
 from dataclasses import replace
@@ -13,13 +15,16 @@ from certcli.engine.trace import Trace
 
 
 def narrow_place(traced: Trace) -> fx.Node | None:
-    """Return the first node that has fewer entries than the image, and through which alone the image reaches the result."""
+    """Return the first node that has fewer entries than the image, and through which alone the
+    image reaches the result.
+    """
     nodes = list(traced.graph.nodes)
     last_use = {argument: node for node in nodes for argument in node.all_input_nodes}
     order = {node: place for place, node in enumerate(nodes)}
     image = next(node for node in nodes if node.op == "placeholder")
     pixels = math.prod(image.meta["shape"])
-    reached, alive = {image}, {image}
+    reached = {image}
+    alive = {image}
     for node in nodes:
         if any(argument in reached for argument in node.all_input_nodes):
             reached.add(node)
@@ -33,7 +38,8 @@ def narrow_place(traced: Trace) -> fx.Node | None:
 
 def changed(x: Form, coordinates: Coordinates) -> Form:
     """Return the form of x in these coordinates; what they do not hold of it becomes slack."""
-    space, ball = x.space, x.ball
+    space = x.space
+    ball = x.ball
     columns = coordinates.down(ball) * coordinates.stretch
     beside = norm2(ball - coordinates.lifted(columns))
     lost = coordinates.lost(norm2(columns)) + 2.0**-50 * norm2(ball)

@@ -1,9 +1,10 @@
 """Affine forms: an enclosure of one tensor of the network over all images of a ball.
 
-A form is the set of all  c + A e + Q vec(e e^T) + B n + s,  where e (|e|_2 <= 1) places the image in its ball, n (|n|_inf <=
-1) are box symbols, and s is any tensor with |s| <= slack entry by entry. e and n mean the same in every form of a walk, so
-differences of forms cancel. vec(e e^T) lists e_a^2 and sqrt(2) e_a e_b (a < b): its l2 norm is |e|^2 <= 1. Source of the
-l2 + box form: Bonaert et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs/local.md.
+A form is the set of all  c + A e + Q vec(e e^T) + B n + s,  where e (|e|_2 <= 1) places the image
+in its ball, n (|n|_inf <= 1) are box symbols, and s is any tensor with |s| <= slack entry by entry.
+e and n mean the same in every form of a walk, so differences of forms cancel. vec(e e^T) lists
+e_a^2 and sqrt(2) e_a e_b (a < b): its l2 norm is |e|^2 <= 1. Source of the l2 + box form: Bonaert
+et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs/local.md.
 """
 
 import itertools
@@ -33,14 +34,16 @@ _fresh_names = itertools.count()
 
 
 class Unbounded(Exception):
-    """Raised where a neighbourhood is too large for a finite enclosure; the message names the place."""
+    """Raised where a neighbourhood is too large for a finite enclosure; the message names the
+    place.
+    """
 
 
 def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a constant that broadcasts to this shape. NoRule where it would repeat the tensor."""
-    beside = (1,) * (len(shape) - constant.dim()) + tuple(constant.shape)
-    if len(beside) > len(shape) or any(
-        own not in (1, side) for own, side in zip(beside, shape, strict=True)
+    padded = (1,) * (len(shape) - constant.dim()) + tuple(constant.shape)
+    if len(padded) > len(shape) or any(
+        length not in (1, side) for length, side in zip(padded, shape, strict=True)
     ):
         raise NoRule("an operation that repeats a tensor")
     return constant
@@ -48,7 +51,8 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: name and size of each run of box symbols.
+    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: name and size of each
+    run of box symbols.
 
     node: what the tensor is in terms of those before it, where a tape is kept.
     """
@@ -77,7 +81,9 @@ class Form:
         return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
 
     def somewhere(self) -> list[Tensor]:
-        """Return the symbols of the image itself and of two far points of the ball, from a fixed generator."""
+        """Return the symbols of the image itself and of two far points of the ball, from a fixed
+        generator.
+        """
         generator = torch.Generator().manual_seed(24)
         move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(
             self.centre
@@ -93,10 +99,12 @@ class Form:
         return self.centre + torch.tensordot(e, self.ball, dims=1)
 
     def farthest(self, e: Tensor, truth: Tensor) -> Tensor:
-        """Return how far the truth lies outside the form at the pixels' e, entry by entry: above 0 by rounding only."""
+        """Return how far the truth lies outside the form at the pixels' e, entry by entry: above 0
+        by rounding only.
+        """
         e = self.space.symbols(e)
         first, second = pairs(self.space.ball)
-        weight = weights(self.space.ball, diagonal=1.0, beside=2**0.5, like=e, axes=0)
+        weight = weights(self.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=e, axes=0)
         columns = [e, e[first] * e[second] * weight] if self.space.squares else [e]
         middle = self.centre + torch.tensordot(torch.cat(columns), self.gens[: self.fixed], dims=1)
         return (truth - middle).abs() - self.box_radius
@@ -186,21 +194,24 @@ class Form:
 
     def interval(self) -> tuple[Tensor, Tensor]:
         """Return entrywise bounds, rounded outward."""
-        beside = self.rest_radius + gamma(4) * self.size
-        return self.centre - up(self.ball_fall + beside), self.centre + up(self.ball_rise + beside)
+        radius = self.rest_radius + gamma(4) * self.size
+        return self.centre - up(self.ball_fall + radius), self.centre + up(self.ball_rise + radius)
 
     def bounds(self) -> Bounds:
-        """Return the sizes of the tensor over the form, and the least deviation of a row: centring lengthens nothing."""
+        """Return the sizes of the tensor over the form, and the least deviation of a row: centring
+        lengthens nothing.
+        """
         away = up((self.size - self.centre.abs()).clamp_min(0))  # `radius` would take longer
-        whole, width = up(self.centre.abs() + away), self.shape[-1]
+        whole = up(self.centre.abs() + away)
+        width = self.shape[-1]
         rows = norm2(whole.movedim(-1, 0))
         centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
-        lost = gamma(2 * width + 16) * norm2(self.centre.movedim(-1, 0))
-        least = (centred - lost - norm2(away.movedim(-1, 0))).amin() * (
+        rounding = gamma(2 * width + 16) * norm2(self.centre.movedim(-1, 0))
+        smallest = (centred - rounding - norm2(away.movedim(-1, 0))).amin() * (
             width**-0.5 * (1 - 2.0**-40)
         )
-        found = (norm2(rows.flatten()), rows.amax(), whole.amax(), least.clamp_min(0.0))
-        return Bounds(*(part.view(1) for part in found))
+        facts = (norm2(rows.flatten()), rows.amax(), whole.amax(), smallest.clamp_min(0.0))
+        return Bounds(*(part.view(1) for part in facts))
 
     def linear(
         self,
@@ -209,10 +220,13 @@ class Form:
         terms: int = 0,
         transposed: Linear | None = None,
     ) -> "Form":
-        """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches (k, *s) -> (k, *t).
+        """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches
+        (k, *s) -> (k, *t).
 
-        terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| = L, no rounding).
-        transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is not given.
+        terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| =
+            L, no rounding).
+        transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is not
+            given.
         """
         centre = apply(self.centre[None])[0]
         gens = apply(self.gens)
@@ -222,9 +236,11 @@ class Form:
         error = self.slack + gamma(terms) * self.size
         node = None
         if self.node is not None:  # going back sums over the results, at most all of them
-            lost = up(absolute(gamma(terms + centre.numel() + BACK) * self.size[None])[0], terms)
+            rounding = up(
+                absolute(gamma(terms + centre.numel() + BACK) * self.size[None])[0], terms
+            )
             pull = adjoint(apply, self.shape) if transposed is None else transposing(transposed)
-            node = self.then(tuple(centre.shape), pull, error=lost)
+            node = self.then(tuple(centre.shape), pull, error=rounding)
         return Form(
             self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node
         )
@@ -243,8 +259,8 @@ class Form:
         """Return the node of a selection or rearrangement; its adjoint sums repeated entries."""
         if self.node is None:
             return None
-        lost = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
-        return self.then(tuple(centre.shape), rearranging(apply, self.centre), None, lost)
+        rounding = up(gamma(centre.numel() + BACK) * apply(self.size[None])[0])
+        return self.then(tuple(centre.shape), rearranging(apply, self.centre), None, rounding)
 
     def doubted(self, error: Tensor | float) -> "Form":
         """Return x with an extra entrywise error of at most `error`."""
@@ -276,8 +292,8 @@ class Form:
         """Return factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
         factor = fitting(factor, self.shape)
         slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
-        lost = up(factor.abs() * gamma(BACK) * self.size)
-        node = self.then(self.shape, lambda rows: (rows * factor,), None, lost)
+        rounding = up(factor.abs() * gamma(BACK) * self.size)
+        node = self.then(self.shape, lambda rows: (rows * factor,), None, rounding)
         return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
 
     def __add__(self, other: "Form") -> "Form":
@@ -285,12 +301,16 @@ class Form:
         slack = up(self.slack + other.slack + gamma(0) * (self.size + other.size))
         node = None
         if self.node is not None and other.node is not None:
-            lost = up(gamma(BACK) * (self.size + other.size))
-            node = Node(self.shape, (self.node, other.node), lambda rows: (rows, rows), None, lost)
+            rounding = up(gamma(BACK) * (self.size + other.size))
+            node = Node(
+                self.shape, (self.node, other.node), lambda rows: (rows, rows), None, rounding
+            )
         return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks, node)
 
     def solid(self) -> "Form":
-        """Turn the slack of every entry into a box symbol, which later maps can cancel, where symbols are allowed."""
+        """Turn the slack of every entry into a box symbol, which later maps can cancel, where
+        symbols are allowed.
+        """
         if not self.space.limit:
             return self
         count = self.centre.numel()
@@ -301,7 +321,9 @@ class Form:
         return Form(self.space, self.centre, gens, torch.zeros_like(self.slack), blocks, self.node)
 
     def worked(self) -> "Form":
-        """`solid` where the slack is more than rounding errors: what a map that mixes entries should be given."""
+        """`solid` where the slack is more than rounding errors: what a map that mixes entries
+        should be given.
+        """
         return (
             self.solid()
             if bool((self.slack > 1e-9 * (self.ball_radius + self.box_radius)).any())
@@ -317,11 +339,14 @@ class Form:
         return [_over(form, tuple(blocks.items())) for form in forms]
 
     def reduced(self) -> "Form":
-        """Reduce the box symbols to the limit: the columns nearest to an axis are boxed entry by entry (Girard).
+        """Reduce the box symbols to the limit: the columns nearest to an axis are boxed entry by
+        entry (Girard).
 
-        Slack becomes symbols where it is worth it, so that no rounding error is counted once a layer again and again.
+        Slack becomes symbols where it is worth it, so that no rounding error is counted once a
+        layer again and again.
         """
-        limit, count = self.space.limit, self.centre.numel()
+        limit = self.space.limit
+        count = self.centre.numel()
         if not limit:
             return self
         box = self.box
@@ -331,10 +356,12 @@ class Form:
         loss = flat.sum(1) - flat.amax(1)
         keep = max(0, min(limit - count, len(box)))
         order = torch.argsort(loss, descending=True)
-        kept, boxed = order[:keep].sort().values, order[keep:]
+        chosen = order[:keep].sort().values
+        boxed = order[keep:]
         slack = up(self.slack + norm1(box[boxed]))
-        gens = torch.cat([self.gens[: self.fixed], box[kept]])
-        # names of their own: a column that another form still holds is treated as independent of it, which only widens
+        gens = torch.cat([self.gens[: self.fixed], box[chosen]])
+        # names of their own: a column that another form still holds is treated as independent of
+        # it, which only widens
         blocks = ((next(_fresh_names), keep),) if keep else ()
         return Form(self.space, self.centre, gens, slack, blocks, self.node).solid()
 
@@ -342,7 +369,8 @@ class Form:
 def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
     if x.blocks == blocks:
         return x
-    start, offsets = x.fixed, {}
+    start = x.fixed
+    offsets = {}
     for name, count in x.blocks:
         offsets[name] = start
         start += count
@@ -365,7 +393,8 @@ def l2_ball(
     tape: bool = False,
     in_box: bool = False,
 ) -> Form:
-    """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius * identity as A.
+    """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius *
+    identity as A.
 
     tape: keep nodes; e e^T then has no columns. in_box: of the images in [0, 1] alone.
     """
@@ -375,7 +404,9 @@ def l2_ball(
 def linf_ball(
     image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False
 ) -> Form:
-    """Return the form of all images with every pixel within `radius` of `image`'s. in_box: of those in [0, 1] alone."""
+    """Return the form of all images with every pixel within `radius` of `image`'s. in_box: of those
+    in [0, 1] alone.
+    """
     return _around(image, radius, 0, limit, True, tape, in_box)
 
 
@@ -406,8 +437,11 @@ def _around(
 
 
 def _reach_in_box(image: Tensor, radius: float, boxed: bool) -> Reach:
-    """Return how far each pixel of image + radius e can move in [0, 1]; in an l2 ball 0 or 1, by whether it can at all."""
-    fall, rise = image.flatten(), 1 - image.flatten()
+    """Return how far each pixel of image + radius e can move in [0, 1]; in an l2 ball 0 or 1, by
+    whether it can at all.
+    """
+    fall = image.flatten()
+    rise = 1 - image.flatten()
     if not boxed:
         return (fall > 0).double(), (rise > 0).double()
     far = up(fall / radius, 2).clamp(max=1), up(rise / radius, 2).clamp(max=1)

@@ -1,4 +1,6 @@
-"""Scalar functions that have a relaxation: values, second derivatives, and how far f'' can stray between grid points."""
+"""Scalar functions that have a relaxation: values, second derivatives, and how far f'' can stray
+between grid points.
+"""
 
 import math
 from collections.abc import Callable
@@ -12,7 +14,8 @@ Scalar = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Function:
-    """f, f', f''. third: sup |f'''|; 0.0 says that f'' is monotone (then its ends bound it on a cell).
+    """f, f', f''. third: sup |f'''|; 0.0 says that f'' is monotone (then its ends bound it on a
+    cell).
 
     relative: f is a power of x > 0, so an interval counts as short relative to x.
     """
@@ -33,7 +36,8 @@ def _cumulative(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
 
 
-_C, _D = math.sqrt(2 / math.pi), 0.044715
+_C = math.sqrt(2 / math.pi)
+_D = 0.044715
 
 
 def _tanh_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

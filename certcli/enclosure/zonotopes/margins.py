@@ -1,4 +1,6 @@
-"""Prove margins from the last form: a lower bound of every difference of logits over the neighbourhood."""
+"""Prove margins from the last form: a lower bound of every difference of logits over the
+neighbourhood.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +21,9 @@ Further = Callable[[Node, Tensor], Tensor]
 
 
 def optimised(node: Node, rows: Tensor) -> Tensor:
-    """Return bounds by slopes that ascent chose, in an l2 ball by parabolas too, up to the first that is not positive."""
+    """Return bounds by slopes that ascent chose, in an l2 ball by parabolas too, up to the first
+    that is not positive.
+    """
     search = Search(node, rows, Limit(domains=0))
     if not search.ascent.curved:
         return search.prove()
@@ -32,12 +36,15 @@ def optimised(node: Node, rows: Tensor) -> Tensor:
 
 
 def nothing_further(node: Node, rows: Tensor) -> Tensor:
-    """Return no bound: where numbers are asked for, not signs, the walk and one way back are enough."""
+    """Return no bound: where numbers are asked for, not signs, the walk and one way back are
+    enough.
+    """
     return rows.new_full((len(rows),), -torch.inf)
 
 
 def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
-    """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down: below the form's minimum.
+    """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down:
+    below the form's minimum.
 
     further: tried on entries that are not positive then, where there is a way back.
     """
@@ -45,25 +52,31 @@ def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
     below = x.ball_fall + norm1(x.box) + x.slack
     if space.squares:
         below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
-    found = x.centre - up(below + gamma(4) * x.centre.abs(), 8)
-    return found if x.node is None else _going_back(x.node, found, further)
+    bounds = x.centre - up(below + gamma(4) * x.centre.abs(), 8)
+    return bounds if x.node is None else _going_back(x.node, bounds, further)
 
 
-def _going_back(node: Node, found: Tensor, further: Further) -> Tensor:
-    """Return the larger of `found` and backward bounds, and of `further` ones where neither is positive."""
-    rows = torch.eye(found.numel(), dtype=found.dtype, device=found.device).view(-1, *found.shape)
-    flat = torch.maximum(found.flatten(), lower(node, rows))
+def _going_back(node: Node, bounds: Tensor, further: Further) -> Tensor:
+    """Return the larger of `found` and backward bounds, and of `further` ones where neither is
+    positive.
+    """
+    rows = torch.eye(bounds.numel(), dtype=bounds.dtype, device=bounds.device).view(
+        -1, *bounds.shape
+    )
+    flat = torch.maximum(bounds.flatten(), lower(node, rows))
     order = torch.argsort(flat)
     unproven = order[~(flat[order] > 0)]
     if len(unproven):
         flat[unproven] = torch.maximum(flat[unproven], further(node, rows[unproven]))
-    return flat.view(found.shape)
+    return flat.view(bounds.shape)
 
 
 def _descent(columns: Tensor, x: Form) -> Tensor:
-    """Above max(0, -e^T M e) for |e| <= 1, M the symmetric matrix of each entry's columns for e e^T.
+    """Above max(0, -e^T M e) for |e| <= 1, M the symmetric matrix of each entry's columns for e
+    e^T.
 
-    From a computed M = V diag(l) V^T + R: e^T M e >= min(0, l_min) (1 + |V^T V - I|_F) - |R|_F, whatever V and l are.
+    From a computed M = V diag(l) V^T + R: e^T M e >= min(0, l_min) (1 + |V^T V - I|_F) - |R|_F,
+    whatever V and l are.
     """
     m = x.space.ball
     matrix = matrices(columns, m)
@@ -73,12 +86,12 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
     largest = values.abs().amax(-1)
     rest = matrix - (vectors * values[:, None]) @ vectors.mT
     skew = vectors.mT @ vectors - torch.eye(m, dtype=matrix.dtype, device=matrix.device)
-    lost = gamma(m * m + m) * (4 * m * largest + torch.linalg.vector_norm(matrix, dim=(1, 2)))
+    rounding = gamma(m * m + m) * (4 * m * largest + torch.linalg.vector_norm(matrix, dim=(1, 2)))
     turned = 1 + torch.linalg.vector_norm(skew, dim=(1, 2)) + gamma(m * m) * m
     bound = (
         (-values[:, 0]).clamp_min(0) * turned
         + torch.linalg.vector_norm(rest, dim=(1, 2)) * (1 + gamma(m * m))
-        + lost
+        + rounding
     )
     return up(bound, 8).reshape(x.centre.shape)
 
@@ -86,20 +99,21 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
 def differences(
     weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows w_label - w_j and biases b_label - b_j for all j != label, and how far the biases may be off.
+    """Return rows w_label - w_j and biases b_label - b_j for all j != label, and how far the biases
+    may be off.
 
     executed: how far execution moves z_i - z_j, (k, k); as if it were the biases' error.
     """
     others = [j for j in range(len(weight)) if j != label]
     rows = weight[label] - weight[others]
     zero = rows.new_zeros(len(rows))
-    moved = zero if executed is None else executed[label, others]
+    executed_change = zero if executed is None else executed[label, others]
     if bias is None:
-        return rows, zero, moved
+        return rows, zero, executed_change
     return (
         rows,
         bias[label] - bias[others],
-        gamma(0) * (bias[label].abs() + bias[others].abs()) + moved,
+        gamma(0) * (bias[label].abs() + bias[others].abs()) + executed_change,
     )
 
 
@@ -117,7 +131,9 @@ def linear_margins(
     executed: Tensor | None = None,
     further: Further = optimised,
 ) -> Tensor:
-    """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k - 1,)."""
+    """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k -
+    1,).
+    """
     rows, offset, doubt = differences(weight, bias, label, executed)
     z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2)
     return lower_bounds(z.shift(offset).doubted(up(doubt)), further).flatten()
@@ -132,8 +148,11 @@ def normalised_margins(
     executed: Tensor | None = None,
     further: Further = optimised,
 ) -> Tensor:
-    """Return numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
-    gain, beta = norm.weight, norm.bias
+    """Return numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias:
+    (1, d) -> (k - 1,).
+    """
+    gain = norm.weight
+    beta = norm.bias
     rows, offset, doubt = differences(weight, bias, label, executed)
     width = rows.shape[1]
     if beta is not None:

@@ -21,7 +21,8 @@ def available(device: torch.device) -> float:
 def keep_pages() -> None:
     """Let glibc keep the memory of freed arrays, where there is a glibc.
 
-    A walk frees and allocates the same gigabyte hundreds of times; new pages from the system took a fifth of the time.
+    A walk frees and allocates the same gigabyte hundreds of times; new pages from the system took a
+    fifth of the time.
     """
     try:
         tune = ctypes.CDLL(None).mallopt
@@ -34,9 +35,11 @@ def keep_pages() -> None:
 def affordable(
     network: LocalNetwork, squares_up_to: int, symbols: int, budget: float
 ) -> int | None:
-    """Return `symbols`, or the fewer that fit; 0 where none fit; None where the image's own columns do not fit.
+    """Return `symbols`, or the fewer that fit; 0 where none fit; None where the image's own columns
+    do not fit.
 
-    A residual sum keeps at least a symbol an entry. On the way through a block every nonlinear result brings its own.
+    A residual sum keeps at least a symbol an entry. On the way through a block every nonlinear
+    result brings its own.
     """
     pixels, stream, largest, fresh = network.sizes()
     numbers = network.numbers

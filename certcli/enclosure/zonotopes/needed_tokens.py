@@ -1,4 +1,6 @@
-"""Find the tokens that later nodes read: a classifier of one token needs the last block for that token alone."""
+"""Find the tokens that later nodes read: a classifier of one token needs the last block for that
+token alone.
+"""
 
 import operator
 from collections.abc import Callable
@@ -16,7 +18,8 @@ _IDENTITY = (nn.Identity, nn.Dropout)
 
 @dataclass(frozen=True)
 class NetworkEnd:
-    """A network up to its last two layers. trace: up to the norm's input; norm, head: None where there is no such layer.
+    """A network up to its last two layers. trace: up to the norm's input; norm, head: None where
+    there is no such layer.
 
     token: of the tensor before the norm, the only one that the head reads.
     """
@@ -35,7 +38,9 @@ class NetworkEnd:
 
 
 def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> NetworkEnd:
-    """Take the last linear layer off the graph, and the norm before it, up to dropout and the choice of one token."""
+    """Take the last linear layer off the graph, and the norm before it, up to dropout and the
+    choice of one token.
+    """
     final = last_of(traced)
     node, _ = _skip(traced, final, choose=False)
     head = _module(traced, node)
@@ -66,7 +71,8 @@ def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int |
             and chosen_token(node) is not None
             and len(node.meta["shape"]) == 2
         ):
-            token, node = chosen_token(node), _source(node)
+            token = chosen_token(node)
+            node = _source(node)
         else:
             return node, token
 
@@ -103,7 +109,8 @@ def chosen_token(node: fx.Node) -> int | None:
     """Return r where the node is x[:, r], one whole token of a tensor (b, n, d); else None."""
     if node.target is not operator.getitem:
         return None
-    shape, index = _source(node).meta.get("shape"), node.args[1]
+    shape = _source(node).meta.get("shape")
+    index = node.args[1]
     if (
         not isinstance(shape, tuple)
         or len(shape) != 3
@@ -122,10 +129,12 @@ def tokens_read(
     tokenwise: Callable[[nn.Module], bool],
     queries: Callable[[nn.Module], bool],
 ) -> dict[fx.Node, int | None]:
-    """Return, for every node, the only token that is computed (None: all) when the result is read at `token`.
+    """Return, for every node, the only token that is computed (None: all) when the result is read
+    at `token`.
 
-    Backwards through what acts on tokens one by one: `tokenwise` modules, and sums and products with what has as many;
-    `queries` modules compute single tokens from all. What can do neither is computed for all tokens, and cut when read.
+    Backwards through what acts on tokens one by one: `tokenwise` modules, and sums and products
+    with what has as many; `queries` modules compute single tokens from all. What can do neither is
+    computed for all tokens, and cut when read.
     """
     nodes = list(traced.graph.nodes)
     needed: dict[fx.Node, int | None] = {_source(nodes[-1]): token}
@@ -143,7 +152,9 @@ def tokens_read(
 def reads(
     traced: Trace, node: fx.Node, token: int | None, tokenwise: Callable[[nn.Module], bool]
 ) -> int | None:
-    """Return the token of its arguments that `node` reads when only `token` of its result is needed."""
+    """Return the token of its arguments that `node` reads when only `token` of its result is
+    needed.
+    """
     if chosen_token(node) is not None:
         return chosen_token(node)
     if token is None:
@@ -166,7 +177,9 @@ _POINTWISE: tuple[Any, ...] = (
 
 
 def _pointwise(traced: Trace, node: fx.Node) -> bool:
-    """Return whether the node is a sum or product of tensors (1, n, d), or with a constant that broadcasts."""
+    """Return whether the node is a sum or product of tensors (1, n, d), or with a constant that
+    broadcasts.
+    """
     shape = node.meta.get("shape")
     if (
         node.target not in _POINTWISE

@@ -1,4 +1,6 @@
-"""LayerNorm without a division by an interval: y times an enclosure of 1 / sqrt(|y|^2 / d + eps). Proofs: docs/local.md."""
+"""LayerNorm without a division by an interval: y times an enclosure of 1 / sqrt(|y|^2 / d + eps).
+Proofs: docs/local.md.
+"""
 
 import torch
 from torch import Tensor
@@ -57,7 +59,8 @@ def layer_norm(
 def signs(
     x: Form, eps: float, weight: Tensor, bias: Tensor, doubt: Tensor, center: bool = True
 ) -> Form:
-    """weight y + bias sqrt(|y|^2 / d + eps): the sign of weight LN(x) + bias, without the division. (.., d) -> (.., j).
+    """weight y + bias sqrt(|y|^2 / d + eps): the sign of weight LN(x) + bias, without the division.
+    (.., d) -> (.., j).
 
     weight may be off by 4 u of itself, bias by `doubt`.
     """

@@ -1,7 +1,9 @@
-"""Margins by going back, with parabolas above the hinges: all of them are of one e, which cannot be far along each at once.
+"""Margins by going back, with parabolas above the hinges: all of them are of one e, which cannot be
+far along each at once.
 
-max(x, 0) <= x / 2 + x^2 / (4 s) + s / 4 for any s > 0. With x = c + a.e + p the squares of all hinges are e^T H e, H = sum_k
-w_k a_k a_k^T, and over the ball they are at most sigma(H), far less than sum_k w_k |a_k|^2. Proofs: docs/local.md, section 9.
+max(x, 0) <= x / 2 + x^2 / (4 s) + s / 4 for any s > 0. With x = c + a.e + p the squares of all
+hinges are e^T H e, H = sum_k w_k a_k a_k^T, and over the ball they are at most sigma(H), far less
+than sum_k w_k |a_k|^2. Proofs: docs/local.md, section 9.
 """
 
 import math
@@ -40,14 +42,14 @@ def every_hinge(out: Node) -> list[Hinge]:
 
 def nodes_of(out: Node) -> set[Node]:
     """Return all nodes that `out` depends on, itself too."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     waiting = [out]
     while waiting:
         node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             waiting += node.parents
-    return seen
+    return visited
 
 
 @dataclass
@@ -58,9 +60,9 @@ class Free:
     numbers: list[Tensor]
 
     @staticmethod
-    def start(found: list[Hinge]) -> "Free":
+    def start(hinges_of: list[Hinge]) -> "Free":
         numbers: list[Tensor] = []
-        for node in found:
+        for node in hinges_of:
             reach = node.columns.norm(dim=0) + node.rest
             zero = torch.zeros_like(reach)
             numbers += [
@@ -69,20 +71,20 @@ class Free:
                 (reach / 2).clamp_min(TINY).log(),
                 zero.clone(),
             ]
-        numbers.append(torch.zeros((), dtype=torch.float64, device=found[0].columns.device))
-        return Free(found, [t.requires_grad_(True) for t in numbers])
+        numbers.append(torch.zeros((), dtype=torch.float64, device=hinges_of[0].columns.device))
+        return Free(hinges_of, [t.requires_grad_(True) for t in numbers])
 
     def copy(self) -> "Free":
         return Free(self.hinges, [t.detach().clone() for t in self.numbers])
 
     def choices(self) -> dict[Node, HingeChoice]:
-        made: dict[Node, HingeChoice] = {}
+        choices_of: dict[Node, HingeChoice] = {}
         for i, node in enumerate(self.hinges):
             slope, share, width, split = self.numbers[4 * i : 4 * i + 4]
-            made[node] = HingeChoice(
+            choices_of[node] = HingeChoice(
                 slope.sigmoid(), ParabolaChoice(share.sigmoid(), width.exp(), split.exp())
             )
-        return made
+        return choices_of
 
     @property
     def level(self) -> Tensor:
@@ -91,18 +93,20 @@ class Free:
 
 
 def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
-    """A lower bound of <row, z>, row (1, *shape): ascent over everything that may be chosen, then what was chosen is proven.
+    """A lower bound of <row, z>, row (1, *shape): ascent over everything that may be chosen, then
+    what was chosen is proven.
 
-    It ends as soon as the bound is positive. -inf where there is nothing to choose: no open hinge, or a box (in which
-    parabolas gain nothing over chords, as measured).
+    It ends as soon as the bound is positive. -inf where there is nothing to choose: no open hinge,
+    or a box (in which parabolas gain nothing over chords, as measured).
     """
-    found = hinges(out)
-    if not found or descend(out, row, {}).ball.boxed:
+    bent = hinges(out)
+    if not bent or descend(out, row, {}).ball.boxed:
         return -math.inf
-    free = Free.start(found)
-    columns = torch.cat([node.columns for node in reversed(found)], 1)  # as they are passed
+    free = Free.start(bent)
+    columns = torch.cat([node.columns for node in reversed(bent)], 1)  # as they are passed
     gram = columns.mT @ columns
-    best, chosen = -math.inf, free.copy()
+    best = -math.inf
+    chosen = free.copy()
     with torch.enable_grad():
         adam = torch.optim.Adam(free.numbers)
         for step in range(steps):
@@ -111,7 +115,8 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
             )  # eigenvalues have kinks: ever smaller steps
             value = _estimate(descend(out, row, free.choices()), columns, gram, free.level)
             if float(value.detach()) > best:
-                best, chosen = float(value.detach()), free.copy()
+                best = float(value.detach())
+                chosen = free.copy()
             if best > 0 and step % 4 == 0:
                 sure = proven(descend(out, row, chosen.choices()), float(chosen.level.exp()))
                 if sure > 0:
@@ -123,9 +128,11 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
 
 
 def linear_part(descent: BackwardBound) -> tuple[Tensor, Tensor]:
-    """Return the constants (rows,) and the slopes in e (rows, pixels), with the parabolas expanded around their middles.
+    """Return the constants (rows,) and the slopes in e (rows, pixels), with the parabolas expanded
+    around their middles.
 
-    Directions that leave the images' box are taken from the slope: of all images, what is left is no larger.
+    Directions that leave the images' box are taken from the slope: of all images, what is left is
+    no larger.
     """
     total = descent.total + descent.slope @ descent.ball.centre.flatten()
     slope = descent.ball.radius * descent.slope
@@ -142,12 +149,12 @@ def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tens
     total, slope = (part[0] for part in linear_part(descent))
     height = slope.norm().clamp_min(TINY) * level.exp()
     root = torch.cat([part.weight[0] for part in descent.parabolas]).clamp_min(1e-300).sqrt()
-    beside = root * (slope @ columns) / (2 * height).sqrt()
+    linear = root * (slope @ columns) / (2 * height).sqrt()
     corner = (slope @ slope / (2 * height))[None, None]
     square = torch.cat(
         [
-            torch.cat([root[:, None] * gram * root, beside[:, None]], 1),
-            torch.cat([beside[None], corner], 1),
+            torch.cat([root[:, None] * gram * root, linear[:, None]], 1),
+            torch.cat([linear[None], corner], 1),
         ],
         0,
     )
@@ -156,9 +163,11 @@ def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tens
 
 @torch.no_grad()
 def proven(descent: BackwardBound, level: float, row: int = 0) -> float:
-    """Of one row, total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2 for h = level |g|, rounded down: a bound.
+    """Of one row, total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2 for h = level |g|,
+    rounded down: a bound.
 
-    g.e - sum_k w_k (a_k.e)^2 is no less, as -g.e <= (g.e)^2 / (2 h) + h / 2 for any h > 0 and |e| <= 1.
+    g.e - sum_k w_k (a_k.e)^2 is no less, as -g.e <= (g.e)^2 / (2 h) + h / 2 for any h > 0 and |e|
+    <= 1.
     """
     total, slope = (part[row] for part in linear_part(descent))
     size = descent.size[row] + descent.slope[row].abs() @ descent.ball.centre.abs().flatten()
@@ -169,7 +178,7 @@ def proven(descent: BackwardBound, level: float, row: int = 0) -> float:
     height = float(slope.norm()) * level + 1e-300
     rows = [(part.weight[row].sqrt() * part.hinge.columns).mT for part in descent.parabolas]
     stack = torch.cat([slope[None] / (2 * height) ** 0.5, *rows])
-    most = spectral_norm(stack, next_up(2.0**-49 * float(stack.norm())))
+    largest = spectral_norm(stack, next_up(2.0**-49 * float(stack.norm())))
     entries = descent.entries + sum(len(part.weight[row]) for part in descent.parabolas)
-    lost = float(up(gamma(entries + len(slope) + 64) * size))
-    return float(total) - (height / 2 + most * most) * (1 + 2.0**-47) - lost
+    rounding = float(up(gamma(entries + len(slope) + 64) * size))
+    return float(total) - (height / 2 + largest * largest) * (1 + 2.0**-47) - rounding

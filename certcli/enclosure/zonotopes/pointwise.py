@@ -27,7 +27,9 @@ class Fit:
 
 @cache
 def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the grid t in [-1, 1] and the least squares fit of 1, t, t^2 on it (weighted towards the ends)."""
+    """Return the grid t in [-1, 1] and the least squares fit of 1, t, t^2 on it (weighted towards
+    the ends).
+    """
     t = torch.linspace(-1, 1, _POINTS, dtype=torch.float64)
     weight = (1.02 - t * t).rsqrt().sqrt()
     basis = torch.stack([torch.ones_like(t), t, t * t], 1)
@@ -38,10 +40,12 @@ def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
 def residual(
     f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor
 ) -> Fit:
-    """Return the best constant and the proven error for given slope and curve: the law on which every fit rests.
+    """Return the best constant and the proven error for given slope and curve: the law on which
+    every fit rests.
 
-    g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' - 2 curve|, and on a
-    cell f'' lies between its ends (monotone f''), or within third h/2 of one of them.
+    g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' -
+    2 curve|, and on a cell f'' lies between its ends (monotone f''), or within third h/2 of one of
+    them.
     """
     t, _ = _grid(centre.device)
     t = t.view(-1, *[1] * centre.dim())
@@ -52,7 +56,8 @@ def residual(
         + FUNCTION * torch.maximum(low.abs(), high.abs())
         + TINY
     )
-    value, offset = f.value(x), x - centre
+    value = f.value(x)
+    offset = x - centre
     rest = value - slope * offset - curve * offset * offset
     bend = (f.second(x) - 2 * curve).abs()
     bend = torch.maximum(bend[1:], bend[:-1]) * (1 + FUNCTION) + (f.third / 2) * step
@@ -65,10 +70,10 @@ def residual(
         torch.maximum(f.first(low).abs(), f.first(high).abs())
         + (bend.amax(0) + 2 * curve.abs()) * 2 * far
     )
-    own = 0.0 if f.relative else 1.0  # x Phi(x) cancels for x far below 0
+    relative_slope = 0.0 if f.relative else 1.0  # x Phi(x) cancels for x far below 0
     size = (
         value.abs().amax(0)
-        + (own + steep + slope.abs()) * (reach + centre.abs())
+        + (relative_slope + steep + slope.abs()) * (reach + centre.abs())
         + (slope.abs() + curve.abs() * far) * far
     )
     error = up((top - bottom) / 2 + FUNCTION * size, 8)
@@ -76,11 +81,14 @@ def residual(
 
 
 def fits(f: Function, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, Fit]:
-    """Return a linear and a quadratic fit on [low, high]; any slope and curve are sound, these are nearly the best."""
+    """Return a linear and a quadratic fit on [low, high]; any slope and curve are sound, these are
+    nearly the best.
+    """
     t, solve = _grid(centre.device)
     half = ((high - low) / 2).clamp_min(TINY)
     middle = (low + high) / 2
-    # where the interval is so short that differences of values are rounding noise, Taylor's slopes at its middle
+    # where the interval is so short that differences of values are rounding noise, Taylor's slopes
+    # at its middle
     short = half < 1e-4 * (middle.abs() if f.relative else 1.0)
     t = t.view(-1, *[1] * centre.dim())
     value = f.value(middle + half * t)
@@ -102,10 +110,12 @@ def best_fit(f: Function, x: Form, low: Tensor, high: Tensor) -> Fit:
 
 
 def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
-    """`bent` where its error and the part of its square without columns are less than the error of `flat`."""
-    left = bent.error + bent.curve.abs() * (2 * ball + rest / 2) * rest
+    """`bent` where its error and the part of its square without columns are less than the error of
+    `flat`.
+    """
+    parabola_error = bent.error + bent.curve.abs() * (2 * ball + rest / 2) * rest
     # the columns of e e^T widen the form as well, though later maps can cancel them
-    use = left + 0.15 * bent.curve.abs() * ball * ball < flat.error
+    use = parabola_error + 0.15 * bent.curve.abs() * ball * ball < flat.error
     pick = [
         torch.where(use, getattr(bent, name), getattr(flat, name))
         for name in Fit.__dataclass_fields__
@@ -114,18 +124,22 @@ def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
 
 
 def apply_fit(x: Form, fit: Fit) -> Form:
-    """constant + slope d + curve d^2 +- error for d = x - c: the square's ball part goes to the columns of e e^T.
+    """constant + slope d + curve d^2 +- error for d = x - c: the square's ball part goes to the
+    columns of e e^T.
 
     d = a + r, |a| <= ball, |r| <= rest: d^2 = a^2 + [0, rest^2] +- 2 ball rest.
     """
     gens = x.gens * fit.slope
-    centre, slack = fit.constant, up(fit.slope.abs() * x.slack + fit.error)
+    centre = fit.constant
+    slack = up(fit.slope.abs() * x.slack + fit.error)
     spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
     if x.space.squares:
-        ball, rest, bend = x.ball_radius, x.rest_radius, fit.curve.abs()
+        ball = x.ball_radius
+        rest = x.rest_radius
+        bend = fit.curve.abs()
         first, second = pairs(x.space.ball)
         weight = weights(
-            x.space.ball, diagonal=1.0, beside=2**0.5, like=x.centre, axes=x.centre.dim()
+            x.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=x.centre, axes=x.centre.dim()
         )
         columns = x.ball[first] * x.ball[second] * (weight * fit.curve)
         gens[x.space.ball : x.fixed] += columns
@@ -140,9 +154,9 @@ def _fitted(x: Form, fit: Fit) -> Node | None:
     if x.node is None:
         return None
     middle = fit.constant - fit.slope * x.centre
-    lost = gamma(BACK) * (fit.slope.abs() * x.size + fit.constant.abs())
+    rounding = gamma(BACK) * (fit.slope.abs() * x.size + fit.constant.abs())
     slope = fit.slope
-    return x.then(x.shape, lambda rows: (rows * slope,), middle, up(fit.error + lost))
+    return x.then(x.shape, lambda rows: (rows * slope,), middle, up(fit.error + rounding))
 
 
 def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
@@ -159,7 +173,9 @@ def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None =
 
 
 def relu(x: Form) -> Form:
-    """max(x, 0): the identity or zero where the sign is known, else the chord and its parallel through 0."""
+    """max(x, 0): the identity or zero where the sign is known, else the chord and its parallel
+    through 0.
+    """
     low, high = x.interval()
     if not bool((low <= high).all()):
         raise Unbounded("ReLU of something without bounds")
@@ -170,7 +186,8 @@ def relu(x: Form) -> Form:
     slope = torch.where(
         low >= 0, 1.0, torch.where(high <= 0, 0.0, high / (high - low).clamp_min(TINY)).double()
     )
-    # for 0 <= slope <= 1, max(x, 0) - slope x is convex: its maximum is at an end, its minimum 0 at x = 0
+    # for 0 <= slope <= 1, max(x, 0) - slope x is convex: its maximum is at an end, its minimum 0 at
+    # x = 0
     crossing = (low < 0) & (high > 0)
     top = torch.maximum((1 - slope) * high, -slope * low)
     half = torch.where(crossing, up(top, 4) / 2, torch.zeros_like(top))
@@ -189,9 +206,9 @@ def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
     if coordinates is not None:  # the way back ends at the pixels
         rest = up(rest + coordinates.lost(norm2(columns)))
         columns = coordinates.lifted(columns)
-    lost = up(gamma(BACK) * x.size)  # of going back: a few products an entry
+    rounding = up(gamma(BACK) * x.size)  # of going back: a few products an entry
     return Hinge(
-        x.shape, (node,), lambda rows: (), None, lost,
+        x.shape, (node,), lambda rows: (), None, rounding,
         low=low, high=high, places=places, columns=columns, middle=middle, rest=rest,
     )  # fmt: skip
 

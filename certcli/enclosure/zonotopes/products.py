@@ -1,4 +1,6 @@
-"""Products of two enclosures: exact to second order in the ball, bounded beyond it. Proofs: docs/local.md, section 5."""
+"""Products of two enclosures: exact to second order in the ball, bounded beyond it. Proofs:
+docs/local.md, section 5.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +18,11 @@ Contract = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Bilinear:
-    """A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading dimensions.
+    """A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading
+    dimensions.
 
-    of_first: (rows of the result, second) -> rows of the first; of_second: (first, rows) -> rows of the second.
+    of_first: (rows of the result, second) -> rows of the first; of_second: (first, rows) -> rows of
+        the second.
     """
 
     of: Contract
@@ -34,8 +38,9 @@ def product(
 ) -> Form:
     """Return the form of contract(x, y): inner products of `terms` terms.
 
-    With x = c + a + r (a the ball part), xy = c c' + c (a' + r') + (a + r) c' + a a' + (a r' + r a' + r r'). The ball part
-    a a' = e^T T e has columns of its own, or is at most the Frobenius norm of T (`frobenius`: its square, from A and A').
+    With x = c + a + r (a the ball part), xy = c c' + c (a' + r') + (a + r) c' + a a' + (a r' + r a'
+    + r r'). The ball part a a' = e^T T e has columns of its own, or is at most the Frobenius norm
+    of T (`frobenius`: its square, from A and A').
     """
     x, y = Form.aligned([x, y])
     space = x.space
@@ -62,7 +67,8 @@ def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract 
     sized = contract(x.ball_radius, y.ball_radius)
     if frobenius is None or x.space.boxed:
         return sized
-    # the inner products in it are off by at most gamma_m, relative to the product of the two lengths
+    # the inner products in it are off by at most gamma_m, relative to the product of the two
+    # lengths
     square = (
         frobenius(x.ball, y.ball).clamp_min(0) + gamma(x.space.ball + 2 * terms + 8) * sized * sized
     )
@@ -73,15 +79,17 @@ def _paired(x: Form, y: Form, contract: Bilinear, terms: int, both: Tensor | Non
     """x y = c y + c' x - c c' + (x - c)(y - c')."""
     if x.node is None or y.node is None:
         return None
-    far, beside = x.centre, y.centre
+    far = x.centre
+    other = y.centre
     beyond = contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
     beyond = beyond if both is None else beyond + both
-    centre = contract(far, beside)
+    centre = contract(far, other)
     loss = gamma(2 * terms + centre.numel() + BACK) * contract(x.size, y.size)
-    first, second = x.shape, y.shape
+    first = x.shape
+    second = y.shape
 
     def pull(rows: Tensor) -> tuple[Tensor, Tensor]:
-        of_first = contract.of_first(rows, beside[None])
+        of_first = contract.of_first(rows, other[None])
         of_second = contract.of_second(far[None], rows)
         return of_first.sum_to_size(len(rows), *first), of_second.sum_to_size(len(rows), *second)
 
@@ -93,15 +101,19 @@ TIMES = Bilinear(torch.mul, torch.mul, torch.mul)
 
 def squares(x: Form) -> Form:
     """sum x_l^2 over the last axis, kept with length 1: (.., d) -> (.., 1)."""
-    space, width = x.space, x.shape[-1]
+    space = x.space
+    width = x.shape[-1]
     total = lambda t: t.sum(-1, keepdim=True)  # noqa: E731
-    rest, ball = x.rest_radius, x.ball_radius
+    rest = x.rest_radius
+    ball = x.ball_radius
     centre = total(x.centre * x.centre)
     gens = 2 * total(x.gens * x.centre)
     slack = 2 * total(x.centre.abs() * x.slack)
     # sum a_l r_l <= |a|_2 |r|_2, |a|_2 <= |A|_F; the squares of r are not negative
-    reach, far = up(total(ball * ball).sqrt(), width), up(total(rest * rest).sqrt(), width)
-    cross, most = 2 * torch.minimum(total(ball * rest), reach * far), reach * reach
+    reach = up(total(ball * ball).sqrt(), width)
+    far = up(total(rest * rest).sqrt(), width)
+    cross = 2 * torch.minimum(total(ball * rest), reach * far)
+    square = reach * reach
     slack = slack + cross + far * far / 2
     centre = centre + far * far / 2
     if space.squares:
@@ -109,22 +121,26 @@ def squares(x: Form) -> Form:
         gram = (columns @ columns.mT).movedim((-2, -1), (0, 1))[..., None]
         gens[space.ball : x.fixed] += folded(gram)
     elif space.boxed:
-        centre, slack = centre + most / 2, slack + most / 2
+        centre = centre + square / 2
+        slack = slack + square / 2
     else:
         columns = x.ball.movedim(0, -1)  # (*s, d, m)
         gram = columns @ columns.mT
-        most = (
+        square = (
             up(torch.linalg.matrix_norm(gram)[..., None], width * width + space.ball)
             + gamma(space.ball) * reach**2
         )
-        most = torch.minimum(most, reach * reach)  # 0 <= |A e|^2 <= |A A^T|_F
-        centre, slack = centre + most / 2, slack + most / 2
+        square = torch.minimum(square, reach * reach)  # 0 <= |A e|^2 <= |A A^T|_F
+        centre = centre + square / 2
+        slack = slack + square / 2
     loss = gamma(2 * width + 12) * total(x.size * x.size)
     node = None
     if x.node is not None:  # |x|^2 = 2 c.x - |c|^2 + |x - c|^2
-        beyond = up(most + cross + far * far, 8)
+        beyond = up(square + cross + far * far, 8)
         point = total(x.centre * x.centre)
-        own = up(beyond / 2 + gamma(4 * width + BACK) * total(x.size * x.size), 8)
+        rounding = up(beyond / 2 + gamma(4 * width + BACK) * total(x.size * x.size), 8)
         double = 2 * x.centre
-        node = x.then(tuple(point.shape), lambda rows: (rows * double,), beyond / 2 - point, own)
+        node = x.then(
+            tuple(point.shape), lambda rows: (rows * double,), beyond / 2 - point, rounding
+        )
     return Form(space, centre, gens, up(slack + loss, width + 12), x.blocks, node)

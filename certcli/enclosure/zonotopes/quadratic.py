@@ -1,4 +1,6 @@
-"""Quadratic forms of the ball, e^T M e with |e|_2 <= 1, as columns on e_a^2 and sqrt(2) e_a e_b (a < b)."""
+"""Quadratic forms of the ball, e^T M e with |e|_2 <= 1, as columns on e_a^2 and sqrt(2) e_a e_b (a
+< b).
+"""
 
 from functools import cache
 
@@ -18,14 +20,16 @@ def pairs(count: int) -> tuple[Tensor, Tensor]:
     return index[0], index[1]
 
 
-def weights(count: int, *, diagonal: float, beside: float, like: Tensor, axes: int) -> Tensor:
-    """`diagonal` on the columns e_a^2 and `beside` on the others, broadcastable to (columns, ...) with `axes` more axes."""
+def weights(count: int, *, diagonal: float, off_diagonal: float, like: Tensor, axes: int) -> Tensor:
+    """`diagonal` on the columns e_a^2 and `beside` on the others, broadcastable to (columns, ...)
+    with `axes` more axes.
+    """
     first, second = pairs(count)
     # of two Python numbers torch.where would make float32
-    found = torch.where(
-        (first == second).to(like.device), like.new_tensor(diagonal), like.new_tensor(beside)
+    values = torch.where(
+        (first == second).to(like.device), like.new_tensor(diagonal), like.new_tensor(off_diagonal)
     )
-    return found.view(-1, *[1] * axes)
+    return values.view(-1, *[1] * axes)
 
 
 def folded(products: Tensor) -> Tensor:
@@ -36,17 +40,21 @@ def folded(products: Tensor) -> Tensor:
     count = len(products)
     first, second = pairs(count)
     both = products[first, second] + products[second, first]
-    return both * weights(count, diagonal=0.5, beside=0.5**0.5, like=both, axes=products.dim() - 2)
+    return both * weights(
+        count, diagonal=0.5, off_diagonal=0.5**0.5, like=both, axes=products.dim() - 2
+    )
 
 
 def matrices(columns: Tensor, count: int) -> Tensor:
     """Return the symmetric M of each entry: (columns, *s) -> (entries, m, m)."""
-    flat = columns.flatten(1) * weights(count, diagonal=1.0, beside=0.5**0.5, like=columns, axes=1)
+    flat = columns.flatten(1) * weights(
+        count, diagonal=1.0, off_diagonal=0.5**0.5, like=columns, axes=1
+    )
     first, second = pairs(count)
-    found = flat.new_zeros(flat.shape[1], count, count)
-    found[:, first, second] = flat.T
-    found[:, second, first] = flat.T
-    return found
+    symmetric = flat.new_zeros(flat.shape[1], count, count)
+    symmetric[:, first, second] = flat.T
+    symmetric[:, second, first] = flat.T
+    return symmetric
 
 
 def quadratic_radius(columns: Tensor, count: int) -> Tensor:
@@ -58,8 +66,9 @@ def quadratic_radius(columns: Tensor, count: int) -> Tensor:
     plain = norm2(columns)
     if not columns.numel():
         return plain
-    flat, loss = columns.flatten(1), gamma(2 * count)
-    found = []
+    flat = columns.flatten(1)
+    loss = gamma(2 * count)
+    radii = []
     for piece, size in zip(flat.split(_AT_ONCE, 1), plain.flatten().split(_AT_ONCE), strict=True):
         matrix = matrices(piece, count)
         square = matrix @ matrix
@@ -67,10 +76,10 @@ def quadratic_radius(columns: Tensor, count: int) -> Tensor:
         two, four = (
             up(torch.linalg.vector_norm(t, dim=(1, 2)), count * count) for t in (square, fourth)
         )
-        found.append(
+        radii.append(
             up(
                 (up((four + loss * two * two).sqrt(), 4) + loss * size * size).sqrt() + loss * size,
                 8,
             )
         )
-    return torch.minimum(torch.cat(found).view(plain.shape), plain)
+    return torch.minimum(torch.cat(radii).view(plain.shape), plain)

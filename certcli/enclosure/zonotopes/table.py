@@ -11,7 +11,9 @@ rules = RuleTable("local")
 
 @dataclass(frozen=True)
 class ZonotopeContext:
-    """The node in the traced graph, and the only token (axis 1) of its result that is read later; None: all."""
+    """The node in the traced graph, and the only token (axis 1) of its result that is read later;
+    None: all.
+    """
 
     node: fx.Node
     token: int | None

@@ -10,7 +10,9 @@ _TOKEN = re.compile(r"(\d{1,4})\.(\d{1,9})|-")
 
 
 class Unit(NamedTuple):
-    """An entry of the result of a network's ReLU: which ReLU in the order of execution, which entry of it, flat."""
+    """An entry of the result of a network's ReLU: which ReLU in the order of execution, which entry
+    of it, flat.
+    """
 
     hinge: int
     entry: int
@@ -18,7 +20,9 @@ class Unit(NamedTuple):
 
 @dataclass
 class Tree:
-    """unit: at whose sign the domain is split into halves, where it is >= 0 and where it is <= 0; None for a leaf."""
+    """unit: at whose sign the domain is split into halves, where it is >= 0 and where it is <= 0;
+    None for a leaf.
+    """
 
     unit: Unit | None = None
     active: "Tree | None" = None
@@ -32,7 +36,8 @@ class Tree:
 
     def text(self) -> str:
         """Return the units in preorder, "-" for a leaf: "0.17 - 1.3 - -"."""
-        words, waiting = [], [self]
+        words = []
+        waiting = [self]
         while waiting:
             node = waiting.pop()
             if node.unit is None:

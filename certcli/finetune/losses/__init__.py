@@ -1,4 +1,6 @@
-"""Losses by name. Each maps (logits (b, k), labels (b,), what it needs, epsilon, smoothing) to a scalar."""
+"""Losses by name. Each maps (logits (b, k), labels (b,), what it needs, epsilon, smoothing) to a
+scalar.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,8 +13,9 @@ class Loss(Entry):
     """A loss and its third argument.
 
     Attributes:
-        needs: "nothing" (None is passed), "pairs" (constants (k, k) of the network, for each pair of logits), or "chain"
-            (slopes (b, k) of the images at hand, from a neighbourhood carried through a chain of layers).
+        needs: "nothing" (None is passed), "pairs" (constants (k, k) of the network, for each pair
+            of logits), or "chain" (slopes (b, k) of the images at hand, from a neighbourhood
+            carried through a chain of layers).
     """
 
     needs: Literal["nothing", "pairs", "chain"] = "nothing"

@@ -1,8 +1,10 @@
-"""BCP and Local-Lip in training: how much other logits gain on the label's, image by image, in a chain of layers.
+"""BCP and Local-Lip in training: how much other logits gain on the label's, image by image, in a
+chain of layers.
 
-A box (lo, hi) and a ball rho go from layer to layer as in the certificates (`certify.chains.sequential`), and the worst
-case lies in their intersection. Here nothing is rounded, and norms are power iterations with gradients: the gains approach
-the certificate's from below. They are minimised, never shown.
+A box (lo, hi) and a ball rho go from layer to layer as in the certificates
+(`certify.chains.sequential`), and the worst
+case lies in their intersection. Here nothing is rounded, and norms are power iterations with
+gradients: the gains approach the certificate's from below. They are minimised, never shown.
 """
 
 from collections.abc import Callable
@@ -26,9 +28,11 @@ _LEAST = 1e-12
 def worst_logits(
     logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float, smoothing: float
 ) -> Tensor:
-    """Return the cross entropy of z_j + epsilon s_j, s_j = largest gain of z_j - z_y / epsilon: (b, k), (b,), (b, k) -> ().
+    """Return the cross entropy of z_j + epsilon s_j, s_j = largest gain of z_j - z_y / epsilon: (b,
+    k), (b,), (b, k) -> ().
 
-    Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at learnt thresholds.
+    Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at
+    learnt thresholds.
     """
     return functional.cross_entropy(
         shifted(logits, epsilon * slopes.double()), labels, label_smoothing=smoothing
@@ -37,7 +41,9 @@ def worst_logits(
 
 @dataclass
 class Reach:
-    """The values of a layer's input near each image: x + d with lo <= d <= hi and |d| <= rho; x (b, n), rho (b,)."""
+    """The values of a layer's input near each image: x + d with lo <= d <= hi and |d| <= rho; x (b,
+    n), rho (b,).
+    """
 
     x: Tensor
     lo: Tensor
@@ -58,7 +64,8 @@ class ChainBound:
 
     Args:
         arithmetic: gives the arithmetic whose singular vectors are in use.
-        drop: leave units that are constant near the image out of the linear layers' norms (Local-Lip); else BCP.
+        drop: leave units that are constant near the image out of the linear layers' norms
+            (Local-Lip); else BCP.
 
     Raises:
         NoBoundError: the network is no chain.
@@ -68,10 +75,13 @@ class ChainBound:
         self, model: PixelModel, arithmetic: Callable[[], TrainableArithmetic], *, drop: bool
     ) -> None:
         self.body, self.last = read_chain(model, model.input_size)
-        self.arithmetic, self.drop = arithmetic, drop
+        self.arithmetic = arithmetic
+        self.drop = drop
 
     def gains(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-        """Return, for images (b, c, h, w) and a radius, labels (b,) -> largest growth of each z_j - z_y (b, k)."""
+        """Return, for images (b, c, h, w) and a radius, labels (b,) -> largest growth of each z_j -
+        z_y (b, k).
+        """
         reach = self.reach(pixels, epsilon)
         return lambda labels: self._gains(reach, labels)
 
@@ -85,43 +95,45 @@ class ChainBound:
         arithmetic = self.arithmetic()
         arithmetic.begin()
         radius = torch.full_like(pixels, epsilon)
-        lo, hi = (
-            -torch.minimum(radius, pixels.clamp_min(0)),
-            torch.minimum(radius, (1 - pixels).clamp_min(0)),
-        )
-        found = Reach(pixels, lo, hi, pixels.new_full((len(pixels),), epsilon))
+        lo = -torch.minimum(radius, pixels.clamp_min(0))
+        hi = torch.minimum(radius, (1 - pixels).clamp_min(0))
+        reach = Reach(pixels, lo, hi, pixels.new_full((len(pixels),), epsilon))
         # a map whose norm waits for the mask after it, and the mask before it
         waiting: tuple[LinearLayer, Tensor] | None = None
         for step in self.body:
             if isinstance(step, LinearLayer):
-                before = found.moving
+                before = reach.moving
                 if waiting is not None:
-                    found.rho = self._ball(found, waiting, None)
-                found, waiting = _mapped(found, step, before if self.drop else None), (step, before)
+                    reach.rho = self._ball(reach, waiting, None)
+                reach = _mapped(reach, step, before if self.drop else None)
+                waiting = (step, before)
             elif isinstance(step, Activation):
-                found = _activated(found, step)
+                reach = _activated(reach, step)
                 if waiting is not None:
-                    found.rho, waiting = self._ball(found, waiting, step.joined(found.moving)), None
+                    reach.rho = self._ball(reach, waiting, step.joined(reach.moving))
+                    waiting = None
             else:
-                found = found.flattened()
+                reach = reach.flattened()
         if waiting is not None:
-            found.rho = self._ball(found, waiting, None)
-        return found
+            reach.rho = self._ball(reach, waiting, None)
+        return reach
 
     def _ball(
-        self, found: Reach, waiting: tuple[LinearLayer, Tensor], after: Tensor | None
+        self, reach: Reach, waiting: tuple[LinearLayer, Tensor], after: Tensor | None
     ) -> Tensor:
-        """Return rho after a map: rho times its norm, at most the distance of the box's farthest corner."""
+        """Return rho after a map: rho times its norm, at most the distance of the box's farthest
+        corner.
+        """
         step, before = waiting
         arithmetic = self.arithmetic()
-        norm = step.norm(arithmetic).to(found.x.dtype)
+        norm = step.norm(arithmetic).to(reach.x.dtype)
         if self.drop and step.matrix:
-            after = torch.ones_like(found.x) if after is None else after
+            after = torch.ones_like(reach.x) if after is None else after
             norm = torch.minimum(
                 norm, _masked_norms(step.weight, before, after, arithmetic.vectors.get(step.path))
             )
-        corner = torch.maximum(-found.lo, found.hi).flatten(1)
-        return torch.minimum(norm * found.rho, (corner.square().sum(1) + _LEAST).sqrt())
+        corner = torch.maximum(-reach.lo, reach.hi).flatten(1)
+        return torch.minimum(norm * reach.rho, (corner.square().sum(1) + _LEAST).sqrt())
 
     def _gains(self, reach: Reach, labels: Tensor) -> Tensor:
         weight = self.last.weight.to(reach.x.dtype)
@@ -131,36 +143,43 @@ class ChainBound:
         return _largest(slopes, farthest, reach.rho[:, None])
 
 
-def _mapped(found: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
-    """Return the reach after a map, from intervals and |d'_i| <= |w_i| rho over columns that can move; rho is the old one."""
-    weight = step.weight.to(found.x.dtype)
-    x = step.run(found.x, weight)
+def _mapped(reach: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
+    """Return the reach after a map, from intervals and |d'_i| <= |w_i| rho over columns that can
+    move; rho is the old one.
+    """
+    weight = step.weight.to(reach.x.dtype)
+    x = step.run(reach.x, weight)
     x = x if step.bias is None else x + step.bias.to(x.dtype)
-    middle, half = (found.hi + found.lo) / 2, (found.hi - found.lo) / 2
-    centre, away = step.run(middle, weight), step.run(half, weight.abs())
-    squares = step.run(torch.ones_like(found.x[:1]) if mask is None else mask, weight.square())
-    ball = (squares + _LEAST).sqrt() * found.rho.view(-1, *([1] * (x.dim() - 1)))
+    middle = (reach.hi + reach.lo) / 2
+    half = (reach.hi - reach.lo) / 2
+    centre = step.run(middle, weight)
+    away = step.run(half, weight.abs())
+    squares = step.run(torch.ones_like(reach.x[:1]) if mask is None else mask, weight.square())
+    ball = (squares + _LEAST).sqrt() * reach.rho.view(-1, *([1] * (x.dim() - 1)))
     return Reach(
         x,
         torch.maximum((centre - away).clamp(max=0), -ball),
         torch.minimum((centre + away).clamp(min=0), ball),
-        found.rho,
+        reach.rho,
     )
 
 
-def _activated(found: Reach, step: Activation) -> Reach:
-    x = step.apply(found.x)
-    rise, fall = step.apply(found.x + found.hi) - x, x - step.apply(found.x + found.lo)
+def _activated(reach: Reach, step: Activation) -> Reach:
+    x = step.apply(reach.x)
+    rise = step.apply(reach.x + reach.hi) - x
+    fall = x - step.apply(reach.x + reach.lo)
     return Reach(
         x,
-        -torch.minimum(fall, step.joined(-found.lo)),
-        torch.minimum(rise, step.joined(found.hi)),
-        found.rho,
+        -torch.minimum(fall, step.joined(-reach.lo)),
+        torch.minimum(rise, step.joined(reach.hi)),
+        reach.rho,
     )
 
 
 def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor | None) -> Tensor:
-    """Estimate |D' W D|_2 for each image's masks (b, n), (b, m) by power iteration from `start` (m,): (b,)."""
+    """Estimate |D' W D|_2 for each image's masks (b, n), (b, m) by power iteration from `start`
+    (m,): (b,).
+    """
     with torch.no_grad():
         fixed = weight.detach()
         u = after if start is None else after * start
@@ -173,17 +192,20 @@ def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor |
 def _largest(slopes: Tensor, farthest: Tensor, rho: Tensor) -> Tensor:
     """Return max g.s over 0 <= s <= farthest, |s|_2 <= rho: (b, k, n), (b, k, n), (b, 1) -> (b, k).
 
-    Every t > 0 bounds it by sum_i max_{0 <= s <= farthest_i} (g_i s - s^2 / 2t) + rho^2 / 2t, and the gradient of the least
-    bound is the one at its t. The box alone and the ball alone are bounds, too.
+    Every t > 0 bounds it by sum_i max_{0 <= s <= farthest_i} (g_i s - s^2 / 2t) + rho^2 / 2t, and
+    the gradient of the least bound is the one at its t. The box alone and the ball alone are
+    bounds, too.
     """
-    ball, box = rho * (slopes.square().sum(-1) + _LEAST).sqrt(), (slopes * farthest).sum(-1)
+    ball = rho * (slopes.square().sum(-1) + _LEAST).sqrt()
+    box = (slopes * farthest).sum(-1)
     with torch.no_grad():
         low = rho / slopes.norm(dim=-1).clamp_min(_LEAST)  # here the box does not matter
         high = low * 2.0**12
         for _ in range(_HALVINGS):
             t = (low * high).sqrt()
             short = torch.minimum(farthest, t[..., None] * slopes).square().sum(-1) < rho.square()
-            low, high = torch.where(short, t, low), torch.where(short, high, t)
+            low = torch.where(short, t, low)
+            high = torch.where(short, high, t)
     wide = low.clamp_min(_LEAST)[..., None]
     s = torch.minimum(farthest, wide * slopes)
     both = (slopes * s - s.square() / (2 * wide)).sum(-1) + rho.square() / (2 * wide.squeeze(-1))

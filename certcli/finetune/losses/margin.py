@@ -19,16 +19,18 @@ CLEAN_SHARE = 0.2
 def margin(
     logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
 ) -> Tensor:
-    """Return (1 - p_y^q)/q with p = softmax(z_j + epsilon K_jy), plus 0.2 cross entropy: (b, k), (b,) -> ().
+    """Return (1 - p_y^q)/q with p = softmax(z_j + epsilon K_jy), plus 0.2 cross entropy: (b, k),
+    (b,) -> ().
 
-    The shift bounds the gain of logit j on logit y within `epsilon` (pixel l2), where K bounds the slopes of their
-    differences; so p_y is the confidence in the worst case. Below p0 = HOPELESS the loss is p0^q (log p0 - log p_y) more
-    than at p0.
+    The shift bounds the gain of logit j on logit y within `epsilon` (pixel l2), where K bounds the
+    slopes of their differences; so p_y is the confidence in the worst case. Below p0 = HOPELESS the
+    loss is p0^q (log p0 - log p_y) more than at p0.
     """
     worst = shifted(logits, gains(labels, pairs, epsilon))
-    log_p, least = worst.log_softmax(dim=1).gather(1, labels.unsqueeze(1)), math.log(HOPELESS)
-    bent = (1 - (QUOTIENT * log_p.clamp_min(least)).exp()) / QUOTIENT
-    robust = (bent + HOPELESS**QUOTIENT * (least - log_p).clamp_min(0)).mean()
+    log_p = worst.log_softmax(dim=1).gather(1, labels.unsqueeze(1))
+    least_log = math.log(HOPELESS)
+    bent = (1 - (QUOTIENT * log_p.clamp_min(least_log)).exp()) / QUOTIENT
+    robust = (bent + HOPELESS**QUOTIENT * (least_log - log_p).clamp_min(0)).mean()
     return robust + CLEAN_SHARE * functional.cross_entropy(
         logits.to(worst), labels, label_smoothing=smoothing
     )

@@ -1,7 +1,8 @@
-"""Published certified losses, each with a constant for every pair of classes where the paper has one for all pairs.
+"""Published certified losses, each with a constant for every pair of classes where the paper has
+one for all pairs.
 
-K_ij bounds the slope of z_i - z_j (pixel l2); y is the label, k the number of classes. Each loss raises the errors of
-`worst_case.require_pairs`.
+K_ij bounds the slope of z_i - z_j (pixel l2); y is the label, k the number of classes. Each loss
+raises the errors of `worst_case.require_pairs`.
 """
 
 import math
@@ -18,24 +19,26 @@ EMMA_FLOOR = 0.01
 """Least share of the radius that `emma` demands of a pair, misclassified ones included. Source: the authors' code."""
 HINGE_WEIGHT = 10.0
 """alpha of `hinge-kr`. Source: Serrurier et al. 2021, who take 10 to 20."""
-_LEAST_SLOPE = 1e-6  # a pair of classes whose difference does not depend on the image has no radius to divide by
+# a pair of classes whose difference does not depend on the image has no radius to divide by
+_LEAST_SLOPE = 1e-6
 
 
 def gloro(
     logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
 ) -> Tensor:
-    """Return the cross entropy over k + 1 classes, z_bot = max_{j != c} (z_j + epsilon K_jc): (b, k), (b,) -> ().
+    """Return the cross entropy over k + 1 classes, z_bot = max_{j != c} (z_j + epsilon K_jc): (b,
+    k), (b,) -> ().
 
-    c is the prediction. The extra class wins exactly where the prediction is not certified, and is never the label.
-    `smoothing` spreads over the k classes, so that the loss does not fall as epsilon rises. Source: Leino, Wang,
-    Fredrikson 2021, section 3.
+    c is the prediction. The extra class wins exactly where the prediction is not certified, and is
+    never the label. `smoothing` spreads over the k classes, so that the loss does not fall as
+    epsilon rises. Source: Leino, Wang, Fredrikson 2021, section 3.
     """
     predicted = logits.detach().argmax(dim=1)
     worst = shifted(logits, gains(predicted, pairs, epsilon))
     rejected = worst.scatter(1, predicted.unsqueeze(1), -math.inf).amax(dim=1, keepdim=True)
     wide = logits.to(worst)
-    own = wide.gather(1, labels.unsqueeze(1)).squeeze(1)
-    target = (1 - smoothing) * own + smoothing * wide.mean(dim=1)
+    true_logit = wide.gather(1, labels.unsqueeze(1)).squeeze(1)
+    target = (1 - smoothing) * true_logit + smoothing * wide.mean(dim=1)
     return (torch.cat([wide, rejected], dim=1).logsumexp(dim=1) - target).mean()
 
 
@@ -44,7 +47,8 @@ def lmt(
 ) -> Tensor:
     """Return the cross entropy of z_j + epsilon K_jy (K_yy = 0): (b, k), (b,) -> ().
 
-    The paper adds sqrt(2) epsilon L to every logit but the label's. Source: Tsuzuku, Sato, Sugiyama 2018, algorithm 1.
+    The paper adds sqrt(2) epsilon L to every logit but the label's. Source: Tsuzuku, Sato, Sugiyama
+    2018, algorithm 1.
     """
     worst = shifted(logits, gains(labels, pairs, epsilon))
     return functional.cross_entropy(worst, labels, label_smoothing=smoothing)
@@ -55,9 +59,10 @@ def emma(
 ) -> Tensor:
     """Return the cross entropy of z_j + epsilon_j K_jy: (b, k), (b,) -> ().
 
-    epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached, is the radius that the pair has reached: no
-    sample is pushed at a margin out of its reach. Source: Hu, Zou, Wang, Leino, Fredrikson 2023, section 4; the floor is
-    in the authors' code.
+    epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached, is the radius that
+    the pair has reached: no
+    sample is pushed at a margin out of its reach. Source: Hu, Zou, Wang, Leino, Fredrikson 2023,
+    section 4; the floor is in the authors' code.
     """
     full = gains(labels, pairs, epsilon)
     wide = logits.detach().double()
@@ -72,34 +77,39 @@ def emma(
 def trades(
     logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
 ) -> Tensor:
-    """Return the cross entropy + lambda KL(softmax(z) | softmax(z_j + epsilon K_jy)): (b, k), (b,) -> ().
+    """Return the cross entropy + lambda KL(softmax(z) | softmax(z_j + epsilon K_jy)): (b, k), (b,)
+    -> ().
 
-    The second term does not fall as epsilon rises (an exponential tilt) and is 0 at epsilon = 0. GloRo's own form compares
-    with the k + 1 classes of `gloro`, which is not 0 there. Source: Leino et al. 2021 after Zhang et al. 2019.
+    The second term does not fall as epsilon rises (an exponential tilt) and is 0 at epsilon = 0.
+    GloRo's own form compares with the k + 1 classes of `gloro`, which is not 0 there. Source: Leino
+    et al. 2021 after Zhang et al. 2019.
     """
     worst = shifted(logits, gains(labels, pairs, epsilon))
     plain = logits.to(worst)
-    moved = functional.kl_div(
+    divergence = functional.kl_div(
         worst.log_softmax(dim=1), plain.log_softmax(dim=1), reduction="batchmean", log_target=True
     )
     return (
-        functional.cross_entropy(plain, labels, label_smoothing=smoothing) + TRADES_WEIGHT * moved
+        functional.cross_entropy(plain, labels, label_smoothing=smoothing)
+        + TRADES_WEIGHT * divergence
     )
 
 
 def hinge_kr(
     logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
 ) -> Tensor:
-    """Return the mean over j != y of alpha (epsilon - r_j)_+ - r_j, r_j = (z_y - z_j) / K_jy: (b, k), (b,) -> ().
+    """Return the mean over j != y of alpha (epsilon - r_j)_+ - r_j, r_j = (z_y - z_j) / K_jy: (b,
+    k), (b,) -> ().
 
-    r_j is the radius of the pair. The hinge demands the radius epsilon of every pair, and the Kantorovich-Rubinstein term
-    pulls the classes apart; in the paper the network is 1-Lipschitz and both act on z itself. K is at least 1e-6;
-    `smoothing` is not used. The loss is unbounded below. Source: Serrurier et al. 2021, eq. 10 and 12.
+    r_j is the radius of the pair. The hinge demands the radius epsilon of every pair, and the
+    Kantorovich-Rubinstein term pulls the classes apart; in the paper the network is 1-Lipschitz and
+    both act on z itself. K is at least 1e-6; `smoothing` is not used. The loss is unbounded below.
+    Source: Serrurier et al. 2021, eq. 10 and 12.
     """
     slopes = require_pairs(pairs)[labels].clamp_min(_LEAST_SLOPE)
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    own = labels.unsqueeze(1)
-    radii = (wide.gather(1, own) - wide) / slopes
+    column = labels.unsqueeze(1)
+    radii = (wide.gather(1, column) - wide) / slopes
     terms = HINGE_WEIGHT * (epsilon - radii).relu() - radii
-    others = terms.scatter(1, own, 0.0)
+    others = terms.scatter(1, column, 0.0)
     return (others.sum(dim=1) / (logits.shape[1] - 1)).mean().to(wide.dtype)

@@ -1,4 +1,6 @@
-"""How much the other logits can gain on the label's within the radius, from which every certified loss starts."""
+"""How much the other logits can gain on the label's within the radius, from which every certified
+loss starts.
+"""
 
 import torch
 from torch import Tensor
@@ -10,7 +12,9 @@ LINEAR_UP_TO = 1e4
 
 
 def require_pairs(pairs: Tensor | None) -> Tensor:
-    """Return pair constants (k, k) in float64. UsageError without them, NoBoundError where they are not finite."""
+    """Return pair constants (k, k) in float64. UsageError without them, NoBoundError where they are
+    not finite.
+    """
     if pairs is None:
         raise UsageError(
             "this loss needs a network whose bound can be trained", "run `certvit adapt` first"
@@ -24,14 +28,18 @@ def require_pairs(pairs: Tensor | None) -> Tensor:
 
 
 def gains(labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
-    """Return epsilon K_jy, which bounds the growth of z_j - z_y within `epsilon` (pixel l2): (b,), (k, k) -> (b, k)."""
+    """Return epsilon K_jy, which bounds the growth of z_j - z_y within `epsilon` (pixel l2): (b,),
+    (k, k) -> (b, k).
+    """
     return epsilon * require_pairs(pairs)[labels]
 
 
 def shifted(logits: Tensor, gain: Tensor) -> Tensor:
-    """Return z_j + gain_j: (b, k), in at least float32. A gain g > 10,000 counts as 10,000 (1 + log(g / 10,000)).
+    """Return z_j + gain_j: (b, k), in at least float32. A gain g > 10,000 counts as 10,000 (1 +
+    log(g / 10,000)).
 
-    The gain of a network that was never trained for its bound can be 1e40; its logarithm still has a slope to descend.
+    The gain of a network that was never trained for its bound can be 1e40; its logarithm still has
+    a slope to descend.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     beyond = LINEAR_UP_TO * (1 + (gain.clamp_min(LINEAR_UP_TO) / LINEAR_UP_TO).log())

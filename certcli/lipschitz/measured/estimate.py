@@ -26,13 +26,15 @@ def jacobian_norms(
     seed: int = 0,
     tolerance: float = 0.0,
 ) -> Tensor:
-    """Return |J(x)|_2 from below, by power iteration on J^T J, without forming the Jacobian J: (b, c, h, w) -> (b,).
+    """Return |J(x)|_2 from below, by power iteration on J^T J, without forming the Jacobian J: (b,
+    c, h, w) -> (b,).
 
-    Each value is |J v| for a unit v, hence at most the largest singular value at that image, up to the rounding of the
-    network's own precision.
+    Each value is |J v| for a unit v, hence at most the largest singular value at that image, up to
+    the rounding of the network's own precision.
 
     Args:
-        tolerance: Stop when no image's value grows by more in one iteration, relative; 0: run all iterations.
+        tolerance: Stop when no image's value grows by more in one iteration, relative; 0: run all
+            iterations.
     """
     return _iterated(model, images, _random(images, seed), iterations, tolerance)[0]
 
@@ -48,7 +50,9 @@ def _iterated(
     iterations: int,
     tolerance: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `jacobian_norms` does, from this direction on, and the unit directions of the last iteration."""
+    """Return what `jacobian_norms` does, from this direction on, and the unit directions of the
+    last iteration.
+    """
     images = images.detach().clone().requires_grad_(True)
     shape = (-1, *[1] * (images.dim() - 1))
     with (
@@ -57,7 +61,8 @@ def _iterated(
     ):  # the fused kernels have no second derivative
         logits = model(images)
         probe = torch.zeros_like(logits, requires_grad=True)
-        # sums, because autograd loads sympy for a gradient that begins with a tensor: d <logits, probe> = J^T probe
+        # sums, because autograd loads sympy for a gradient that begins with a tensor: d <logits,
+        # probe> = J^T probe
         (pulled,) = torch.autograd.grad(
             (logits * probe).sum(), images, create_graph=True
         )  # linear in probe
@@ -67,10 +72,8 @@ def _iterated(
             (pushed,) = torch.autograd.grad(
                 (pulled * direction).sum(), probe, retain_graph=True
             )  # J direction
-            before, norms = (
-                norms,
-                torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1)),
-            )
+            before = norms
+            norms = torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
             converged = tolerance > 0 and bool((norms <= (1 + tolerance) * before).all())
             if converged or iteration + 1 == iterations:  # the next direction is not needed
                 break
@@ -83,25 +86,29 @@ def _iterated(
 def measure(
     model: nn.Module, batches: Iterator[Tensor], iterations: int = 20, seed: int = 0
 ) -> Iterator[Estimate]:
-    """Yield the largest Jacobian norm so far, after each batch: the network's constant is at least this.
+    """Yield the largest Jacobian norm so far, after each batch: the network's constant is at least
+    this.
 
-    Of several images each gets SCOUTING iterations, and the steepest goes on with up to `iterations` more. The number is
+    Of several images each gets SCOUTING iterations, and the steepest goes on with up to
+    `iterations` more. The number is
     |J v| / |v| in float64 at the image and the direction v that were reached, rounded down.
     """
     exact = copy.deepcopy(model).double()
-    largest, seen = 0.0, 0
+    largest = 0.0
+    count = 0
     for images in batches:
         direction = _random(images, seed)
         if len(images) > 1:
             scouted, direction = _iterated(model, images, direction, min(SCOUTING, iterations), 0.0)
             steepest = int(scouted.argmax())
-            chosen, direction = images[steepest][None], direction[steepest][None]
+            chosen = images[steepest][None]
+            direction = direction[steepest][None]
         else:
             chosen = images
         _, direction = _iterated(model, chosen, direction, iterations, CONVERGED)
         reached, _ = _iterated(exact, chosen.double(), direction.double(), 1, 0.0)
         largest = max(largest, float(reached) * ROUNDED_DOWN)
-        seen += len(images)
+        count += len(images)
         yield Estimate(
-            largest, "Jacobian power iteration", {"images": seen, "iterations": iterations}
+            largest, "Jacobian power iteration", {"images": count, "iterations": iterations}
         )

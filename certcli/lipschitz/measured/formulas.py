@@ -1,7 +1,7 @@
 """Published formulas, for comparison. NONE of them is a certificate; each says why.
 
-They are evaluated as printed, on the checkpoint's own matrices, with float64 singular values. Their results have a type of
-their own, so that no bound can be built on them.
+They are evaluated as printed, on the checkpoint's own matrices, with float64 singular values. Their
+results have a type of their own, so that no bound can be built on them.
 """
 
 import math
@@ -26,7 +26,9 @@ from certcli.system.registry import one_of
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The numbers of one attention layer: per-head maps (dh, d), W_O, token count, Frobenius norm of its input."""
+    """The numbers of one attention layer: per-head maps (dh, d), W_O, token count, Frobenius norm
+    of its input.
+    """
 
     path: str
     query: tuple[Tensor, ...]
@@ -61,7 +63,8 @@ def _norm(weight: Tensor) -> float:
 
 def _phi_inverse(tokens: int) -> float:
     """Return x with x e^(x+1) = n - 1, that is W((n - 1) / e), by Newton's method."""
-    target, x = (tokens - 1) / math.e, math.log1p((tokens - 1) / math.e)
+    target = (tokens - 1) / math.e
+    x = math.log1p((tokens - 1) / math.e)
     for _ in range(50):
         x -= (x * math.exp(x) - target) / (math.exp(x) * (1 + x))
     return x
@@ -77,14 +80,14 @@ def autolip(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tupl
 
 
 def l2former(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
-    found = []
+    factors = []
     for layer in attentions:
         heads = sum(
             (_norm(q) * _norm(v)) ** 2 for q, v in zip(layer.query, layer.value, strict=True)
         )
         factor = math.sqrt(layer.tokens / layer.width) * (4 * _phi_inverse(layer.tokens) + 1)
-        found.append((layer.path, factor * math.sqrt(heads) * _norm(layer.out)))
-    return found
+        factors.append((layer.path, factor * math.sqrt(heads) * _norm(layer.out)))
+    return factors
 
 
 def certvit(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
@@ -99,38 +102,40 @@ def certvit(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tupl
 
 
 def specformer(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
-    found = []
+    factors = []
     for layer in attentions:
         size = layer.tokens * (layer.tokens + 1) * layer.input_norm**2
         heads = sum(
             (size * (_norm(v) * _norm(q) * _norm(k) + _norm(v))) ** 2
             for q, k, v in zip(layer.query, layer.key, layer.value, strict=True)
         )
-        found.append((layer.path, math.sqrt(heads) * _norm(layer.out)))
-    return found
+        factors.append((layer.path, math.sqrt(heads) * _norm(layer.out)))
+    return factors
 
 
 def lnformer(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
-    found = []
+    factors = []
     for layer in attentions:
         heads = sum((_norm(q) * _norm(k)) ** 2 for q, k in zip(layer.query, layer.key, strict=True))
-        found.append((layer.path, 11 * _norm(layer.out) * math.sqrt(heads)))
-    return found
+        factors.append((layer.path, 11 * _norm(layer.out) * math.sqrt(heads)))
+    return factors
 
 
 def lipsformer(model: nn.Module, attentions: Sequence[AttentionLayer]) -> list[tuple[str, float]]:
-    tau, nu, root = 12.0, 1.0, 1e-6**-0.5
-    found = []
+    tau = 12.0
+    nu = 1.0
+    root = 1e-6**-0.5
+    factors = []
     for layer in attentions:
         q, k, v = (_norm(torch.cat(heads)) for heads in (layer.query, layer.key, layer.value))
         n = layer.tokens
-        found.append(
+        factors.append(
             (
                 layer.path,
                 nu * root * (2 * n * (n - 1) * tau * k + 2 * (n - 1) * tau * q + 2 * n * v),
             )
         )
-    return found
+    return factors
 
 
 Evaluate = Callable[[nn.Module, Sequence[AttentionLayer]], list[tuple[str, float]]]
@@ -171,7 +176,9 @@ FORMULAS: dict[str, tuple[Evaluate, str, str]] = {
 
 
 def formula_value(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula:
-    """Evaluate one published formula; UsageError for an unknown name, or a network without a layer that it covers."""
+    """Evaluate one published formula; UsageError for an unknown name, or a network without a layer
+    that it covers.
+    """
     if name not in FORMULAS:
         raise UsageError(f"unknown formula '{name}'", one_of(name, FORMULAS))
     function, source, flaw = FORMULAS[name]
@@ -184,7 +191,9 @@ def formula_value(name: str, model: nn.Module, size: tuple[int, ...]) -> Formula
 
 
 def attention_layers(model: nn.Module, size: tuple[int, ...]) -> list[AttentionLayer]:
-    """Return timm's dot-product attentions and our tied ones, with the size of their input at a grey image."""
+    """Return timm's dot-product attentions and our tied ones, with the size of their input at a
+    grey image.
+    """
     modules = {p: m for p, m in model.named_modules() if type(m) in (Attention, L2Attention)}
     parameter = next(model.parameters())
     grey = torch.full((1, *size), 0.5, dtype=parameter.dtype, device=parameter.device)
@@ -198,7 +207,8 @@ def _layer_of(path: str, module: Any, x: Tensor) -> AttentionLayer:
     heads = module.num_heads
     if isinstance(module, L2Attention):
         query = key = module.query.weight.chunk(heads)
-        # `proj` holds W_O [W_h^T W_V,h / sqrt(dh)]_h; with W_O = proj the least W_V is sqrt(dh) times the pseudo-inverse
+        # `proj` holds W_O [W_h^T W_V,h / sqrt(dh)]_h; with W_O = proj the least W_V is sqrt(dh)
+        # times the pseudo-inverse
         value = tuple(math.sqrt(len(w)) * torch.linalg.pinv(w.detach().double()).T for w in query)
     else:
         query, key, value = (part.chunk(heads) for part in module.qkv.weight.chunk(3))

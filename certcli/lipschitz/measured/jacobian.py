@@ -1,7 +1,7 @@
 """The largest singular value of each block's Jacobian at real images: observations, not bounds.
 
-Source: the Cauchy-problem view of vision transformers, where a block is one step of a differential equation and the
-largest singular value of its Jacobian tells how fast neighbouring inputs part.
+Source: the Cauchy-problem view of vision transformers, where a block is one step of a differential
+equation and the largest singular value of its Jacobian tells how fast neighbouring inputs part.
 """
 
 import re
@@ -20,20 +20,24 @@ DENSE_LIMIT = 4096
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Return the names of the network's repeated blocks, the innermost only: of a Swin stage, its blocks."""
-    found = [path for path in _modules(model) if _BLOCK.search(path)]
-    return [path for path in found if not any(other.startswith(path + ".") for other in found)]
+    """Return the names of the network's repeated blocks, the innermost only: of a Swin stage, its
+    blocks.
+    """
+    paths = [path for path in _modules(model) if _BLOCK.search(path)]
+    return [path for path in paths if not any(other.startswith(path + ".") for other in paths)]
 
 
 def module_inputs(
     model: nn.Module, images: Tensor, modules: Mapping[str, nn.Module]
 ) -> dict[str, tuple[Tensor, tuple[Any, ...]]]:
-    """Return each module's input tensor on these images and its other arguments, by name, in the order of execution."""
-    seen: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}
+    """Return each module's input tensor on these images and its other arguments, by name, in the
+    order of execution.
+    """
+    inputs: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}
 
     def hook_for(path: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any) -> None:
-            seen[path] = (args[0].detach(), tuple(args[1:]))
+            inputs[path] = (args[0].detach(), tuple(args[1:]))
 
         return note
 
@@ -44,20 +48,22 @@ def module_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return inputs
 
 
 def block_norms(
     model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0
 ) -> dict[str, Tensor]:
     """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
-    found = _blocks_with_inputs(model, images)
-    return {path: jacobian_norms(block, x, iterations, seed) for path, block, x in found}
+    blocks = _blocks_with_inputs(model, images)
+    return {path: jacobian_norms(block, x, iterations, seed) for path, block, x in blocks}
 
 
 def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Return sqrt(|J|_1 |J|_inf) >= |J|_2 of each block with a small input, at each image: path -> (b,)."""
-    found: dict[str, Tensor] = {}
+    """Return sqrt(|J|_1 |J|_inf) >= |J|_2 of each block with a small input, at each image: path ->
+    (b,).
+    """
+    bounds: dict[str, Tensor] = {}
     for path, block, x in _blocks_with_inputs(model, images):
         if x[0].numel() > DENSE_LIMIT:
             continue
@@ -66,8 +72,8 @@ def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
             jacobian: Any = torch.autograd.functional.jacobian(block, row.unsqueeze(0))
             matrix = jacobian.reshape(-1, row.numel()).abs().double()
             values.append((matrix.sum(0).max() * matrix.sum(1).max()).sqrt())
-        found[path] = torch.stack(values)
-    return found
+        bounds[path] = torch.stack(values)
+    return bounds
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -78,7 +84,9 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 def _blocks_with_inputs(
     model: nn.Module, images: Tensor
 ) -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor]]:
-    """Yield each block's name, the block as a function of its first input, and that input on these images."""
+    """Yield each block's name, the block as a function of its first input, and that input on these
+    images.
+    """
     modules = _modules(model)
     blocks = {path: modules[path] for path in block_paths(model)}
     for path, (x, rest) in module_inputs(model, images, blocks).items():

@@ -1,7 +1,8 @@
-"""The arithmetic of the rules, and the rigorous one, which computes every number that certvit shows.
+"""The arithmetic of the rules, and the rigorous one, which computes every number that certvit
+shows.
 
-The rigorous arithmetic has float64 matrices with a bound on their error and scalars that round up (`Real`). The trainable
-one, for losses, is in `trainable.py`.
+The rigorous arithmetic has float64 matrices with a bound on their error and scalars that round up
+(`Real`). The trainable one, for losses, is in `trainable.py`.
 """
 
 import math
@@ -37,7 +38,8 @@ rounding."""
 
 @dataclass(frozen=True)
 class Matrix:
-    """A float matrix within `error` (spectral norm) of the exact one. A vector is a matrix with one column.
+    """A float matrix within `error` (spectral norm) of the exact one. A vector is a matrix with one
+    column.
 
     key: id() of the parameter that `tensor` is, None for a computed matrix.
     """
@@ -53,7 +55,9 @@ class Matrix:
 
 
 class Arithmetic(ABC):
-    """The operations of rules. Every scalar is an upper bound (rigorous) or its differentiable estimate (trainable)."""
+    """The operations of rules. Every scalar is an upper bound (rigorous) or its differentiable
+    estimate (trainable).
+    """
 
     rigorous: bool
 
@@ -124,14 +128,17 @@ class Arithmetic(ABC):
     def longest(self, rows: Tensor) -> Scalar:
         """Return the largest norm of a row of a constant (n, d)."""
         plain = rows.detach().double()
-        # beside the largest entry no square overflows or is lost; which row is the longest is rounded: 2^-30 covers it
+        # beside the largest entry no square overflows or is lost; which row is the longest is
+        # rounded: 2^-30 covers it
         lengths = (plain / plain.abs().max().clamp_min(UNDERFLOW)).norm(dim=-1)
         return self.length(self.matrix(rows[lengths.argmax()].reshape(-1, 1))) * self.const(
             1 + 2.0**-30
         )
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a and b."""
+        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a
+        and b.
+        """
         product = a.tensor @ b.tensor.to(a.tensor.device)  # numbers of the code lie in main memory
         return self._inexact(
             product, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor))
@@ -178,7 +185,8 @@ class Arithmetic(ABC):
 
     def _centred(self, a: Matrix, dim: int) -> Matrix:
         """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F each."""
-        tensor, d = a.tensor - a.tensor.mean(dim=dim, keepdim=True), a.tensor.shape[dim]
+        tensor = a.tensor - a.tensor.mean(dim=dim, keepdim=True)
+        d = a.tensor.shape[dim]
         size = self._norm(a.tensor)
         error = self._error(a.tensor.numel() if size else 0, (2 * gamma(d + 3), size), (a.error,))
         return self._inexact(tensor, error)
@@ -190,7 +198,9 @@ class Arithmetic(ABC):
         return Matrix(a.tensor.T, a.error)
 
     def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
-        """Return the error of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of a."""
+        """Return the error of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of
+        a.
+        """
         size = self._norm(scaled)
         exact = size == 0 and (
             largest == 0 or self._norm(a.tensor) == 0
@@ -198,9 +208,11 @@ class Arithmetic(ABC):
         return self._error(0 if exact else scaled.numel(), (GAIN_SLACK, size), (a.error, largest))
 
     def _error(self, products: int, *terms: tuple[float, ...]) -> float:
-        """Return the sum of the terms (products of their factors) and of the underflow of `products` entries, rounded up.
+        """Return the sum of the terms (products of their factors) and of the underflow of
+        `products` entries, rounded up.
 
-        Where float64 may overflow or underflow the sum is taken in `Real`: for weights near 1e-160 underflow is the error.
+        Where float64 may overflow or underflow the sum is taken in `Real`: for weights near 1e-160
+        underflow is the error.
         """
         if not self.rigorous:
             return 0.0
@@ -278,9 +290,11 @@ class RigorousArithmetic(Arithmetic):
         return self.sigma_products([(a, b)], name)[0]
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Real]:
-        """Return |a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d, d) products.
+        """Return |a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d,
+        d) products.
 
-        L is the Cholesky factor of a a^T + jitter, e >= |a a^T - L L^T| is measured: |a^T b|^2 <= |L^T b|^2 + e |b|_F^2.
+        L is the Cholesky factor of a a^T + jitter, e >= |a a^T - L L^T| is measured: |a^T b|^2 <=
+        |L^T b|^2 + e |b|_F^2.
         Source: docs/bounds.md, section 1.5.
         """
         left, right = ([pair[place] for pair in pairs] for place in (0, 1))
@@ -299,31 +313,33 @@ class RigorousArithmetic(Arithmetic):
         )
         factors, info = torch.linalg.cholesky_ex((grams + grams.mT) / 2 + jitter)
         good = ((info == 0) & torch.isfinite(factors).flatten(1).all(1)).tolist()
-        lacks, products = grams - factors @ factors.mT, factors.mT @ second
+        lacks = grams - factors @ factors.mT
+        products = factors.mT @ second
         heads = [h for h in range(len(pairs)) if good[h]]
-        lacking, errors = [], []
+        lacking = []
+        errors = []
         for h in heads:
             (a, b), factor = pairs[h], Matrix(factors[h])
-            size, across, weight = (
-                self._norm(a.tensor),
-                self._norm(b.tensor),
-                self._norm(factors[h]),
-            )
+            size = self._norm(a.tensor)
+            across = self._norm(b.tensor)
+            weight = self._norm(factors[h])
             lack = self._norm(lacks[h])
             formed = self._product_error(a, self.transpose(a), size, size)
-            again = self._product_error(factor, self.transpose(factor), weight, weight)
+            symmetry = self._product_error(factor, self.transpose(factor), weight, weight)
             reach = as_real(across) + b.error
             lacking.append(
-                as_real(self._error(0, (formed,), (again,), (lack,), (gamma(2), lack)))
+                as_real(self._error(0, (formed,), (symmetry,), (lack,), (gamma(2), lack)))
                 * (reach * reach)
             )
             errors.append(self._product_error(self.transpose(factor), b, weight, across))
         norms = map(as_real, spectral_norms([products[h] for h in heads], errors))
-        found = {
+        bounds = {
             h: (norm * norm + rest).sqrt()
             for h, norm, rest in zip(heads, norms, lacking, strict=True)
         }
-        return [found[h] if h in found else self._product_of(*pairs[h]) for h in range(len(pairs))]
+        return [
+            bounds[h] if h in bounds else self._product_of(*pairs[h]) for h in range(len(pairs))
+        ]
 
     def _product_of(self, a: Matrix, b: Matrix) -> Real:
         """Return |a| |b| >= |a^T b|, where S has no Cholesky factor."""

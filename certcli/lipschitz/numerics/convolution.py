@@ -1,37 +1,46 @@
 """sigma(conv) <= s, proven: the operator norm of a zero-padded convolution between images.
 
-Per axis: H input pixels, kernel k, dilation d, effective kernel e = d (k - 1) + 1, stride s, padding (p, p'),
-output i reads the padded pixels s i + d j, 0 <= j < k. Four bounds, every one proven; the smallest counts.
+Per axis: H input pixels, kernel k, dilation d, effective kernel e = d (k - 1) + 1, stride s,
+padding (p, p'), output i reads the padded pixels s i + d j, 0 <= j < k. Four bounds, every one
+proven; the smallest counts.
 
-Windows. sum_i |W x_i|^2 <= sigma(W)^2 sum_i |x_i|^2 for the reshaped kernel W (out, in k k') and the windows x_i of the
-image. A pixel lies in at most ceil(k gcd(s, d) / s) windows per axis (those taps j with s | q - d j), so
-sigma <= sigma(W) sqrt(product of these counts). With a count of 1 (kernel = stride: patches) and a window that
-lies inside the image this is an equality.
+Windows. sum_i |W x_i|^2 <= sigma(W)^2 sum_i |x_i|^2 for the reshaped kernel W (out, in k k') and
+the windows x_i of the image. A pixel lies in at most ceil(k gcd(s, d) / s) windows per axis (those
+taps j with s | q - d j), so sigma <= sigma(W) sqrt(product of these counts). With a count of 1
+(kernel = stride: patches) and a window that lies inside the image this is an equality.
 
-Torus. Let M >= max(H + max(p, p'), e) be a multiple of s. On the torus of M pixels per axis put the image at offset p and
-zeros elsewhere: the two borders may share their zeros, every window of the padded image is a window of the torus, so the
-convolution is a restriction of the circular one. Two windows that coincide there lie wholly in the borders and give 0.
-Splitting pixels by their residue modulo s (polyphase) makes the circular convolution one of stride 1 on a torus of
-N = M / s pixels per axis with in s s' channels. The Fourier transform makes it block diagonal, so
+Torus. Let M >= max(H + max(p, p'), e) be a multiple of s. On the torus of M pixels per axis put the
+image at offset p and
+zeros elsewhere: the two borders may share their zeros, every window of the padded image is a window
+of the torus, so the convolution is a restriction of the circular one. Two windows that coincide
+there lie wholly in the borders and give 0. Splitting pixels by their residue modulo s (polyphase)
+makes the circular convolution one of stride 1 on a torus of N = M / s pixels per axis with in s s'
+channels. The Fourier transform makes it block diagonal, so
 
-    sigma^2 <= max over nu in the grid of lambda_max(G(nu)),  G(nu) = sum_delta C_delta exp(2 pi i nu delta / N),
-    C_delta = sum_q V_q V_{q + delta}^T,  V_q the matrix of tap q (or of its transpose: the shorter side is taken).
+    sigma^2 <= max over nu in the grid of lambda_max(G(nu)),  G(nu) = sum_delta C_delta exp(2 pi i
+    nu delta / N), C_delta = sum_q V_q V_{q + delta}^T,  V_q the matrix of tap q (or of its
+    transpose: the shorter side is taken).
 
-C_{-delta} = C_delta^T and G(-nu) = conj G(nu): half of the lags and half of the grid suffice. There is no FFT: the number
-of lags is small, a plain sum over them is fast, and its rounding error has a simple proof. All G(nu) are certified
-against one shift with the a posteriori Cholesky residual of `spectral.certify_below`.
+C_{-delta} = C_delta^T and G(-nu) = conj G(nu): half of the lags and half of the grid suffice. There
+is no FFT: the number of lags is small, a plain sum over them is fast, and its rounding error has a
+simple proof. All G(nu) are certified against one shift with the a posteriori Cholesky residual of
+`spectral.certify_below`.
 
-Dense. Small operators are written out as a matrix (every entry is 0 or a weight), whose norm is then exact.
+Dense. Small operators are written out as a matrix (every entry is 0 or a weight), whose norm is
+then exact.
 
 Groups. The operator is block diagonal: the maximum over groups (a product would be wrong).
 
-Rounding of G. Sums of K = (columns of V) (number of taps) products, then of L lags with factors of cosines (absolute error
-below 32 u: the angle is reduced in integers to [-pi, pi], so its rounding and the library's cosine, good to 2 ulps, stay
-below 16 u), then 3 additions: each of the real and the imaginary part is wrong by at most gamma_{K + L + 40} B B^T entry
-by entry, B = sum_q |V_q| (Higham, Lemma 3.3), so G is wrong by at most 2 gamma_{K + L + 40} |B|_F^2 in spectral norm.
+Rounding of G. Sums of K = (columns of V) (number of taps) products, then of L lags with factors of
+cosines (absolute error
+below 32 u: the angle is reduced in integers to [-pi, pi], so its rounding and the library's cosine,
+good to 2 ulps, stay
+below 16 u), then 3 additions: each of the real and the imaginary part is wrong by at most gamma_{K
++ L + 40} B B^T entry by entry, B = sum_q |V_q| (Higham, Lemma 3.3), so G is wrong by at most 2
+gamma_{K + L + 40} |B|_F^2 in spectral norm.
 
-Source: Sedghi, Gupta, Long 2019 for the Fourier blocks of circular convolutions; the embedding of the zero-padded one
-and the lag form are proven above.
+Source: Sedghi, Gupta, Long 2019 for the Fourier blocks of circular convolutions; the embedding of
+the zero-padded one and the lag form are proven above.
 """
 
 from __future__ import annotations
@@ -117,9 +126,11 @@ def conv_norm(
 ) -> float:
     """|conv(x)|_2 <= value |x|_2 for every image x of input_size, zero padding, the bias left out.
 
-    weight: (out, in / groups, k) or (out, in / groups, k, k') as in torch's convolutions, for `transposed`
-    (in, out / groups, ...); any float dtype. stride, dilation, input_size: one number or one per axis (pixels);
-    padding: the same, or (before, after) per axis. `transposed` covers every output padding that torch accepts.
+    weight: (out, in / groups, k) or (out, in / groups, k, k') as in torch's convolutions, for
+    `transposed` (in, out / groups, ...); any float dtype. stride, dilation, input_size: one number
+    or one per axis (pixels);
+    padding: the same, or (before, after) per axis. `transposed` covers every output padding that
+        torch accepts.
     Circular and reflecting padding are not meant: their operators are larger.
     Errors: CheckpointError on NaN or infinite weights, UsageError on a geometry that cannot be.
     Source: this module's docstring.
@@ -168,11 +179,11 @@ def _geometry(
         )
     count = weight.ndim - 2
 
-    def per_axis(value: Sizes, name: str, least: int) -> list[int]:
+    def per_axis(value: Sizes, name: str, minimum: int) -> list[int]:
         values = [value] * count if isinstance(value, int) else list(value)
         if len(values) == 1:
             values = values * count
-        if len(values) != count or any(entry < least for entry in values):
+        if len(values) != count or any(entry < minimum for entry in values):
             raise UsageError(f"{name} {value} does not fit a convolution of {count} axes")
         return values
 
@@ -192,8 +203,8 @@ def _geometry(
         per_axis(input_size, "input size", 1),
     ):
         if transposed:
-            # The adjoint of a convolution of the output image. A larger image has a larger norm, so the largest
-            # output padding that torch allows covers all of them.
+            # The adjoint of a convolution of the output image. A larger image has a larger norm, so
+            # the largest output padding that torch allows covers all of them.
             size = (size - 1) * step - first - last + spread * (kernel - 1) + max(step, spread)
         axis = _Axis(kernel, step, spread, first, last, size)
         if kernel < 1 or size < 1 or axis.size + first + last < axis.extent:
@@ -226,10 +237,13 @@ def _is_small(kernels: Tensor, axes: list[_Axis]) -> bool:
 
 
 def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
-    """Return each group's convolution as a matrix, (g, out n n', in H H'), exactly: entries are assigned, never added."""
+    """Return each group's convolution as a matrix, (g, out n n', in H H'), exactly: entries are
+    assigned, never added.
+    """
     import torch
 
-    outputs, sizes = [axis.outputs for axis in axes], [axis.size for axis in axes]
+    outputs = [axis.outputs for axis in axes]
+    sizes = [axis.size for axis in axes]
     groups, rows, channels = kernels.shape[:3]
     matrix = kernels.new_zeros(groups, rows, *outputs, channels, *sizes)
     for tap in itertools.product(*(range(axis.kernel) for axis in axes)):
@@ -261,7 +275,9 @@ def _torus_norm(kernels: Tensor, axes: list[_Axis]) -> float:
 
 
 def _polyphase(kernels: Tensor, axes: list[_Axis]) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Return the kernel as one of stride 1: shifts q and matrices V_q, (taps, g, out, in r) with the r residues in use."""
+    """Return the kernel as one of stride 1: shifts q and matrices V_q, (taps, g, out, in r) with
+    the r residues in use.
+    """
     places = {
         tap: [divmod(axis.dilation * j, axis.stride) for axis, j in zip(axes, tap)]
         for tap in itertools.product(*(range(axis.kernel) for axis in axes))
@@ -270,13 +286,16 @@ def _polyphase(kernels: Tensor, axes: list[_Axis]) -> tuple[list[tuple[int, ...]
     residues = sorted({tuple(r for _, r in place) for place in places.values()})
     taps = kernels.new_zeros(len(shifts), *kernels.shape[:3], len(residues))
     for tap, place in places.items():
-        shift, residue = tuple(q for q, _ in place), tuple(r for _, r in place)
+        shift = tuple(q for q, _ in place)
+        residue = tuple(r for _, r in place)
         taps[shifts.index(shift), ..., residues.index(residue)] = kernels[..., tap[0], tap[1]]
     return shifts, taps.flatten(3)
 
 
 def _half_lags(shifts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the differences of shifts that are greater than 0 in lexicographic order; the others are their negatives."""
+    """Return the differences of shifts that are greater than 0 in lexicographic order; the others
+    are their negatives.
+    """
     differences = {
         tuple(b - a for a, b in zip(first, second)) for first in shifts for second in shifts
     }
@@ -284,7 +303,9 @@ def _half_lags(shifts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _frequency_chunks(axes: list[_Axis], entries: int, device: torch.device) -> Iterator[Tensor]:
-    """Half of the grid of the torus, nu up to sign: (f, 2) integers, f * entries within the memory allowed."""
+    """Half of the grid of the torus, nu up to sign: (f, 2) integers, f * entries within the memory
+    allowed.
+    """
     import torch
 
     rows, columns = (torch.arange(axis.torus, device=device) for axis in axes)
@@ -298,7 +319,9 @@ def _frequency_chunks(axes: list[_Axis], entries: int, device: torch.device) -> 
 def _waves(
     frequencies: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi nu q / N: (f, taps) each. The angle is reduced in integers before it is rounded."""
+    """cos and sin of 2 pi nu q / N: (f, taps) each. The angle is reduced in integers before it is
+    rounded.
+    """
     import torch
 
     common = math.lcm(*(axis.torus for axis in axes))
@@ -314,7 +337,9 @@ def _waves(
 def _fourier_grams(
     taps: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
 ) -> Iterator[Tensor]:
-    """Yield all G(nu) of all groups, in chunks of shape (chunk, n, n), complex; taps (taps, g, n, c)."""
+    """Yield all G(nu) of all groups, in chunks of shape (chunk, n, n), complex; taps (taps, g, n,
+    c).
+    """
     import torch
 
     side = taps.shape[2]
@@ -335,7 +360,8 @@ def _fourier_grams(
             left = torch.cat([chosen[i] for i, j in pairs if j is not None], dim=-1)
             right = torch.cat([chosen[j] for _, j in pairs if j is not None], dim=-1)
             products[index] = torch.matmul(left, right.mT)
-        center, others = products[0], products[1:].flatten(1)
+        center = products[0]
+        others = products[1:].flatten(1)
         for frequencies in _frequency_chunks(axes, center.numel(), taps.device):
             cosines, sines = _waves(frequencies, lags, axes)
             even = (cosines @ others).view(-1, *center.shape)
@@ -344,15 +370,15 @@ def _fourier_grams(
 
 
 def _top_eigenvalue(chunks: Iterator[Tensor]) -> float:
-    """Upper bound on the largest eigenvalue of all Hermitian matrices in all chunks, inf if the certificate fails.
+    """Upper bound on the largest eigenvalue of all Hermitian matrices in all chunks, inf if the
+    certificate fails.
 
-    The shift only grows: what was certified against a smaller one stays certified, so each matrix is factorised about
-    once, and a better guess is looked for only among those that fail.
+    The shift only grows: what was certified against a smaller one stays certified, so each matrix
+    is factorised about once, and a better guess is looked for only among those that fail.
     """
-    proven, shift = (
-        0.0,
-        0.25,
-    )  # the mean of the diagonal of G over the grid is |row|^2, and one weight is at least 1/2
+    # the mean of the diagonal of G over the grid is |row|^2, and one weight is at least 1/2
+    proven = 0.0
+    shift = 0.25
     for grams in chunks:
         for attempt in range(_ATTEMPTS):
             if attempt > 0:
@@ -368,7 +394,9 @@ def _top_eigenvalue(chunks: Iterator[Tensor]) -> float:
 
 
 def _guess(grams: Tensor, attempt: int) -> float:
-    """About the largest eigenvalue of all matrices: roughly on all, then with care on the one that looks largest."""
+    """About the largest eigenvalue of all matrices: roughly on all, then with care on the one that
+    looks largest.
+    """
     import torch
 
     if grams.shape[-1] <= _FULL_SOLVER_SIDE:
@@ -381,9 +409,11 @@ def _guess(grams: Tensor, attempt: int) -> float:
 def _vector_norm(
     vectors: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis], largest: float
 ) -> float:
-    """The case of one channel on one side (depthwise): the largest |sum_q v_q exp(i nu q)|, vectors (taps, g, c).
+    """The case of one channel on one side (depthwise): the largest |sum_q v_q exp(i nu q)|, vectors
+    (taps, g, c).
 
-    Both parts of each entry are wrong by at most gamma_{taps + 34} B, B = sum_q |v_q|, whose norm is at most `largest`.
+    Both parts of each entry are wrong by at most gamma_{taps + 34} B, B = sum_q |v_q|, whose norm
+    is at most `largest`.
     """
     count, groups, length = vectors.shape
     flat = vectors.flatten(1)

@@ -1,9 +1,12 @@
-"""Differentiable estimates of what `convolution.conv_norm` proves, from below, warm-started between steps. Never a bound.
+"""Differentiable estimates of what `convolution.conv_norm` proves, from below, warm-started between
+steps. Never a bound.
 
-The estimate follows the bound that counts for the geometry, so that training sees the number that is proven at the end:
-windows that are disjoint: the reshaped kernel; a small operator: itself, by convolutions with the real padding; else the
-torus, where V(nu) = sum_q V_q exp(i nu q) is small and all frequencies iterate at once: the largest is found whatever
-singular values lie close together, and a new one takes over as soon as it is the largest.
+The estimate follows the bound that counts for the geometry, so that training sees the number that
+is proven at the end:
+windows that are disjoint: the reshaped kernel; a small operator: itself, by convolutions with the
+real padding; else the torus, where V(nu) = sum_q V_q exp(i nu q) is small and all frequencies
+iterate at once: the largest is found whatever singular values lie close together, and a new one
+takes over as soon as it is the largest.
 """
 
 import itertools
@@ -31,9 +34,11 @@ _FOURIER_ENTRIES = 2**24  # of all V(nu), complex64: 128 MiB. Beyond it the oper
 
 @dataclass(frozen=True)
 class Geometry:
-    """A zero-padded convolution without its weight: numbers per axis, (before, after) of the padding, input pixels.
+    """A zero-padded convolution without its weight: numbers per axis, (before, after) of the
+    padding, input pixels.
 
-    transposed: the adjoint of such a convolution, from images of input_size, for every output padding.
+    transposed: the adjoint of such a convolution, from images of input_size, for every output
+        padding.
     """
 
     stride: tuple[int, ...]
@@ -47,7 +52,8 @@ class Geometry:
 def convolution_estimate(
     weight: Tensor, geometry: Geometry, vectors: dict[str, Tensor], name: str, iterations: int
 ) -> Tensor:
-    """About sigma(conv), at most what is proven for it: weight as in `conv_norm` -> () in float64, with gradient.
+    """About sigma(conv), at most what is proven for it: weight as in `conv_norm` -> () in float64,
+    with gradient.
 
     vectors: what `name` iterates on, renewed in place. iterations: of this call.
     """
@@ -126,7 +132,9 @@ def _operator(
 def _torus(
     kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int
 ) -> Tensor:
-    """max over frequencies and groups of sigma(V(nu)). Complex numbers are pairs: real products are much faster."""
+    """max over frequencies and groups of sigma(V(nu)). Complex numbers are pairs: real products are
+    much faster.
+    """
     with torch.no_grad():
         shifts, taps = _polyphase(kernels.detach(), axes)
         flip = taps.shape[2] > taps.shape[3]
@@ -182,7 +190,9 @@ def _all_waves(
 
 
 def _of_taps(slopes: Tensor, axes: list[_Axis]) -> Tensor:
-    """Return the inverse of the polyphase arrangement: (shifts, out, in, residues) -> (out, in, k, k')."""
+    """Return the inverse of the polyphase arrangement: (shifts, out, in, residues) -> (out, in, k,
+    k').
+    """
     places = [[divmod(axis.dilation * j, axis.stride) for j in range(axis.kernel)] for axis in axes]
     pairs = list(itertools.product(*places))
     shifts = sorted({tuple(q for q, _ in pair) for pair in pairs})

@@ -11,11 +11,13 @@ MOST_STEPS = 96
 
 
 def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, Tensor]:
-    """Guess the largest eigenvalue of each Hermitian matrix: (b, m, m) -> (b,), and (b,) whether it looks converged.
+    """Guess the largest eigenvalue of each Hermitian matrix: (b, m, m) -> (b,), and (b,) whether it
+    looks converged.
 
     Lanczos in single precision (half the memory traffic; the error of the Ritz vector enters
-    squared) with full reorthogonalisation and a fixed start, then one Rayleigh quotient in double precision.
-    The distance to the nearest eigenvalue is at most r and, with a gap g to the others, r^2 / g (r the residual).
+    squared) with full reorthogonalisation and a fixed start, then one Rayleigh quotient in double
+    precision. The distance to the nearest eigenvalue is at most r and, with a gap g to the others,
+    r^2 / g (r the residual).
     """
     import torch
 
@@ -31,14 +33,14 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
     for step in range(steps):
         basis[:, step] = vector
         image = torch.matmul(single, vector.unsqueeze(-1))
-        known = basis[:, : step + 1]
-        for again in (
+        vectors_so_far = basis[:, : step + 1]
+        for unconverged in (
             False,
             True,
         ):  # once is not enough: the orthogonality decays and ghosts above the spectrum appear
-            coefficients = torch.matmul(known.conj(), image)
-            image = image - torch.matmul(known.mT, coefficients)
-            if not again:
+            coefficients = torch.matmul(vectors_so_far.conj(), image)
+            image = image - torch.matmul(vectors_so_far.mT, coefficients)
+            if not unconverged:
                 tridiagonal[:, step, step] = coefficients[:, -1, 0].real
         length = torch.linalg.vector_norm(image, dim=-2)
         if step + 1 == steps or (step >= 23 and step % 8 == 7):
@@ -49,13 +51,14 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
             converged = torch.minimum(residual, residual * residual / gap) <= 1e-7 * value
             if step + 1 == steps or bool(converged.all()):
                 break
-        # An invariant subspace is exhausted when the image vanishes: go on with zeros instead of noise.
+        # An invariant subspace is exhausted when the image vanishes: go on with zeros instead of
+        # noise.
         length = torch.where(length > 1e-5 * tridiagonal[:, 0, :1].abs(), length, 0.0)
         vector = (
             image / length.clamp_min(1e-30).unsqueeze(-1) * (length > 0).unsqueeze(-1)
         ).squeeze(-1)
         tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = length[:, 0]
-    top = torch.matmul(vectors[:, None, :, -1].to(known.dtype), known).to(
+    top = torch.matmul(vectors[:, None, :, -1].to(vectors_so_far.dtype), vectors_so_far).to(
         grams.dtype
     )  # (b, 1, m): a row
     image = torch.matmul(grams, top.mT)
@@ -66,7 +69,9 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
 
 
 def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`lanczos_guess` of one real matrix: of ordinary sizes, the calls of a batch take longer than what they compute."""
+    """`lanczos_guess` of one real matrix: of ordinary sizes, the calls of a batch take longer than
+    what they compute.
+    """
     import torch
 
     side = len(gram)
@@ -78,10 +83,10 @@ def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     converged = False
     for step in range(steps):
         image = torch.mv(single, basis[step])
-        known = basis[: step + 1]
-        coefficients = torch.mv(known, image)
-        image.addmv_(known.T, coefficients, alpha=-1.0)
-        image.addmv_(known.T, torch.mv(known, image), alpha=-1.0)
+        vectors_so_far = basis[: step + 1]
+        coefficients = torch.mv(vectors_so_far, image)
+        image.addmv_(vectors_so_far.T, coefficients, alpha=-1.0)
+        image.addmv_(vectors_so_far.T, torch.mv(vectors_so_far, image), alpha=-1.0)
         tridiagonal[step, step] = coefficients[-1]
         length = float(torch.dot(image, image)) ** 0.5
         if step + 1 == steps or (step >= 23 and step % 8 == 7):
@@ -99,6 +104,6 @@ def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         else:
             torch.mul(image, 1.0 / length, out=basis[step + 1])
         tridiagonal[step, step + 1] = tridiagonal[step + 1, step] = length
-    top = torch.mv(known.T, vectors[:, -1]).double()
+    top = torch.mv(vectors_so_far.T, vectors[:, -1]).double()
     energy = torch.dot(top, torch.mv(gram, top)) / torch.dot(top, top).clamp_min(1e-300)
     return energy.view(1), torch.tensor([converged])

@@ -1,6 +1,8 @@
-"""Power iteration with a memory: singular vectors are kept between calls, so that one iteration a step is enough.
+"""Power iteration with a memory: singular vectors are kept between calls, so that one iteration a
+step is enough.
 
-What it finds approaches spectral norms from below. For losses, penalties and projections; never a bound.
+What it finds approaches spectral norms from below. For losses, penalties and projections; never a
+bound.
 """
 
 from collections.abc import Sequence
@@ -17,11 +19,13 @@ _LEAST = 1e-30
 def block_norms(
     blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int = 1
 ) -> Tensor:
-    """sigma(W_g) of every W_g at once, with gradient u v^T: (g, m, n) -> (g,). vectors[name], (g, m), is renewed."""
+    """sigma(W_g) of every W_g at once, with gradient u v^T: (g, m, n) -> (g,). vectors[name], (g,
+    m), is renewed.
+    """
     fixed = blocks.detach()
     with torch.no_grad():
-        known = warm(vectors.get(name), blocks.shape[:2], fixed)
-        u = leading(fixed) if known is None else known.unsqueeze(-1)
+        start = warm(vectors.get(name), blocks.shape[:2], fixed)
+        u = leading(fixed) if start is None else start.unsqueeze(-1)
         for _ in range(max(1, iterations)):
             v = unit(fixed.mT @ u)
             u = unit(fixed @ v)
@@ -30,7 +34,9 @@ def block_norms(
 
 
 def leading(blocks: Tensor) -> Tensor:
-    """Return the first left singular vectors, to start from; exact where that is cheap: (g, m, n) -> (g, m, 1)."""
+    """Return the first left singular vectors, to start from; exact where that is cheap: (g, m, n)
+    -> (g, m, 1).
+    """
     count, rows, columns = blocks.shape
     side = min(rows, columns)
     sound = bool(torch.isfinite(blocks.abs()).all())  # LAPACK does not take NaN
@@ -45,9 +51,9 @@ def leading(blocks: Tensor) -> Tensor:
     return u
 
 
-def warm(known: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor | None:
+def warm(vector: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor | None:
     """Return the vectors of the last call, if they fit."""
-    return known.to(like) if known is not None and known.shape == torch.Size(shape) else None
+    return vector.to(like) if vector is not None and vector.shape == torch.Size(shape) else None
 
 
 def random_like(shape: Sequence[int], like: Tensor) -> Tensor:

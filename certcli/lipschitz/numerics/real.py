@@ -1,9 +1,10 @@
 """Non-negative numbers that always round up, with an exponent that does not overflow.
 
-A bound of a deep pre-norm network exceeds 1e308, so a number is mantissa * 2**exponent with a Python integer exponent.
-Every operation returns a value >= the exact result on its operands: IEEE 754 rounds +, *, / and sqrt correctly, so the next
-float above the rounded result is an upper bound, and scaling by a power of two is exact. This file needs no torch: with it
-alone a proof in JSON is checked again.
+A bound of a deep pre-norm network exceeds 1e308, so a number is mantissa * 2**exponent with a
+Python integer exponent. Every operation returns a value >= the exact result on its operands: IEEE
+754 rounds +, *, / and sqrt correctly, so the next
+float above the rounded result is an upper bound, and scaling by a power of two is exact. This file
+needs no torch: with it alone a proof in JSON is checked again.
 """
 
 import math
@@ -37,7 +38,8 @@ class Real:
             object.__setattr__(self, "exponent", self.exponent + shift)
 
     def __add__(self, other: "Real | float") -> "Real":
-        a, b = self, as_real(other)
+        a = self
+        b = as_real(other)
         if b.mantissa == 0:
             return a
         if a.mantissa == 0:
@@ -110,7 +112,9 @@ class Real:
         return not math.isinf(self.mantissa)
 
     def log10(self) -> float:
-        """Return log10 in double precision, for display: -inf for 0, inf for inf, finite beyond float64."""
+        """Return log10 in double precision, for display: -inf for 0, inf for inf, finite beyond
+        float64.
+        """
         if self.mantissa == 0:
             return -math.inf
         return math.log10(self.mantissa) + self.exponent * math.log10(2)
@@ -129,7 +133,8 @@ class Real:
         if (
             first >= 10**digits
         ):  # rounded up to a power of ten, or the logarithm was rounded down from there
-            first, whole = -(-first // 10), whole + 1
+            first = -(-first // 10)
+            whole = whole + 1
         if near:
             return f"{float(first * Fraction(10) ** (whole - digits + 1)):.4g}"
         return f"{first // 100}.{first % 100:02d}e{whole:+d}"

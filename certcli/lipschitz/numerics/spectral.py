@@ -1,32 +1,39 @@
-"""sigma(M) <= s, proven: spectral norms of weight matrices as upper bounds in float64, never as estimates.
+"""sigma(M) <= s, proven: spectral norms of weight matrices as upper bounds in float64, never as
+estimates.
 
-An iterative eigenvalue solver gives a guess, a factorisation proves it, and every rounding error is accounted for.
-Notation: u = 2^-53, gamma_k = k u / (1 - k u), |.| the spectral norm, |.|_F the Frobenius norm, W the (m, n) matrix
-with m <= n (else its transpose), multiplied by a power of two so that its largest entry lies in [1/2, 1).
+An iterative eigenvalue solver gives a guess, a factorisation proves it, and every rounding error is
+accounted for.
+Notation: u = 2^-53, gamma_k = k u / (1 - k u), |.| the spectral norm, |.|_F the Frobenius norm, W
+the (m, n) matrix with m <= n (else its transpose), multiplied by a power of two so that its largest
+entry lies in [1/2, 1).
 
-Lemma (inner products; Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1 and (3.13)).
-A sum of k products of floats, in any order, blocked or not, with fused multiply-add or without, has an error of at most
-gamma_k times the sum of the absolute values. So fl(X Y^T) - X Y^T is at most gamma_k |X||Y|^T entry by entry, hence at
-most gamma_k |X|_F |Y|_F in spectral norm. This is the only fact about the library's matrix product that is used.
-It holds for every conventional product; a product of Strassen's kind would need other constants.
+Lemma (inner products; Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1
+and (3.13)). A sum of k products of floats, in any order, blocked or not, with fused multiply-add or
+without, has an error of at most gamma_k times the sum of the absolute values. So fl(X Y^T) - X Y^T
+is at most gamma_k |X||Y|^T entry by entry, hence at most gamma_k |X|_F |Y|_F in spectral norm. This
+is the only fact about the library's matrix product that is used. It holds for every conventional
+product; a product of Strassen's kind would need other constants.
 
-Theorem (docs/bounds.md, section 1.6, with its proof). Let A = fl(W W^T), s a float, T = fl(s I - A), L ANY float matrix,
-C = fl(T - L L^T). Then
+Theorem (docs/bounds.md, section 1.6, with its proof). Let A = fl(W W^T), s a float, T = fl(s I -
+A), L ANY float matrix, C = fl(T - L L^T). Then
 
     sigma(W)^2 <= s + |C|_F + gamma_{m+1} (|T|_F + |L|_F^2) + u |T|_F + gamma_n |W|_F^2.
 
-L is the computed Cholesky factor of T, which makes C tiny (about 1e-14 s) when s exceeds the largest eigenvalue of A.
-Rump's and Higham's (Theorem 10.3) a priori bounds would save the product L L^T, but they assume that the library solves
-triangular systems by plain substitution, while fast libraries invert diagonal blocks instead. The a posteriori residual
-assumes nothing about the factorisation. |W|_F^2 is bounded through tr A >= (1 - gamma_n) (1 - gamma_m) |W|_F^2.
+L is the computed Cholesky factor of T, which makes C tiny (about 1e-14 s) when s exceeds the
+largest eigenvalue of A. Rump's and Higham's (Theorem 10.3) a priori bounds would save the product L
+L^T, but they assume that the library solves triangular systems by plain substitution, while fast
+libraries invert diagonal blocks instead. The a posteriori residual assumes nothing about the
+factorisation. |W|_F^2 is bounded through tr A >= (1 - gamma_n) (1 - gamma_m) |W|_F^2.
 
-Half of the work. W W^T and L L^T are formed in column panels, from the diagonal block downwards. This stands for the
-matrix whose upper blocks mirror the lower ones, for which the entrywise bounds hold as well. With panels, L is the
+Half of the work. W W^T and L L^T are formed in column panels, from the diagonal block downwards.
+This stands for the matrix whose upper blocks mirror the lower ones, for which the entrywise bounds
+hold as well. With panels, L is the
 computed factor without the blocks above its diagonal blocks: again some float matrix.
 
-Underflow. After the scaling s is at least 1/4, while products that underflow lose at most 2^-1022 each, fewer than 2^90
-of them: far below the last ulp that `up` adds. Scaling is exact but for entries that fall below 2^-1022, which are
-covered in the same way.
+Underflow. After the scaling s is at least 1/4, while products that underflow lose at most 2^-1022
+each, fewer than 2^90
+of them: far below the last ulp that `up` adds. Scaling is exact but for entries that fall below
+2^-1022, which are covered in the same way.
 """
 
 from __future__ import annotations
@@ -51,7 +58,8 @@ _FULL_SOLVER_SIDE = {
     "cuda": 32,
 }  # up to here a full eigenvalue solver is as cheap as Lanczos (measured)
 _PANEL = 192  # columns of a Gram matrix formed at a time, and
-_COLUMNS = 512  # columns of the long side cast to double at a time: fastest of 96..1024 on one AVX-512 core
+# columns of the long side cast to double at a time: fastest of 96..1024 on one AVX-512 core
+_COLUMNS = 512
 _BATCH_BYTES = {"cpu": 2**22, "cuda": 2**30}
 
 
@@ -66,7 +74,9 @@ def gamma(terms: int) -> float:
 
 
 def up(x: float, steps: int = 1) -> float:
-    """Return the float64 that lies `steps` ulps above x. One step covers one rounded operation; inf stays inf."""
+    """Return the float64 that lies `steps` ulps above x. One step covers one rounded operation; inf
+    stays inf.
+    """
     for _ in range(steps):
         x = math.nextafter(x, math.inf)
     return x
@@ -78,7 +88,8 @@ def root_up(x: float) -> float:
 
 
 def frobenius_norm(tensor: Tensor) -> float:
-    """|T|_F <= value: sum of squares in float64, any shape, one rounding constant for the whole sum.
+    """|T|_F <= value: sum of squares in float64, any shape, one rounding constant for the whole
+    sum.
 
     Errors: CheckpointError on NaN or infinite entries.
     """
@@ -87,7 +98,8 @@ def frobenius_norm(tensor: Tensor) -> float:
     if tensor.is_floating_point() and tensor.device.type != "mps":
         plain = tensor.detach().reshape(-1).double()
         square = float(torch.dot(plain, plain))
-        # of ordinary size: what products lose by underflow, 2^-1022 each of fewer than 2^60, is far below the last ulp
+        # of ordinary size: what products lose by underflow, 2^-1022 each of fewer than 2^60, is far
+        # below the last ulp
         if 1e-200 < square < 1e200:
             return root_up(up(square * (1.0 + 2.0 * gamma(plain.numel() + 2)), 3))
     scaled, exponent = scale_to_unit(tensor)
@@ -102,10 +114,12 @@ def spectral_norm(matrix: Tensor, error: float = 0.0) -> float:
     """sigma(M) <= value for every real matrix M with |M - matrix|_2 <= error.
 
     matrix: (rows, columns), any float dtype (cast to float64, which is exact), any device.
-    The value is at most 1e-6 above sigma(matrix) + error, relatively, unless the certificate has to fall back.
-    0.0 only for an exactly zero (or empty) matrix without error; inf when the value exceeds float64.
+    The value is at most 1e-6 above sigma(matrix) + error, relatively, unless the certificate has to
+    fall back. 0.0 only for an exactly zero (or empty) matrix without error; inf when the value
+    exceeds float64.
     Errors: CheckpointError on NaN or infinite entries, UsageError on another number of dimensions.
-    Source: theorem in the module's docstring; the idea of proving s I - A >= 0 by Cholesky is Rump's (BIT 46, 2006).
+    Source: theorem in the module's docstring; the idea of proving s I - A >= 0 by Cholesky is
+    Rump's (BIT 46, 2006).
     """
     return spectral_norms([matrix], [error])[0]
 
@@ -115,8 +129,10 @@ def spectral_norms(
 ) -> list[float]:
     """sigma(M_i) <= value_i for every M_i with |M_i - matrices_i|_2 <= errors_i.
 
-    Equal shapes on one device are handled together: in one batch for small matrices and on GPUs, one after the other
-    for large matrices on a CPU (where a batch gains nothing and costs memory). Errors and source: `spectral_norm`.
+    Equal shapes on one device are handled together: in one batch for small matrices and on GPUs,
+    one after the other
+    for large matrices on a CPU (where a batch gains nothing and costs memory). Errors and source:
+    `spectral_norm`.
     """
     import torch
 
@@ -139,7 +155,8 @@ def spectral_norms(
 def unit_exponent(tensor: Tensor) -> int | None:
     """e with max |2^-e * tensor| in [1/2, 1); None for a zero or empty tensor.
 
-    Errors: CheckpointError on NaN or infinite entries, UsageError on a dtype that is not real floating point.
+    Errors: CheckpointError on NaN or infinite entries, UsageError on a dtype that is not real
+    floating point.
     """
     import torch
 
@@ -157,9 +174,11 @@ def unit_exponent(tensor: Tensor) -> int | None:
 
 
 def scale_to_unit(tensor: Tensor) -> tuple[Tensor | None, int]:
-    """tensor = 2^e * scaled with max |scaled| in [1/2, 1), a fresh float64 tensor; (None, 0) for a zero or empty one.
+    """tensor = 2^e * scaled with max |scaled| in [1/2, 1), a fresh float64 tensor; (None, 0) for a
+    zero or empty one.
 
-    Exact, but for entries 2^1000 times smaller than the largest. MPS has no float64: computed on the CPU there.
+    Exact, but for entries 2^1000 times smaller than the largest. MPS has no float64: computed on
+    the CPU there.
     Errors: those of `unit_exponent`.
     """
     exponent = unit_exponent(tensor)
@@ -177,10 +196,12 @@ def unscale(value: float, exponent: int) -> float:
 
 
 def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
-    """lambda_max(A_i) <= value_i (about shifts_i), or inf where shifts_i I - A_i has no Cholesky factor.
+    """lambda_max(A_i) <= value_i (about shifts_i), or inf where shifts_i I - A_i has no Cholesky
+    factor.
 
-    grams: (b, m, m), real symmetric or complex Hermitian, read from the lower block triangle. The theorem of the module
-    without its last term. Each part of an entry of a complex L L^* is a sum of 2 m real products.
+    grams: (b, m, m), real symmetric or complex Hermitian, read from the lower block triangle. The
+    theorem of the module without its last term. Each part of an entry of a complex L L^* is a sum
+    of 2 m real products.
     """
     import torch
 
@@ -193,8 +214,9 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     shifted_square = _square_sum(shifted)
     residual_square = torch.zeros_like(factor_square)
     for first, last in _panels(side, grams.device):
-        below, beside = factor[:, first:, :last], factor[:, first:last, :last]
-        part = torch.baddbmm(shifted[:, first:, first:last], below, beside.mH, alpha=-1)
+        below = factor[:, first:, :last]
+        right = factor[:, first:last, :last]
+        part = torch.baddbmm(shifted[:, first:, first:last], below, right.mH, alpha=-1)
         residual_square += _square_sum(part[:, : last - first]) + 2.0 * _square_sum(
             part[:, last - first :]
         )
@@ -212,7 +234,8 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
         if failed or not math.isfinite(c + t + f):
             values.append(math.inf)
             continue
-        residual, scale = up(root_up(c) * slack), up(root_up(t) * slack)
+        residual = up(root_up(c) * slack)
+        scale = up(root_up(t) * slack)
         values.append(
             up(shift + up(residual + rounding * up(scale + f * slack, 2) + UNIT * scale, 4))
         )
@@ -220,11 +243,14 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
 
 
 def gram_iteration(gram: Tensor, steps: int = 12) -> float:
-    """sigma(A) <= value: G_0 = A, G_{t+1} = G_t^T G_t, sigma(A)^(2^t) <= |G_t|_F, with the errors carried backwards.
+    """sigma(A) <= value: G_0 = A, G_{t+1} = G_t^T G_t, sigma(A)^(2^t) <= |G_t|_F, with the errors
+    carried backwards.
 
-    gram: (m, m) float64. The last resort: it needs no guess and cannot fail. Loose by rank^(1 / 2^(steps + 1)).
-    From |fl(G^T G) - G^T G| <= gamma_m |G|_F^2 =: e_t follows sigma(G_t) <= sqrt(sigma(fl(G_t^T G_t)) + e_t).
-    Source: Delattre et al., Efficient bound of Lipschitz constant for convolutional layers by Gram iteration, 2023.
+    gram: (m, m) float64. The last resort: it needs no guess and cannot fail. Loose by rank^(1 /
+    2^(steps + 1)). From |fl(G^T G) - G^T G| <= gamma_m |G|_F^2 =: e_t follows sigma(G_t) <=
+    sqrt(sigma(fl(G_t^T G_t)) + e_t).
+    Source: Delattre et al., Efficient bound of Lipschitz constant for convolutional layers by Gram
+    iteration, 2023.
     """
     records = []
     current, exponent = scale_to_unit(gram)
@@ -281,10 +307,11 @@ def _norms_of_equal_shapes(matrices: Sequence[Tensor]) -> list[float]:
 
 
 def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
-    """fl(W W^T) of every W = 2^-e stacked, (b, m, n) -> (b, m, m), the upper blocks mirrored from the lower ones.
+    """fl(W W^T) of every W = 2^-e stacked, (b, m, n) -> (b, m, m), the upper blocks mirrored from
+    the lower ones.
 
-    On a CPU large matrices are cast to double by column blocks that stay in the cache: a double copy of the whole
-    would cost more page faults than arithmetic. The lemma covers blocked sums.
+    On a CPU large matrices are cast to double by column blocks that stay in the cache: a double
+    copy of the whole would cost more page faults than arithmetic. The lemma covers blocked sums.
     """
     import torch
 
@@ -292,8 +319,8 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
     device = _float64_device(stacked.device)
     width = _COLUMNS if batch == 1 and device.type == "cpu" else length
     grams = torch.zeros(batch, side, side, dtype=torch.float64, device=device)
-    for left in range(0, length, width):
-        block = _scaled(stacked[:, :, left : left + width], exponents)
+    for first_column in range(0, length, width):
+        block = _scaled(stacked[:, :, first_column : first_column + width], exponents)
         for first, last in _panels(side, device):
             grams[:, first:, first:last].baddbmm_(block[:, first:], block[:, first:last].mT)
     for first, last in _panels(side, device):
@@ -302,7 +329,9 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
 
 
 def _scaled(stacked: Tensor, exponents: list[int]) -> Tensor:
-    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...); in two exact steps, because 2^-e itself may overflow."""
+    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...); in two exact steps, because 2^-e
+    itself may overflow.
+    """
     import torch
 
     source = stacked.to(_float64_device(stacked.device))
@@ -329,9 +358,11 @@ def _float64_device(device: torch.device) -> torch.device:
 
 
 def top_eigenvalues(grams: Tensor) -> list[float]:
-    """lambda_max(A_i) <= value_i for positive semidefinite matrices with entries of ordinary size: (b, m, m), float64.
+    """lambda_max(A_i) <= value_i for positive semidefinite matrices with entries of ordinary size:
+    (b, m, m), float64.
 
-    Guess, certificate; where that fails a full eigenvalue solver as guess; where that fails Gram iteration.
+    Guess, certificate; where that fails a full eigenvalue solver as guess; where that fails Gram
+    iteration.
     """
     import torch
 

@@ -1,4 +1,6 @@
-"""The trainable arithmetic of the rules: torch tensors with gradients, for losses. Its numbers are never shown."""
+"""The trainable arithmetic of the rules: torch tensors with gradients, for losses. Its numbers are
+never shown.
+"""
 
 from collections import Counter
 
@@ -11,15 +13,19 @@ from certcli.lipschitz.numerics.power import COLD, block_norms, leading, warm
 
 
 class TrainableArithmetic(Arithmetic):
-    """Differentiable estimates of the same numbers. Power iteration approaches spectral norms from below.
+    """Differentiable estimates of the same numbers. Power iteration approaches spectral norms from
+    below.
 
-    Matrices stay in the network's precision, scalars are float64: the bound of an untrained network is a product of many
-    factors, beyond float32. Without gradients (an evaluation, once an epoch) a norm gets at least 30 iterations, because
-    the vectors of training lag behind weights that move fast.
+    Matrices stay in the network's precision, scalars are float64: the bound of an untrained network
+    is a product of many factors, beyond float32. Without gradients (an evaluation, once an epoch) a
+    norm gets at least 30 iterations, because the vectors of training lag behind weights that move
+    fast.
 
     Attributes:
-        vectors: Singular vectors by name, kept between steps, so that one iteration a step is enough.
-        orthogonal: id() of the parameters that the optimiser keeps orthogonal: their norm is 1, without a useful gradient.
+        vectors: Singular vectors by name, kept between steps, so that one iteration a step is
+            enough.
+        orthogonal: id() of the parameters that the optimiser keeps orthogonal: their norm is 1,
+            without a useful gradient.
     """
 
     rigorous = False
@@ -38,7 +44,9 @@ class TrainableArithmetic(Arithmetic):
         self._uses.clear()
 
     def _own(self, name: str) -> str:
-        """Return a name for this matrix alone: a function may be called several times in one module."""
+        """Return a name for this matrix alone: a function may be called several times in one
+        module.
+        """
         self._uses[name] += 1
         return name if self._uses[name] == 1 else f"{name}#{self._uses[name]}"
 
@@ -66,7 +74,8 @@ class TrainableArithmetic(Arithmetic):
     def sigma(self, matrix: Matrix, name: str = "") -> Tensor:
         if matrix.key in self.orthogonal:
             return self.const(1.0)
-        w, name = matrix.tensor, self._own(name)
+        w = matrix.tensor
+        name = self._own(name)
         steps = self._steps
         with torch.no_grad():
             fixed = w.detach()
@@ -138,6 +147,8 @@ class TrainableArithmetic(Arithmetic):
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors in one precision on one device: a constant in float64 meets the network's float32."""
+    """Return both tensors in one precision on one device: a constant in float64 meets the network's
+    float32.
+    """
     b = b.to(a.device)
     return (a, b) if a.dtype == b.dtype else (a.float(), b.float())

@@ -1,4 +1,6 @@
-"""All rules, one theorem each: importing this package registers them in `certcli.lipschitz.table.rules`."""
+"""All rules, one theorem each: importing this package registers them in
+`certcli.lipschitz.table.rules`.
+"""
 
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 

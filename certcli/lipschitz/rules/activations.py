@@ -1,7 +1,7 @@
 """Activations: one table for modules, functions and methods. Proofs: docs/bounds.md, section 3.
 
-A row reads options from the module's attributes or from the call's arguments, which have the same names, and returns the
-curve's bounds, or refuses options for which there are none.
+A row reads options from the module's attributes or from the call's arguments, which have the same
+names, and returns the curve's bounds, or refuses options for which there are none.
 """
 
 import inspect
@@ -24,7 +24,8 @@ from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.activations import ClippedReLU
 
-# sup |f'|, rounded up. GELU: Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518..., 1.12 (as published) is below it.
+# sup |f'|, rounded up. GELU: Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518..., 1.12 (as
+# published) is below it.
 GELU_SLOPE = 1.12890415
 GELU_TANH_SLOPE = 1.12901
 SILU_SLOPE = 1.0998394
@@ -47,8 +48,9 @@ class Curve:
 def applied(ctx: Context, x: Value, curve: Curve) -> Value:
     """Return the value after a curve, entry by entry."""
     x = ctx.settle(x)
-    old, arith = x.size, ctx.arith
-    growth, most, through_0 = (
+    old = x.size
+    arith = ctx.arith
+    growth, maximum, through_0 = (
         arith.const(curve.growth),
         curve.most,
         curve.offset == 0 and math.isfinite(curve.growth),
@@ -56,10 +58,10 @@ def applied(ctx: Context, x: Value, curve: Curve) -> Value:
 
     def peak() -> Any:
         if not math.isfinite(curve.growth):
-            return arith.const(most)
+            return arith.const(maximum)
         grown = growth * old.peak
         grown = grown if through_0 else grown + arith.const(curve.offset)
-        return arith.minimum(grown, arith.const(most)) if math.isfinite(most) else grown
+        return arith.minimum(grown, arith.const(maximum)) if math.isfinite(maximum) else grown
 
     return ctx.chain(
         x,
@@ -76,7 +78,8 @@ def applied(ctx: Context, x: Value, curve: Curve) -> Value:
 def activation(
     *modules: type[nn.Module], functions: tuple[Any, ...] = (), methods: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Curve]], Callable[..., Curve]]:
-    """Register a function from options to a curve; modules have the options as attributes, functions as arguments.
+    """Register a function from options to a curve; modules have the options as attributes,
+    functions as arguments.
 
     The option `dtype` is neither: it is the precision in which the network runs.
     """
@@ -87,17 +90,17 @@ def activation(
             [option for name, option in parameters.items() if name != "dtype"]
         )
 
-        def known(ctx: Context, given: dict[str, Any]) -> Curve:
-            for value in given.values():
+        def curve_of(ctx: Context, arguments: dict[str, Any]) -> Curve:
+            for value in arguments.values():
                 if isinstance(value, (int, float, Tensor)) and bool(
                     torch.isnan(torch.as_tensor(value)).any()
                 ):
                     raise NoRule("an option that is not a number")
-            return curve(**given, **({"dtype": ctx.dtype} if "dtype" in parameters else {}))
+            return curve(**arguments, **({"dtype": ctx.dtype} if "dtype" in parameters else {}))
 
         def of_module(ctx: Context, module: nn.Module, x: Value) -> Value:
             return applied(
-                ctx, x, known(ctx, {name: getattr(module, name) for name in options.parameters})
+                ctx, x, curve_of(ctx, {name: getattr(module, name) for name in options.parameters})
             )
 
         def of_call(
@@ -106,15 +109,15 @@ def activation(
             ctx.require(isinstance(x, Value), "an option that depends on the image")
             if len(args) == len(options.parameters) + 1 and isinstance(args[-1], bool):
                 args = args[:-1]  # inplace, which every functional form has last
-            given = options.bind(*args, **named)
-            given.apply_defaults()
+            arguments = options.bind(*args, **named)
+            arguments.apply_defaults()
             plain = {
                 name: v.tensor if isinstance(v, Constant) else v
-                for name, v in given.arguments.items()
+                for name, v in arguments.arguments.items()
             }
             if any(isinstance(value, Value) for value in plain.values()):
                 raise NoRule("an option that depends on the image")
-            return applied(ctx, x, known(ctx, plain))
+            return applied(ctx, x, curve_of(ctx, plain))
 
         rules.module(*modules)(of_module)
         rules.function(*functions)(of_call)
@@ -201,14 +204,16 @@ def hard_tanh(min_val: float = -1.0, max_val: float = 1.0) -> Curve:
 
 
 def clamped(low: Tensor | None, high: Tensor | None) -> Curve:
-    """Return the curve t -> min(max(t, low), high): at most |t| if 0 lies between the limits, else |t| or a limit."""
+    """Return the curve t -> min(max(t, low), high): at most |t| if 0 lies between the limits, else
+    |t| or a limit.
+    """
     limits = [limit.detach().double() for limit in (low, high) if limit is not None]
     _need(not any(bool(torch.isnan(limit).any()) for limit in limits), "clamping to NaN")
     around_0 = (low is None or bool((low <= 0).all())) and (high is None or bool((high >= 0).all()))
     largest = max((float(limit.abs().max()) for limit in limits), default=0.0)
-    most = largest if len(limits) == 2 else math.inf
+    maximum = largest if len(limits) == 2 else math.inf
     return Curve(
-        1.0, "clamping has slope at most 1", offset=0.0 if around_0 else largest, most=most
+        1.0, "clamping has slope at most 1", offset=0.0 if around_0 else largest, most=maximum
     )
 
 
@@ -281,9 +286,11 @@ def hard_sigmoid() -> Curve:
 def softplus(
     beta: float = 1.0, threshold: float = 20.0, *, dtype: torch.dtype | None = None
 ) -> Curve:
-    """log(1 + exp(beta t)) / beta; for beta t > T torch returns t, a jump of log(1 + exp(-T)) / beta.
+    """log(1 + exp(beta t)) / beta; for beta t > T torch returns t, a jump of log(1 + exp(-T)) /
+    beta.
 
-    A function with a jump has no constant: refused unless the jump is below the rounding of T itself.
+    A function with a jump has no constant: refused unless the jump is below the rounding of T
+    itself.
     """
     _need(0 < beta < math.inf, "softplus with beta that is not positive and finite")
     rounding = torch.finfo(dtype or torch.float64).eps / 2

@@ -1,4 +1,6 @@
-"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md, 8.1 and 8.2."""
+"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md,
+8.1 and 8.2.
+"""
 
 import math
 import operator
@@ -42,7 +44,9 @@ def add_values(
 
 
 def _constant(ctx: Context, x: Value) -> bool:
-    """Tell whether a tensor is proven not to depend on the image: the branch of a weight that is exactly 0."""
+    """Tell whether a tensor is proven not to depend on the image: the branch of a weight that is
+    exactly 0.
+    """
     follows = isinstance(x.waiting, (Scores, Probabilities))
     return ctx.arith.rigorous and not follows and ctx.settle(x).base == ctx.arith.const(0.0)
 
@@ -52,7 +56,9 @@ def _is_zero(matrix: Matrix | None) -> bool:
 
 
 def _known(ctx: Context, x: Value, axis: int, features: int) -> Matrix:
-    """Return the vector that each fibre of a constant tensor is: the bias of a map of weight 0, else a ball about 0."""
+    """Return the vector that each fibre of a constant tensor is: the bias of a map of weight 0,
+    else a ball about 0.
+    """
     pending = x.pending
     bias = (
         None
@@ -87,9 +93,12 @@ def add(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
 
 
 def _translated(ctx: Context, x: Value, shift: Any) -> Value:
-    """Return x + constant, added to the linear map or convolution that waits if it varies along its features only."""
+    """Return x + constant, added to the linear map or convolution that waits if it varies along its
+    features only.
+    """
     shape = tuple(ctx.shape)
-    axis, tensor = feature_axis(x), as_tensor(ctx, shift)
+    axis = feature_axis(x)
+    tensor = as_tensor(ctx, shift)
     axes = [a - tensor.dim() for a, n in enumerate(tensor.shape) if n > 1]
     along = (
         bool(shape)
@@ -100,17 +109,18 @@ def _translated(ctx: Context, x: Value, shift: Any) -> Value:
     if not along or isinstance(x.waiting, Scores):
         return shifted(ctx, x, shift)
     if axes and axis != axes[0]:
-        x, axis = ctx.settle(x), axes[0]
+        x = ctx.settle(x)
+        axis = axes[0]
     elif axis is None:
         axis = 1 - len(shape) if len(shape) == 4 else -1
         x = ctx.settle(x)
-    known = shifted(ctx, x, shift).size if x.waiting is None else None
+    size = shifted(ctx, x, shift).size if x.waiting is None else None
     column = ctx.arith.matrix(tensor.reshape(-1, 1).expand(shape[axis], 1))
     x = shift_features(ctx, x, column, axis)
     return (
         x
-        if known is None or x.pending is None
-        else replace(x, waiting=replace(x.pending, result=known))
+        if size is None or x.pending is None
+        else replace(x, waiting=replace(x.pending, result=size))
     )
 
 
@@ -143,7 +153,9 @@ def as_tensor(ctx: Context, constant: Any) -> torch.Tensor:
 
 
 def shifted(ctx: Context, x: Value, shift: Any) -> Value:
-    """Return x + a constant, settled unless x are scores. Only the sizes of the constant's entries count."""
+    """Return x + a constant, settled unless x are scores. Only the sizes of the constant's entries
+    count.
+    """
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
         # softmax of scores plus any constant: the attention theorems hold for every constant
@@ -151,7 +163,8 @@ def shifted(ctx: Context, x: Value, shift: Any) -> Value:
         return replace(x, waiting=replace(x.waiting, shifted=True, hidden=hidden))
     x = ctx.spread(ctx.settle(x), shape)
     tensor = as_tensor(ctx, shift)
-    old, arith = x.size, ctx.arith
+    old = x.size
+    arith = ctx.arith
 
     def longest() -> Any:
         # of fibres that repeat, the distinct ones are enough
@@ -187,7 +200,9 @@ def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Val
 @rules.method("masked_fill", "masked_fill_")
 @rules.function(torch.masked_fill)
 def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
-    """Constants in fixed places move nothing; in scores -inf is a mask, a number replaces scores (remark in 5.2)."""
+    """Constants in fixed places move nothing; in scores -inf is a mask, a number replaces scores
+    (remark in 5.2).
+    """
     ctx.constant_tensor(mask)
     ctx.require(tuple(x.shape) == tuple(ctx.shape), "a mask that repeats the tensor")
     ctx.require(not isinstance(value, Value), "filling with a number that depends on the image")
@@ -196,14 +211,15 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
     )
     ctx.require(not math.isnan(filling) and filling != math.inf, f"filling with {filling}")
     if isinstance(x.waiting, Scores):
-        hides, scores = filling == -math.inf, x.waiting
-        found = replace(
+        hides = filling == -math.inf
+        scores = x.waiting
+        masked = replace(
             scores,
             shifted=True,
             replaced=scores.replaced or not hides,
             hidden=scores.hidden or hides,
         )
-        return replace(x, waiting=found)
+        return replace(x, waiting=masked)
     ctx.require(filling > -math.inf, "filling with -inf")
     x = ctx.settle(x)
     old = x.size
@@ -218,7 +234,9 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
 
 
 def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
-    """Return (1 - t, t) for t = sigmoid(theta), rounded up by 2^-40, far above the error of float64 exp."""
+    """Return (1 - t, t) for t = sigmoid(theta), rounded up by 2^-40, far above the error of float64
+    exp.
+    """
     if ctx.arith.rigorous:
         t = float(torch.sigmoid(theta.detach().double()))
         slack = 2.0**-40
@@ -231,9 +249,9 @@ def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
 def convex_residual(ctx: Context, module: ConvexResidual, x: Value, branch: Value) -> Value:
     """(1 - t) x + t f: constant (1 - t) + t Lip(f) relative to x."""
     keep, share = _share(ctx, module.theta)
-    kept = scaled(ctx, x, keep, "1 - t of a convex residual")
+    scaled_input = scaled(ctx, x, keep, "1 - t of a convex residual")
     added = scaled(ctx, branch, share, "t of a convex residual")
-    return add_values(ctx, kept, added, "convex residual: (1 - t) Lip(x) + t Lip(f)")
+    return add_values(ctx, scaled_input, added, "convex residual: (1 - t) Lip(x) + t Lip(f)")
 
 
 @rules.module(WeightedResidual)

@@ -32,8 +32,8 @@ def add_matrix_product(
     product = product if alpha == 1 else _times(ctx, product, float(alpha))
     if beta == 0:  # torch does not read x then
         ctx.require(moving, "a product of constants")
-        known: Value = product
-        return known
+        matrix_product: Value = product
+        return matrix_product
     return _plus(ctx, x if beta == 1 else _times(ctx, x, float(beta)), product)
 
 

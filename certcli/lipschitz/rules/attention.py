@@ -23,12 +23,15 @@ def dot_product_attention(
     ctx: Context, module: Attention, x: Value, attn_mask: Any = None, is_causal: bool = False
 ) -> Value:
     ctx.require(not isinstance(attn_mask, Value), "an attention mask that depends on the image")
-    qkv, proj = (module.qkv.weight, module.qkv.bias), (module.proj.weight, module.proj.bias)
+    qkv = (module.qkv.weight, module.qkv.bias)
+    proj = (module.proj.weight, module.proj.bias)
     return self_attention(ctx, x, qkv, proj, module.num_heads, int(x.shape[-2]), "proj")
 
 
 def _covered(module: nn.MultiheadAttention) -> bool:
-    """Tell whether one matrix makes queries, keys and values, and the module adds no keys or values of its own."""
+    """Tell whether one matrix makes queries, keys and values, and the module adds no keys or values
+    of its own.
+    """
     extras = (
         module.bias_k,
         module.bias_v,
@@ -60,7 +63,9 @@ def multihead_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> list[Any]:
-    """torch's attention of one tensor with itself, the same function on its fast path and off it; masks are constants."""
+    """torch's attention of one tensor with itself, the same function on its fast path and off it;
+    masks are constants.
+    """
     ctx.require(
         isinstance(query, Value) and query is key and key is value,
         "attention between different tensors",
@@ -80,10 +85,8 @@ def multihead_attention(
             )
     ctx.require(len(query.shape) in (2, 3), "tokens of another shape than (b, n, d)")
     tokens = query.shape[1 if len(query.shape) == 3 and module.batch_first else 0]
-    qkv, proj = (
-        (module.in_proj_weight, module.in_proj_bias),
-        (module.out_proj.weight, module.out_proj.bias),
-    )
+    qkv = (module.in_proj_weight, module.in_proj_bias)
+    proj = (module.out_proj.weight, module.out_proj.bias)
     result = self_attention(
         ctx.at(tuple(query.shape)), query, qkv, proj, module.num_heads, int(tokens), "out_proj"
     )
@@ -101,8 +104,9 @@ def self_attention(
 ) -> Value:
     """Return dot-product attention on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d).
 
-    The constant is sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h / sqrt(dh) and the norm's
-    scale folded in. A mask is a constant in the scores, for which the theorem holds as well.
+    The constant is sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h /
+    sqrt(dh) and the norm's scale folded in. A mask is a constant in the scores, for which the
+    theorem holds as well.
 
     Args:
         name: Of the module of the output map.
@@ -111,14 +115,16 @@ def self_attention(
     """
     arith = ctx.arith
     folded = ctx.fold(x, *qkv_map)
-    x, qkv = folded, folded.pending
+    x = folded
+    qkv = folded.pending
     assert qkv is not None
     radius = x.size.fibre
     if arith.rigorous and not radius.finite:
         raise NoRule(
             "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)"
         )
-    weights, bias = qkv.effective(arith), qkv.bias
+    weights = qkv.effective(arith)
+    bias = qkv.bias
     if weights is None:
         raise AssertionError("a linear layer has a matrix")
     inner = weights.shape[0] // 3
@@ -131,7 +137,8 @@ def self_attention(
 
     ctx.require(out_map[0].shape[1] == inner, "attention with another inner width")
     sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
-    score, alphas = [], []
+    score = []
+    alphas = []
     value = arith.sigmas([head(2, h) for h in range(heads)], f"{ctx.path}.value.head")
     pairs = [(head(1, h), head(0, h)) for h in range(heads)]
     for h, product in enumerate(arith.sigma_products(pairs, f"{ctx.path}.score")):

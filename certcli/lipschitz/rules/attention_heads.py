@@ -1,6 +1,7 @@
 """Multi-head attention: its linear maps head by head, and the sums that bound all heads together.
 
-The output of head h moves by at most sum_t c_th |dy_th| over its maps y_t (queries, keys, values), and every head has an
+The output of head h moves by at most sum_t c_th |dy_th| over its maps y_t (queries, keys, values),
+and every head has an
 output of its own. Proofs: docs/bounds.md, section 5.4.
 """
 
@@ -22,7 +23,9 @@ from certcli.nn.attention import LipschitzAttention
 
 @dataclass(frozen=True)
 class HeadMap:
-    """u -> W u + b on tokens |u| <= radius, with the map that was pending folded in; head h has the h-th rows of W."""
+    """u -> W u + b on tokens |u| <= radius, with the map that was pending folded in; head h has the
+    h-th rows of W.
+    """
 
     arith: Arithmetic
     matrix: Matrix
@@ -64,8 +67,10 @@ class HeadMap:
 def head_maps(
     ctx: Context, x: Value, module: LipschitzAttention, *names: str
 ) -> tuple[Value, list[HeadMap]]:
-    """Return the tokens that the maps of an attention act on, and the maps, by the names of their layers."""
-    found = []
+    """Return the tokens that the maps of an attention act on, and the maps, by the names of their
+    layers.
+    """
+    maps = []
     for name in names:
         layer = getattr(module, name)
         ctx.require(runs_known_code(layer, nn.Linear), "a replaced linear layer")
@@ -75,9 +80,10 @@ def head_maps(
         matrix = pending.effective(ctx.arith)
         if matrix is None:
             raise AssertionError("a linear layer has a matrix")
-        size, place = folded.size.fibre, f"{ctx.path}.{name}"
-        found.append(HeadMap(ctx.arith, matrix, pending.bias, module.num_heads, size, place))
-    return replace(folded, waiting=None), found
+        size = folded.size.fibre
+        place = f"{ctx.path}.{name}"
+        maps.append(HeadMap(ctx.arith, matrix, pending.bias, module.num_heads, size, place))
+    return replace(folded, waiting=None), maps
 
 
 def require_bounded(ctx: Context, x: Value, what: str) -> None:
@@ -96,7 +102,8 @@ def combined(
     terms: Sequence[Term],
     pairs: tuple[Sequence[Scalar], tuple[HeadMap, HeadMap, HeadMap]] | None = None,
 ) -> Scalar:
-    """Return a bound on |(do_h)_h| / |du| for |do_h| <= sum_t c_th |dy_th|: term by term or head by head.
+    """Return a bound on |(do_h)_h| / |du| for |do_h| <= sum_t c_th |dy_th|: term by term or head by
+    head.
 
     Args:
         terms: (c_t, y_t) for each t; c_t holds one factor a head.
@@ -119,7 +126,9 @@ def combined(
 
 
 def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scalar:
-    """Return |diag(c_1, .., c_1, c_2, ..) W|, every row of W times the factor of its head; it grows with every c_h."""
+    """Return |diag(c_1, .., c_1, c_2, ..) W|, every row of W times the factor of its head; it grows
+    with every c_h.
+    """
     top = arith.largest(weights)
     numbers = (
         [float(weight) for weight in weights]
@@ -148,7 +157,8 @@ def mixed(
     """Return the value after [P_h v_h]_h, with this constant, and `proj`, which stays pending.
 
     Args:
-        norms: Computes the largest norm of a row of v_h for each head; rows of P_h v_h (gated or not) are averages.
+        norms: Computes the largest norm of a row of v_h for each head; rows of P_h v_h (gated or
+            not) are averages.
     """
     ctx.require(runs_known_code(module.proj, nn.Linear), "a replaced linear layer")
     shape = (*x.shape[:-1], module.num_heads * module.head_dim)

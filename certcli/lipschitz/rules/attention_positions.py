@@ -1,4 +1,6 @@
-"""The parts of attention that no image changes: position biases and masks in the scores, gated positional maps."""
+"""The parts of attention that no image changes: position biases and masks in the scores, gated
+positional maps.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Prior:
-    """Largest column sum, column norm and entry of pi = softmax(B) for each head; B holds position biases and masks."""
+    """Largest column sum, column norm and entry of pi = softmax(B) for each head; B holds position
+    biases and masks.
+    """
 
     columns: list[Scalar]
     root: list[Scalar]
@@ -28,12 +32,15 @@ class Prior:
 
 
 def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Prior:
-    """Return the bounds of pi for this layer and the mask of this call: 1, 1/sqrt(n) and 1/n where B = 0."""
-    arith, heads = ctx.arith, module.num_heads
+    """Return the bounds of pi for this layer and the mask of this call: 1, 1/sqrt(n) and 1/n where
+    B = 0.
+    """
+    arith = ctx.arith
+    heads = module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
-        known = (1.0, up(1 / math.sqrt(tokens), 2), up(1 / tokens))
-        return Prior(*([arith.const(value)] * heads for value in known))
+        constants = (1.0, up(1 / math.sqrt(tokens), 2), up(1 / tokens))
+        return Prior(*([arith.const(value)] * heads for value in constants))
     ctx.require(
         float(biases.detach().clamp_min(-1e4).abs().max()) <= 1e4, "position biases beyond 1e4"
     )
@@ -50,7 +57,9 @@ def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> P
 def position_logits(
     ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
 ) -> Tensor | None:
-    """Return B, the constant that is added to the logits: (m, h, n, n) in float64 for m masks, or None for 0."""
+    """Return B, the constant that is added to the logits: (m, h, n, n) in float64 for m masks, or
+    None for 0.
+    """
     bias: Tensor | None = None
     if module.window_size is not None:
         bias = module.position_bias().double().unsqueeze(0)
@@ -73,7 +82,9 @@ def position_logits(
 
 
 def exp_twice(arith: Arithmetic, tau: Scalar) -> Scalar:
-    """Return e^(2 tau): p_ij <= e^(2 tau) pi_ij if the image's terms in the scores of a row span at most 2 tau."""
+    """Return e^(2 tau): p_ij <= e^(2 tau) pi_ij if the image's terms in the scores of a row span at
+    most 2 tau.
+    """
     if not arith.rigorous:
         return (2 * tau).clamp_max(80.0).exp()
     return arith.const(up(math.exp(2 * float(tau)), 8) if float(tau) < 300 else math.inf)
@@ -81,7 +92,9 @@ def exp_twice(arith: Arithmetic, tau: Scalar) -> Scalar:
 
 @dataclass(frozen=True)
 class Gates:
-    """A head's output keep P(x) v + B v with a constant matrix B: `keep` and `fixed` = |B| of each head."""
+    """A head's output keep P(x) v + B v with a constant matrix B: `keep` and `fixed` = |B| of each
+    head.
+    """
 
     keep: list[Scalar]
     fixed: list[Scalar]
@@ -91,13 +104,19 @@ class Gates:
 
     def averaging(self, weights: Sequence[Scalar]) -> list[Scalar]:
         """Return the factors of |dv_h|: keep_h |P_h| + |B_h| for |P_h| = weights_h."""
-        return [kept + fixed for kept, fixed in zip(self.scale(weights), self.fixed, strict=True)]
+        return [
+            scaled_term + fixed
+            for scaled_term, fixed in zip(self.scale(weights), self.fixed, strict=True)
+        ]
 
 
 def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
-    """Return the gates of Theorem 7.1 for a layer with ConViT's gated positions, else keep = 1 and B = 0."""
+    """Return the gates of Theorem 7.1 for a layer with ConViT's gated positions, else keep = 1 and
+    B = 0.
+    """
     if not module.gated:
-        one, zero = ctx.arith.const(1.0), ctx.arith.const(0.0)
+        one = ctx.arith.const(1.0)
+        zero = ctx.arith.const(0.0)
         return Gates([one] * module.num_heads, [zero] * module.num_heads)
     ctx.require(runs_known_code(module.pos_proj, nn.Linear), "a replaced linear layer")
     return positional_gates(ctx, module, tokens)
@@ -105,13 +124,19 @@ def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
 
 @torch.no_grad()
 def positional_gates(ctx: Context, module: Any, tokens: int) -> Gates:
-    """Return 1 - g_h and g_h |B_h| of a layer with ConViT's `pos_proj`, `gating_param` and `get_rel_indices`."""
-    weight, bias = module.pos_proj.weight.double(), module.pos_proj.bias.double()
+    """Return 1 - g_h and g_h |B_h| of a layer with ConViT's `pos_proj`, `gating_param` and
+    `get_rel_indices`.
+    """
+    weight = module.pos_proj.weight.double()
+    bias = module.pos_proj.bias.double()
     scores: Tensor = module.get_rel_indices(tokens).double() @ weight.T + bias
-    # scores below 1e5 in float64: probabilities within a relative 1e-9; a matrix of averages is at most sqrt(n)
+    # scores below 1e5 in float64: probabilities within a relative 1e-9; a matrix of averages is at
+    # most sqrt(n)
     ctx.require(float(scores.abs().max()) < 1e5, "positional scores beyond 1e5")
-    arith, slack = ctx.arith, 2.0**-40
-    keep, fixed = [], []
+    arith = ctx.arith
+    slack = 2.0**-40
+    keep = []
+    fixed = []
     positions = scores.permute(0, 3, 1, 2).softmax(dim=-1)[0]
     for h, gate in enumerate(module.gating_param.double().sigmoid().tolist()):
         computed = arith.sigma(arith.matrix(positions[h]), f"{ctx.path}.positions.{h}")

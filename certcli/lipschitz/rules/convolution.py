@@ -1,4 +1,6 @@
-"""Convolutions: they wait for the scales of their channels, which are folded in. Proofs: docs/bounds.md, section 2."""
+"""Convolutions: they wait for the scales of their channels, which are folded in. Proofs:
+docs/bounds.md, section 2.
+"""
 
 import math
 from dataclasses import replace
@@ -26,7 +28,9 @@ def _pads_with_zeros(module: nn.Conv2d) -> bool:
 
 @rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
-    """A zero-padded convolution, pending: a gain on its input or output channels is multiplied into the weight."""
+    """A zero-padded convolution, pending: a gain on its input or output channels is multiplied into
+    the weight.
+    """
     return convolve(
         ctx,
         x,
@@ -58,7 +62,8 @@ def conv_function(
     groups: int = 1,
 ) -> Value:
     ctx.require(isinstance(x, Value), "a convolution whose weight depends on the image")
-    weight, bias = ctx.constant_tensor(weight), ctx.optional_tensor(bias)
+    weight = ctx.constant_tensor(weight)
+    bias = ctx.optional_tensor(bias)
     return convolve(ctx, x, weight, bias, stride, padding, dilation, groups)
 
 
@@ -74,8 +79,10 @@ def convolve(
 ) -> Value:
     axes = weight.dim() - 2
     ctx.require(len(x.shape) == axes + 2, "a convolution without a batch axis")
-    axis, kernel = -axes - 1, tuple(weight.shape[2:])
-    steps, spread = tuple(_numbers(stride, axes)), tuple(_numbers(dilation, axes))
+    axis = -axes - 1
+    kernel = tuple(weight.shape[2:])
+    steps = tuple(_numbers(stride, axes))
+    spread = tuple(_numbers(dilation, axes))
     pads = _padding(padding, kernel, spread)
     if (
         groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads))
@@ -87,7 +94,8 @@ def convolve(
     if pending is not None and (
         pending.axis != axis or (groups > 1 and (pending.matrix is not None or pending.centered))
     ):
-        x, pending = ctx.settle(x), None
+        x = ctx.settle(x)
+        pending = None
     x = x if pending is not None else ctx.settle(x)
     offset = None if bias is None else ctx.arith.matrix(bias.reshape(-1, 1))
     folded = Windows(weight, 0.0, offset, x.size)
@@ -102,7 +110,7 @@ def convolve(
             if pending.result or not whole
             else None
         )
-        windows = tuple(seen for seen in (folded if whole else None, plain) if seen is not None)
+        windows = tuple(part for part in (folded if whole else None, plain) if part is not None)
     convolution = Convolution(
         weight=folded.kernel,
         stride=steps,
@@ -124,22 +132,30 @@ def convolve(
 def _with_inputs(
     ctx: Context, plain: Windows, pending: Affine, entry: Size, groups: int
 ) -> Windows:
-    """Return the windows of the tensor before a pending map: W G P, tap by tap, and W b summed over the taps."""
-    arith, weight = ctx.arith, plain.kernel
-    taps, out = math.prod(weight.shape[2:]), len(weight) // groups
+    """Return the windows of the tensor before a pending map: W G P, tap by tap, and W b summed over
+    the taps.
+    """
+    arith = ctx.arith
+    weight = plain.kernel
+    taps = math.prod(weight.shape[2:])
+    out = len(weight) // groups
     by_input = weight.view(groups, out, weight.shape[1], taps).permute(
         1, 3, 0, 2
     )  # input channels last
     columns = arith.matrix(by_input.reshape(out * taps, -1))
     map_only = replace(pending, bias=None).after(arith, columns, None, ctx.path).effective(arith)
     assert map_only is not None
-    kernel, bias = _by_output(map_only.tensor, weight, groups), plain.bias
+    kernel = _by_output(map_only.tensor, weight, groups)
+    bias = plain.bias
     if pending.bias is not None:
-        shift, lost = pending.bias.tensor, 0.0
+        shift = pending.bias.tensor
+        error = 0.0
         if arith.rigorous:  # entries of the shift are off by at most its error
-            lost = up(up(frobenius_norm(weight) * pending.bias.error), 2)
-        moved = arith.scale_columns(columns, shift)
-        rows = Matrix(_by_output(moved.tensor, weight, groups).flatten(1), up(moved.error + lost))
+            error = up(up(frobenius_norm(weight) * pending.bias.error), 2)
+        product = arith.scale_columns(columns, shift)
+        rows = Matrix(
+            _by_output(product.tensor, weight, groups).flatten(1), up(product.error + error)
+        )
         carried = arith.matmul(rows, arith.matrix(shift.new_ones(rows.shape[1], 1)))
         bias = carried if bias is None else arith.add(bias, carried)
     return Windows(kernel, map_only.error, bias, entry)
@@ -147,7 +163,8 @@ def _with_inputs(
 
 def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
     """Return rows (out of one group, tap) of all input channels as a kernel of the weight's layout."""
-    taps, out = math.prod(weight.shape[2:]), len(weight) // groups
+    taps = math.prod(weight.shape[2:])
+    out = len(weight) // groups
     kernel = columns.view(out, taps, groups, -1).permute(2, 0, 3, 1)
     return kernel.reshape(len(weight), -1, *weight.shape[2:])
 
@@ -155,7 +172,8 @@ def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
 @rules.settles(Convolution)
 def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     """Norm of the zero-padded convolution; an output fibre is W times a window plus the bias."""
-    arith, weight = ctx.arith, conv.weight
+    arith = ctx.arith
+    weight = conv.weight
     spatial = len(conv.stride)
     kernel = tuple(weight.shape[2:])
     patches = (
@@ -178,22 +196,25 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     axis, taps = -spatial - 1, math.prod(kernel)
     positions = float(math.prod(x.shape) // x.shape[conv.axis])
 
-    def flat_norm(seen: Windows) -> Scalar:
-        """Return the norm of the kernel as a matrix, as it acts on a window of the tensor that the windows are cut from."""
-        if patches and seen.kernel is weight:
+    def flat_norm(windows: Windows) -> Scalar:
+        """Return the norm of the kernel as a matrix, as it acts on a window of the tensor that the
+        windows are cut from.
+        """
+        if patches and windows.kernel is weight:
             return sigma
-        flat = replace(arith.matrix(seen.kernel.flatten(1)), error=seen.error)
+        flat = replace(arith.matrix(windows.kernel.flatten(1)), error=windows.error)
         if patches and conv.groups == 1:
             return arith.sigma(flat, f"{conv.path}:plain")
         return arith.length(flat)
 
-    def lazy(seen: Windows) -> Lazy:
+    def lazy(windows: Windows) -> Lazy:
         # in training it is rarely needed; a proof must not keep weights in float64 alive
-        known = flat_norm(seen) if arith.rigorous else None
-        return Lazy(partial(flat_norm, seen) if known is None else lambda: known)
+        norm = flat_norm(windows) if arith.rigorous else None
+        return Lazy(partial(flat_norm, windows) if norm is None else lambda: norm)
 
-    # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the bias, size before)
-    seen = [
+    # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the
+    # bias, size before)
+    facts = [
         (
             lazy(part),
             part.kernel is weight,
@@ -204,23 +225,23 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     ]
 
     def fibre() -> Scalar:
-        known = []
-        for flat, _, bias, entry in seen:
+        candidates = []
+        for flat, _, bias, entry in facts:
             window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
             longest = flat.value * arith.minimum(window, entry.total)
-            known.append(longest if bias is None else longest + bias)
-        return reduce(arith.minimum, known)
+            candidates.append(longest if bias is None else longest + bias)
+        return reduce(arith.minimum, candidates)
 
     def total() -> Scalar:
-        known = []
-        for flat, whole, bias, entry in seen:
+        candidates = []
+        for flat, whole, bias, entry in facts:
             # a pixel lies in at most as many windows as the kernel has taps
             repeats = arith.const(1.0 if patches else float(taps))
             largest = (sigma if whole else flat.value * arith.sqrt(repeats)) * entry.total
-            known.append(
+            candidates.append(
                 largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
             )
-        return reduce(arith.minimum, known)
+        return reduce(arith.minimum, candidates)
 
     folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
     return ctx.charge(
@@ -234,8 +255,11 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
 
 
 def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
-    """Return max over groups of |W| sqrt(windows that hold a voxel), W the kernel as a matrix (section 2.3, windows)."""
-    arith, kernel = ctx.arith, conv.weight.shape[2:]
+    """Return max over groups of |W| sqrt(windows that hold a voxel), W the kernel as a matrix
+    (section 2.3, windows).
+    """
+    arith = ctx.arith
+    kernel = conv.weight.shape[2:]
     matrix = arith.matrix(conv.weight.reshape(conv.weight.shape[0], -1))
     rows = matrix.shape[0] // conv.groups
     parts = [arith.rows(matrix, g * rows, (g + 1) * rows) for g in range(conv.groups)]
@@ -276,7 +300,8 @@ def transposed_convolution(
     )
     x = ctx.settle(x)
     padding = _padding(module.padding, tuple(module.kernel_size), tuple(module.dilation))
-    stride, dilation = tuple(module.stride), tuple(module.dilation)
+    stride = tuple(module.stride)
+    dilation = tuple(module.dilation)
     geometry = Geometry(
         stride, padding, dilation, module.groups, tuple(x.shape[-2:]), transposed=True
     )

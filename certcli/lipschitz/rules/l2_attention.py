@@ -1,4 +1,6 @@
-"""L2 attention with tied queries and keys, with and without positions. Proofs: docs/bounds.md, section 6."""
+"""L2 attention with tied queries and keys, with and without positions. Proofs: docs/bounds.md,
+section 6.
+"""
 
 import math
 from dataclasses import dataclass
@@ -35,9 +37,11 @@ _UNSEEN = -1e4
 
 
 def l2_mixing_constant(tokens: int) -> float:
-    """Return c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width, at any temperature.
+    """Return c_n >= Lip(z -> P(z) z), P_ij ~ exp(-|z_i - z_j|^2), for n tokens of any width, at any
+    temperature.
 
-    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Source: Theorem 6.1.
+    c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Source: Theorem
+    6.1.
     """
     s = lambert_w_upper(
         (tokens - 1) / math.e
@@ -50,13 +54,14 @@ def l2_mixing_constant(tokens: int) -> float:
 class Tied:
     """The terms of Theorem 6.2 for each head of P_ij ~ exp(-|z_i - z_j|^2 + B_ij).
 
-    The constant is averaging + 2 spread + 2 others. S_i bounds the mean square distance of row i's tokens from z_i, and
-    s_ij the share of z_j in it.
+    The constant is averaging + 2 spread + 2 others. S_i bounds the mean square distance of row i's
+    tokens from z_i, and s_ij the share of z_j in it.
 
     Attributes:
         averaging: |P|.
         spread: max_i S_i: how much a token's own move changes its weights.
-        others: sqrt(max_j sum_i S_i s_ij): how much the move of one token changes the weights of all others.
+        others: sqrt(max_j sum_i S_i s_ij): how much the move of one token changes the weights of
+            all others.
         reach: The same with S_i = 1, for Theorem 6.3.
     """
 
@@ -68,15 +73,16 @@ class Tied:
 
 def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tied:
     """Return the terms of Theorem 6.2 for the positions of this layer and the mask of this call."""
-    arith, heads = ctx.arith, module.num_heads
+    arith = ctx.arith
+    heads = module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
         s = lambert_w_upper(
             (tokens - 1) / math.e
         )  # two roundings of u: of 5 u in all, which 8 steps up cover
         root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
-        known = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
-        return Tied(*([arith.const(up(value, 8))] * heads for value in known))
+        constants = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
+        return Tied(*([arith.const(up(value, 8))] * heads for value in constants))
     parts = _with_bias(biases)
     if not arith.rigorous:
         return Tied(*(list(part.unbind()) for part in parts))
@@ -86,12 +92,18 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
 
 
 def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four terms of `Tied`, the largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
-    own = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    if not bool(torch.isfinite(own).all()):
+    """Return the four terms of `Tied`, the largest over masks: (m, h, n, n) -> 4 x (h,),
+    differentiable.
+    """
+    self_bias = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    if not bool(torch.isfinite(self_bias).all()):
         raise NoRule("a mask under which a token does not see itself")
     # the difference is rounded once, and so is a sum of table and mask: 1e-14 of their size
-    b = biases - own + 1e-13 * (1 + own.detach().abs() + biases.detach().abs().clamp_max(1e6))
+    b = (
+        biases
+        - self_bias
+        + 1e-13 * (1 + self_bias.detach().abs() + biases.detach().abs().clamp_max(1e6))
+    )
     b = b.clamp_min(_UNSEEN)  # with -inf in its place a row of nothing else has no derivative
     diagonal = torch.eye(b.shape[-1], dtype=torch.bool, device=b.device)
     others = b.masked_fill(diagonal, _UNSEEN)
@@ -108,10 +120,13 @@ def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def lambert_w_of_exp(t: Tensor) -> Tensor:
-    """Return W(e^t), entry by entry, to a relative 1e-13; differentiable. Below t = -600 it is at most e^-600 too large."""
+    """Return W(e^t), entry by entry, to a relative 1e-13; differentiable. Below t = -600 it is at
+    most e^-600 too large.
+    """
     t = t.clamp_min(-600.0)
     with torch.no_grad():
-        # y + e^y = t for y = log W: a convex function, towards whose root Newton's steps fall from the right
+        # y + e^y = t for y = log W: a convex function, towards whose root Newton's steps fall from
+        # the right
         y = torch.where(t > 1, t.log(), t)
         for _ in range(40):
             step = (y.exp() + y - t) / (y.exp() + 1)
@@ -124,8 +139,8 @@ def lambert_w_of_exp(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShortRows:
-    """The terms of Theorem 6.3 for each head on rows |z| <= R_z: averaging = |P|, the factor of |dv|, and the factor
-    `moving` of R_v |dz|, by which the weights change.
+    """The terms of Theorem 6.3 for each head on rows |z| <= R_z: averaging = |P|, the factor of
+    |dv|, and the factor `moving` of R_v |dz|, by which the weights change.
     """
 
     averaging: list[Scalar]
@@ -137,8 +152,11 @@ def short_rows(
 ) -> ShortRows:
     """Return the terms of Theorem 6.3, without their factor R_v."""
     arith = ctx.arith
-    n, half, two = arith.const(float(tokens)), arith.const(0.5), arith.const(2.0)
-    averaging, moving = [], []
+    n = arith.const(float(tokens))
+    half = arith.const(0.5)
+    two = arith.const(2.0)
+    averaging = []
+    moving = []
     for h, radius in enumerate(radii):
         grown = exp_twice(arith, two * radius * radius)  # logits of a row lie within 4 R_z^2
         averaging.append(arith.minimum(tied.averaging[h], arith.sqrt(grown * positions.columns[h])))
@@ -160,20 +178,24 @@ def l2_attention(
     is_causal: bool = False,
     mask: Any = None,
 ) -> Value:
-    """Theorems 6.1 to 6.3: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q; then `proj`."""
-    tokens, arith = x.shape[-2], ctx.arith
+    """Theorems 6.1 to 6.3: [P_h q_h]_h has constant c |W_Q|, heads acting on disjoint parts of q;
+    then `proj`.
+    """
+    tokens = x.shape[-2]
+    arith = ctx.arith
     inputs, (query,) = head_maps(ctx, x, module, "query")
-    tied, two = tied_logits(ctx, module, mask, tokens), arith.const(2.0)
+    tied = tied_logits(ctx, module, mask, tokens)
+    two = arith.const(2.0)
     each = [
         a + two * s + two * t
         for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)
     ]
     if not arith.rigorous or inputs.size.fibre.finite:
         radii = [_temperature(ctx, module) * reach for reach in query.reach]
-        known = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+        row_bounds = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
         short = [
             a + radius * t
-            for a, radius, t in zip(known.averaging, radii, known.moving, strict=True)
+            for a, radius, t in zip(row_bounds.averaging, radii, row_bounds.moving, strict=True)
         ]
         each = [
             arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)
@@ -198,13 +220,17 @@ def l2_untied_value_attention(
     tokens = x.shape[-2]
     inputs, (query, value) = head_maps(ctx, x, module, "query", "value")
     require_bounded(ctx, inputs, what)
-    arith, temperature = ctx.arith, _temperature(ctx, module)
-    tied, gate = tied_logits(ctx, module, mask, tokens), gates(ctx, module, tokens)
+    arith = ctx.arith
+    temperature = _temperature(ctx, module)
+    tied = tied_logits(ctx, module, mask, tokens)
+    gate = gates(ctx, module, tokens)
     radii = [temperature * reach for reach in query.reach]
-    known = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
-    moving = [radius * t * temperature for radius, t in zip(value.reach, known.moving, strict=True)]
+    row_bounds = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+    moving = [
+        radius * t * temperature for radius, t in zip(value.reach, row_bounds.moving, strict=True)
+    ]
     constant = combined(
-        arith, [(gate.averaging(known.averaging), value), (gate.scale(moving), query)]
+        arith, [(gate.averaging(row_bounds.averaging), value), (gate.scale(moving), query)]
     )
     shown = f" of norm at most {float(inputs.size.fibre):.4g}" if arith.rigorous else ""
     why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"

@@ -1,4 +1,6 @@
-"""Linear layers, pixel normalisation, and the charge of a pending affine map. Proofs: docs/bounds.md, section 1."""
+"""Linear layers, pixel normalisation, and the charge of a pending affine map. Proofs:
+docs/bounds.md, section 1.
+"""
 
 import math
 from dataclasses import replace
@@ -19,14 +21,18 @@ from certcli.models.build import PixelNormalize
 
 @rules.module(nn.Linear)
 def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
-    """x -> W x + b on the last axis, pending: neighbouring linear maps are multiplied before their norm is taken."""
+    """x -> W x + b on the last axis, pending: neighbouring linear maps are multiplied before their
+    norm is taken.
+    """
     return followed(ctx, x, module.weight, module.bias)
 
 
 def followed(
     ctx: Context, x: Value, weight: Tensor | Matrix, bias: Tensor | None, axis: int = -1
 ) -> Value:
-    """Return `x` after a linear layer on an axis, multiplied into the linear map or convolution that waits there."""
+    """Return `x` after a linear layer on an axis, multiplied into the linear map or convolution
+    that waits there.
+    """
     conv = x.waiting
     if isinstance(conv, Convolution) and conv.axis == axis:
         matrix = weight if isinstance(weight, Matrix) else ctx.arith.matrix(weight)
@@ -44,13 +50,16 @@ def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Valu
 
 @rules.module(PixelNormalize)
 def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
-    """x -> (x - mean) / std: a pending gain 1 / std on the channel axis, which the first convolution takes in."""
+    """x -> (x - mean) / std: a pending gain 1 / std on the channel axis, which the first
+    convolution takes in.
+    """
     ctx.require(x.waiting is None, "normalisation is not the first layer")
     std = module.std.double().flatten().expand(x.shape[-3])
     gain = 1.0 / std
     mean = module.mean.double().flatten()
     bias = -mean * gain
-    # one float64 rounding in 1 / std: stepping away from 0 makes every |gain| an upper bound of the exact one
+    # one float64 rounding in 1 / std: stepping away from 0 makes every |gain| an upper bound of the
+    # exact one
     gain = torch.nextafter(gain, gain.sign() * float("inf"))
     shift = ctx.arith.matrix(bias.reshape(-1, 1))
     if ctx.arith.rigorous:  # a quotient and a product, each rounded once
@@ -74,7 +83,8 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
     )
     effective = None if simple else pending.effective(arith)
     path = pending.source[-1] if pending.source else ctx.path
-    before, bias = replace(x, waiting=None), pending.bias
+    before = replace(x, waiting=None)
+    bias = pending.bias
     if (
         effective is None
     ):  # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
@@ -112,12 +122,13 @@ def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
 
 def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None) -> Size:
     """Return the size of a tensor after a map of norm `sigma` and this bias."""
-    known = pending.result
-    if known is not None and math.prod(known.shape) == math.prod(x.shape):
-        return known.arranged(x.shape, known.axis if known.shape == x.shape else None)
+    size = pending.result
+    if size is not None and math.prod(size.shape) == math.prod(x.shape):
+        return size.arranged(x.shape, size.axis if size.shape == x.shape else None)
     tokens = math.prod(x.shape) // max(1, pending.features)
     # size bounds live while the proof is built: they must not keep matrices alive
-    arith, old = ctx.arith, x.size
+    arith = ctx.arith
+    old = x.size
 
     def fibre() -> Scalar:
         longest = sigma * old.fibre

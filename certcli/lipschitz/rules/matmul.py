@@ -1,6 +1,8 @@
-"""Products: entry by entry, of matrices, and einsum, of two tensors or with a constant. Proofs: docs/bounds.md, 1.4, 7.2.
+"""Products: entry by entry, of matrices, and einsum, of two tensors or with a constant. Proofs:
+docs/bounds.md, 1.4, 7.2.
 
-Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a), which is finite where both are bounded on the box [0, 1]^pixels.
+Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a), which is finite where both are bounded on the box [0,
+1]^pixels.
 """
 
 import math
@@ -68,21 +70,23 @@ def matmul(ctx: Context, a: Any, b: Any) -> Value:
         weight = b.tensor
         if weight.dim() == 2:
             return ctx.fold(a, weight.T, None)
-        return _blocks(ctx, ctx.settle(a), weight, left=False)
+        return _blocks(ctx, ctx.settle(a), weight, is_left=False)
     if isinstance(b, Value) and isinstance(a, Constant):
-        return _blocks(ctx, ctx.settle(b), a.tensor, left=True)
+        return _blocks(ctx, ctx.settle(b), a.tensor, is_left=True)
     raise NoRule("a product without a tensor")
 
 
-def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
-    """Return C x or x C for a constant stack C: the largest norm of its matrices, which act on disjoint parts."""
+def _blocks(ctx: Context, x: Value, weight: Tensor, is_left: bool) -> Value:
+    """Return C x or x C for a constant stack C: the largest norm of its matrices, which act on
+    disjoint parts.
+    """
     ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
     leading = tuple(ctx.shape[:-2])
     x = ctx.spread(x, (*leading, *x.shape[-2:]))
     blocks = weight.reshape(-1, *weight.shape[-2:])
     arith = ctx.arith
     sigma = arith.largest(arith.sigmas([arith.matrix(block) for block in blocks], ctx.path))
-    axis = -2 if left else -1
+    axis = -2 if is_left else -1
     return ctx.chain(
         x,
         sigma,
@@ -95,7 +99,9 @@ def _blocks(ctx: Context, x: Value, weight: Tensor, left: bool) -> Value:
 
 @rules.function(torch.einsum)
 def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
-    """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz), of the same size."""
+    """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz), of the
+    same size.
+    """
     operands = (
         tuple(operands[0])
         if len(operands) == 1 and isinstance(operands[0], (list, tuple))
@@ -126,10 +132,8 @@ def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
         else ctx.spread(ctx.settle(x), shape)
         for x, shape in zip(operands, repeated, strict=True)
     )
-    arith, why = (
-        ctx.arith,
-        "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box",
-    )
+    arith = ctx.arith
+    why = "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
     if all(isinstance(x, Value) for x in operands):
         a, b = operands
         of_a, of_b = (ctx.finite(x.size.total, "einsum") for x in (b, a))

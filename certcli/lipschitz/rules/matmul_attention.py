@@ -1,7 +1,8 @@
-"""Attention as operations: matrix products around a softmax, and torch's fused one. Proofs: docs/bounds.md, section 5.
+"""Attention as operations: matrix products around a softmax, and torch's fused one. Proofs:
+docs/bounds.md, section 5.
 
-The product of queries and keys waits for its softmax and its values: the three together are attention, whose theorem is
-better than the product of their constants.
+The product of queries and keys waits for its softmax and its values: the three together are
+attention, whose theorem is better than the product of their constants.
 """
 
 import math
@@ -26,7 +27,9 @@ from certcli.lipschitz.value import Affine, Probabilities, Scores, Value
 
 
 def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
-    """Return a b over the last two axes: attention if a is a softmax of scores, else scores that wait for their softmax."""
+    """Return a b over the last two axes: attention if a is a softmax of scores, else scores that
+    wait for their softmax.
+    """
     if len(a.shape) < 2 or len(b.shape) < 2:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.waiting, Probabilities):
@@ -40,7 +43,8 @@ def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
             moving=scores.moving,
             centred=not scores.replaced,
         )
-    a, b = ctx.settle(a, keep=Affine), ctx.settle(b, keep=Affine)
+    a = ctx.settle(a, keep=Affine)
+    b = ctx.settle(b, keep=Affine)
     if tuple(a.shape[:-2]) != tuple(b.shape[:-2]):
         leading = tuple(ctx.shape[:-2])
         a = ctx.spread(ctx.settle(a), (*leading, *a.shape[-2:]))
@@ -63,7 +67,7 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
     of_q = ctx.finite(scores.scale * _operator_norm(ctx, k), "the second factor")
     of_k = ctx.finite(scores.scale * _operator_norm(ctx, q), "the first factor")
 
-    def known() -> Scalar:
+    def total() -> Scalar:
         return scores.scale * arith.minimum(
             q.size.total * _operator_norm(ctx, k), k.size.total * _operator_norm(ctx, q)
         )
@@ -72,11 +76,13 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
     parts = [(q, of_q), (k, of_k)] + (
         [] if scores.moving is None else [(scores.moving, arith.const(1.0))]
     )
-    return ctx.combine(parts, why, Size(arith, x.shape, total=None if scores.shifted else known))
+    return ctx.combine(parts, why, Size(arith, x.shape, total=None if scores.shifted else total))
 
 
 def _operator_norm(ctx: Context, x: Value) -> Scalar:
-    """Return a bound on the spectral norm of every matrix (last two axes): min(norm, fibre sqrt(count))."""
+    """Return a bound on the spectral norm of every matrix (last two axes): min(norm, fibre
+    sqrt(count)).
+    """
     arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
@@ -104,7 +110,8 @@ rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 
 def _softmax(ctx: Context, x: Value, axis: int) -> Value:
     """Return the softmax of a settled value; its fibres are probability vectors, of norm at most 1."""
-    one, why = ctx.arith.const(1.0), "slope of softmax at most 1/2"
+    one = ctx.arith.const(1.0)
+    why = "slope of softmax at most 1/2"
     return ctx.chain(
         x, ctx.arith.const(0.5), why, lambda: one, axis=axis, peak=lambda: one, shape=x.shape
     )
@@ -112,9 +119,11 @@ def _softmax(ctx: Context, x: Value, axis: int) -> Value:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Queries, keys or values by head: slopes |W_h|, radii of the rows about a centre, largest norms of a row.
+    """Queries, keys or values by head: slopes |W_h|, radii of the rows about a centre, largest
+    norms of a row.
 
-    source: the tensor before the map W, None for constants. whole: |W|. layout: sizes of the axes that the heads lie on.
+    source: the tensor before the map W, None for constants. whole: |W|. layout: sizes of the axes
+        that the heads lie on.
     """
 
     source: Value | None
@@ -126,7 +135,9 @@ class _Heads:
 
 
 def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
-    """Return the bounds head by head if a linear map to (.., head, .., 1, width) is pending, else one for all heads."""
+    """Return the bounds head by head if a linear map to (.., head, .., 1, width) is pending, else
+    one for all heads.
+    """
     arith = ctx.arith
     if isinstance(x, Constant):
         row = arith.longest(x.tensor.detach().double().reshape(-1, x.tensor.shape[-1]))
@@ -143,8 +154,10 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
         ):
             effective = pending.effective(arith)
             assert effective is not None
-            source, radius = replace(x, waiting=None, shape=x.size.shape), x.size.fibre
-            radii, norms = [], []
+            source = replace(x, waiting=None, shape=x.size.shape)
+            radius = x.size.fibre
+            radii = []
+            norms = []
             groups = index.reshape(-1, index.shape[-1])
             parts = [
                 replace(effective, tensor=effective.tensor[features], key=None)
@@ -164,7 +177,8 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
             whole = slopes[0] if len(slopes) == 1 else arith.sigma(everything, f"{ctx.path}.{name}")
             return _Heads(source, slopes, radii, norms, whole, tuple(index.shape[:-2]))
     x = ctx.settle(x)
-    one, row = arith.const(1.0), x.size.fibre_along(-1)
+    one = arith.const(1.0)
+    row = x.size.fibre_along(-1)
     return _Heads(x, [one], [row], [row], one)
 
 
@@ -180,8 +194,9 @@ def attend(
 ) -> Value:
     """Return softmax(scale q k^T + constant) v for q (.., n, d), k (.., m, d), v (.., m, e).
 
-    The constant is sqrt(n) Lip(v) + scale R_v R_k Lip(q) + sqrt(n/2) scale R_v |q| Lip(k), head by head, with R the radius
-    of the rows about any centre. Heads act on disjoint tensors, so their squares add; the largest window counts.
+    The constant is sqrt(n) Lip(v) + scale R_v R_k Lip(q) + sqrt(n/2) scale R_v |q| Lip(k), head by
+    head, with R the radius of the rows about any centre. Heads act on disjoint tensors, so their
+    squares add; the largest window counts.
 
     Args:
         gates: Of gated positional attention (Theorem 7.1), else None.
@@ -203,7 +218,9 @@ def attend(
         "attention whose queries, keys and values have different heads",
     )
     n = arith.const(float(queries[-2]))
-    q, k, v = _heads(ctx, query, "query"), _heads(ctx, key, "key"), _heads(ctx, value, "value")
+    q = _heads(ctx, query, "query")
+    k = _heads(ctx, key, "key")
+    v = _heads(ctx, value, "value")
     for part in (q, k, v):
         for norm in part.norms:
             if arith.rigorous and not norm.finite:
@@ -218,7 +235,9 @@ def attend(
     def each(items: list[Scalar]) -> list[Scalar]:
         return items if len(items) == count else [arith.largest(items)] * count
 
-    radius_v, radius_k, norm_q = each(v.radii), each(k.radii if centred else k.norms), each(q.norms)
+    radius_v = each(v.radii)
+    radius_k = each(k.radii if centred else k.norms)
+    norm_q = each(q.norms)
     averaging = arith.sqrt(n)
     if gates is not None:
         radius_v = gates.scale(radius_v)
@@ -244,7 +263,9 @@ def attend(
 
 
 def _together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
-    """Return a bound on |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2) and max w_h |W|."""
+    """Return a bound on |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2) and max w_h
+    |W|.
+    """
     arith = ctx.arith
     coarse = arith.largest(weights) * part.whole
     if len(part.slopes) != len(weights):

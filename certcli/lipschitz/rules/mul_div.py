@@ -62,7 +62,8 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
         return replace(
             x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor)))
         )
-    pending, arith = x.pending, ctx.arith
+    pending = x.pending
+    arith = ctx.arith
     if isinstance(x.waiting, Convolution):
         gain = torch.full(
             (x.shape[x.waiting.axis],), factor, dtype=torch.float64, device=x.waiting.weight.device
@@ -81,7 +82,9 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
 
 
 def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
-    """Return a constant tensor times x: its largest entry, or folded into the waiting map if it varies along its axis."""
+    """Return a constant tensor times x: its largest entry, or folded into the waiting map if it
+    varies along its axis.
+    """
     _require_numbers(ctx, x, bool((factor > 0).all()))
     shape = tuple(ctx.shape)
     scores = x.waiting if isinstance(x.waiting, Scores) and x.waiting.moving is None else None

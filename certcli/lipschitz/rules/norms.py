@@ -60,7 +60,8 @@ def normalise(
     *,
     centered: bool = True,
 ) -> Value:
-    """Return LN = G Nrm + beta: Lip(Nrm) = 1/sqrt(eps), |Nrm(x)| < sqrt(d); G P stays pending for the next linear map.
+    """Return LN = G Nrm + beta: Lip(Nrm) = 1/sqrt(eps), |Nrm(x)| < sqrt(d); G P stays pending for
+    the next linear map.
 
     Args:
         centered: False for RMSNorm, which has no centring P.
@@ -71,7 +72,8 @@ def normalise(
     ctx.require(sizes == [x.shape[-1]], "a norm over several axes, or of another width")
     ctx.require(eps is not None and eps > 0, "a norm with eps = 0 is not Lipschitz")
     x = ctx.settle(x)
-    d, arith = x.shape[-1], ctx.arith
+    d = x.shape[-1]
+    arith = ctx.arith
     if d == 1 and centered:
         zero = arith.const(0.0)
         normal = ctx.chain(
@@ -94,7 +96,9 @@ def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Va
 
 @rules.module(FloorNorm)
 def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
-    """P x / max(s, floor) has slope 1 / floor and rows within sqrt(d), Theorem 4.8; the scale stays pending."""
+    """P x / max(s, floor) has slope 1 / floor and rows within sqrt(d), Theorem 4.8; the scale stays
+    pending.
+    """
     floor = float(module.floor.detach().double())
     ctx.require(floor > 0, "a norm whose floor is not positive")
     ctx.require(module.width == x.shape[-1], "a norm of another width")
@@ -110,7 +114,9 @@ def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
 def rms_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Value:
-    """Nrm(x) = x / sqrt(|x|^2/d + eps): the same two bounds without P. torch's default eps is the dtype's."""
+    """Nrm(x) = x / sqrt(|x|^2/d + eps): the same two bounds without P. torch's default eps is the
+    dtype's.
+    """
     if eps is None:
         eps = float(torch.finfo(torch.float32).eps)
         ctx.require(
@@ -161,9 +167,13 @@ def simple_norm_2d(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
 
 
 def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
-    """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7; gamma stays pending."""
-    x, arith = ctx.settle(x), ctx.arith
-    d, eps = x.shape[axis], float(module.eps)
+    """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7;
+    gamma stays pending.
+    """
+    x = ctx.settle(x)
+    arith = ctx.arith
+    d = x.shape[axis]
+    eps = float(module.eps)
     ctx.require(
         tuple(module.normalized_shape) == (d,), "a norm over several axes, or of another width"
     )
@@ -173,7 +183,8 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
         raise NoRule(
             "division by the deviation without centring, of a tensor without a bound on its size"
         )
-    steepest, old = arith.const(up(1 / math.sqrt(eps), 4)), x.size
+    steepest = arith.const(up(1 / math.sqrt(eps), 4))
+    old = x.size
     normal = ctx.chain(
         x,
         steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
@@ -197,9 +208,12 @@ def group_norm_function(
     eps: float = 1e-5,
     *_: Any,
 ) -> Value:
-    """Every group of m numbers is a LayerNorm of its own: 1/sqrt(eps), norm below sqrt(m); weight and bias stay pending."""
+    """Every group of m numbers is a LayerNorm of its own: 1/sqrt(eps), norm below sqrt(m); weight
+    and bias stay pending.
+    """
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
-    x, arith = ctx.settle(x), ctx.arith
+    x = ctx.settle(x)
+    arith = ctx.arith
     count = math.prod(x.shape)  # of all windows, which may lie on the first axis
     normal = ctx.chain(
         x,
@@ -208,7 +222,9 @@ def group_norm_function(
         total=lambda: arith.const(up(math.sqrt(count), 2)),
         peak=lambda: arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
     )
-    axis, gain, shift = 1 - len(x.shape), ctx.optional_tensor(weight), ctx.optional_tensor(bias)
+    axis = 1 - len(x.shape)
+    gain = ctx.optional_tensor(weight)
+    shift = ctx.optional_tensor(bias)
     scaled = normal if gain is None else scale_features(ctx, normal, gain, axis)
     return (
         scaled
@@ -256,7 +272,9 @@ def norm(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 @rules.module(GlobalResponseNorm)
 def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> Value:
-    """x + beta + gamma x n, n_c = g_c / (mean_c g + eps), g_c = |x_c|: 1 + max |gamma| (2 C + C^(3/2)), Theorem 4.6."""
+    """x + beta + gamma x n, n_c = g_c / (mean_c g + eps), g_c = |x_c|: 1 + max |gamma| (2 C +
+    C^(3/2)), Theorem 4.6.
+    """
     x = ctx.settle(x)
     arith = ctx.arith
     channels = float(module.weight.numel())

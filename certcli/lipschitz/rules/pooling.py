@@ -1,4 +1,6 @@
-"""Pooling over windows, pooling to a given size, and interpolation. Proofs: docs/bounds.md, sections 8.5 and 8.6."""
+"""Pooling over windows, pooling to a given size, and interpolation. Proofs: docs/bounds.md,
+sections 8.5 and 8.6.
+"""
 
 import math
 from typing import Any
@@ -46,13 +48,17 @@ def max_pool(
 
 @rules.module(L2Pool)
 def l2_pool(ctx: Context, module: L2Pool, x: Value) -> Value:
-    """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest entry, and so for tokens."""
-    side, windows = module.side, module.windows
+    """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest
+    entry, and so for tokens.
+    """
+    side = module.side
+    windows = module.windows
     ctx.require(
         x.shape[1:-1] == (side * side,) and windows > 0 and side % windows == 0,
         "tokens in no square windows",
     )
-    x, arith = ctx.settle(x), ctx.arith
+    x = ctx.settle(x)
+    arith = ctx.arith
     root = arith.const(float(side // windows))
     return ctx.chain(
         x,
@@ -101,8 +107,11 @@ rules.module(nn.AvgPool1d)(with_attributes(average_pool, *_WINDOWS, "count_inclu
 def separable(
     ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True
 ) -> Value:
-    """Kronecker product of matrices on the last axes. averages: their rows are non-negative with sums of at most 1."""
-    x, arith = ctx.settle(x), ctx.arith
+    """Kronecker product of matrices on the last axes. averages: their rows are non-negative with
+    sums of at most 1.
+    """
+    x = ctx.settle(x)
+    arith = ctx.arith
     factor = arith.const(1.0)
     for matrix in matrices:
         # entries are 1/count or interpolation weights, a few roundings each; |E|_2 <= |E|_F
@@ -133,7 +142,9 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Value:
-    """Interpolation is linear and separates by axis: the norms of the two resizing matrices, read off the identity."""
+    """Interpolation is linear and separates by axis: the norms of the two resizing matrices, read
+    off the identity.
+    """
     ctx.require(
         len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"),
         f"interpolation mode {mode}",
@@ -170,7 +181,9 @@ rules.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(
 
 
 def _adaptive_windows(size: int, count: int) -> list[range]:
-    """Return torch's windows, [floor(i size / count), ceil((i + 1) size / count)); each holds a pixel."""
+    """Return torch's windows, [floor(i size / count), ceil((i + 1) size / count)); each holds a
+    pixel.
+    """
     return [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 

@@ -1,4 +1,6 @@
-"""Means, sums, maxima, variances and standard deviations over axes. Proofs: docs/bounds.md, sections 8.5 to 8.7."""
+"""Means, sums, maxima, variances and standard deviations over axes. Proofs: docs/bounds.md,
+sections 8.5 to 8.7.
+"""
 
 import math
 from dataclasses import replace
@@ -53,12 +55,15 @@ def sum_(
 def _reduce(
     ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, why: str, growth: float
 ) -> Value:
-    """Return a linear reduction over some axes; a map that is pending on another axis commutes with a mean."""
+    """Return a linear reduction over some axes; a map that is pending on another axis commutes with
+    a mean.
+    """
     rank = len(x.shape)
     axes = _axes(dim, rank)
     pending = x.pending
     if pending is None or pending.index is not None or growth != 1.0 or pending.axis % rank in axes:
-        x, pending = ctx.settle(x), None
+        x = ctx.settle(x)
+        pending = None
 
     def place(axis: int) -> int | None:
         if axis % rank in axes:
@@ -69,9 +74,12 @@ def _reduce(
             else sum(a not in axes for a in range(axis % rank)) - (rank - len(axes))
         )
 
-    plain, old, arith = replace(x, waiting=None), x.size, ctx.arith
+    plain = replace(x, waiting=None)
+    old = x.size
+    arith = ctx.arith
     factor, size = arith.const(constant), arith.const(growth)
-    # with a map pending, the size bounds speak of the fibres along its axis before it, which may be longer
+    # with a map pending, the size bounds speak of the fibres along its axis before it, which may be
+    # longer
     axis = place(old.axis if pending is None else pending.axis)
     where = -1 if axis is None else axis
     shape = tuple(ctx.shape) if pending is None else resized(tuple(ctx.shape), where, pending.width)
@@ -104,7 +112,9 @@ def extreme(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> V
 def _degrees(
     ctx: Context, x: Value, dim: Any, unbiased: Any, correction: Any
 ) -> tuple[list[int], int, float]:
-    """Return the axes, the number m of entries along them, and m - c, by which the sum of squares is divided."""
+    """Return the axes, the number m of entries along them, and m - c, by which the sum of squares
+    is divided.
+    """
     if isinstance(dim, bool):  # std(unbiased)
         ctx.require(unbiased is None, "arguments of another kind than torch documents")
         dim, unbiased = None, dim
@@ -134,9 +144,12 @@ def deviation(
     *,
     correction: Any = None,
 ) -> Value:
-    """std x = |P x| / sqrt(m - c), P the projection away from the mean: slope 1 / sqrt(m - c) everywhere."""
+    """std x = |P x| / sqrt(m - c), P the projection away from the mean: slope 1 / sqrt(m - c)
+    everywhere.
+    """
     axes, count, divisor = _degrees(ctx, x, dim, unbiased, correction)
-    x, arith = ctx.settle(x), ctx.arith
+    x = ctx.settle(x)
+    arith = ctx.arith
     slope = arith.const(up(1 / math.sqrt(divisor), 2))
     why = f"deviation of {count}: 1/sqrt({divisor:g})"
     return ctx.chain(
@@ -157,7 +170,8 @@ def variance(
 ) -> Value:
     """var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c): finite on the pixel box only."""
     axes, count, divisor = _degrees(ctx, x, dim, unbiased, correction)
-    x, arith = ctx.settle(x), ctx.arith
+    x = ctx.settle(x)
+    arith = ctx.arith
     longest = _longest(x, axes)
     if arith.rigorous and not longest.finite:
         raise NoRule("the variance of a tensor without a bound on its size")
@@ -190,7 +204,8 @@ def spread_and_mean(
 
 def _longest(x: Value, axes: list[int]) -> Scalar:
     """Return a bound on the norm of the entries of one deviation; |P x| is no longer."""
-    arith, count = x.size.arith, math.prod(x.shape[axis] for axis in axes)
+    arith = x.size.arith
+    count = math.prod(x.shape[axis] for axis in axes)
     if len(axes) == 1:
         return x.size.fibre_along(axes[0] - len(x.shape))
     return arith.minimum(x.size.total, x.size.peak * arith.sqrt(arith.const(float(count))))

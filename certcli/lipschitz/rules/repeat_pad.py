@@ -1,4 +1,6 @@
-"""Repetition, padding, sliding windows and gathering by index. Proofs: docs/bounds.md, sections 8.1 and 8.4."""
+"""Repetition, padding, sliding windows and gathering by index. Proofs: docs/bounds.md, sections 8.1
+and 8.4.
+"""
 
 import math
 from dataclasses import replace
@@ -18,7 +20,9 @@ from certcli.lipschitz.value import Affine, Value
 
 
 def copied(ctx: Context, x: Value, times: int, why: str) -> Value:
-    """Return the value after an operation that takes every entry of a settled `x` at most `times` times: sqrt(times)."""
+    """Return the value after an operation that takes every entry of a settled `x` at most `times`
+    times: sqrt(times).
+    """
     factor = ctx.arith.const(up(math.sqrt(times), 1))
     return ctx.chain(x, factor, why, total=lambda: factor * x.size.total, peak=lambda: x.size.peak)
 
@@ -83,7 +87,8 @@ def pad(
         and x.pending.axis != -1
         and x.pending.bias is None
     ):
-        rank, touched = len(x.shape), len(list(padding)) // 2
+        rank = len(x.shape)
+        touched = len(list(padding)) // 2
         if x.pending.axis % rank < rank - touched and not value and all(p >= 0 for p in padding):
             return replace(
                 x, shape=tuple(ctx.shape), size=x.size
@@ -126,7 +131,9 @@ def pair(value: Any) -> tuple[int, int]:
 
 
 def windows_of(kernel: int, stride: int, dilation: int) -> int:
-    """Return a bound on the windows that hold a pixel: tap t of window i reads pixel i stride + t dilation."""
+    """Return a bound on the windows that hold a pixel: tap t of window i reads pixel i stride + t
+    dilation.
+    """
     return -(-kernel // stride) if dilation == 1 else kernel
 
 
@@ -149,7 +156,8 @@ def fold(
     """The transpose of `unfold`: a pixel is a sum over the windows that it lies in."""
     taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
     times = math.prod(windows_of(k, s, d) for k, s, d in taps)
-    x, arith = ctx.settle(x), ctx.arith
+    x = ctx.settle(x)
+    arith = ctx.arith
     factor = arith.const(up(math.sqrt(times), 1))
     return ctx.chain(
         x,

@@ -1,4 +1,6 @@
-"""CenterNorm, LayerScale and BatchNorm: gains and shifts, folded into their neighbours. Proofs: docs/bounds.md, 1, 2.1, 4."""
+"""CenterNorm, LayerScale and BatchNorm: gains and shifts, folded into their neighbours. Proofs:
+docs/bounds.md, 1, 2.1, 4.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -67,7 +69,9 @@ def layer_scale(ctx: Context, module: LayerScale, x: Value) -> Value:
 
 
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
-    """Return gain * x along an axis, multiplied into the linear map or convolution that waits there, else pending."""
+    """Return gain * x along an axis, multiplied into the linear map or convolution that waits
+    there, else pending.
+    """
     x = _with_features(ctx, x, axis)
     gain = gain.reshape(-1).expand(x.shape[axis])  # one number may stand for all features
     waiting = x.waiting
@@ -77,7 +81,9 @@ def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
 
 
 def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
-    """Return x + shift along an axis, added to the linear map or convolution that waits there, else pending."""
+    """Return x + shift along an axis, added to the linear map or convolution that waits there, else
+    pending.
+    """
     x = _with_features(ctx, x, axis)
     waiting = x.waiting
     if isinstance(waiting, (Affine, Convolution)):
@@ -88,7 +94,9 @@ def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
 
 
 def feature_axis(x: Value) -> int | None:
-    """Return the axis of the features of the map or convolution that waits, None where there is no such axis."""
+    """Return the axis of the features of the map or convolution that waits, None where there is no
+    such axis.
+    """
     waiting = x.waiting
     if isinstance(waiting, Convolution):
         return waiting.axis
@@ -96,7 +104,9 @@ def feature_axis(x: Value) -> int | None:
 
 
 def _with_features(ctx: Context, x: Value, axis: int) -> Value:
-    """Return `x` with only a map or convolution waiting whose features are on this axis, or with its fibres there."""
+    """Return `x` with only a map or convolution waiting whose features are on this axis, or with
+    its fibres there.
+    """
     if feature_axis(x) == axis:
         return x
     x = ctx.settle(x)
@@ -126,7 +136,8 @@ def batch_norm_function(
     eps: float = 1e-5,
 ) -> Value:
     ctx.require(not training and running_var is not None, "BatchNorm with batch statistics")
-    mean, variance = ctx.constant_tensor(running_mean), ctx.constant_tensor(running_var)
+    mean = ctx.constant_tensor(running_mean)
+    variance = ctx.constant_tensor(running_var)
     return batch_statistics(
         ctx, x, mean, variance, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps
     )
@@ -141,22 +152,28 @@ def batch_statistics(
     bias: Tensor | None,
     eps: float,
 ) -> Value:
-    """Eval mode: gain weight / sqrt(var + eps) and a shift per channel, folded into the convolution before it."""
+    """Eval mode: gain weight / sqrt(var + eps) and a shift per channel, folded into the convolution
+    before it.
+    """
     ctx.require(bool((variance >= 0).all()) and eps >= 0, "a negative variance")
     spread = (variance.double() + eps).sqrt()
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")
-    # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the exact ones
+    # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the
+    # exact ones
     numerator = torch.ones_like(spread) if weight is None else weight.double()
     gain = (
         numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW
     )  # the last for gains below 1e-308
     carried = mean.double() * gain
     shift = -carried if bias is None else bias.double() - carried
-    # the difference may cancel: it is off by the gain's slack and three roundings, relative to its terms
+    # the difference may cancel: it is off by the gain's slack and three roundings, relative to its
+    # terms
     error = (carried.abs() + (0.0 if bias is None else bias.double().abs())) * 2.0**-48
     error = error + 4 * UNDERFLOW * (1 + mean.double().abs())
     if not ctx.arith.rigorous:
-        gain, shift, error = gain.detach(), shift.detach(), torch.zeros_like(error)
+        gain = gain.detach()
+        shift = shift.detach()
+        error = torch.zeros_like(error)
     offset = ctx.arith.matrix(shift.reshape(-1, 1))
     if ctx.arith.rigorous:
         offset = replace(offset, error=frobenius_norm(error))

@@ -1,4 +1,6 @@
-"""Scaled cosine similarity attention and LipschitzNorm attention. Proofs: docs/bounds.md, sections 10.1 and 10.2."""
+"""Scaled cosine similarity attention and LipschitzNorm attention. Proofs: docs/bounds.md, sections
+10.1 and 10.2.
+"""
 
 import math
 from typing import Any
@@ -22,14 +24,22 @@ def cosine_attention(
     is_causal: bool = False,
     mask: Any = None,
 ) -> Value:
-    """Theorem 10.1: nu/sqrt(eps) (|P| |W_V| + tau |W_Q| + tau sqrt(n min(1/2, max p)) |W_K|), head by head."""
-    tokens, arith, heads = x.shape[-2], ctx.arith, module.num_heads
+    """Theorem 10.1: nu/sqrt(eps) (|P| |W_V| + tau |W_Q| + tau sqrt(n min(1/2, max p)) |W_K|), head
+    by head.
+    """
+    tokens = x.shape[-2]
+    arith = ctx.arith
+    heads = module.num_heads
     inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
-    positions, gate = prior(ctx, module, mask, tokens), gates(ctx, module, tokens)
-    n, half = arith.const(float(tokens)), arith.const(0.5)
+    positions = prior(ctx, module, mask, tokens)
+    gate = gates(ctx, module, tokens)
+    n = arith.const(float(tokens))
+    half = arith.const(0.5)
     slope = arith.const(up(1 / math.sqrt(EPS), 2))
     nu, tau = ([arith.absolute(entry) for entry in part] for part in (module.nu, module.tau))
-    averaging, of_query, of_key = [], [], []
+    averaging = []
+    of_query = []
+    of_key = []
     for h in range(heads):
         grown = exp_twice(arith, tau[h])
         columns = arith.minimum(n, grown * positions.columns[h])
@@ -37,10 +47,12 @@ def cosine_attention(
         averaging.append(nu[h] * slope * arith.sqrt(columns))
         of_query.append(nu[h] * slope * tau[h])
         of_key.append(nu[h] * slope * tau[h] * arith.sqrt(n * peak))
-    # the positional map of a gated layer averages the same rows nu v, which move by nu / sqrt(eps) |dw|
+    # the positional map of a gated layer averages the same rows nu v, which move by nu / sqrt(eps)
+    # |dw|
     fixed = [nu[h] * slope * gate.fixed[h] for h in range(heads)]
     of_value = [
-        kept + constant for kept, constant in zip(gate.scale(averaging), fixed, strict=True)
+        scaled_term + constant
+        for scaled_term, constant in zip(gate.scale(averaging), fixed, strict=True)
     ]
     constant = combined(
         arith, [(of_value, value), (gate.scale(of_query), query), (gate.scale(of_key), key)]
@@ -58,14 +70,22 @@ def lipschitz_norm_attention(
     is_causal: bool = False,
     mask: Any = None,
 ) -> Value:
-    """Theorem 10.2: |P| |W_V| + |W_Q| + sqrt(min(1/2, max p)) |W_K| + the two largest of the three, head by head."""
-    tokens, arith, heads = x.shape[-2], ctx.arith, module.num_heads
+    """Theorem 10.2: |P| |W_V| + |W_Q| + sqrt(min(1/2, max p)) |W_K| + the two largest of the three,
+    head by head.
+    """
+    tokens = x.shape[-2]
+    arith = ctx.arith
+    heads = module.num_heads
     inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
-    positions, gate = prior(ctx, module, mask, tokens), gates(ctx, module, tokens)
-    n, half, one = arith.const(float(tokens)), arith.const(0.5), arith.const(1.0)
+    positions = prior(ctx, module, mask, tokens)
+    gate = gates(ctx, module, tokens)
+    n = arith.const(float(tokens))
+    half = arith.const(0.5)
+    one = arith.const(1.0)
     square = arith.const(up(math.exp(2), 4))
     rest = arith.const(up(math.exp(2) - 3, 4))
-    averaging, of_key = [], []
+    averaging = []
+    of_key = []
     for columns, root, peak in zip(positions.columns, positions.root, positions.peak, strict=True):
         averaging.append(
             arith.sqrt(arith.minimum(n, columns + arith.const(2.0) * root + rest * peak))

@@ -1,6 +1,8 @@
-"""Reshapes and permutations: entries move and do not change. Proofs: docs/bounds.md, sections 1.3 and 8.1.
+"""Reshapes and permutations: entries move and do not change. Proofs: docs/bounds.md, sections 1.3
+and 8.1.
 
-A pending linear map moves along: its features are on another axis afterwards, or on several (heads).
+A pending linear map moves along: its features are on another axis afterwards, or on several
+(heads).
 """
 
 import math
@@ -23,27 +25,40 @@ Shape = tuple[int, ...]
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Return a reshape as independent splits and merges: runs of axes with equal products, in row-major order."""
-    found: list[tuple[list[int], list[int]]] = []
+    """Return a reshape as independent splits and merges: runs of axes with equal products, in
+    row-major order.
+    """
+    runs: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
-        left, right = [], []
+        axes_before = []
+        right = []
         product_left = product_right = 1
         if i < len(before):
-            product_left, left, i = before[i], [i], i + 1
+            product_left = before[i]
+            axes_before = [i]
+            i = i + 1
         if j < len(after):
-            product_right, right, j = after[j], [j], j + 1
+            product_right = after[j]
+            right = [j]
+            j = j + 1
         while product_left != product_right:
             if product_left < product_right:
-                product_left, left, i = product_left * before[i], [*left, i], i + 1
+                product_left = product_left * before[i]
+                axes_before = [*axes_before, i]
+                i = i + 1
             else:
-                product_right, right, j = product_right * after[j], [*right, j], j + 1
-        found.append((left, right))
-    return found
+                product_right = product_right * after[j]
+                right = [*right, j]
+                j = j + 1
+        runs.append((axes_before, right))
+    return runs
 
 
 def with_index(x: Value, pending: Affine) -> Affine:
-    """Return the same pending map, which must have a matrix, with the places of its features (`Affine.index`)."""
+    """Return the same pending map, which must have a matrix, with the places of its features
+    (`Affine.index`).
+    """
     if pending.index is not None:
         return pending
     rank = len(x.shape)
@@ -53,7 +68,9 @@ def with_index(x: Value, pending: Affine) -> Affine:
 
 
 def tidy(pending: Affine) -> Affine:
-    """Return a plain pending map, with its rows in the new order, if all features are on one axis again."""
+    """Return a plain pending map, with its rows in the new order, if all features are on one axis
+    again.
+    """
     index = pending.index
     if index is None:
         return pending
@@ -79,10 +96,11 @@ def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
         return replace(x, shape=shape, waiting=replace(x.waiting, axis=place(x.waiting.axis)))
     if x.pending is None:
         return replace(x, shape=shape, size=x.size.arranged(shape, place(x.size.axis)))
-    pending, known = x.pending, x.pending.result
-    if known is not None:
-        axis = place(known.axis) if known.shape == tuple(x.shape) else None
-        pending = replace(pending, result=known.arranged(shape, axis))
+    pending = x.pending
+    size = x.pending.result
+    if size is not None:
+        axis = place(size.axis) if size.shape == tuple(x.shape) else None
+        pending = replace(pending, result=size.arranged(shape, axis))
     if pending.index is None:
         return replace(x, shape=shape, waiting=replace(pending, axis=place(pending.axis)))
     return replace(
@@ -119,10 +137,10 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
         x = ctx.settle(x)
     axis: int | None = None
     factor = 1.0
-    for left, right in runs:
-        if before and x.size.axis % len(before) in left and right:
+    for axes_before, right in runs:
+        if before and x.size.axis % len(before) in axes_before and right:
             axis = max((a for a in right if after[a] > 1), default=right[-1])
-            factor = math.prod(before[a] for a in left if a != x.size.axis % len(before))
+            factor = math.prod(before[a] for a in axes_before if a != x.size.axis % len(before))
             # splitting alone cuts fibres into parts; merging lays `factor` of them end to end
             axis -= len(after)
     return replace(x, shape=after, size=x.size.arranged(after, axis, float(factor)))
@@ -131,10 +149,12 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
 def _places(
     axis: int, before: Shape, after: Shape, runs: list[tuple[list[int], list[int]]]
 ) -> list[int]:
-    """Return the (negative) axes on which the entries of one axis lie afterwards, none if they are merged with others."""
+    """Return the (negative) axes on which the entries of one axis lie afterwards, none if they are
+    merged with others.
+    """
     place = axis % len(before)
-    for left, right in runs:
-        if place in left and math.prod(before[a] for a in left if a != place) == 1:
+    for axes_before, right in runs:
+        if place in axes_before and math.prod(before[a] for a in axes_before if a != place) == 1:
             return [a - len(after) for a in right if after[a] > 1]
     return []
 
@@ -142,20 +162,25 @@ def _places(
 def _merge_gain(
     x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]
 ) -> Value | None:
-    """Return a pending gain and shift whose axis is merged with others: every number is repeated; None for other maps."""
+    """Return a pending gain and shift whose axis is merged with others: every number is repeated;
+    None for other maps.
+    """
     if pending.matrix is not None or pending.centered or pending.index is not None:
         return None
-    before, place = tuple(x.shape), pending.axis % len(x.shape)
-    left, right = next(run for run in runs if place in run[0])
-    wide, times = (
-        [a for a in right if after[a] > 1],
-        math.prod(before[a] for a in left if a != place),
-    )
+    before = tuple(x.shape)
+    place = pending.axis % len(x.shape)
+    axes_before, right = next(run for run in runs if place in run[0])
+    wide = [a for a in right if after[a] > 1]
+    times = math.prod(before[a] for a in axes_before if a != place)
     if times == 1 or len(wide) != 1:
         return None
-    sizes = [before[a] if a == place else 1 for a in left]
-    numbers = torch.arange(pending.width).view(sizes).expand([before[a] for a in left]).flatten()
-    gain, bias, axis = pending.gain, pending.bias, wide[0] - len(after)
+    sizes = [before[a] if a == place else 1 for a in axes_before]
+    numbers = (
+        torch.arange(pending.width).view(sizes).expand([before[a] for a in axes_before]).flatten()
+    )
+    gain = pending.gain
+    bias = pending.bias
+    axis = wide[0] - len(after)
     if bias is not None:
         bias = Matrix(bias.tensor[numbers], up(bias.error * math.sqrt(times), 2))
     gain = None if gain is None else gain[numbers]
@@ -178,11 +203,11 @@ def _reshape_pending(
     pending = with_index(x, pending)
     assert pending.index is not None
     shape = [1] * len(after)
-    for left, right in runs:
-        sizes = [pending.index.shape[a] for a in left]
+    for axes_before, right in runs:
+        sizes = [pending.index.shape[a] for a in axes_before]
         if all(size == 1 for size in sizes):
             continue
-        if any(size != before[a] for size, a in zip(sizes, left, strict=True)):
+        if any(size != before[a] for size, a in zip(sizes, axes_before, strict=True)):
             return None  # features and tokens are merged into one axis
         for a in right:
             shape[a] = after[a]

@@ -92,7 +92,8 @@ def pieces(ctx: Context, x: Value, *how: Any, dim: int | None = None, **_: Any) 
     whole = tuple(slice(None) for _ in range(axis))
     # pieces that overlap are longer than the axis
     ctx.require(sum(shape[axis] for shape in ctx.shape) == x.shape[axis], "pieces that overlap")
-    parts, start = [], 0
+    parts = []
+    start = 0
     for shape in ctx.shape:
         stop = start + shape[axis]
         parts.append(_part(ctx, x, (*whole, slice(start, stop)), shape))
@@ -123,7 +124,9 @@ def select_one(ctx: Context, x: Value, dim: int, index: Any) -> Value:
 
 @rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
 def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
-    """Tensors side by side: squares of the constants add; constants such as class tokens add nothing."""
+    """Tensors side by side: squares of the constants add; constants such as class tokens add
+    nothing.
+    """
     values = [ctx.settle(tensor) for tensor in tensors if isinstance(tensor, Value)]
     fixed = [tensor.tensor for tensor in tensors if isinstance(tensor, Constant)]
     ctx.require(len(values) + len(fixed) == len(tensors), "a list with something else than tensors")

@@ -41,13 +41,17 @@ def token_convolution(
 ) -> Value:
     """The norm of one convolution with the taps W_O K_t M, where M was pending on each token."""
     tokens = x.shape[-2]
-    arith, conv, proj = ctx.arith, module.convolution, module.proj
+    arith = ctx.arith
+    conv = module.convolution
+    proj = module.proj
     x = ctx.on_axis(x)
     pending = x.pending
     taps = conv.kernel_size[0]
-    # W_O on all taps at once; the error of this product is one on its entries (Frobenius), however they are arranged
+    # W_O on all taps at once; the error of this product is one on its entries (Frobenius), however
+    # they are arranged
     flat = arith.matmul(arith.matrix(proj.weight), arith.matrix(conv.weight.flatten(1)))
-    out, width = proj.out_features, conv.in_channels
+    out = proj.out_features
+    width = conv.in_channels
     stacked = Matrix(
         flat.tensor.view(out, width, taps).transpose(1, 2).reshape(out * taps, width), flat.error
     )
@@ -86,7 +90,8 @@ def token_convolution(
 @rules.module(ChannelRoll)
 def channel_roll(ctx: Context, module: ChannelRoll, x: Value) -> Value:
     """A permutation of entries: 1. A token gets quarters of four tokens: at most twice the longest."""
-    x, arith = ctx.settle(x), ctx.arith
+    x = ctx.settle(x)
+    arith = ctx.arith
     size = x.size.along(-1).arranged(x.shape, -1, 4.0)
     return ctx.charge(x, arith.const(1.0), "channels that move by a token: a permutation", size)
 
@@ -139,16 +144,18 @@ def _mixed(
     """Return the value after a mixing with this constant; the shift p comes before or after it.
 
     Args:
-        columns: each channel of all tokens is mapped to itself, so that columns grow by the constant at most.
+        columns: each channel of all tokens is mapped to itself, so that columns grow by the
+            constant at most.
     """
-    x, arith = ctx.settle(x), ctx.arith
+    x = ctx.settle(x)
+    arith = ctx.arith
     windows, rest = divmod(math.prod(x.shape), shift.numel())
     ctx.require(
         not rest, f"tokens of shape {tuple(x.shape)}, which a shift of {shift.numel()} does not fit"
     )
     old = x.size
 
-    def moved() -> Scalar:
+    def shift_norm() -> Scalar:
         length = arith.length(arith.matrix(shift.reshape(-1, 1)))
         return constant * length if before else length
 
@@ -157,7 +164,7 @@ def _mixed(
         x,
         constant,
         why,
-        lambda: constant * (old.fibre_along(-2) if columns else old.total) + moved(),
+        lambda: constant * (old.fibre_along(-2) if columns else old.total) + shift_norm(),
         axis=-2,
-        total=lambda: constant * old.total + moved() * arith.sqrt(arith.const(float(windows))),
+        total=lambda: constant * old.total + shift_norm() * arith.sqrt(arith.const(float(windows))),
     )

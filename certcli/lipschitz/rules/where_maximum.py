@@ -18,7 +18,8 @@ from certcli.lipschitz.value import Scores, Value
 def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     """m a + (1 - m) b for a fixed mask m: every entry moves with one of the two, so squares add."""
     ctx.require(not isinstance(condition, Value), "a choice that depends on the image")
-    mask, shape = ctx.constant_tensor(condition).bool(), tuple(ctx.shape)
+    mask = ctx.constant_tensor(condition).bool()
+    shape = tuple(ctx.shape)
     if isinstance(input, Value) and isinstance(other, Value):
         return _of_two(
             ctx,
@@ -59,7 +60,9 @@ def where_method(ctx: Context, x: Any, condition: Any, other: Any) -> Value:
 @rules.method("maximum", "minimum")
 @rules.function(torch.maximum, torch.minimum)
 def larger(ctx: Context, a: Any, b: Any) -> Value:
-    """|max(a, b) - max(a', b')| <= max(|a - a'|, |b - b'|): slope 1 of both together, or of the one beside a constant."""
+    """|max(a, b) - max(a', b')| <= max(|a - a'|, |b - b'|): slope 1 of both together, or of the one
+    beside a constant.
+    """
     if isinstance(a, Value) and isinstance(b, Value):
         return _of_two(ctx, a, b, "a maximum of two has slope 1 of both together")
     x, fixed = (a, b) if isinstance(a, Value) else (b, a)
@@ -75,7 +78,9 @@ def larger(ctx: Context, a: Any, b: Any) -> Value:
 @rules.method("max", "min")
 @rules.function(torch.max, torch.min)
 def largest(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
-    """The maximum of all entries or of two tensors; along an axis torch returns indices as well: refused."""
+    """The maximum of all entries or of two tensors; along an axis torch returns indices as well:
+    refused.
+    """
     if not other and not named:
         return extreme(ctx, x)
     one = len(other) == 1 and not named and isinstance(other[0], (Value, Constant))
@@ -84,8 +89,11 @@ def largest(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
 
 
 def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
-    """Return a map of slope 1 of two tensors side by side; each entry of its result is no larger than one of theirs."""
-    shape, arith = tuple(ctx.shape), ctx.arith
+    """Return a map of slope 1 of two tensors side by side; each entry of its result is no larger
+    than one of theirs.
+    """
+    shape = tuple(ctx.shape)
+    arith = ctx.arith
     a, b = (ctx.spread(ctx.settle(x), shape) for x in (a, b))
     axis = a.size.axis
     size = Size(

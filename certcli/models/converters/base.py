@@ -27,7 +27,8 @@ class Converted:
     """A file in timm's terms.
 
     Attributes:
-        source: The network that was recognised, for the reading line ("transformers' ViTForImageClassification").
+        source: The network that was recognised, for the reading line ("transformers'
+            ViTForImageClassification").
         origins: The origin of each fact of the record, by fact (`certcli.models.assumptions`).
         doubts: A sentence for each reason why the network may be another one than its author's.
         computed: The file's copies of tensors that timm's network computes itself.
@@ -46,12 +47,14 @@ class Converted:
 def require_whole_windows(
     side: int, patch: int, stages: int, window: int, *, shrinks: bool = False
 ) -> None:
-    """Raise ArchitectureError unless the windows of every Swin stage cover the tokens of a square image exactly.
+    """Raise ArchitectureError unless the windows of every Swin stage cover the tokens of a square
+    image exactly.
 
     At the edge, transformers and torchvision pad a window in other places than timm.
 
     Args:
-        shrinks: Whether a window is never larger than its stage, as in timm and in transformers' Swin v2.
+        shrinks: Whether a window is never larger than its stage, as in timm and in transformers'
+            Swin v2.
     """
     tokens = [side / patch / 2**stage for stage in range(stages)]
     if any(count % 1 or count % (min(window, count) if shrinks else window) for count in tokens):
@@ -63,7 +66,9 @@ def require_whole_windows(
 
 
 def read_config(config: Path, read: Callable[[bytes], T], hint: str) -> T:
-    """Return what a config beside a file says, by `read`; CheckpointError for one that is too long, unreadable or Refused."""
+    """Return what a config beside a file says, by `read`; CheckpointError for one that is too long,
+    unreadable or Refused.
+    """
     try:
         if config.stat().st_size > LONGEST_RECORD:
             raise Refused(f"more than {LONGEST_RECORD:,} bytes")
@@ -79,10 +84,12 @@ def pixel_input(
     view: tuple[Any, ...],
     hint: str,
 ) -> InputSpec:
-    """Return the input; one mean or std stands for every channel. ArchitectureError where they fit no image in [0, 1].
+    """Return the input; one mean or std stands for every channel. ArchitectureError where they fit
+    no image in [0, 1].
 
     Args:
-        view: the filter that resizes images, the share of them that is left after the crop, and the crop's mode.
+        view: the filter that resizes images, the share of them that is left after the crop, and the
+            crop's mode.
     """
     means, stds = (
         tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std)
@@ -96,12 +103,12 @@ def pixel_input(
 
 def by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return the pairs as a dictionary; ArchitectureError where two tensors would get one name."""
-    found: dict[str, Tensor] = {}
+    tensors_of: dict[str, Tensor] = {}
     for name, value in pairs:
-        if name in found:
+        if name in tensors_of:
             raise ArchitectureError(f"two tensors of the file are timm's '{one_line(name)}'")
-        found[name] = value
-    return found
+        tensors_of[name] = value
+    return tensors_of
 
 
 def renamed(tensors: Mapping[str, Tensor], table: Renames) -> dict[str, Tensor]:
@@ -138,9 +145,9 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         new.append((f"{path}qkv.weight", torch.cat([tensors[f"{part}.weight"] for part in parts])))
         biases = [tensors.get(f"{part}.bias") for part in parts]
-        stated = [bias for bias in biases if bias is not None]
-        if len(stated) == 3:
-            new.append((f"{path}qkv.bias", torch.cat(stated)))
+        present = [bias for bias in biases if bias is not None]
+        if len(present) == 3:
+            new.append((f"{path}qkv.bias", torch.cat(present)))
         else:
             keys = (f"{path}{letter}_bias" for letter in "qkv")
             new += [(key, bias) for key, bias in zip(keys, biases, strict=True) if bias is not None]

@@ -1,4 +1,6 @@
-"""State dicts of the repositories that networks come from (DINOv2, BEiT, Swin, ConvNeXt, OpenCLIP), by timm's own filters."""
+"""State dicts of the repositories that networks come from (DINOv2, BEiT, Swin, ConvNeXt, OpenCLIP),
+by timm's own filters.
+"""
 
 import inspect
 import re
@@ -16,10 +18,12 @@ _RESAMPLED = re.compile(r"pos_embed|patch_embed|relative_position|head")
 
 
 def filtered(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor] | None:
-    """Return the tensors as timm's `checkpoint_filter_fn` for the network renames them; None where timm has no filter.
+    """Return the tensors as timm's `checkpoint_filter_fn` for the network renames them; None where
+    timm has no filter.
 
     Raises:
-        ArchitectureError: the filter would resample an embedding, or drop a layer: another function than the file's.
+        ArchitectureError: the filter would resample an embedding, or drop a layer: another function
+        than the file's.
     """
     module: Any = sys.modules[type(net).__module__]
     convert = getattr(module, "checkpoint_filter_fn", None)

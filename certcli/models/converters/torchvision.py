@@ -1,7 +1,9 @@
-"""Image classifiers of torchvision as timm's networks: VisionTransformer, SwinTransformer (both versions), ConvNeXt.
+"""Image classifiers of torchvision as timm's networks: VisionTransformer, SwinTransformer (both
+versions), ConvNeXt.
 
-A state dict has no config: sizes are read off the tensors. Heads of a ViT, pixel statistics and crop are those of the
-published network of the same sizes; for other sizes the options must give them.
+A state dict has no config: sizes are read off the tensors. Heads of a ViT, pixel statistics and
+crop are those of the published network of the same sizes; for other sizes the options must give
+them.
 """
 
 import math
@@ -45,16 +47,16 @@ _VIT_NAMES: Renames = (
 _SWIN_NAMES: Renames = (
     (r"^features\.0\.0\.", "patch_embed.proj."),
     (r"^features\.0\.2\.", "patch_embed.norm."),
-    (r"^features\.([1357])\.", lambda found: f"layers.{int(found[1]) // 2}.blocks."),
-    (r"^features\.([246])\.", lambda found: f"layers.{int(found[1]) // 2}.downsample."),
+    (r"^features\.([1357])\.", lambda match: f"layers.{int(match[1]) // 2}.blocks."),
+    (r"^features\.([246])\.", lambda match: f"layers.{int(match[1]) // 2}.downsample."),
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.3\.", ".mlp.fc2."),
     (r"^head\.", "head.fc."),
 )
 _CONVNEXT_NAMES: Renames = (
     (r"^features\.0\.", "stem."),
-    (r"^features\.([1357])\.", lambda found: f"stages.{int(found[1]) // 2}.blocks."),
-    (r"^features\.([246])\.", lambda found: f"stages.{int(found[1]) // 2}.downsample."),
+    (r"^features\.([1357])\.", lambda match: f"stages.{int(match[1]) // 2}.blocks."),
+    (r"^features\.([246])\.", lambda match: f"stages.{int(match[1]) // 2}.downsample."),
     (r"\.block\.0\.", ".conv_dw."),
     (r"\.block\.2\.", ".norm."),
     (r"\.block\.3\.", ".mlp.fc1."),
@@ -86,7 +88,9 @@ _VIT_HEADS = {768: 12, 1024: 16, 1280: 16}
 
 @dataclass(frozen=True)
 class SizedNetwork:
-    """A torchvision network read off its tensors: (timm's architecture, its arguments, the tensors by timm's names)."""
+    """A torchvision network read off its tensors: (timm's architecture, its arguments, the tensors
+    by timm's names).
+    """
 
     family: str
     arch: str
@@ -98,7 +102,9 @@ class SizedNetwork:
 
 
 def family_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return "vit", "swin", "swin_v2" or "convnext" where the names are those of torchvision's network, else None."""
+    """Return "vit", "swin", "swin_v2" or "convnext" where the names are those of torchvision's
+    network, else None.
+    """
     if "encoder.layers.encoder_layer_0.ln_1.weight" in tensors:
         return "vit"
     if "features.1.0.attn.qkv.weight" in tensors:
@@ -110,7 +116,8 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
     """Return a state dict of torchvision in timm's terms.
 
     Raises:
-        ArchitectureError: its sizes are of no published network, and the options do not say what its tensors cannot.
+        ArchitectureError: its sizes are of no published network, and the options do not say what
+        its tensors cannot.
     """
     network = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}[family](
         tensors, hints
@@ -132,18 +139,20 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """Return the count of numbers that the pattern finds in names; ValueError unless they are 0, 1, 2, ..."""
-    numbers = {int(found[1]) for name in tensors if (found := re.match(pattern, name))}
+    """Return the count of numbers that the pattern finds in names; ValueError unless they are 0, 1,
+    2, ...
+    """
+    numbers = {int(match[1]) for name in tensors if (match := re.match(pattern, name))}
     if not numbers or max(numbers) != len(numbers) - 1:
         raise ValueError("its blocks are not numbered from 0 on")
     return len(numbers)
 
 
 def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
-    found = renamed(tensors, _VIT_NAMES)
-    width, channels, patch, _ = found["patch_embed.proj.weight"].shape
-    depth = _count(found, r"blocks\.(\d+)\.")
-    grid = math.isqrt(found["pos_embed"].shape[1] - 1)
+    network_tensors = renamed(tensors, _VIT_NAMES)
+    width, channels, patch, _ = network_tensors["patch_embed.proj.weight"].shape
+    depth = _count(network_tensors, r"blocks\.(\d+)\.")
+    grid = math.isqrt(network_tensors["pos_embed"].shape[1] - 1)
     published = _PUBLISHED.get(("vit", patch, width, (depth,)))
     heads = hints.arch_args.get("num_heads", None if published is None else _VIT_HEADS[width])
     if heads is None:
@@ -158,13 +167,13 @@ def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         "embed_dim": width,
         "depth": depth,
         "num_heads": heads,
-        "mlp_ratio": found["blocks.0.mlp.fc1.weight"].shape[0] / width,
+        "mlp_ratio": network_tensors["blocks.0.mlp.fc1.weight"].shape[0] / width,
         "norm_eps": 1e-6,
-        "num_classes": found["head.weight"].shape[0],
+        "num_classes": network_tensors["head.weight"].shape[0],
     }
     side = patch * grid
     return SizedNetwork(
-        "vit", "vit_base_patch16_224", arguments, found, (channels, side, side), published
+        "vit", "vit_base_patch16_224", arguments, network_tensors, (channels, side, side), published
     )
 
 
@@ -175,18 +184,18 @@ def _stages(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
 
 def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     second = family_of(tensors) == "swin_v2"
-    found, computed = parted(renamed(tensors, _SWIN_NAMES), COMPUTED)
-    width, channels, patch, _ = found["patch_embed.proj.weight"].shape
-    depths = _stages(found, r"layers\.")
+    network_tensors, computed = parted(renamed(tensors, _SWIN_NAMES), COMPUTED)
+    width, channels, patch, _ = network_tensors["patch_embed.proj.weight"].shape
+    depths = _stages(network_tensors, r"layers\.")
     firsts = [f"layers.{stage}.blocks.0.attn." for stage in range(len(depths))]
     if second:
         window = (tensors["features.1.0.attn.relative_coords_table"].shape[1] + 1) // 2
-        heads = [found[f"{path}logit_scale"].shape[0] for path in firsts]
-        found = _without_key_bias(found)
+        heads = [network_tensors[f"{path}logit_scale"].shape[0] for path in firsts]
+        network_tensors = _without_key_bias(network_tensors)
     else:
-        table = found["layers.0.blocks.0.attn.relative_position_bias_table"]
+        table = network_tensors["layers.0.blocks.0.attn.relative_position_bias_table"]
         window = (math.isqrt(table.shape[0]) + 1) // 2
-        heads = [found[f"{path}relative_position_bias_table"].shape[1] for path in firsts]
+        heads = [network_tensors[f"{path}relative_position_bias_table"].shape[1] for path in firsts]
     side = _side(hints, 256 if second else 224)
     require_whole_windows(side, patch, len(depths), window)
     arguments = {
@@ -197,8 +206,8 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         "depths": depths,
         "num_heads": heads,
         "window_size": window,
-        "mlp_ratio": found["layers.0.blocks.0.mlp.fc1.weight"].shape[0] / width,
-        "num_classes": found["head.fc.weight"].shape[0],
+        "mlp_ratio": network_tensors["layers.0.blocks.0.mlp.fc1.weight"].shape[0] / width,
+        "num_classes": network_tensors["head.fc.weight"].shape[0],
     }
     family, arch = (
         ("swin_v2", "swinv2_tiny_window8_256")
@@ -206,41 +215,48 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         else ("swin", "swin_tiny_patch4_window7_224")
     )
     published = _PUBLISHED.get((family, patch, width, tuple(depths)))
-    return SizedNetwork(family, arch, arguments, found, (channels, side, side), published, computed)
+    return SizedNetwork(
+        family, arch, arguments, network_tensors, (channels, side, side), published, computed
+    )
 
 
 def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """torchvision sets the key's third of Swin v2's bias to zero in each forward pass; timm has no such tensor."""
-    found: list[tuple[str, Tensor]] = []
+    """torchvision sets the key's third of Swin v2's bias to zero in each forward pass; timm has no
+    such tensor.
+    """
+    pairs: list[tuple[str, Tensor]] = []
     for name, value in tensors.items():
         path = name.removesuffix("qkv.bias")
         if name.endswith(".attn.qkv.bias"):
             query, _, values = value.chunk(3)
-            found += [(f"{path}q_bias", query.clone()), (f"{path}v_bias", values.clone())]
+            pairs += [(f"{path}q_bias", query.clone()), (f"{path}v_bias", values.clone())]
         else:
-            found.append((name, value))
-    return by_name(found)
+            pairs.append((name, value))
+    return by_name(pairs)
 
 
 def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
-    found = renamed(tensors, _CONVNEXT_NAMES)
-    found = {
+    network_tensors = renamed(tensors, _CONVNEXT_NAMES)
+    network_tensors = {
         name: value.flatten() if name.endswith(".gamma") and value.shape[1:] == (1, 1) else value
-        for name, value in found.items()
+        for name, value in network_tensors.items()
     }
-    width, channels, patch, _ = found["stem.0.weight"].shape
-    depths = _stages(found, r"stages\.")
+    width, channels, patch, _ = network_tensors["stem.0.weight"].shape
+    depths = _stages(network_tensors, r"stages\.")
     arguments = {
         "patch_size": patch,
         "in_chans": channels,
-        "dims": [found[f"stages.{stage}.blocks.0.gamma"].shape[0] for stage in range(len(depths))],
+        "dims": [
+            network_tensors[f"stages.{stage}.blocks.0.gamma"].shape[0]
+            for stage in range(len(depths))
+        ],
         "depths": depths,
-        "num_classes": found["head.fc.weight"].shape[0],
+        "num_classes": network_tensors["head.fc.weight"].shape[0],
     }
     published = _PUBLISHED.get(("convnext", patch, width, tuple(depths)))
     side = _side(hints, 224)
     return SizedNetwork(
-        "convnext", "convnext_tiny", arguments, found, (channels, side, side), published
+        "convnext", "convnext_tiny", arguments, network_tensors, (channels, side, side), published
     )
 
 
@@ -255,20 +271,25 @@ def _side(hints: Hints, usual: int) -> int:
 
 def _input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
     """Pixel statistics, filter and crop of the published network, unless the options say otherwise."""
-    mean, std, interpolation, crop = hints.mean, hints.std, "bilinear", 1.0
-    own = f"torchvision's own for {network.published}"
+    mean = hints.mean
+    std = hints.std
+    interpolation = "bilinear"
+    crop = 1.0
+    origin = f"torchvision's own for {network.published}"
     origins = {"mean": "--mean", "std": "--std", "view": "by default"}
     if network.published is not None:
         from torchvision.models import get_model_weights
 
         views = [weights.transforms() for weights in get_model_weights(network.published)]
         view = next((each for each in views if each.crop_size[0] == network.size[1]), views[0])
-        mean, std = mean or tuple(view.mean), std or tuple(view.std)
-        interpolation, crop = view.interpolation.value, view.crop_size[0] / view.resize_size[0]
+        mean = mean or tuple(view.mean)
+        std = std or tuple(view.std)
+        interpolation = view.interpolation.value
+        crop = view.crop_size[0] / view.resize_size[0]
         origins = {
-            name: f"--{name}" if getattr(hints, name, None) else own for name in ("mean", "std")
+            name: f"--{name}" if getattr(hints, name, None) else origin for name in ("mean", "std")
         }
-        origins["view"] = own
+        origins["view"] = origin
     if mean is None or std is None:
         raise ArchitectureError(
             f"no published {network.family} of torchvision has these sizes: nothing says how its pixels are normalised",

@@ -1,6 +1,8 @@
-"""Networks of Hugging Face's transformers as timm's: ViT, DeiT, ViT-MSN, BEiT, DINOv2, Swin and ConvNeXt, classifiers or not.
+"""Networks of Hugging Face's transformers as timm's: ViT, DeiT, ViT-MSN, BEiT, DINOv2, Swin and
+ConvNeXt, classifiers or not.
 
-`config.json` gives the architecture and `preprocessor_config.json` the pixels. Each family is a row of `FAMILIES`.
+`config.json` gives the architecture and `preprocessor_config.json` the pixels. Each family is a row
+of `FAMILIES`.
 """
 
 import re
@@ -51,7 +53,9 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class TimmNetwork:
-    """timm's architecture for a config: its name, arguments, and modules whose eps differs from the other norms'."""
+    """timm's architecture for a config: its name, arguments, and modules whose eps differs from the
+    other norms'.
+    """
 
     arch: str
     arguments: dict[str, Any]
@@ -66,7 +70,8 @@ class ModelType:
     """One `model_type` of transformers.
 
     Attributes:
-        name: Begins the names of its classes: the classifier, also with a suffix of `suffixes`, and the model without.
+        name: Begins the names of its classes: the classifier, also with a suffix of `suffixes`, and
+            the model without.
         config: The type of its config.
         describe: Returns timm's network for a config and a class.
         names: How its tensors are renamed.
@@ -124,7 +129,9 @@ def _activation(config: Config) -> dict[str, Any]:
 
 
 def _side(config: Any) -> int:
-    """The side of a square image: on others, transformers and timm place relative positions and windows differently."""
+    """The side of a square image: on others, transformers and timm place relative positions and
+    windows differently.
+    """
     sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
     if len(sides) > 1:
         raise Refused(
@@ -158,11 +165,11 @@ def _dinov2(config: TokenConfig, architecture: str) -> TimmNetwork:
         "qkv_bias": config.qkv_bias,
         "init_values": 1e-5,
     }
-    own = architecture.endswith(
+    has_classifier = architecture.endswith(
         "ForImageClassification"
     )  # its head reads the mean of the patches too
     return TimmNetwork(
-        "certvit_dinov2_classifier" if own else "vit_small_patch14_dinov2", arguments
+        "certvit_dinov2_classifier" if has_classifier else "vit_small_patch14_dinov2", arguments
     )
 
 
@@ -252,7 +259,8 @@ def _dinov2_tensors(tensors: dict[str, Tensor], config: TokenConfig) -> dict[str
     """Registers have no position in transformers: zeros in timm's embedding, which covers them."""
     if "reg_token" not in tensors:
         return tensors
-    position, registers = tensors["pos_embed"], torch.zeros_like(tensors["reg_token"])
+    position = tensors["pos_embed"]
+    registers = torch.zeros_like(tensors["reg_token"])
     return {**tensors, "pos_embed": torch.cat([position[:, :1], registers, position[:, 1:]], dim=1)}
 
 
@@ -260,7 +268,7 @@ def _swin_tensors(tensors: dict[str, Tensor], config: SwinConfig) -> dict[str, T
     """transformers merges patches at the end of a stage, timm at the start of the next."""
     return renamed(
         tensors,
-        [(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample")],
+        [(r"^layers\.(\d+)\.downsample", lambda match: f"layers.{int(match[1]) + 1}.downsample")],
     )
 
 
@@ -310,7 +318,9 @@ _UNUSED = r"^mask_token$|^pooler\.dense\."
 
 
 def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of transformers' vision models, which all begin with `embeddings`."""
+    """Whether the names are those of transformers' vision models, which all begin with
+    `embeddings`.
+    """
     return any(
         re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors
     )
@@ -322,34 +332,36 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     Raises:
         ArchitectureError: the model is none of `FAMILIES`, or a config leaves its function open.
     """
-    beside = path.parent / CONFIG
-    if not beside.is_file():
+    config_file = path.parent / CONFIG
+    if not config_file.is_file():
         raise ArchitectureError(
             f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
             f"put its {CONFIG} and {PIXELS} beside it",
         )
-    about = decoded(beside, Config)
+    about = decoded(config_file, Config)
     architecture = about.architectures[0] if about.architectures else ""
     family = FAMILIES.get(about.model_type)
     if family is None or architecture not in family.classes:
         raise ArchitectureError(
-            f"{beside} describes transformers' {one_line(architecture or about.model_type)} (model_type "
+            f"{config_file} describes transformers' {one_line(architecture or about.model_type)} (model_type "
             f"{one_line(about.model_type)}), which certvit does not convert",
             f"it converts {', '.join(name for each in FAMILIES.values() for name in each.classes)}",
         )
-    config = decoded(beside, family.config)
+    config = decoded(config_file, family.config)
     try:
         network = family.describe(config, architecture)
     except Refused as refusal:
-        raise ArchitectureError(f"{beside}: {refusal}") from refusal
+        raise ArchitectureError(f"{config_file}: {refusal}") from refusal
     spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
-    doubts += unknown(beside, family.config)
-    found = renamed(tensors, family.names)
+    doubts += unknown(config_file, family.config)
+    network_tensors = renamed(tensors, family.names)
     features = None
     if architecture == family.headless:
-        features = family.features + ("; pooler_output comes after it" if _POOLER in found else "")
-    found, computed = parted(parted(found, _UNUSED)[0], COMPUTED)
-    found = family.finish(joined(found), config)
+        features = family.features + (
+            "; pooler_output comes after it" if _POOLER in network_tensors else ""
+        )
+    network_tensors, computed = parted(parted(network_tensors, _UNUSED)[0], COMPUTED)
+    network_tensors = family.finish(joined(network_tensors), config)
     record = Record(
         arch=network.arch,
         arch_args={**network.arguments, **({} if features is None else {"num_classes": 0})},
@@ -362,7 +374,13 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     if ignored := [option for option in hints.given if option.startswith("--arch")]:
         doubts.append(f"{CONFIG} describes the architecture: {', '.join(ignored)} ignored")
     return Converted(
-        found, record, f"transformers' {architecture}", origins, tuple(doubts), computed, features
+        network_tensors,
+        record,
+        f"transformers' {architecture}",
+        origins,
+        tuple(doubts),
+        computed,
+        features,
     )
 
 

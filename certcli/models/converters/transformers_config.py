@@ -1,4 +1,6 @@
-"""The two configs of transformers beside a file, as typed values: the architecture, and how images become its input."""
+"""The two configs of transformers beside a file, as typed values: the architecture, and how images
+become its input.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -167,16 +169,17 @@ _EMPTY: tuple[Any, ...] = (None, False, 0, {}, [], "")
 """Values that switch a field off."""
 
 
-def decoded(config: Path, wanted: type[T]) -> T:
+def decoded(config: Path, kind: type[T]) -> T:
     return read_config(
-        config, lambda text: decode(text, wanted), "fetch it again, as transformers wrote it"
+        config, lambda text: decode(text, kind), "fetch it again, as transformers wrote it"
     )
 
 
 def input_spec(
     config: Any, path: Path, hints: Hints
 ) -> tuple[InputSpec, dict[str, str], list[str]]:
-    """Return the pixels, the origins of their facts, and doubts; options come before preprocessor_config.json.
+    """Return the pixels, the origins of their facts, and doubts; options come before
+    preprocessor_config.json.
 
     Raises:
         ArchitectureError: neither says how pixels are normalised.
@@ -185,7 +188,8 @@ def input_spec(
     is_given = hints.mean is not None and hints.std is not None
     mean, std, origin = _statistics(pixels, is_given)
     origins = {name: f"--{name}" if getattr(hints, name) else origin for name in ("mean", "std")}
-    mean, std = hints.mean or mean, hints.std or std
+    mean = hints.mean or mean
+    std = hints.std or std
     if mean is None or std is None:
         raise ArchitectureError(
             f"nothing beside {path.parent / CONFIG} says how the pixels are normalised",
@@ -203,10 +207,10 @@ def input_spec(
         (config.num_channels, height, width), mean, std, view, f"check {PIXELS}, --mean and --std"
     )
     origins["view"] = "by default" if pixels is None else PIXELS
-    made = None if pixels is None else _made(pixels)
+    preprocessed = None if pixels is None else _made(pixels)
     doubts = [] if pixels is None else [*_processor_doubts(pixels), *unknown(path, Pixels)]
-    if made is not None and made != [height, width]:
-        sizes = ["x".join(map(str, each)) for each in (made, (height, width))]
+    if preprocessed is not None and preprocessed != [height, width]:
+        sizes = ["x".join(map(str, each)) for each in (preprocessed, (height, width))]
         doubts.append(
             f"{PIXELS} makes images of {sizes[0]}, and this is the network for {sizes[1]}, as {CONFIG} says: on the others "
             "transformers computes another function"
@@ -215,7 +219,9 @@ def input_spec(
 
 
 def unknown(path: Path, wanted: type[Struct]) -> list[str]:
-    """Return a sentence where a config states a field that certvit neither uses nor knows to be harmless."""
+    """Return a sentence where a config states a field that certvit neither uses nor knows to be
+    harmless.
+    """
     harmless = _HARMLESS_PIXELS if wanted is Pixels else _HARMLESS_CONFIG
     raw = decoded(path, Json)
     used = {field.name for field in fields(wanted)} | harmless
@@ -242,7 +248,8 @@ def _processor_doubts(pixels: Pixels) -> list[str]:
 def _statistics(
     pixels: Pixels | None, is_given: bool
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
-    """Mean and std of pixels in [0, 1]: (255 f x - m) / s = (x - m / (255 f)) / (s / (255 f)), f the rescale factor.
+    """Mean and std of pixels in [0, 1]: (255 f x - m) / s = (x - m / (255 f)) / (s / (255 f)), f
+    the rescale factor.
 
     Args:
         is_given: Whether options give both, so that a config which leaves them open is no obstacle.
@@ -250,7 +257,8 @@ def _statistics(
     if pixels is None:
         return None, None, ""
     _require_plain(pixels)
-    mean, std = _per_channel(pixels.image_mean), _per_channel(pixels.image_std)
+    mean = _per_channel(pixels.image_mean)
+    std = _per_channel(pixels.image_std)
     if not pixels.do_rescale:
         is_bytes = pixels.do_normalize and mean is not None and max(mean) > PIXEL_SCALE
         if not is_bytes and not is_given:
@@ -301,7 +309,9 @@ def _crop_mode(pixels: Pixels | None) -> str:
 
 
 def _made(pixels: Pixels) -> list[int] | None:
-    """The height and width of the images that the processor makes; None where they depend on the image, or are not said."""
+    """The height and width of the images that the processor makes; None where they depend on the
+    image, or are not said.
+    """
     size = pixels.crop_size if pixels.do_center_crop else pixels.size if pixels.do_resize else None
     if isinstance(size, dict):
         sides = [size.get("height"), size.get("width")]
@@ -309,8 +319,8 @@ def _made(pixels: Pixels) -> list[int] | None:
             sides = [size.get("shortest_edge")] * 2
     else:
         sides = [size, size]
-    found = [side for side in sides if isinstance(side, int)]
-    return found if len(found) == 2 else None
+    lengths = [side for side in sides if isinstance(side, int)]
+    return lengths if len(lengths) == 2 else None
 
 
 def _crop(pixels: Pixels | None, side: int) -> float:

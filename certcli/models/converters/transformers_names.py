@@ -1,4 +1,6 @@
-"""How transformers names the tensors of its networks, and timm: one table for each shape of network."""
+"""How transformers names the tensors of its networks, and timm: one table for each shape of
+network.
+"""
 
 from certcli.models.converters.base import Renames
 

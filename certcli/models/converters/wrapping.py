@@ -1,4 +1,6 @@
-"""How people wrap a state dict: in dictionaries, under prefixes, with averaged weights beside the raw ones."""
+"""How people wrap a state dict: in dictionaries, under prefixes, with averaged weights beside the
+raw ones.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -88,18 +90,19 @@ class Bare:
 
     def facts(self) -> list[Fact]:
         """Return what was taken off and renamed."""
-        found = (
+        facts = (
             [Fact("weights", " / ".join(f"'{key}'" for key in self.keys), "the file")]
             if self.keys
             else []
         )
-        found += [Fact("names", f"without '{self.prefix}'", "the file")] if self.prefix else []
+        facts += [Fact("names", f"without '{self.prefix}'", "the file")] if self.prefix else []
         by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
-        return [*found, by_filter] if self.original else found
+        return [*facts, by_filter] if self.original else facts
 
 
 def read_torch(path: Path, weights: str | None) -> Bare:
-    """Return the state dict of a .pth, .pt, .bin, .ckpt or .pth.tar file; nothing but tensors and plain values is unpickled.
+    """Return the state dict of a .pth, .pt, .bin, .ckpt or .pth.tar file; nothing but tensors and
+    plain values is unpickled.
 
     Args:
         weights: "raw", "ema" or the key of the wanted weights, where the file holds several.
@@ -135,8 +138,9 @@ StateDicts = dict[tuple[str, ...], Mapping[Any, Tensor]]
 def _networks(loaded: Any) -> StateDicts:
     """Return the dictionaries of tensors in a file, without those much smaller than the largest.
 
-    A dictionary of tensors is found by its structure, not by its key: below keys that are texts, and in lists of one
-    dictionary. So the state of an optimiser, which has numbers as keys, is none.
+    A dictionary of tensors is found by its structure, not by its key: below keys that are texts,
+    and in lists of one dictionary. So the state of an optimiser, which has numbers as keys, is
+    none.
     """
     loaded = _only(loaded)
     if _is_state_dict(loaded) and loaded:
@@ -191,7 +195,8 @@ def _choice(
     """Return the keys of the wanted weights, of several that are equal the first.
 
     Raises:
-        ArchitectureError: several that differ lie side by side, and nobody chose; or none is the one that was chosen.
+        ArchitectureError: several that differ lie side by side, and nobody chose; or none is the
+        one that was chosen.
     """
     if weights not in (None, "raw", "ema"):
         named = [keys for keys in places if weights in (keys[-1] if keys else None, "/".join(keys))]
@@ -236,12 +241,15 @@ def _are_equal(first: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool
 
 
 def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
-    """Return the state dict without the prefix that all its names share, and without a normaliser beside the network.
+    """Return the state dict without the prefix that all its names share, and without a normaliser
+    beside the network.
 
-    Where some are under a prefix of raw and the others under one of averaged weights, `weights` says which are read.
+    Where some are under a prefix of raw and the others under one of averaged weights, `weights`
+    says which are read.
 
     Raises:
-        ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between two.
+        ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between
+        two.
     """
     tensors = bare.tensors
     taken = ""
@@ -285,7 +293,8 @@ def _below(tensors: Mapping[Any, Tensor], prefix: str) -> dict[str, Tensor]:
 def _shared_prefix(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the prefix that all names share and no network's own names begin with, or None.
 
-    A name of our list is a prefix however few tensors there are; any other one where different names follow it.
+    A name of our list is a prefix however few tensors there are; any other one where different
+    names follow it.
     """
     firsts = {name.partition(".")[0] for name in tensors}
     if len(firsts) != 1 or not all("." in name for name in tensors):
@@ -299,9 +308,11 @@ def _shared_prefix(tensors: Mapping[str, Tensor]) -> str | None:
 def _without_normaliser(
     tensors: dict[str, Tensor],
 ) -> tuple[dict[str, Tensor], "Normaliser | None"]:
-    """Return the tensors without one mean and one standard deviation that stand before the network, and these two.
+    """Return the tensors without one mean and one standard deviation that stand before the network,
+    and these two.
 
-    They are a pair of names from `_STATISTICS` in one module, at most one level deep, with at most four values each.
+    They are a pair of names from `_STATISTICS` in one module, at most one level deep, with at most
+    four values each.
     """
     for name, value in tensors.items():
         module, dot, last = name.rpartition(".")

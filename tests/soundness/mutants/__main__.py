@@ -1,7 +1,8 @@
 """Mutants of the sound rooms: `python -m tests.soundness.mutants --seconds 600`.
 
-Each mutant lives in a forked process of its own, in which the tests of its room that run its line are run until one fails.
-No file of certcli is written. The answers are JSON lines, from which a later run goes on.
+Each mutant lives in a forked process of its own, in which the tests of its room that run its line
+are run until one fails. No file of certcli is written. The answers are JSON lines, from which a
+later run goes on.
 """
 
 import argparse
@@ -61,7 +62,9 @@ def functions_by_file() -> dict[str, list[FunctionType]]:
 
 
 def by_name(whole: CodeType) -> dict[tuple[str, int], list[CodeType]]:
-    """Return the code of a file's functions by name and line; several lambdas of a line in their order."""
+    """Return the code of a file's functions by name and line; several lambdas of a line in their
+    order.
+    """
     found = defaultdict(list)
     for code in codes(whole):
         found[code.co_qualname, code.co_firstlineno].append(code)
@@ -71,22 +74,27 @@ def by_name(whole: CodeType) -> dict[tuple[str, int], list[CodeType]]:
 def place(whole: CodeType, functions: list[FunctionType]) -> bool:
     """Give the functions of a file its new code. False where it fits none of them."""
     path = Path(whole.co_filename)
-    olds, news = by_name(compile(path.read_text(), str(path), "exec")), by_name(whole)
+    olds = by_name(compile(path.read_text(), str(path), "exec"))
+    news = by_name(whole)
     changed = False
     for function in functions:
         old = function.__code__
         name = old.co_qualname, old.co_firstlineno
-        alike, new = olds.get(name, []), news.get(name, [])
+        alike = olds.get(name, [])
+        new = news.get(name, [])
         if len(alike) != len(new) or old not in alike:
             continue
         code = new[alike.index(old)]
         if code != old and len(code.co_freevars) == len(old.co_freevars):
-            function.__code__, changed = code, True
+            function.__code__ = code
+            changed = True
     return changed
 
 
 def forked(work: Callable[[], Json], seconds: float) -> Json:
-    """Return what `work` returns in a fork of this process, which dies of more CPU seconds than these, or of waiting."""
+    """Return what `work` returns in a fork of this process, which dies of more CPU seconds than
+    these, or of waiting.
+    """
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
@@ -111,7 +119,9 @@ class Campaign:
     """A pytest plugin: in place of its loop over the collected tests come the mutants."""
 
     def __init__(self, room: str, options: argparse.Namespace, seconds: float) -> None:
-        self.room, self.options, self.seconds = room, options, seconds
+        self.room = room
+        self.options = options
+        self.seconds = seconds
         self.state = Path(options.state) / f"{room}.jsonl"
         self.failed: Json | None = None
         self.timed = False
@@ -154,7 +164,8 @@ class Campaign:
 
     def tracing(self, items: list[pytest.Item], files: list[Path]) -> Json:
         """Run all tests once; return `file:line` -> [name, seconds] of each test that runs it."""
-        ran, functions = defaultdict(list), functions_by_file()
+        ran = defaultdict(list)
+        functions = functions_by_file()
         self.lines = builtins.__reached__ = set()  # type: ignore[attr-defined]
         for file in files:
             place(marked(file), functions[str(file)])
@@ -178,7 +189,8 @@ class Campaign:
         return ran
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        room, options = ROOMS[self.room], self.options
+        room = ROOMS[self.room]
+        options = self.options
         for (
             file
         ) in room.files():  # before a fork: a later import would bring the code without its mutant
@@ -196,7 +208,8 @@ class Campaign:
         if not mapped.exists() or options.trace:
             files = sorted({file for name in alike for file in ROOMS[name].files()})
             mapped.write_text(json.dumps(forked(lambda: self.tracing(session.items, files), 3000)))
-        ran, items = json.loads(mapped.read_text()), {item.nodeid: item for item in session.items}
+        ran = json.loads(mapped.read_text())
+        items = {item.nodeid: item for item in session.items}
         done = {row["key"]: row["status"] for row in answers(self.state)}
         deadline = time.monotonic() + self.seconds
         drawn = chosen(self.room, options)
@@ -249,7 +262,8 @@ def in_turn(tests: dict[str, float], mutant: Mutant) -> list[tuple[str, float]]:
 
     A case that names the mutant's file is about the rounding there: of a rounding it comes first.
     """
-    file, seen = "/".join(mutant.path.parts[-2:]), Counter[str]()
+    file = "/".join(mutant.path.parts[-2:])
+    seen = Counter[str]()
     turns = []
     for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
         seen[name.split("[")[0]] += 1
@@ -269,9 +283,11 @@ def every(room: str) -> list[Mutant]:
 
 
 def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
-    """Return a sample in which every operator has its turn, of the mutants whose name contains `--only`.
+    """Return a sample in which every operator has its turn, of the mutants whose name contains
+    `--only`.
 
-    A mutant's place among those of its operator is a hash of its name: code that comes or goes moves no other one's.
+    A mutant's place among those of its operator is a hash of its name: code that comes or goes
+    moves no other one's.
     """
     of: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in every(room):
@@ -292,7 +308,9 @@ def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
 def score(state: Path) -> None:
     """Print the score of each room, and the survivors that the table does not explain."""
     known = dict(line.split("\t", 1) for line in EQUIVALENT.read_text().splitlines())
-    left, counts, spent = [], {"all": Counter[str]()}, {"all": 0.0}
+    left = []
+    counts = {"all": Counter[str]()}
+    spent = {"all": 0.0}
     for room in ROOMS:
         there = {mutant.key for mutant in every(room)}
         rows = [row for row in answers(state / f"{room}.jsonl") if row["key"] in there]

@@ -1,4 +1,6 @@
-"""Mutations of a syntax tree: each makes a bound smaller, a check weaker, or a rounding point the wrong way."""
+"""Mutations of a syntax tree: each makes a bound smaller, a check weaker, or a rounding point the
+wrong way.
+"""
 
 import ast
 import copy
@@ -55,7 +57,9 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mutation of one file. key: names it while other lines of the file change. lines: its own, its statement's."""
+    """One mutation of one file. key: names it while other lines of the file change. lines: its own,
+    its statement's.
+    """
 
     key: str
     operator: str
@@ -121,7 +125,9 @@ def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _is_limit(node: ast.expr) -> bool:
-    """Tell whether a number is a limit that somebody chose: whether the limit itself is beyond it, makes no difference."""
+    """Tell whether a number is a limit that somebody chose: whether the limit itself is beyond it,
+    makes no difference.
+    """
     name = (
         node.id
         if isinstance(node, ast.Name)
@@ -188,7 +194,10 @@ class _Visitor(ast.NodeTransformer):
     """Walk over the bodies of functions; list each variant, or put the chosen one in its place."""
 
     def __init__(self, chosen: int | None = None) -> None:
-        self.chosen, self.count, self.inside, self.statement = chosen, 0, 0, 0
+        self.chosen = chosen
+        self.count = 0
+        self.inside = 0
+        self.statement = 0
         self.names: list[str] = []
         self.found: list[tuple[str, str, str, tuple[int, int]]] = []
 

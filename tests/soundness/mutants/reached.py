@@ -50,6 +50,8 @@ class _Functions(ast.NodeTransformer):
 
 
 def marked(path: Path) -> CodeType:
-    """Return the code of the file, whose functions add `file:line` of each statement and lambda to the set `__reached__`."""
+    """Return the code of the file, whose functions add `file:line` of each statement and lambda to
+    the set `__reached__`.
+    """
     tree = _Lambdas(path).visit(ast.parse(path.read_text()))
     return compile(_Functions(path).visit(tree), str(path), "exec")

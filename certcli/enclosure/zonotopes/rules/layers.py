@@ -38,7 +38,9 @@ def linear(ctx: ZonotopeContext, module: nn.Linear, x: Form) -> Form:
 
 
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
-    """W x + b on the last axis; what single entries may be off by becomes symbols first, so that W can cancel it."""
+    """W x + b on the last axis; what single entries may be off by becomes symbols first, so that W
+    can cancel it.
+    """
     out = x.worked().linear(
         lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
     )
@@ -89,7 +91,8 @@ def layer_scale(ctx: ZonotopeContext, module: LayerScale, x: Form) -> Form:
 
 @rules.module(PixelNormalize)
 def pixels(ctx: ZonotopeContext, module: PixelNormalize, x: Form) -> Form:
-    mean, std = module.mean.to(x.centre), module.std.to(x.centre)
+    mean = module.mean.to(x.centre)
+    std = module.std.to(x.centre)
     std = fitting(std, x.shape)
     return x.shift(-mean).linear(lambda t: t / std, lambda t: t / std.abs(), terms=1)
 
@@ -127,8 +130,10 @@ def attention(
 ) -> Form:
     """timm's multi-head attention, for the queries that are read later."""
     require_no_mask(attn_mask, is_causal)
-    x, heads = x.worked(), module.num_heads
-    inner, token = heads * module.head_dim, ctx.token
+    x = x.worked()
+    heads = module.num_heads
+    inner = heads * module.head_dim
+    token = ctx.token
 
     def part(index: int, of: Form) -> Form:
         weight = module.qkv.weight[index * inner : (index + 1) * inner]

@@ -1,4 +1,6 @@
-"""Operations that move, choose or average entries: run as they are, on the centre, the slack and every column."""
+"""Operations that move, choose or average entries: run as they are, on the centre, the slack and
+every column.
+"""
 
 import math
 import operator
@@ -48,14 +50,15 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     def run(t: Tensor) -> Any:
         return function(t, *args, **kwargs)
 
-    centre, slack = run(x.centre), run(x.slack)
+    centre = run(x.centre)
+    slack = run(x.slack)
     columns = torch.vmap(run)(x.gens)
     if isinstance(centre, Tensor):
         return Form(x.space, centre, columns, slack, x.blocks, x.arranged(torch.vmap(run), centre))
-    found = []
+    forms = []
     for i, (c, g, s) in enumerate(zip(centre, columns, slack, strict=True)):
-        found.append(Form(x.space, c, g, s, x.blocks, x.arranged(_part(torch.vmap(run), i), c)))
-    return found
+        forms.append(Form(x.space, c, g, s, x.blocks, x.arranged(_part(torch.vmap(run), i), c)))
+    return forms
 
 
 def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor]:
@@ -67,7 +70,8 @@ def register_moves(
 ) -> None:
     """Register in a domain's table the operations that move, repeat or drop entries of one tensor.
 
-    move: (function, value, *args, **kwargs) -> value(s). settle: makes a value speak of the tensor itself.
+    move: (function, value, *args, **kwargs) -> value(s). settle: makes a value speak of the tensor
+        itself.
     """
     for name, function in ARRANGING_METHODS.items():
         table.method(name)(
@@ -125,7 +129,8 @@ def cat(ctx: ZonotopeContext, parts: Any, dim: int = 0) -> Form:
 def joined(parts: list[Form | Tensor], axis: int) -> Form:
     """torch.cat of forms and constants along an axis >= 1 of the tensor."""
     forms = Form.aligned([part for part in parts if isinstance(part, Form)])
-    like, waiting = forms[0], iter(forms)
+    like = forms[0]
+    waiting = iter(forms)
     full = []
     for part in parts:
         if isinstance(part, Form):
@@ -146,8 +151,8 @@ def joined(parts: list[Form | Tensor], axis: int) -> Form:
 
 def _joined(parts: list[Form], axis: int) -> Node | None:
     """Return the node with the forms as parents, and the other parts as its constant."""
-    given = [part.node for part in parts if part.node is not None]
-    if not given:
+    nodes = [part.node for part in parts if part.node is not None]
+    if not nodes:
         return None
     lengths = [part.shape[axis] for part in parts]
     constant = torch.cat(
@@ -159,5 +164,5 @@ def _joined(parts: list[Form], axis: int) -> Node | None:
         cut = rows.split(lengths, axis + 1)
         return [piece for piece, part in zip(cut, parts, strict=True) if part.node is not None]
 
-    lost = up(gamma(BACK) * torch.cat([part.size for part in parts], axis))
-    return Node(tuple(constant.shape), tuple(given), pull, constant, lost)
+    rounding = up(gamma(BACK) * torch.cat([part.size for part in parts], axis))
+    return Node(tuple(constant.shape), tuple(nodes), pull, constant, rounding)
