@@ -198,7 +198,7 @@ def slope(
 @speaks_python
 def bounds(
     source: Network,
-    given: Data,
+    data: Data,
     eps: float | str,
     labels: Labels = None,
     *,
@@ -216,7 +216,7 @@ def bounds(
             the tighter of both, entry by entry.
     """
     checkpoint = _classifier(source)
-    pixels, answers = _images(checkpoint, given, labels, labelled=False).tensors()
+    pixels, answers = _images(checkpoint, data, labels, labelled=False).tensors()
     classes = None if labels is None else answers
     near = Neighbourhood(float(eps), norm, method)
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))
@@ -353,8 +353,8 @@ def audit(
     """
     checkpoint = _classifier(source)
     written = {"gates": "fail_on", "budget": "seconds"}
-    known = arguments.names_of(Plan) - written.keys() | set(written.values())
-    require_known(settings, known, "audit", written)
+    option_names = arguments.names_of(Plan) - written.keys() | set(written.values())
+    require_known(settings, option_names, "audit", written)
     plan = Plan(
         gates=tuple(parse(text) for text in fail_on),
         budget=seconds,

@@ -20,7 +20,7 @@ _MEMORY = 0.5
 _KNOWN = "an array or tensor (n, c, h, w), batches of (images, labels), or the name of a dataset"
 
 
-def images_of(record: Record, given: Any, labels: Any, *, labelled: bool = True) -> Images:
+def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) -> Images:
     """Return images that fit the network of a record, with their labels; zeros where none are
     needed.
 
@@ -33,7 +33,7 @@ def images_of(record: Record, given: Any, labels: Any, *, labelled: bool = True)
     Raises:
         DataError: images or labels do not fit the network, or are no images.
     """
-    pixels, labels = _collected(given, labels)
+    pixels, labels = _collected(data, labels)
     pixels = _fitting(pixels, tuple(record.input.size))
     if labels is None and labelled:
         hint = "give the labels (n,) beside them: only correct images are certified"
@@ -52,21 +52,21 @@ def images_of(record: Record, given: Any, labels: Any, *, labelled: bool = True)
     )
 
 
-def _collected(given: Any, labels: Any) -> tuple[Tensor, Any]:
+def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
     """Return one tensor of images, and the labels beside them or among them."""
-    if _is_array(given):
-        return _array(given, "images"), labels
-    if _is_pair(given) and labels is None and _dimensions(given[0]) == 4:
-        return _array(given[0], "images"), given[1]
-    if isinstance(given, (str, bytes, Mapping)) or not _iterable(given):
-        raise DataError(f"{shown(given)} holds no images", _KNOWN)
+    if _is_array(data):
+        return _array(data, "images"), labels
+    if _is_pair(data) and labels is None and _dimensions(data[0]) == 4:
+        return _array(data[0], "images"), data[1]
+    if isinstance(data, (str, bytes, Mapping)) or not _iterable(data):
+        raise DataError(f"{shown(data)} holds no images", _KNOWN)
     batches: list[Tensor] = []
     answers: list[Tensor] = []
     room = _MEMORY * free_bytes()
-    for pixels, beside in _parts(given):
+    for pixels, batch_labels in _parts(data):
         batches.append(pixels)
-        if beside is not None:
-            answers.append(beside)
+        if batch_labels is not None:
+            answers.append(batch_labels)
         room -= pixels.nbytes
         if room < 0:
             message = "the images do not fit into memory together"
@@ -84,9 +84,9 @@ def _collected(given: Any, labels: Any) -> tuple[Tensor, Any]:
     return torch.cat(batches), torch.cat(answers)
 
 
-def _parts(given: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _parts(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield images (b, c, h, w) and labels (b,) of each item."""
-    for item in _items(given):
+    for item in _items(batches):
         pair = _is_pair(item) and _dimensions(item[0]) is not None
         pixels = _array(item[0] if pair else item, "images")
         single = pixels.dim() == 3
@@ -97,21 +97,19 @@ def _parts(given: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield pixels, answers
 
 
-def _items(given: Any) -> Iterator[Any]:
+def _items(data: Any) -> Iterator[Any]:
     """Yield the items of an iterable, or of a map-style data set, which has a length and numbered
     items only.
     """
-    if hasattr(given, "__iter__"):
-        yield from given
+    if hasattr(data, "__iter__"):
+        yield from data
         return
-    for number in range(len(given)):
-        yield given[number]
+    for number in range(len(data)):
+        yield data[number]
 
 
-def _iterable(given: Any) -> bool:
-    return hasattr(given, "__iter__") or (
-        hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    )
+def _iterable(data: Any) -> bool:
+    return hasattr(data, "__iter__") or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
 
 
 def _is_array(value: Any) -> bool:

@@ -259,9 +259,13 @@ def _looks(gate: FailOn, findings: Findings, image: tuple[int, int]) -> list[tup
         shares = [(key, behind.certified.get(key[1]), f" by {behind.procedure} (proof)")]
     elif gate.quantity in ("certified", "proven"):
         shares = [
-            ((found.method, at), found.certified.get(at), f" by {found.method} ({found.promise})")
-            for found in findings.certificates
-            if gate.quantity == "certified" or found.failure == 0
+            (
+                (certification.method, at),
+                certification.certified.get(at),
+                f" by {certification.method} ({certification.promise})",
+            )
+            for certification in findings.certificates
+            if gate.quantity == "certified" or certification.failure == 0
         ]
     return [
         (_look(findings, key, share, gate.demand), by)

@@ -94,14 +94,14 @@ def _told(findings: Findings, size: Sequence[int]) -> str:
 
 def _proven(findings: Findings, plan: Plan) -> str:
     proof = best_proof(findings, plan)
-    least = radius_key(plan.least)
+    smallest = radius_key(plan.least)
     if proof is None:
         bound = findings.bound
         if bound is None or bound.log10_upper is None:
             return "nothing useful"
         return f"nothing useful, the bound is {magnitude(bound.log10_upper, bound.upper_text)}"
-    kept = proof.certified[least]
-    return f"{part_of(kept.hits, kept.images)} keep their class whatever the change, up to l2 {proven_radius(least)}"
+    share = proof.certified[smallest]
+    return f"{part_of(share.hits, share.images)} keep their class whatever the change, up to l2 {proven_radius(smallest)}"
 
 
 def _attacked(findings: Findings, size: Sequence[int]) -> str:

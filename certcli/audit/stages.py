@@ -287,7 +287,9 @@ class Stages:
         """
         team = self.clock.team
         awaited = team.agree(lambda: [self._awaited(stage) for stage in self._judging])
-        waiting = [stage for stage, wanted in zip(self._judging, awaited, strict=True) if wanted]
+        waiting = [
+            stage for stage, is_awaited in zip(self._judging, awaited, strict=True) if is_awaited
+        ]
         for number, stage in enumerate(waiting):
             self._go_on(stage, 1 / (len(waiting) - number), awaited_only=True)
         for stage in self._judging:

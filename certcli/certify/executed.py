@@ -117,13 +117,15 @@ class ProvingCertifier(Certifier):
         require_logits(run, images)
         predictions = logits.argmax(1)
         spread = errors.expand_as(logits)
-        lost = (spread.gather(1, predictions[:, None]) + spread) * (1 + _NOTHING)
+        rounding = (spread.gather(1, predictions[:, None]) + spread) * (1 + _NOTHING)
         allowed = (
-            lost * 2 if self._neighbours is None else lost + self._neighbours.on_box[predictions]
+            rounding * 2
+            if self._neighbours is None
+            else rounding + self._neighbours.on_box[predictions]
         )
-        moved = (_margins(run, predictions) - _margins(logits, predictions)).abs()
+        differences = (_margins(run, predictions) - _margins(logits, predictions)).abs()
         slack = logits.abs().amax(1, keepdim=True) * 2.0**-50
-        if not bool((moved <= allowed + slack).all()):
+        if not bool((differences <= allowed + slack).all()):
             raise NoBoundError(
                 "no certificate: the network, run on a batch of these images in "
                 f"{self.arithmetic if self._neighbours else 'float64'}, gives other logits than its proven graph",

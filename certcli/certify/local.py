@@ -244,18 +244,18 @@ class LocalCertifier(ProvingCertifier):
         """Return the search of one image by branching, ended."""
         note = self.within or (lambda part: None)
         proof = lambda radius, further: self.proven(image, label, radius, further)  # noqa: E731
-        found = Branched(label, proof, self.seconds, note)
+        outcome = Branched(label, proof, self.seconds, note)
         if self.at:
-            found.at([radius * (1 + _BEYOND) for radius in self.at])
+            outcome.at([radius * (1 + _BEYOND) for radius in self.at])
         else:
-            found.search(self._guess, self.steps, self._known)
-        if found.radius:
-            self._guess = found.radius
+            outcome.search(self._guess, self.steps, self._known)
+        if outcome.radius:
+            self._guess = outcome.radius
             self._known = True
-        self._interrupted = found.interrupted
-        self._opened |= found.open_units
+        self._interrupted = outcome.interrupted
+        self._opened |= outcome.open_units
         self.remark = "" if self._opened else NOTHING_OPEN
-        return found
+        return outcome
 
     def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return radii (b,) by balls of norms, a few images at a time."""

@@ -76,8 +76,8 @@ class PretrainedFields(Struct):
     @property
     def states_images(self) -> bool:
         """Tell whether it says anything of how images become the input."""
-        stated = (self.input_size, self.mean, self.std, self.interpolation, self.crop_pct)
-        return any(value is not None for value in (*stated, self.crop_mode))
+        statistics = (self.input_size, self.mean, self.std, self.interpolation, self.crop_pct)
+        return any(value is not None for value in (*statistics, self.crop_mode))
 
 
 class ConfigFields(Struct):
@@ -129,8 +129,10 @@ def decode_config(text: str | bytes) -> ConfigFields:
 
 def _unknown(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
     """Return a sentence about the fields that are neither used nor harmless."""
-    known = {*used, *_HARMLESS}
-    strange = sorted(key for key, value in fields.items() if key not in known and value is not None)
+    known_fields = {*used, *_HARMLESS}
+    strange = sorted(
+        key for key, value in fields.items() if key not in known_fields and value is not None
+    )
     if fields.get("model_type") == "timm_wrapper":
         strange = [key for key in strange if key != "model_type"]
     if fields.get("problem_type") == "single_label_classification":
@@ -161,8 +163,8 @@ def _labels(fields: Mapping[str, Any]) -> Any:
 def _take_labels(config: ConfigFields, labels: Any) -> None:
     """Set the names of the classes, or doubt what is stated of them."""
     names = names_of(labels)
-    stated = (config.num_classes, config.pretrained_cfg.num_classes)
-    classes = next((count for count in stated if count is not None), None)
+    class_counts = (config.num_classes, config.pretrained_cfg.num_classes)
+    classes = next((count for count in class_counts if count is not None), None)
     if names is None or (classes is not None and len(names) != classes):
         config.doubts.append("config.json names its classes in a way that certvit does not read")
     else:

@@ -20,8 +20,8 @@ def require_no_pointer(path: Path) -> None:
     if not text.startswith(_BEGINNING):
         return
     size = re.search(rb"^size (\d{1,15})$", text, re.MULTILINE)
-    stated = "" if size is None else f" of {int(size[1]):,} bytes"
+    size_text = "" if size is None else f" of {int(size[1]):,} bytes"
     raise CheckpointError(
-        f"{path} is a pointer of git-lfs, not the file{stated} that it stands for",
+        f"{path} is a pointer of git-lfs, not the file{size_text} that it stands for",
         "fetch the file itself: git lfs install, then git lfs pull in that folder, or `hf download OWNER/NAME`",
     )

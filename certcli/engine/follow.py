@@ -146,8 +146,8 @@ class Recorded(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = tensors_of((args, kwargs))
-        shadows = [x for x in given if isinstance(x, Recorded)]
+        operands = tensors_of((args, kwargs))
+        shadows = [x for x in operands if isinstance(x, Recorded)]
         record = shadows[0].record
         name = func.overloadpacket.__name__
         is_constant = name in _FROM_SHAPE or all(x.is_constant for x in shadows)
@@ -159,7 +159,7 @@ class Recorded(Tensor):
                     record.refuse(f"{name}, into a tensor that does not depend on the image")
         result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         if not is_constant:
-            constants = [x for x in given if not isinstance(x, Recorded) or x.is_constant]
+            constants = [x for x in operands if not isinstance(x, Recorded) or x.is_constant]
             record.add(name, args, result, [_inner(x) for x in constants])
         owners = {id(x.inner): x for x in shadows}
 
@@ -198,10 +198,10 @@ class _Follow(OperationMode):
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        given = tensors_of((args, kwargs))
-        if name in _FROM_SHAPE or not any(x in self.known for x in given):
+        operands = tensors_of((args, kwargs))
+        if name in _FROM_SHAPE or not any(x in self.known for x in operands):
             return result
-        self.record.add(name, args, result, [x for x in given if x not in self.known])
+        self.record.add(name, args, result, [x for x in operands if x not in self.known])
         for tensor in tensors_of(result):
             self.known[tensor] = None
         return result

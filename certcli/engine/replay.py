@@ -290,8 +290,8 @@ def close(a: Tensor, b: Tensor, tolerance: Tensor | float) -> bool:
     """Tell whether |a - b| <= tolerance, beside a few units of the last place of each entry."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    own = _LAST_PLACES * torch.finfo(a.dtype).eps * torch.maximum(a.abs(), b.abs())
-    return bool(((a - b).abs() <= tolerance + own).all())
+    last_places = _LAST_PLACES * torch.finfo(a.dtype).eps * torch.maximum(a.abs(), b.abs())
+    return bool(((a - b).abs() <= tolerance + last_places).all())
 
 
 def _apart(a: Tensor, b: Tensor) -> str:

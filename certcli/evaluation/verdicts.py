@@ -92,15 +92,15 @@ def judged(sample: Sample, demand: Demand) -> Look:
     """
     planned = looks(sample.available)
     chance = CHANCE / len(planned)
-    found = _look(sample, min(len(sample.outcomes), planned[0]), chance, UNDECIDED)
+    look = _look(sample, min(len(sample.outcomes), planned[0]), chance, UNDECIDED)
     for count in planned:
         if count > len(sample.outcomes):
             break
         hits = sum(sample.outcomes[:count])
-        found = _look(sample, count, chance, decided(hits, count, demand, chance))
-        if found.verdict != UNDECIDED:
+        look = _look(sample, count, chance, decided(hits, count, demand, chance))
+        if look.verdict != UNDECIDED:
             break
-    return found
+    return look
 
 
 def whole(hits: int, images: int, demand: Demand) -> Look:

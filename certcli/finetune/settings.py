@@ -394,8 +394,8 @@ class FinetuneSettings:
     @property
     def unsaid(self) -> frozenset[str]:
         """Return which of lr and epochs nobody named; `replace` names all."""
-        found: frozenset[str] = self.__dict__["_unsaid"]
-        return found
+        names: frozenset[str] = self.__dict__["_unsaid"]
+        return names
 
     @property
     def hiding(self) -> tuple[str, ...]:

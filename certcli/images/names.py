@@ -23,13 +23,13 @@ def require_named(name: str) -> None:
     if name.startswith("torch/"):
         raise DataError(f"unknown dataset '{name}'", one_of(name, TORCHVISION))
     try:
-        known = Path(name).resolve().is_dir()
+        is_folder = Path(name).resolve().is_dir()
     except (OSError, ValueError) as failure:
         raise DataError(
             f"cannot read folder {one_line(name)} ({one_line(failure)})",
             "check name and permissions",
         ) from failure
-    if not known:
+    if not is_folder:
         raise DataError(
             f"unknown dataset '{name}'",
             f"{one_of(name, (DIGITS, PHOTOGRAPHS, *TORCHVISION))}, or a folder of class folders",

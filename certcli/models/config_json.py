@@ -204,32 +204,34 @@ def _from_config(
     return Record(fields.architecture, arguments, spec, classes, _names_of(fields, classes))
 
 
-def _names_of(stated: ConfigFields, classes: int) -> tuple[str, ...] | None:
+def _names_of(config: ConfigFields, classes: int) -> tuple[str, ...] | None:
     """Return the names of the classes, where there is one for each."""
-    names = stated.class_names
+    names = config.class_names
     return names if names is not None and len(names) == classes else None
 
 
-def _of_input_size(stated: ConfigFields) -> dict[str, Any]:
+def _of_input_size(config: ConfigFields) -> dict[str, Any]:
     """Return the arguments that timm derives from input_size: channels, and the size of a network
     of a fixed one.
     """
-    about = stated.pretrained_cfg
+    about = config.pretrained_cfg
     if about.input_size is None:
         return {}
     channels, height, width = about.input_size
-    found: dict[str, Any] = {} if channels == 3 else {"in_chans": channels}
-    is_flexible = stated.model_args.get("dynamic_img_size") or (
-        stated.model_args.get("strict_img_size") is False
+    arguments: dict[str, Any] = {} if channels == 3 else {"in_chans": channels}
+    is_flexible = config.model_args.get("dynamic_img_size") or (
+        config.model_args.get("strict_img_size") is False
     )
     if about.fixed_input_size and not is_flexible:
-        found["img_size"] = [height, width]
-    return found
+        arguments["img_size"] = [height, width]
+    return arguments
 
 
-def _size_of(stated: tuple[int, int, int], arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+def _size_of(
+    input_size: tuple[int, int, int], arguments: Mapping[str, Any]
+) -> tuple[int, int, int]:
     """Return the input's size: that of the network's own arguments, else the stated one."""
-    channels, height, width = stated
+    channels, height, width = input_size
     side = arguments.get("img_size")
     if isinstance(side, int):
         height = width = side

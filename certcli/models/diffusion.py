@@ -105,10 +105,11 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
         channels.
     """
     inner = path / "unet" if (path / "unet").is_dir() else path
-    beside = path / "scheduler" if (path / "scheduler").is_dir() else path
+    scheduler_folder = path / "scheduler" if (path / "scheduler").is_dir() else path
     shape = _shape(_fields(inner / "config.json"), inner / "config.json")
     schedule = _schedule(
-        _fields(beside / "scheduler_config.json"), beside / "scheduler_config.json"
+        _fields(scheduler_folder / "scheduler_config.json"),
+        scheduler_folder / "scheduler_config.json",
     )
     if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
         raise ArchitectureError(
@@ -151,14 +152,14 @@ def _fields(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no JSON object: {one_line(str(failure))}") from failure
 
 
-def _shape(stated: Mapping[str, Any], path: Path) -> UNetShape:
-    name = stated.get("_class_name", "UNet2DModel")
+def _shape(config: Mapping[str, Any], path: Path) -> UNetShape:
+    name = config.get("_class_name", "UNet2DModel")
     if name != "UNet2DModel":
         raise ArchitectureError(
             f"{path} is a {one_line(str(name))}: certvit reads unconditional diffusion models of pixels",
             "a UNet2DModel; models of text or of latent images are no denoisers of pixels",
         )
-    shape = _closed(stated, UNetShape, FIXED, IDLE, path)
+    shape = _closed(config, UNetShape, FIXED, IDLE, path)
     levels = len(shape.block_out_channels)
     sound = (
         1 <= levels <= DEEPEST
@@ -186,13 +187,13 @@ def _shape(stated: Mapping[str, Any], path: Path) -> UNetShape:
     return shape
 
 
-def _schedule(stated: Mapping[str, Any], path: Path) -> Schedule:
-    name = stated.get("_class_name", SCHEDULERS[0])
+def _schedule(config: Mapping[str, Any], path: Path) -> Schedule:
+    name = config.get("_class_name", SCHEDULERS[0])
     if name not in SCHEDULERS:
         raise ArchitectureError(
             f"{path} is a {one_line(str(name))}", f"certvit reads {', '.join(SCHEDULERS)}"
         )
-    schedule = _closed(stated, Schedule, FIXED_OF_SCHEDULE, IDLE_OF_SCHEDULE, path)
+    schedule = _closed(config, Schedule, FIXED_OF_SCHEDULE, IDLE_OF_SCHEDULE, path)
     if schedule.prediction_type not in PREDICTIONS:
         raise ArchitectureError(
             f"{path} predicts '{one_line(schedule.prediction_type)}'",
@@ -214,25 +215,25 @@ def _schedule(stated: Mapping[str, Any], path: Path) -> Schedule:
 
 
 def _closed(
-    stated: Mapping[str, Any],
-    wanted: type[T],
+    config: Mapping[str, Any],
+    kind: type[T],
     fixed: Mapping[str, tuple[Any, ...]],
     idle: tuple[str, ...],
     path: Path,
 ) -> T:
     """Return the fields as the dataclass; every other one is fixed, idle, private or refused."""
-    names = {field.name for field in fields(wanted)}  # type: ignore[arg-type]
-    for name, value in stated.items():
-        known = name in names or name in idle or name.startswith("_")
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    for name, value in config.items():
+        is_known = name in names or name in idle or name.startswith("_")
         if name in fixed and value not in fixed[name]:
             raise ArchitectureError(
                 f"{path}: {name} is {one_line(str(value))}, and certvit's UNet has {fixed[name][0]}"
             )
-        if not known and name not in fixed:
+        if not is_known and name not in fixed:
             raise ArchitectureError(
                 f"{path} has the field '{one_line(name)}', which may change the function and is not known here"
             )
     try:
-        return convert({name: stated[name] for name in names & stated.keys()}, wanted)
+        return convert({name: config[name] for name in names & config.keys()}, kind)
     except Refused as refusal:
         raise ArchitectureError(f"{path}: {refusal}") from refusal

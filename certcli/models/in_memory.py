@@ -157,12 +157,12 @@ def _all_are(values: Statistics | None, number: float) -> bool:
     return all(value == number for value in per_channel(values) or ())
 
 
-def _are(values: Statistics | None, own: Tensor) -> bool:
+def _are(values: Statistics | None, statistics: Tensor) -> bool:
     """Tell whether these are the module's own statistics (c,); None says nothing else."""
     if values is None:
         return True
-    stated = torch.tensor(per_channel(values), dtype=own.dtype, device=own.device)
-    return len(stated) in (1, len(own)) and bool((stated == own).all())
+    numbers = torch.tensor(per_channel(values), dtype=statistics.dtype, device=statistics.device)
+    return len(numbers) in (1, len(statistics)) and bool((numbers == statistics).all())
 
 
 def per_channel(values: Statistics | None) -> tuple[float, ...] | None:

@@ -13,34 +13,38 @@ from certcli.models.reading import Reading
 from certcli.system.errors import ArchitectureError, Refused
 
 
-def with_statistics(hints: Hints, stated: Normaliser, path: Path) -> Hints:
+def with_statistics(hints: Hints, normaliser: Normaliser, path: Path) -> Hints:
     """Return the options, completed by the statistics that the file holds before its network."""
     try:
-        require_statistics(stated.mean, stated.std)
+        require_statistics(normaliser.mean, normaliser.std)
     except Refused as refusal:
         raise ArchitectureError(
-            f"{path} holds a normaliser around its network, {stated.names[0]} {_listed(stated.mean)} and "
-            f"{stated.names[1]} {_listed(stated.std)}: {refusal}",
+            f"{path} holds a normaliser around its network, {normaliser.names[0]} {_listed(normaliser.mean)} and "
+            f"{normaliser.names[1]} {_listed(normaliser.std)}: {refusal}",
             "save the network inside alone, and pass --mean and --std",
         ) from refusal
-    return replace(hints, mean=hints.mean or stated.mean, std=hints.std or stated.std)
+    return replace(hints, mean=hints.mean or normaliser.mean, std=hints.std or normaliser.std)
 
 
-def read_with(reading: Reading, hints: Hints, stated: Normaliser) -> Reading:
+def read_with(reading: Reading, hints: Hints, normaliser: Normaliser) -> Reading:
     """Return the reading with the file's own statistics named, and a doubt where an option
     overrules them.
     """
     doubts = list(reading.doubts)
     facts = list(reading.facts)
-    for name, given, own in (("mean", hints.mean, stated.mean), ("std", hints.std, stated.std)):
-        if given is None:
+    for name, option, statistic in (
+        ("mean", hints.mean, normaliser.mean),
+        ("std", hints.std, normaliser.std),
+    ):
+        if option is None:
             facts = [
-                replace(fact, origin=stated.origin) if fact.name == name else fact for fact in facts
+                replace(fact, origin=normaliser.origin) if fact.name == name else fact
+                for fact in facts
             ]
-        elif set(given) != set(own):
+        elif set(option) != set(statistic):
             doubts.append(
-                f"--{name} says {_listed(given)}, {stated.origin} {_listed(own)}: the option is taken, and the file's is "
-                "left out"
+                f"--{name} says {_listed(option)}, {normaliser.origin} {_listed(statistic)}: "
+                "the option is taken, and the file's is left out"
             )
     return replace(reading, facts=tuple(facts), doubts=tuple(doubts))
 

@@ -153,14 +153,14 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if KEY in metadata:
         return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
     bare = unwrapped(bare, path, hints.weights)
-    stated = bare.normaliser
-    given = hints if stated is None else with_statistics(hints, stated, path)
-    converted = _converted(bare.tensors, path, given)
+    normaliser = bare.normaliser
+    all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
+    converted = _converted(bare.tensors, path, all_hints)
     read_file = (
-        _of_timm(path, bare, given) if converted is None else _as_timm(converted, bare.facts())
+        _of_timm(path, bare, all_hints) if converted is None else _as_timm(converted, bare.facts())
     )
-    if stated is not None:
-        read_file = replace(read_file, reading=read_with(read_file.reading, hints, stated))
+    if normaliser is not None:
+        read_file = replace(read_file, reading=read_with(read_file.reading, hints, normaliser))
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
     record = _valid(read_file.reading.noted(replace(read_file.record, foreign=texts)), path.name)
     return build.with_network(

@@ -132,8 +132,16 @@ def _convnet(
     options: dict[str, Any],
     **form: bool,
 ) -> nn.Module:
-    own = {"in_chans", "img_size", "num_classes", "bias", "clipped", "convolutions", "widths"}
-    unknown = sorted(_network_arguments(options).keys() - own)
+    argument_names = {
+        "in_chans",
+        "img_size",
+        "num_classes",
+        "bias",
+        "clipped",
+        "convolutions",
+        "widths",
+    }
+    unknown = sorted(_network_arguments(options).keys() - argument_names)
     if unknown:
         raise TypeError(f"unknown arguments {unknown}")
     shape = {"convolutions": convolutions, "widths": widths, **form}

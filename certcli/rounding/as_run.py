@@ -101,10 +101,10 @@ def _is_stored(proven: Trace, name: str, stored: Tensor, precision: Precision) -
     if not exact.is_floating_point():
         return exact.dtype == stored.dtype and torch.equal(exact, stored)
     expected = exact.detach().to(precision.dtype).double()
-    own = stored.detach().double()
-    if own.shape != expected.shape or torch.equal(expected, own):
-        return own.shape == expected.shape
+    number = stored.detach().double()
+    if number.shape != expected.shape or torch.equal(expected, number):
+        return number.shape == expected.shape
     if not name.startswith("."):
         return False
     error = error_of(exact, FLOAT64, proven.made) + error_of(exact, precision, proven.made)
-    return bool(((exact.detach().double() - own).abs() <= error).all())
+    return bool(((exact.detach().double() - number).abs() <= error).all())

@@ -138,7 +138,7 @@ def group_norm(op: Operation, x: Followed, num_groups: int, weight: Any = None, 
 
 
 def _one_pass(
-    op: Operation, x: Followed, sizes: Sizes, least: float, weight: Any, group: int
+    op: Operation, x: Followed, sizes: Sizes, deviation: float, weight: Any, group: int
 ) -> Real:
     """Return what the variance E[x^2] - E[x]^2, at least 0, adds to a norm's error: 2 P |x|^2 gain
     / (sqrt(d) eps).
@@ -157,10 +157,10 @@ def _one_pass(
         stored = op.stored(op.tensor(weight))
         gain = as_real(largest(stored.number)) + stored.farthest
     root = math.sqrt(group) * (1 - 2.0**-40)
-    lost = least * least * (1 - 2.0**-40)
-    if not lost > 0:
+    variance = deviation * deviation * (1 - 2.0**-40)
+    if not variance > 0:
         return INF
-    return square * op.precision.products(group) * 4.0 / root / lost * gain
+    return square * op.precision.products(group) * 4.0 / root / variance * gain
 
 
 rules.module(nn.GroupNorm)(with_attributes(group_norm, "num_groups", "weight", "bias", "eps"))

@@ -87,7 +87,7 @@ def plain(text: str) -> str:
     is.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return _COMMAND.sub(lambda found: f"{found[1]}\\x{ord(found[2][0]):02x}{found[2][1:]}", shown)
+    return _COMMAND.sub(lambda match: f"{match[1]}\\x{ord(match[2][0]):02x}{match[2][1:]}", shown)
 
 
 def plain_lines(text: str) -> str:

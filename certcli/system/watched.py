@@ -53,7 +53,7 @@ def require_unchanged() -> list[Path]:
 
 def _state(path: Path) -> tuple[int, int, int, int]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return _GONE
-    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev

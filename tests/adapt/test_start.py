@@ -23,12 +23,12 @@ def test_floor_norm_is_layer_norm_above_its_floor() -> None:
     ).unsqueeze(1)
     norm = FloorNorm(6, floor=0.5)
     deviation = x.var(dim=1, correction=0).sqrt()
-    found = norm(x)
+    normalised = norm(x)
     reference = nn.functional.layer_norm(x, (6,), eps=0.0)
     assert torch.allclose(
-        found[deviation > 0.5], reference[deviation > 0.5], atol=1e-5
+        normalised[deviation > 0.5], reference[deviation > 0.5], atol=1e-5
     )  # float32 rounding
-    below = found[deviation < 0.5]
+    below = normalised[deviation < 0.5]
     assert torch.allclose(
         below, (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5, atol=1e-5
     )

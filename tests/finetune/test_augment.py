@@ -28,7 +28,7 @@ def test_translations_move_each_image_as_a_whole() -> None:
     images = numbered()
     generator = torch.Generator().manual_seed(0)
     moved = moves.translate(images, 2, "constant", generator)
-    seen = set()
+    visited = set()
     for image, original in zip(moved, images, strict=True):
         wide = torch.nn.functional.pad(original, (2, 2, 2, 2))
         places = [
@@ -38,8 +38,8 @@ def test_translations_move_each_image_as_a_whole() -> None:
             if torch.equal(image, wide[:, y : y + 8, x : x + 8])
         ]
         assert len(places) == 1
-        seen.add(places[0])
-    assert len(seen) > 2  # each image by its own amount
+        visited.add(places[0])
+    assert len(visited) > 2  # each image by its own amount
     flipped = moves.flip(images, generator)
     same = [torch.equal(f, i) for f, i in zip(flipped, images, strict=True)]
     mirrored = [torch.equal(f, i.flip(2)) for f, i in zip(flipped, images, strict=True)]

@@ -221,12 +221,12 @@ def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:
 def test_python_has_the_same_guard(files: dict[str, Path], workshop: Path) -> None:
     arch, arguments = FILES["class token"]
     opened = api.load(files["class token"], arch=arch, arch_args=arguments, features=True)
-    found = api.bound(opened)
+    bound_result = api.bound(opened)
     pixels = torch.rand(2, 3, 16, 16)
-    assert "its features" in repr(found)
-    assert 0 < api.slope(opened, pixels, iterations=5).value <= float(found.upper)
+    assert "its features" in repr(bound_result)
+    assert 0 < api.slope(opened, pixels, iterations=5).value <= float(bound_result.upper)
     module = api.network(opened)
-    assert str(api.bound(api.load(module, features=True)).upper) == str(found.upper)
+    assert str(api.bound(api.load(module, features=True)).upper) == str(bound_result.upper)
     calls = {
         "file": lambda: api.load(files["class token"], arch=arch, arch_args=arguments),
         "module": lambda: api.load(module),

@@ -401,12 +401,14 @@ def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkp
 def test_what_an_attack_finds_is_judged_by_the_network_in_the_arithmetic_of_the_record() -> None:
     model = network(KINDS["bias25"], 0.4, 0.5)
     pixels = torch.rand(12, *SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    tops = model(pixels).argmax(1)
+    predictions = model(pixels).argmax(1)
     rounded = copy.deepcopy(model).float()(pixels.float()).argmax(1)
-    claims = [Certificate(i, top, top, 0.1, "bcp", 0.0) for i, top in enumerate(tops.tolist())]
+    claims = [
+        Certificate(i, top, top, 0.1, "bcp", 0.0) for i, top in enumerate(predictions.tolist())
+    ]
     certifier = PROVING["bcp"](model, 4, "float32")
     stood = certifier.stands(claims, pixels, Doubt(0, 0.0))
-    assert stood == (tops == rounded).tolist()
+    assert stood == (predictions == rounded).tolist()
     assert not all(stood)
     assert torch.equal(certifier.representable(pixels), pixels.float().double())
 

@@ -302,7 +302,7 @@ class Balls:
         """
         if self.arithmetic == REAL:
             return self.margins(self.model(near)).amin(1) <= 0
-        found = self.images
+        prediction = self.images
         tried = torch.zeros(len(near), dtype=torch.bool)
         for share in (
             0.8,
@@ -317,9 +317,9 @@ class Balls:
             inside = (
                 away.abs().amax(1) if self.boxed else away.norm(dim=1)
             ) <= self.radii.flatten()
-            found = torch.where(inside.view(-1, 1, 1, 1), moved, found)
+            prediction = torch.where(inside.view(-1, 1, 1, 1), moved, prediction)
             tried = tried | inside
-        every = executions(self.model, found, self.arithmetic)
+        every = executions(self.model, prediction, self.arithmetic)
         fell = torch.zeros_like(tried)
         for logits in every if thoroughly else itertools.islice(every, 1):
             fell |= ~(self.margins(logits).amin(1) > 0)  # NaN is no class

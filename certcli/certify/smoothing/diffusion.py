@@ -39,13 +39,13 @@ class OneShot(nn.Module):
         self.step = step_of(schedule, sigma)
         self.signal = 1 / math.sqrt(1 + 4 * sigma**2)
         self.noise = 2 * sigma * self.signal
-        stated = {
+        parameters = {
             "tensors": digest,
             "network": asdict(net.shape),
             "schedule": asdict(schedule),
             "step": self.step,
         }
-        text = json.dumps(stated, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(parameters, sort_keys=True, separators=(",", ":"))
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     @property

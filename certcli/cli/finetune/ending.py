@@ -92,9 +92,9 @@ def doubt(before: Accuracy | None, clean: float, images: int, record: Record) ->
     return None
 
 
-def end(found: Doubt, sink: Sink) -> None:
+def end(ending: Doubt, sink: Sink) -> None:
     """Say it in the last line. EndedAtChanceError where training ruined the network."""
     hint = "a smaller --lr, --loss ce, weaker noise or attacks; the file is written all the same"
-    if found.ruined:
-        raise EndedAtChanceError(found.message, hint)
-    sink.warn(found.message)
+    if ending.ruined:
+        raise EndedAtChanceError(ending.message, hint)
+    sink.warn(ending.message)

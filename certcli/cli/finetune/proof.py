@@ -32,13 +32,13 @@ class Final:
 
     def told(self, images: int, epsilon: float) -> str:
         """Return the last line of a run: the validation shares, and the bound."""
-        found = self.evidence
+        evidence = self.evidence
         at = proven_radius(epsilon)
-        certified = f"certified at {at} {share_text(found['certified'], images, proven=True)}"
+        certified = f"certified at {at} {share_text(evidence['certified'], images, proven=True)}"
         if self.skipped is not None:
             certified = f"nothing certified at {at} ({self.skipped})"
-        clean = share_text(found["clean"], images)
-        return f"validation clean {clean}, {certified}, bound {found['upper_text']} (proven)"
+        clean = share_text(evidence["clean"], images)
+        return f"validation clean {clean}, {certified}, bound {evidence['upper_text']} (proven)"
 
 
 def affordable(images: int, left: float | None, costs: tuple[float, float]) -> int:

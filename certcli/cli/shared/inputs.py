@@ -43,14 +43,14 @@ def return_large_blocks() -> None:
             ctypes.CDLL(None).mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
 
 
-def require_early(given: Mapping[str, Any]) -> None:
+def require_early(options: Mapping[str, Any]) -> None:
     """Refuse a mistyped file or dataset before torch is imported.
 
     Args:
         given: the options of a command, by field.
     """
-    source = given.get("ckpt")
-    dataset = given.get("dataset")
+    source = options.get("ckpt")
+    dataset = options.get("dataset")
     if isinstance(source, str) and source != "-":
         _require_file(source)
     if isinstance(dataset, str) and len(dataset) <= LONGEST_NAME:
@@ -163,8 +163,8 @@ def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) ->
         "answers, and nothing is said of its accuracy"
     )
     names = checkpoint.record.class_names
-    known = names or tuple(str(number) for number in range(checkpoint.record.classes))
-    return images.answered(classes, tuple(known))
+    class_names = names or tuple(str(number) for number in range(checkpoint.record.classes))
+    return images.answered(classes, tuple(class_names))
 
 
 def doubt_images(images: Images, record: Record, sink: Sink) -> None:

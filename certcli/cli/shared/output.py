@@ -52,7 +52,7 @@ class Gate:
         if not met:
             self.failures.append(failure)
 
-    def demand_share(self, hits: int, images: int, least: float, what: str, option: str) -> None:
+    def demand_share(self, hits: int, images: int, demand: float, what: str, option: str) -> None:
         """Demand that a share of images reaches `least`, by its interval. A share of 0 demands
         nothing.
 
@@ -60,10 +60,10 @@ class Gate:
             what: the share and its threat, "certified accuracy at 0.5".
             option: that demands it.
         """
-        look = whole(hits, images, Demand(least))
-        message = f"{what}, {look.counted(1)}, is below {option} {least:g}"
+        look = whole(hits, images, Demand(demand))
+        message = f"{what}, {look.counted(1)}, is below {option} {demand:g}"
         if look.verdict == UNDECIDED:
-            message = f"{what}, {look.counted(1)}: {option} {least:g} is not decided"
+            message = f"{what}, {look.counted(1)}: {option} {demand:g} is not decided"
             self.failures.append(UndecidedError(message, MORE_IMAGES))
         elif look.verdict == FAILED:
             self.failures.append(GateError(message))

@@ -106,12 +106,12 @@ class Ascent:
             share, width, split = numbers[:, 2 * count : 5 * count].chunk(3, 1)
             parts += [share.sigmoid(), width.exp(), split.exp()]
         cut = [part.split(self.counts, 1) for part in parts]
-        made: dict[Node, HingeChoice] = {}
+        choice_of: dict[Node, HingeChoice] = {}
         for i, hinge in enumerate(self.hinges):
-            own = [part[i] for part in cut]
-            parabola = ParabolaChoice(*own[3:]) if self.curved else None
-            made[hinge] = HingeChoice(own[0], parabola, own[2], own[1])
-        return made
+            slices = [part[i] for part in cut]
+            parabola = ParabolaChoice(*slices[3:]) if self.curved else None
+            choice_of[hinge] = HingeChoice(slices[0], parabola, slices[2], slices[1])
+        return choice_of
 
     def estimates(
         self, margins: list[int], signs: Tensor, numbers: Tensor
@@ -143,9 +143,9 @@ class Ascent:
             at = numbers[rising].requires_grad_(True)
             with torch.enable_grad():
                 owners = [margins[i] for i in rising.tolist()]
-                value, found = self.estimates(owners, signs[rising], at)
+                value, bound = self.estimates(owners, signs[rising], at)
                 (slope,) = torch.autograd.grad(value.sum(), at)
-            scores[rising] = self._scores(found, signs[rising], at.detach())
+            scores[rising] = self._scores(bound, signs[rising], at.detach())
             value = value.detach()
             better = value > best[rising]
             chosen[rising[better]] = at.detach()[better]
@@ -164,21 +164,21 @@ class Ascent:
         return numbers
 
     @torch.no_grad()
-    def _scores(self, found: BackwardBound, signs: Tensor, numbers: Tensor) -> Tensor:
+    def _scores(self, bound: BackwardBound, signs: Tensor, numbers: Tensor) -> Tensor:
         """Return what the bounds of each open unit may lose: (b, units)."""
-        some = torch.cat([found.passed[hinge] for hinge in self.hinges], 1)
+        some = torch.cat([bound.passed[hinge] for hinge in self.hinges], 1)
         slope = numbers[:, : len(self.units)].sigmoid()
         below = torch.maximum((1 - slope) * self.high, -slope * self.low)
-        lost = -some.clamp_max(0) * self.chords + 0.5 * some.clamp_min(0) * below
-        return lost * (signs == 0)
+        losses = -some.clamp_max(0) * self.chords + 0.5 * some.clamp_min(0) * below
+        return losses * (signs == 0)
 
-    def _estimate(self, found: BackwardBound, level: Tensor) -> Tensor:
+    def _estimate(self, bound: BackwardBound, level: Tensor) -> Tensor:
         """Return `proven` of each row in a differentiable way, nearly: the largest eigenvalue by
         power iteration.
         """
-        total, slope = linear_part(found)
+        total, slope = linear_part(bound)
         height = slope.norm(dim=1).clamp_min(TINY) * level.exp()
-        weight = torch.cat([part.weight for part in found.parabolas[::-1]], 1)
+        weight = torch.cat([part.weight for part in bound.parabolas[::-1]], 1)
 
         def form(e: Tensor) -> tuple[Tensor, Tensor]:
             return e @ self.columns, (slope * e).sum(1, keepdim=True) / (2 * height[:, None])
@@ -187,12 +187,12 @@ class Ascent:
             e = slope + self.columns.sum(1)
             for _ in range(POWER):
                 e = e / e.norm(dim=1, keepdim=True).clamp_min(TINY)
-                along, beside = form(e)
-                e = (weight * along) @ self.columns.mT + beside * slope
+                along, rest = form(e)
+                e = (weight * along) @ self.columns.mT + rest * slope
             e = e / e.norm(dim=1, keepdim=True).clamp_min(TINY)
-        along, beside = form(e)
-        most = (weight * along * along).sum(1) + beside[:, 0] * (slope * e).sum(1)
-        return total - height / 2 - most
+        along, rest = form(e)
+        maximum = (weight * along * along).sum(1) + rest[:, 0] * (slope * e).sum(1)
+        return total - height / 2 - maximum
 
     @torch.no_grad()
     def _proven(self, margins: list[int], signs: Tensor, chosen: Tensor, best: Tensor) -> Tensor:
@@ -208,6 +208,6 @@ class Ascent:
             )
         return bounds
 
-    def _sure(self, found: BackwardBound, levels: Tensor) -> Tensor:
-        sure = [proven(found, level, row) for row, level in enumerate(levels.tolist())]
-        return found.total.new_tensor(sure)
+    def _sure(self, bound: BackwardBound, levels: Tensor) -> Tensor:
+        sure = [proven(bound, level, row) for row, level in enumerate(levels.tolist())]
+        return bound.total.new_tensor(sure)

@@ -210,12 +210,12 @@ def _of_open(
     share = choice.parabola.share
     width = choice.parabola.width
     split = choice.parabola.split
-    found = above * choice.slope + below * ((1 - share) * slope + share / 2)
+    intercepts = above * choice.slope + below * ((1 - share) * slope + share / 2)
     level = (1 - share) * offset + share * up(
         width / 4 + (1 + 1 / split) * node.rest**2 / (4 * width), 8
     )
     weight = up(-below * share * (1 + split) / (4 * width), 8)
-    return found, below * level, Parabolas(node, weight)
+    return intercepts, below * level, Parabolas(node, weight)
 
 
 def _of_signed(
@@ -285,14 +285,14 @@ def lower(out: Node, rows: Tensor) -> Tensor:
     return least(descend(out, rows, {}))
 
 
-def least(found: BackwardBound) -> Tensor:
+def least(bound: BackwardBound) -> Tensor:
     """Return the least value of a bound without parabolas over the images, rounded down: (rows,)."""
-    ball = found.ball
-    slope = found.slope
+    ball = bound.ball
+    slope = bound.slope
     length = (norm1 if ball.boxed else norm2)(slope.mT, ball.falling)
-    size = found.size + slope.abs() @ ball.centre.abs().flatten() + ball.radius * length
-    total = found.total + slope @ ball.centre.flatten() - ball.radius * length
-    return total - up(gamma(found.entries + slope.shape[1] + 64) * size)
+    size = bound.size + slope.abs() @ ball.centre.abs().flatten() + ball.radius * length
+    total = bound.total + slope @ ball.centre.flatten() - ball.radius * length
+    return total - up(gamma(bound.entries + slope.shape[1] + 64) * size)
 
 
 _ROWS = 256

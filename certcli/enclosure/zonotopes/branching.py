@@ -112,8 +112,8 @@ class Search:
                     heapq.heappush(waiting, (domain.bound, next(turn), domain))
 
         keep(self.climbed(first, FIRST_STEPS))
-        most = _MOST_BYTES // (8 * (len(numbers) + 2 * len(sign)))
-        while waiting and len(waiting) <= most and not self.limit.over(self.domains):
+        batch_limit = _MOST_BYTES // (8 * (len(numbers) + 2 * len(sign)))
+        while waiting and len(waiting) <= batch_limit and not self.limit.over(self.domains):
             count = min(BATCH, self.ascent.at_once // 2, len(waiting))
             taken = [heapq.heappop(waiting)[2] for _ in range(count)]
             units = self._units(taken)
@@ -161,12 +161,12 @@ class Search:
         """Return the unit at which each domain is split: its tree's, or the best of a few
         candidates.
         """
-        found: list[int | None] = [self._planned(domain) for domain in domains]
-        free = [i for i, unit in enumerate(found) if unit is None]
+        units: list[int | None] = [self._planned(domain) for domain in domains]
+        free = [i for i, unit in enumerate(units) if unit is None]
         if free:
             for i, unit in zip(free, self._best([domains[i] for i in free]), strict=True):
-                found[i] = unit
-        return found
+                units[i] = unit
+        return units
 
     def _planned(self, domain: Domain) -> int | None:
         """Return the open unit at which the domain's tree is split; past units whose signs are
@@ -177,8 +177,8 @@ class Search:
             if unit is not None and domain.sign[unit] == 0:
                 return unit
             active, inactive = domain.tree.halves()
-            known = self._known_sign(domain, domain.tree.unit, unit)
-            domain.tree = active if known > 0 else inactive
+            sign = self._known_sign(domain, domain.tree.unit, unit)
+            domain.tree = active if sign > 0 else inactive
         return None
 
     def _known_sign(self, domain: Domain, unit: Unit, place: int | None) -> float:

@@ -35,8 +35,8 @@ class Coordinates:
         """Return coordinates with stretch: |V_g|_2^2 <= 1 + |V_g^T V_g - I|_F, rounded up."""
         rows, count = basis.shape[-2:]
         skew = basis.mT @ basis - torch.eye(count, dtype=basis.dtype, device=basis.device)
-        lost = gamma(rows) * torch.linalg.vector_norm(basis, dim=(1, 2)).square()
-        square = 1 + up(torch.linalg.vector_norm(skew, dim=(1, 2)) + lost, count * count)
+        rounding = gamma(rows) * torch.linalg.vector_norm(basis, dim=(1, 2)).square()
+        square = 1 + up(torch.linalg.vector_norm(skew, dim=(1, 2)) + rounding, count * count)
         return Coordinates(pixels, basis, entries, up(square.amax().sqrt(), 4))
 
     @property
@@ -103,13 +103,13 @@ def _blocks(flat: Tensor) -> list[tuple[Tensor, Tensor]]:
     block_of = torch.from_numpy(names).to(flat.device)
     of_pixels = block_of[:entries]
     of_results = block_of[entries:]
-    found = []
+    blocks = []
     for name in of_results.unique().tolist():
         pixels = (of_pixels == name).nonzero()[:, 0]
         if len(pixels):
-            found.append((pixels, (of_results == name).nonzero()[:, 0]))
-    sizes = {(len(part), len(other)) for part, other in found}
+            blocks.append((pixels, (of_results == name).nonzero()[:, 0]))
+    sizes = {(len(part), len(other)) for part, other in blocks}
     if len(sizes) == 1:
-        return found
+        return blocks
     everything = torch.arange(entries, device=flat.device)
     return [(everything, torch.arange(results, device=flat.device))]

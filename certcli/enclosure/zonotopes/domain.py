@@ -101,7 +101,8 @@ class Enclosure(Domain):
         losses = self.executed_as.lost(node.name)
         pairs = zip(value if several else [value], losses, strict=True)
         parts = [
-            part.doubted(lost.to(part.centre)) if bool(lost.any()) else part for part, lost in pairs
+            part.doubted(rounding.to(part.centre)) if bool(rounding.any()) else part
+            for part, rounding in pairs
         ]
         self.executed_as.found(node.name, [part.bounds() for part in parts])
         return parts if several else parts[0]

@@ -41,12 +41,12 @@ def changed(x: Form, coordinates: Coordinates) -> Form:
     space = x.space
     ball = x.ball
     columns = coordinates.down(ball) * coordinates.stretch
-    beside = norm2(ball - coordinates.lifted(columns))
-    lost = coordinates.lost(norm2(columns)) + 2.0**-50 * norm2(ball)
+    residue = norm2(ball - coordinates.lifted(columns))
+    rounding = coordinates.lost(norm2(columns)) + 2.0**-50 * norm2(ball)
     squares = coordinates.count <= space.squares_up_to
     new = replace(space, ball=coordinates.count, squares=squares, coordinates=coordinates)
     gens = torch.cat([columns, columns.new_zeros(new.square, *x.shape), x.box])
-    return Form(new, x.centre, gens, up(x.slack + beside + lost, 4), x.blocks, x.node)
+    return Form(new, x.centre, gens, up(x.slack + residue + rounding, 4), x.blocks, x.node)
 
 
 def may_change(x: Form) -> bool:

@@ -36,8 +36,8 @@ def hinges(out: Node) -> list[Hinge]:
 
 def every_hinge(out: Node) -> list[Hinge]:
     """Return the hinges that `out` depends on, in the order of execution."""
-    found = (node for node in nodes_of(out) if isinstance(node, Hinge))
-    return sorted(found, key=lambda node: node.place)
+    hinge_nodes = (node for node in nodes_of(out) if isinstance(node, Hinge))
+    return sorted(hinge_nodes, key=lambda node: node.place)
 
 
 def nodes_of(out: Node) -> set[Node]:

@@ -218,13 +218,13 @@ def input_spec(
     return spec, origins, doubts
 
 
-def unknown(path: Path, wanted: type[Struct]) -> list[str]:
+def unknown(path: Path, struct: type[Struct]) -> list[str]:
     """Return a sentence where a config states a field that certvit neither uses nor knows to be
     harmless.
     """
-    harmless = _HARMLESS_PIXELS if wanted is Pixels else _HARMLESS_CONFIG
+    harmless = _HARMLESS_PIXELS if struct is Pixels else _HARMLESS_CONFIG
     raw = decoded(path, Json)
-    used = {field.name for field in fields(wanted)} | harmless
+    used = {field.name for field in fields(struct)} | harmless
     strange = sorted(key for key, value in raw.items() if key not in used and value not in _EMPTY)
     if raw.get("problem_type") == "single_label_classification":
         strange.remove("problem_type")

@@ -145,18 +145,18 @@ def _networks(loaded: Any) -> StateDicts:
     loaded = _only(loaded)
     if _is_state_dict(loaded) and loaded:
         return {(): loaded}
-    found: StateDicts = {}
+    networks: StateDicts = {}
     waiting: list[tuple[tuple[str, ...], Any]] = [((), loaded)]
     visited = set()
     for keys, value in waiting:  # grows as it is read
         if keys and _is_state_dict(value) and value:
-            found[keys] = value
+            networks[keys] = value
         elif isinstance(value, Mapping) and len(keys) < _DEEPEST and id(value) not in visited:
             visited.add(id(value))
             inner = ((str(key), _only(below)) for key, below in value.items() if _is_text(key))
             waiting += [((*keys, key), below) for key, below in inner if isinstance(below, Mapping)]
-    largest = max(map(_values, found.values()), default=0)
-    return {keys: value for keys, value in found.items() if 16 * _values(value) >= largest}
+    largest = max(map(_values, networks.values()), default=0)
+    return {keys: value for keys, value in networks.items() if 16 * _values(value) >= largest}
 
 
 def _only(value: Any) -> Any:
