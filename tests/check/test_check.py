@@ -315,7 +315,7 @@ def test_what_is_no_checkpoint_is_unreadable(case: Any, run: Any, tmp_path: Path
 
 def test_it_is_small_and_shares_no_code() -> None:
     files = sorted((ROOT / "check").glob("*.py"))
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 1250
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 1300
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     imported = {
         name.name.partition(".")[0]
