@@ -199,7 +199,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "limit": lambda name, value: whole_number(name, value, 1),
     "seed": lambda name, value: whole_number(name, value, 0),
     "data_dir": path,
-    "given": as_given,
+    "data": as_given,
     "labels": as_given,
     "pixels": as_given,
     "iterations": lambda name, value: whole_number(name, value, 1),

@@ -25,7 +25,7 @@ def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) 
     needed.
 
     Args:
-        given: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an
+        data: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an
             iterable of
             images, batches, or pairs of them with labels: a list, DataLoader, Dataset or generator.
         labels: (n,), beside images that do not bring their own.

@@ -132,6 +132,27 @@ class ProvingCertifier(Certifier):
                 "its forward may depend on the batch, the precision or the memory format",
             )
 
+    def require_classes_as_run(self, claims: Sequence[Certificate], images: Tensor) -> None:
+        """NoBoundError unless the network, run on certified images in its arithmetic, gives their classes.
+
+        Args:
+            claims: A row an image (b, c, h, w). An image that the arithmetic cannot represent counts
+                where what it stores lies within the radius.
+        """
+        stored = self.representable(images)
+        distances = (stored - images).flatten(1).norm(dim=1)
+        rows = [
+            row
+            for row, claim in enumerate(claims)
+            if claim.radius > 0 and float(distances[row]) <= claim.radius
+        ]
+        if rows and not all(self.stands([claims[i] for i in rows], stored[rows], Doubt(0, 0.0))):
+            raise NoBoundError(
+                "no certificate: the network, run on a batch of these images in "
+                f"{self.arithmetic}, gives other classes than its proven graph",
+                "its forward may depend on the batch, the precision or the memory format",
+            )
+
     @cached_property
     def _run(self) -> nn.Module:
         """The network as `require_as_run` runs it: for TF32 in float32, which is nearer to real

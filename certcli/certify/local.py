@@ -216,12 +216,14 @@ class LocalCertifier(ProvingCertifier):
             for i in right:
                 results[i] = self._best(images[i : i + 1], predictions[i : i + 1])
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
-        return [
+        certificates = [
             Certificate(index, label, top, radius, METHOD, 0.0, rung, seconds, splits)
             for index, label, top, (radius, rung, splits) in zip(
                 indices, labels, predictions.tolist(), results, strict=True
             )
         ]
+        self.require_classes_as_run(certificates, images)
+        return certificates
 
     def _best(self, image: Tensor, label: Tensor) -> "Found":
         """Return the radius of one image, the rung that gave it, and the splits that its proof

@@ -156,13 +156,13 @@ def calls(network: OpenCheckpoint, folder: Path) -> dict[str, dict[str, Any]]:
         "network": whole,
         "images": {**whole, "dataset": "digits"},
         "bound": whole,
-        "bounds": {**whole, "given": x[:1], "eps": 0.01},
-        "slope": {**whole, "given": x, "iterations": 1},
-        "certify": {**whole, "given": x, "labels": y},
+        "bounds": {**whole, "data": x[:1], "eps": 0.01},
+        "slope": {**whole, "data": x, "iterations": 1},
+        "certify": {**whole, "data": x, "labels": y},
         "shares": {"certificates": certvit.certify(network, x, y), "sizes": [0.1]},
         "predict": {**whole, "pixels": x},
-        "attack": {**whole, "given": x, "labels": y, "attacks": ["fgsm"]},
-        "audit": {**whole, "given": x, "labels": y, "seconds": 0.01},
+        "attack": {**whole, "data": x, "labels": y, "attacks": ["fgsm"]},
+        "audit": {**whole, "data": x, "labels": y, "seconds": 0.01},
     }
 
 

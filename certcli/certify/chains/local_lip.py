@@ -82,7 +82,7 @@ class LocalLipCertifier(ProvingCertifier):
         rows = zip(
             indices, labels, top.tolist(), radius.tolist(), (radius > start).tolist(), strict=True
         )
-        return [
+        certificates = [
             Certificate(
                 index,
                 label,
@@ -94,6 +94,8 @@ class LocalLipCertifier(ProvingCertifier):
             )
             for index, label, prediction, r, better in rows
         ]
+        self.require_classes_as_run(certificates, pixels)
+        return certificates
 
     def _begun(self, pixels: Tensor) -> tuple[Tensor, Values, Tensor]:
         """Pixels in float64, what the chain computes there, and the class of each image."""
