@@ -19,11 +19,13 @@ class Attack(Entry):
             work.
         needs_attention: it looks at the attention maps of a vision transformer, and refuses other
             networks.
+        weak: why it may miss an adversarial image of a linear network at 1.5 times the distance.
     """
 
     norms: tuple[Norm, ...] = ("l2", "linf")
     random: bool = True
     needs_attention: bool = False
+    weak: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ ATTACKS = AttackRegistry(
         "certcli.attack.families.square:square",
         "random search over squares; needs no gradient, so it sees through masked ones",
         "Andriushchenko et al. 2020, Square attack",
+        weak="a random search without gradients",
     ),
     Attack(
         "autoattack",
