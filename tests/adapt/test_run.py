@@ -250,7 +250,7 @@ def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoin
         "--goal",
         "certify",
         "--dataset",
-        tmp_path / "nowhere",
+        tmp_path,
     )
     assert isinstance(told.exception, ArchitectureError)
     assert "no attention" in told.exception.message
