@@ -32,8 +32,9 @@ def chain(model: PixelModel, name: str, iterations: int = 30) -> ChainBound:
     return ChainBound(model, lambda: arithmetic, drop=name == "local-lip")
 
 
+# of "thresholds" the four iterations find 95 % of a norm (measured): training's estimate, no bound
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"thresholds"}))
 def test_gains_are_the_certificates_and_above_what_neighbours_reach(name: str, loss: str) -> None:
     model = network(name)
     pixels = images()
