@@ -225,11 +225,11 @@ def _is_run_in_a_batch(
     depend on its batch.
 
     False for a network of single images: no wrong logits come of that. The batch is laid out
-    channels last, in inference
-    mode, and with another number of threads: a network that looks at these is another one there.
+    channels last, in inference mode: a network that looks at these is another one there. The number
+    of threads stays: a pool of threads that starts here would hang in processes that are forked.
     """
     try:
-        with _elsewhere():
+        with torch.inference_mode():
             together, operations = followed(model, _channels_last(torch.cat(images)))
     except Untraceable:
         raise
@@ -244,20 +244,6 @@ def _is_run_in_a_batch(
 
 def _channels_last(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
-
-
-@contextmanager
-def _elsewhere() -> Iterator[None]:
-    """Run the body in inference mode, with one thread where there are several, and with two where
-    there is one.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if threads > 1 else 2)
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _agrees_in_float64(
