@@ -1,6 +1,7 @@
 """Certificates from the global bound: a margin divided by how fast it can shrink."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +13,11 @@ from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import result_of
 from certcli.engine.table import NoRule
-from certcli.engine.trace import example_of
+from certcli.engine.trace import Trace, example_of
 from certcli.images.labelled import sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
+from certcli.lipschitz.propagate import trace_network
 from certcli.models.build import PixelModel, load_double
 from certcli.rounding import ErrorAnalysis
 from certcli.rounding.running import written_out
@@ -91,6 +93,7 @@ class LipschitzCertifier(ProvingCertifier):
                 f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz"
             )
         self.bound = bound
+        self._size = model.input_size
         try:
             self._evaluated = ErrorAnalysis(model)
         except NoRule as reason:
@@ -103,6 +106,13 @@ class LipschitzCertifier(ProvingCertifier):
     @property
     def about(self) -> Mapping[str, Any]:
         return {"bound": bound_document(self.bound.upper)}
+
+    @cached_property
+    def _graph(self) -> Trace:
+        """The graph that was proven; traced here where another process proved the bound."""
+        if self.bound.traced is not None:
+            return self.bound.traced
+        return trace_network(self.model, self._size)
 
     def evaluated(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and their rounding errors. NoBoundError names what none is known of."""
@@ -123,8 +133,7 @@ class LipschitzCertifier(ProvingCertifier):
         The graph is of one image: what a network does to a batch of another size is not in it.
         """
         require_logits(logits, pixels)
-        traced = self.bound.traced
-        assert traced is not None  # a bound has pairs
+        traced = self._graph
         with written_out():
             alone = torch.cat([result_of(traced, image[None]) for image in pixels])
         slack = errors * (2 * (1 + 2.0**-20)) + logits.abs() * 2.0**-50
