@@ -19,16 +19,18 @@ from tests.helpers.commands import certvit, document
 from tests.helpers.grids import EVERY
 
 
-def test_the_command_line_knows_the_arithmetics() -> None:
+def test_the_command_line_knows_the_arithmetics(tmp_path: Path) -> None:
+    path = tmp_path / "any.safetensors"
+    path.touch()
     assert (REAL, *PRECISIONS) == ARITHMETICS
     given = ("--dataset", "digits", "--limit", 4, "--arithmetic", "float32")
     for method in ("auto", "smoothing", "patch"):
-        certvit("certify", "any.safetensors", "--method", method, *given, code=2)
+        certvit("certify", path, "--method", method, *given, code=2)
     kinds = {name: get_type_hints(METHODS.load(name))["options"] for name in METHODS.names()}
     assert {
         name for name, kind in kinds.items() if "arithmetic" in kind.__dataclass_fields__
     } == set(SPOKEN_OF)
-    certvit("certify", "any.safetensors", *given[:-1], "half", code=2)
+    certvit("certify", path, *given[:-1], "half", code=2)
     with pytest.raises(UsageError, match="half"):
         Local(arithmetic="half")
 

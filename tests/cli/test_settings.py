@@ -39,6 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     monkeypatch.setattr(options.AuditOptions, "plan", plan)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.safetensors").touch()  # a path is looked at before the settings
 
     def run(*words: str) -> dict[str, Any]:
         outcome = attempt("audit", "m.safetensors", *words)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from certcli.engine import trace
+from certcli.engine import replay, trace
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _ACROSS = frozenset(
@@ -297,6 +297,8 @@ def pretended_cuda() -> Iterator[torch.device]:
         stack.enter_context(
             mock.patch.object(trace, "patched", return_value=None)
         )  # it sees what is replaced here
+        # a second tensor without memory around these would not say that it is on the device
+        stack.enter_context(mock.patch.object(replay, "shadowed", replay.followed))
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, _from_data(getattr(torch, name))))
         stack.enter_context(

@@ -31,6 +31,7 @@ from certcli.cli.certify.options import Options, Target
 from certcli.cli.certify.run import Demand, Task, run_all
 from certcli.cli.shared.groups import Evaluation, Machine, Output, Source
 from certcli.cli.shared.output import Sink
+from certcli.evaluation import verdicts
 from certcli.evaluation.records import RecordFile
 from certcli.evaluation.threat import Threat
 from certcli.images import datasets
@@ -39,6 +40,16 @@ from tests.helpers.workshop import Workshop
 from tests.soundness.edits import Case, edit_text, main
 
 IMAGES = 10
+
+
+def passes(share: float, demand: float | None = None) -> bool:
+    """Tell whether a gate passes on a share of the images."""
+    asked = verdicts.Demand(GATE if demand is None else demand)
+    return verdicts.decided(round(share * IMAGES), IMAGES, asked) == verdicts.PASSED
+
+
+GATE = max(number / 100 for number in range(100) if passes(1.0, number / 100))
+"""The largest demand that all images meet: the honest files, which miss one, do not."""
 BATCH = 4
 RADII = (0.01, 0.05)
 FORGED: Sequence[tuple[str, Any]] = (
@@ -163,11 +174,10 @@ def edited_records(net: Path) -> Iterator[Case]:
             run_again, text, figures = rng.choice(honest)
             every = rng.random() < 0.5
             runs.path.write_text(edited(text, rng))
-            found = run_again(0.0 if every else min(1.0, figures[1] + 1 / IMAGES), every)
-            better = [a > b for a, b in zip(found, figures, strict=True)]
-            lies = [f"{run_again.__name__} {found} instead of {figures}"] * (
-                any(better) if every else better[1]
-            )
+            found = run_again(0.0 if every else GATE, every)
+            better = any(a > b for a, b in zip(found, figures, strict=True))
+            is_lie = better if every else passes(found[1]) and not passes(figures[1])
+            lies = [f"{run_again.__name__} {found} instead of {figures}"] * is_lie
             return "the honest result" if found == figures else "another result", lies
 
         yield case
