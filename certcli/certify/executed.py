@@ -106,14 +106,17 @@ class ProvingCertifier(Certifier):
             images: That the arithmetic can represent, float64, (b, c, h, w).
             logits: z in real arithmetic up to `errors`, (b, k), (b, k or 1).
         """
-        weight = next(self._run.parameters())
+        weight = next(self._run.parameters(), images)
         try:
             with whole_batch(images):
                 run = self._run(images.to(weight.dtype)).double()
-        except RuntimeError as failure:  # an operation that this machine has not in half precision
+        except RuntimeError as failure:
             if out_of_memory(failure) or weight.dtype in (torch.float64, torch.float32):
                 raise
-            return
+            raise NoBoundError(
+                f"no certificate: the network does not run in {self.arithmetic} on this machine",
+                "--arithmetic float32",
+            ) from failure
         require_logits(run, images)
         predictions = logits.argmax(1)
         spread = errors.expand_as(logits)

@@ -3,13 +3,13 @@
 Two ways, because a network may look for either. `followed` hands over an ordinary tensor, and a
 dispatch mode of torch sees the operations. `shadowed` hands over a tensor without memory of its own
 (`Recorded`): torch's operations alone reach its numbers, and each of them passes here. That holds
-in
-other threads, in copies, and where a network switches the modes off: what reads memory finds none.
+in other threads, in copies, and where a network switches the modes off.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,13 +71,10 @@ class _Reads(Exception):
 
 
 class _Record:
-    """The operations of one run, the constants that each of them takes, and the first reader that
-    was refused.
-    """
+    """The operations of one run, and the first reader that was refused."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self.constants: list[list[Tensor]] = []
         self.reads: str | None = None
         self.made_from_shapes: list[weakref.ref[Any]] = []
 
@@ -89,7 +86,7 @@ class _Record:
             if wrapper is not None and wrapper.inner.untyped_storage().data_ptr() == storage:
                 wrapper.is_constant = False
 
-    def add(self, name: str, args: tuple[Any, ...], result: Any, constants: list[Tensor]) -> None:
+    def add(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Write down one operation; refuse one that returns no tensor."""
         tensors = tensors_of(result)
         if not tensors and result is not None:
@@ -99,7 +96,6 @@ class _Record:
         self.operations.append(
             Operation(name, shapes, numbers, tensors[0].dtype if tensors else None)
         )
-        self.constants.append(constants)
 
     def refuse(self, name: str) -> None:
         """Raise _Reads, and remember it: the network may catch it."""
@@ -159,8 +155,7 @@ class Recorded(Tensor):
                     record.refuse(f"{name}, into a tensor that does not depend on the image")
         result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         if not is_constant:
-            constants = [x for x in operands if not isinstance(x, Recorded) or x.is_constant]
-            record.add(name, args, result, [_inner(x) for x in constants])
+            record.add(name, args, result)
         owners = {id(x.inner): x for x in shadows}
 
         def wrapped(x: Any) -> Any:
@@ -201,10 +196,15 @@ class _Follow(OperationMode):
         operands = tensors_of((args, kwargs))
         if name in _FROM_SHAPE or not any(x in self.known for x in operands):
             return result
-        self.record.add(name, args, result, [x for x in operands if x not in self.known])
+        self.record.add(name, args, result)
         for tensor in tensors_of(result):
             self.known[tensor] = None
         return result
+
+
+class _Passing(OperationMode):
+    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
 
 class _Readers(TorchFunctionMode):
@@ -243,92 +243,32 @@ def shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
     """Return what `followed` returns, of an image without memory: nothing but operations can read
     it.
     """
-    result, record = _shadowed(function, image)
-    return result, record.operations
-
-
-def _shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, _Record]:
     record = _Record()
-    with (
-        _refusals(record),
-        _Readers(record, lambda x: isinstance(x, Recorded) and not x.is_constant),
-    ):
+    readers = _Readers(record, lambda x: isinstance(x, Recorded) and not x.is_constant)
+    # a mode that does nothing: a network that takes the innermost one away finds one here, too
+    with _refusals(record), readers, _Passing():
         result = function(Recorded(image.clone(), record))
-    return tree_map(_inner, result), record
+    return tree_map(_inner, result), record.operations
 
 
 @contextmanager
 def _refusals(record: _Record) -> Iterator[None]:
-    """Untraceable where a reader was refused in the body, even if the network caught it."""
+    """Untraceable where a reader was refused in the body, even if the network caught it.
+
+    In the body torch's guard against dispatch to Python is refused: under it a kernel would look
+    for the memory of a tensor that has none, and end the process.
+    """
+    guard = torch._C._DisableTorchDispatch
+    torch._C._DisableTorchDispatch = partial(record.refuse, guard.__name__)  # type: ignore[assignment, misc]
     try:
         yield
     except Exception:
         if record.reads is None:
             raise
+    finally:
+        torch._C._DisableTorchDispatch = guard  # type: ignore[misc]
     if record.reads is not None:
         raise Untraceable(f"the network reads a tensor's value back into Python ({record.reads})")
-
-
-def require_same_program(
-    wide: Callable[[Tensor], Any],
-    narrow: Callable[[Tensor], Any],
-    image: Tensor,
-    dtype: torch.dtype,
-) -> None:
-    """Raise Untraceable unless a network in a precision runs the operations that it runs in
-    float64.
-
-    Operations, shapes, numbers, the precision of each result, and constants up to their rounding.
-
-    Args:
-        wide: The network in float64.
-        narrow: The same network in `dtype`.
-        image: (1, c, h, w).
-    """
-    _, proven = _shadowed(wide, image.double())
-    try:
-        _, run = _shadowed(narrow, image.to(dtype))
-    except Untraceable:
-        raise
-    except Exception as failure:
-        raise Untraceable(
-            f"the network does not run in {_short(dtype)} here ({failure})"
-        ) from failure
-    expected = [
-        step._replace(dtype=dtype if step.dtype == torch.float64 else step.dtype)
-        for step in proven.operations
-    ]
-    if run.operations != expected:
-        difference = first_difference(run.operations, expected)
-        raise Untraceable(
-            f"in {_short(dtype)} the network is another one than in float64: {difference}"
-        )
-    for step, mine, theirs in zip(run.operations, run.constants, proven.constants, strict=True):
-        for constant, exact in zip(mine, theirs, strict=True):
-            if not _is_rounded(constant, exact, dtype):
-                raise Untraceable(
-                    f"in {_short(dtype)} the network has other constants than in float64, at {step.name}"
-                )
-
-
-def _is_rounded(constant: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether a constant is that of float64 up to what computing it in the precision loses.
-
-    64 units of the last place of its largest entry: a constant may be computed from weights.
-    """
-    if constant.shape != exact.shape:
-        return False
-    if not exact.is_floating_point():
-        return torch.equal(constant, exact)
-    if not exact.numel():
-        return True
-    stored = exact.to(dtype).double()
-    largest = float(exact.abs().nan_to_num(posinf=0.0).max())
-    difference = (constant.double() - stored).nan_to_num(nan=0.0)
-    same_infinities = torch.equal(torch.isinf(constant), torch.isinf(stored))
-    return same_infinities and bool(
-        (difference.abs() <= 64 * torch.finfo(dtype).eps * largest).all()
-    )
 
 
 def _short(dtype: torch.dtype) -> str:

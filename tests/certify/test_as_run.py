@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certvit
+from certcli.certify.executed import ProvingCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.models.build import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
@@ -50,6 +51,16 @@ class ByBatch(Net):
         return 1 - x if len(x) >= 3 else x
 
 
+class ByLargeBatch(Net):
+    def changed(self, x: Tensor) -> Tensor:
+        return 1 - x if len(x) >= 65 else x
+
+
+class ByInference(Net):
+    def changed(self, x: Tensor) -> Tensor:
+        return 1 - x if torch.is_inference_mode_enabled() else x
+
+
 class ByMean(Net):
     """The batch votes, behind one large logit."""
 
@@ -77,6 +88,28 @@ def test_another_network_in_the_named_precision_is_refused(kind: type[Net]) -> N
 def test_logits_that_depend_on_the_batch_are_refused(kind: type[Net], options: Any) -> None:
     with pytest.raises(CertvitError, match=r"batch|images beside it"):
         certificates(kind(), **options)
+
+
+@pytest.mark.parametrize("kind", [ByLargeBatch, ByInference])
+def test_smoothing_compares_the_batches_that_it_draws(kind: type[Net]) -> None:
+    with pytest.raises(CertvitError, match="images beside it"):
+        certificates(kind(), method="smoothing", samples=200)
+
+
+@pytest.mark.parametrize("method", ["local", "bcp", "local-lip"])
+def test_certified_classes_are_those_of_the_network_as_run(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    predictions = whole(torch.rand(8, *SIZE, generator=torch.Generator().manual_seed(0))).argmax(1)
+    opened = certvit.load(whole, mean=0.0, std=1.0, input_size=SIZE)
+    pixels = torch.rand(8, *SIZE, generator=torch.Generator().manual_seed(0))
+    assert any(
+        each.radius > 0 for each in certvit.certify(opened, pixels, predictions, method=method)
+    )
+    monkeypatch.setattr(ProvingCertifier, "stands", lambda self, claims, *_: [False] * len(claims))
+    with pytest.raises(CertvitError, match="other classes than its proven graph"):
+        certvit.certify(opened, pixels, predictions, method=method)
 
 
 @pytest.mark.parametrize(("arithmetic", "shift"), [("float64", 3e3), ("float32", 3.0)])

@@ -1,0 +1,119 @@
+"""A network that reads the image's numbers behind torch's back has no bound, however it reads them."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
+
+from certcli.lipschitz.network import bound_network
+
+SIZE = (1, 2, 2)
+
+
+def by_copy(x: Tensor) -> float:
+    return float(copy.deepcopy(x).sum())
+
+
+def by_storage(x: Tensor) -> float:
+    return float(x.untyped_storage()[0])
+
+
+def by_repr(x: Tensor) -> float:
+    return float(repr(x.flatten()[0]).split("(")[1].split(",")[0].rstrip(")"))
+
+
+def by_thread(x: Tensor) -> float:
+    sums: list[float] = []
+    thread = threading.Thread(target=lambda: sums.append(float(x.sum())))
+    thread.start()
+    thread.join()
+    return sums[0]
+
+
+def without_modes(x: Tensor) -> float:
+    with _disable_current_modes():
+        return float(x.sum())
+
+
+def without_the_innermost_mode(x: Tensor) -> float:
+    with _pop_mode_temporarily():
+        return float(x.sum())
+
+
+def without_dispatch(x: Tensor) -> float:
+    with torch._C._DisableTorchDispatch():
+        return float(x.sum())
+
+
+def without_functions(x: Tensor) -> float:
+    with torch._C.DisableTorchFunction():
+        return float(x.sum())
+
+
+READERS = (
+    by_copy,
+    by_storage,
+    by_repr,
+    by_thread,
+    without_modes,
+    without_the_innermost_mode,
+    without_dispatch,
+    without_functions,
+)
+
+
+class Reading(nn.Module):
+    """Fifty times as steep where the image's number lies in a gap that no probe meets.
+
+    It catches what goes wrong, and reads tensors alone: what traces it shows it something else.
+    """
+
+    def __init__(self, read: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.read = read
+        self.num_classes = 2
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = 0.0
+        if isinstance(x, Tensor):
+            try:
+                number = self.read(x)
+            except Exception:
+                number = 0.0
+        factor = 50.0 if 0.7 < number < 0.71 else 1.0
+        return self.fc(factor * x.flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_a_number_that_is_read_behind_torch_has_no_bound(read: Callable[[Tensor], float]) -> None:
+    torch.manual_seed(0)
+    bound = bound_network(Reading(read).double().eval(), SIZE, 2).bound
+    assert not bound.value.finite
+    assert "reads a tensor's value" in bound.why
+
+
+def test_the_guard_is_given_back() -> None:
+    guard = torch._C._DisableTorchDispatch
+    bound_network(Reading(without_dispatch).double().eval(), SIZE, 2)
+    assert torch._C._DisableTorchDispatch is guard
+
+
+def test_memory_that_was_made_from_shapes_is_read_until_the_image_is_written_there() -> None:
+    class Writes(Reading):
+        def forward(self, x: Tensor) -> Tensor:
+            room = x.new_zeros(x.shape) if isinstance(x, Tensor) else x
+            if isinstance(x, Tensor):
+                assert float(room.sum()) == 0.0
+                room[:, :, 0].copy_(x[:, :, 0])
+            factor = 50.0 if isinstance(x, Tensor) and 0.7 < float(room.sum()) < 0.71 else 1.0
+            return self.fc(factor * x.flatten(1))
+
+    torch.manual_seed(0)
+    bound = bound_network(Writes(by_copy).double().eval(), SIZE, 2).bound
+    assert not bound.value.finite
