@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.rounding import gamma, norm1, up
+from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm1, up
 from certcli.enclosure.zonotopes.symbols import Block, runs
 
 _SQUARINGS = 3
@@ -46,7 +46,7 @@ def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
         if not bool(columns.any()):
             continue
         grouped = columns.unflatten(0, (-1, width))
-        length = up(torch.linalg.vector_norm(grouped, dim=(1, 3)), width * columns.shape[-1])
+        length = torch.linalg.vector_norm(grouped, dim=(1, 3)) + TINY
         scaled = (grouped / length.sqrt()[:, None, :, None]).flatten(0, 1).movedim(0, -1)
         gram = gram + scaled @ scaled.mT
         total = total + norm1(length)

@@ -2,7 +2,8 @@
 
 A form is the set of all  c + A e + Q vec(e e^T) + B n + s,  where e (|e|_2 <= 1) places the image
 in its ball, n are box symbols (|n|_inf <= 1) and groups of symbols (|n_g|_2 <= 1), and s is any
-tensor with |s| <= slack entry by entry. e and n mean the same in every form of a walk, so differences of forms cancel. vec(e e^T) lists
+tensor with |s| <= slack entry by entry. e and n mean the same in every form of a walk, so
+differences of forms cancel. vec(e e^T) lists
 e_a^2 and sqrt(2) e_a e_b (a < b): its l2 norm is |e|^2 <= 1. Source of the l2 + box form: Bonaert
 et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs/local.md.
 """
@@ -76,7 +77,7 @@ class Form:
             self.slack.shape,
             self.shape if self.node is None else self.node.shape,
         ]
-        columns = self.fixed + sum(block.count for block in self.blocks)
+        columns = self.fixed + sum(block.columns for block in self.blocks)
         return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
 
     def somewhere(self) -> list[Tensor]:
@@ -340,7 +341,7 @@ def _over(x: Form, blocks: Blocks) -> Form:
     if x.blocks == blocks:
         return x
     columns = dict(runs(x.box, x.blocks))
-    gens = x.gens.new_zeros(x.fixed + sum(block.count for block in blocks), *x.shape)
+    gens = x.gens.new_zeros(x.fixed + sum(block.columns for block in blocks), *x.shape)
     gens[: x.fixed] = x.gens[: x.fixed]
     for block, part in runs(gens[x.fixed :], blocks):
         if block in columns:

@@ -25,8 +25,6 @@ from certcli.enclosure.zonotopes.rounding import gamma, up
 Contract = Callable[[Tensor, Tensor], Tensor]
 Remainder = Callable[[Form, Form], Tensor]
 """A bound of |a r' + r a' + r r'| for two forms, entry by entry of their product."""
-Remainder = Callable[[Form, Form], Tensor]
-"""A bound of a r' + r a' + r r' for two forms, entry by entry of their product."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,6 @@ def scaled(x: Form, y: Form) -> Form:
     if not x.space.limit:
         return product(x, y, TIMES, 1)
     x, y = Form.aligned([x, y])
-    both = 0.0 if x.space.squares else TIMES(x.ball_radius, y.ball_radius)
-    node = _paired(x, y, TIMES, 1, _entrywise(x, y, TIMES) + both)
     by_ball = fibres(y.rest_radius[None] if x.space.squares else y.radius[None])[0]
     by_rest = fibres(y.radius[None])[0]
     parts = [
@@ -107,7 +103,12 @@ def scaled(x: Form, y: Form) -> Form:
         *((columns * by_rest, width) for columns, width in rest_parts(x)),
     ]
     slack = up(fibres(x.slack[None])[0] * by_rest)
-    return grouped(_up_to_rest(x, y, TIMES, 1), root(parts, slack)).known_as(node)
+    spread = root(parts, slack)
+    # <|w|, this> is above what rounding moves |R^T w|_2 by
+    lost = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
+    node = _paired(x, y, TIMES, 1, lost)
+    node = None if node is None else replace(node, spread=spread)
+    return grouped(_up_to_rest(x, y, TIMES, 1), spread).known_as(node)
 
 
 def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None) -> Tensor:

@@ -15,27 +15,27 @@ _fresh_names = itertools.count()
 
 
 class Block(NamedTuple):
-    """A run of `count` columns in groups of `width`, with |n|_2 <= 1 for the symbols n of a group.
+    """A run of columns in groups of `width`, with |n|_2 <= 1 for the symbols n of a group.
 
     A box symbol is a group of one.
     """
 
     name: int
-    count: int
+    columns: int
     width: int = 1
 
     @staticmethod
-    def fresh(count: int, width: int = 1) -> "Block":
+    def fresh(columns: int, width: int = 1) -> "Block":
         """Return a block whose symbols no form has yet."""
-        return Block(next(_fresh_names), count, width)
+        return Block(next(_fresh_names), columns, width)
 
 
 Blocks = tuple[Block, ...]
 
 
 def runs(columns: Tensor, blocks: Sequence[Block]) -> Iterator[tuple[Block, Tensor]]:
-    """Yield each block with its columns, (count, *s)."""
-    return zip(blocks, columns.split([block.count for block in blocks]), strict=True)
+    """Yield each block with its columns, (k, *s)."""
+    return zip(blocks, columns.split([block.columns for block in blocks]), strict=True)
 
 
 def lengths(columns: Tensor, width: int) -> Tensor:
