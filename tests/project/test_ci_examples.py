@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from certcli.cli.main import app
+from certcli.cli.main import program
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "ci"
@@ -152,7 +152,7 @@ def test_the_hook(place: Path) -> None:
         "model.safetensors\ncertvit audit model.safetensors --quiet\n",
     )
     assert run(place, [*words[:-2], "good.safetensors"]).returncode == 0
-    with get_command(app).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
+    with get_command(program()).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
         pass
 
 
