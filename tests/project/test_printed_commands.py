@@ -14,7 +14,7 @@ import typer
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
 from certcli.audit.words import next_steps
-from certcli.cli.main import app
+from certcli.cli.main import program
 from certcli.report.document import CertifiedShares, Dataset, Share
 from tests.helpers.commands import attempt, certvit
 from tests.helpers.printed import NOT_HERE, of_ci, of_helps, of_pages, once, reason, shortened
@@ -94,7 +94,7 @@ def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], pl
     if reason(printed.line) is not None:
         words = shlex.split(printed.line.replace("[", "").replace("]", "").removesuffix("&"))
         words = words[: words.index(">")] if ">" in words else words
-        commands = typer.main.get_command(app).commands
+        commands = typer.main.get_command(program()).commands
         with commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False):
             return
     words = shortened(printed.line, here(files, place))

@@ -50,7 +50,7 @@ def audit(
     plan = options.plan(data.seed, machine.batch_size, data.limit)
     clock = Clock(plan.budget, Sink.invocation.started or time.perf_counter(), team())
     output.claim(source, data, reports)
-    view.require_formats(reports.report)
+    view.require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else view.earlier(reports.compare)
     sink, device = talk.sink(), machine.pick()
     checkpoint = open_checkpoint(source.ckpt, source.hints())
