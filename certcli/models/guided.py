@@ -141,20 +141,20 @@ def _no_unet(path: Path, why: str) -> ArchitectureError:
 
 def _flags(path: Path) -> Flags:
     """Return the flags beside the file, or those of a published file of that name."""
-    beside = path.with_suffix(".json")
-    if beside.is_file():
+    description = path.with_suffix(".json")
+    if description.is_file():
         try:
-            return decode(beside.read_bytes(), Flags)
+            return decode(description.read_bytes(), Flags)
         except (Refused, OSError) as failure:
             raise CheckpointError(
-                f"{beside} holds no flags of guided-diffusion: {one_line(failure)}",
+                f"{description} holds no flags of guided-diffusion: {one_line(failure)}",
                 f"it may hold {', '.join(Flags.__struct_fields__)}: the tensors say the rest",
             ) from failure
     if path.name in PUBLISHED:
         return PUBLISHED[path.name]
     raise ArchitectureError(
         f"{path} is a UNet of guided-diffusion under no published name: its schedule and heads are in no tensor",
-        f'write them into {beside}: {{"noise_schedule": "linear", "diffusion_steps": 1000, '
+        f'write them into {description}: {{"noise_schedule": "linear", "diffusion_steps": 1000, '
         '"num_head_channels": 64, "use_new_attention_order": false}}, with the values of its training',
     )
 
@@ -337,8 +337,8 @@ def _converted(
             ):
                 converted[f"{new}.{target}.{kind}"] = rows
         else:
-            known = bool(new) and part in parts
-            converted[f"{new}{parts[part]}.{kind}" if known else name] = matrix
+            is_renamed = bool(new) and part in parts
+            converted[f"{new}{parts[part]}.{kind}" if is_renamed else name] = matrix
     return converted
 
 

@@ -66,7 +66,7 @@ class Maker:
         self.put(f"{name}.proj_out", width, width, 1)
 
 
-def made(flags: Guided) -> dict[str, Tensor]:
+def random_tensors(flags: Guided) -> dict[str, Tensor]:
     """Return random tensors of the network."""
     maker = Maker(flags)
     width = flags.width

@@ -18,7 +18,7 @@ from certcli.certify.smoothing.diffusion import Diffusion
 from certcli.models.diffusion import EPSILON, SAMPLE
 from certcli.models.guided import PUBLISHED
 from certcli.system.errors import CertvitError
-from tests.helpers.guided_unet import Guided, Runner, made
+from tests.helpers.guided_unet import Guided, Runner, random_tensors
 
 NETWORKS: dict[str, Guided] = {
     "guided, old order": Guided(head_channels=16, updown=True, learn_sigma=True),
@@ -57,7 +57,7 @@ def file(
     """Write the network by torch.save, its flags beside it."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    tensors = made(flags)
+    tensors = random_tensors(flags)
     if spoil is not None:
         spoil(tensors)
     torch.save(tensors, folder / name)
@@ -72,7 +72,7 @@ def test_the_function_is_that_of_guided_diffusion(tmp_path: Path, name: str) -> 
     read = read_denoiser(file(tmp_path, flags), flags.channels)
     assert isinstance(read, Diffusion)
     torch.manual_seed(0)
-    theirs = Runner(made(flags), flags)
+    theirs = Runner(random_tensors(flags), flags)
     noisy = torch.randn(2, flags.channels, 8, 8)
     for steps in (torch.tensor([3, 700]), torch.tensor([0.25, 173.5])):
         expected = theirs(noisy, steps)
@@ -112,7 +112,7 @@ def test_a_step_of_four_thousand_is_told_in_a_thousand(tmp_path: Path) -> None:
     step = int((((1 - left) / left).sqrt() - 2 * sigma).abs().argmin())
     torch.manual_seed(0)
     noisy = (2 * pixels - 1) / (1 + 4 * sigma**2) ** 0.5
-    answer = Runner(made(flags), flags)(noisy, torch.full((2,), step / 4))[:, :1]
+    answer = Runner(random_tensors(flags), flags)(noisy, torch.full((2,), step / 4))[:, :1]
     clean = ((2 * pixels - 1) - 2 * sigma * answer).clamp(-1, 1)
     assert float((shot(pixels) - (clean + 1) / 2).abs().max()) <= 1e-5
     assert bool((shot(pixels) > 0).any())
