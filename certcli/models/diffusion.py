@@ -88,6 +88,10 @@ class Schedule:
             betas = shape(self.beta_start, self.beta_end, self.num_train_timesteps)
         return alpha_bars(betas, self.rescale_betas_zero_snr)
 
+    def time_of(self, step: int) -> float:
+        """Return the number by which the network is told the step."""
+        return step
+
 
 def is_diffusers(path: Path) -> bool:
     """Tell whether a folder is one of diffusers: a UNet, or a pipeline that holds one."""

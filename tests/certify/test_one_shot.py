@@ -18,7 +18,7 @@ from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.commands import attempt, document
 from tests.helpers.diffusion_folder import folder
 
-RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "6", "-e", "0.05"]
+RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
 SIGMAS = (0.06, 0.25, 0.5, 1.0)
 
 

@@ -1,5 +1,5 @@
 """A denoiser in front of a classifier that never saw noise: DnCNN, or a diffusion model in a folder
-of diffusers.
+of diffusers or a file of guided-diffusion.
 
 Source: Zhang, Zuo, Chen, Meng & Zhang 2017 (the network); Salman, Sun, Yang, Kapoor & Kolter 2020,
 Denoised smoothing: a provable defense for pretrained classifiers (its use, and the names of the
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.smoothing.diffusion import Diffusion
-from certcli.checkpoint.file import read_tensors, require_numbers, tensors_digest
+from certcli.checkpoint.file import read_tensors, tensors_digest
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch
 from certcli.models.diffusion import is_diffusers, read_diffusers
-from certcli.system.errors import ArchitectureError, CheckpointError, one_line
+from certcli.models.guided import MARK, read_guided
+from certcli.system.errors import ArchitectureError
 
 EPS = 1e-4
 """Of the batch normalisations, as published: it is no tensor, so a file cannot say it."""
@@ -65,8 +67,11 @@ def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
     """
     if is_diffusers(path):
         return Diffusion(*read_diffusers(path, channels))
-    tensors = _tensors(path)
-    tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    by_torch = path.is_file() and path.suffix in TORCH_SUFFIXES
+    stored = read_torch(path, None).tensors if by_torch else read_tensors(path)[0]
+    tensors = {name.removeprefix("module."): tensor for name, tensor in stored.items()}
+    if MARK in tensors:
+        return Diffusion(*read_guided(tensors, path, channels))
     first = tensors.get("dncnn.0.weight")
     numbers = [
         int(match[1])
@@ -75,7 +80,10 @@ def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
     ]
     depth = 2 + (max(numbers, default=0) - 2) // 3
     if first is None or first.dim() != 4 or not 2 <= depth <= DEEPEST:
-        raise ArchitectureError(f"{path} is no denoiser that certvit knows", f"it knows {_KIND}")
+        raise ArchitectureError(
+            f"{path} is no denoiser that certvit knows",
+            f"it knows {_KIND}; a folder of diffusers; a UNet of guided-diffusion ({MARK}, ...)",
+        )
     if first.shape[1] != channels:
         raise ArchitectureError(
             f"the denoiser {path} is for {first.shape[1]} channels, the network for {channels}"
@@ -86,29 +94,6 @@ def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     return net.eval()
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Read safetensors, or the published `.pth.tar`: a pickle of tensors, opened with weights_only."""
-    if not path.name.endswith((".pth", ".pt", ".pth.tar")):
-        return read_tensors(path)[0]
-    if not path.is_file():
-        raise CheckpointError(f"no file {path}")
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as failure:  # the unpickler meets any bytes
-        raise CheckpointError(
-            f"{path} does not open as tensors alone ({one_line(str(failure))[:120]})",
-            "write its state_dict with safetensors",
-        ) from failure
-    if isinstance(stored, dict) and isinstance(stored.get("state_dict"), dict):
-        stored = stored["state_dict"]
-    if not isinstance(stored, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
-    ):
-        raise CheckpointError(f"{path} holds no state_dict")
-    require_numbers(stored, path.name)
-    return stored
 
 
 def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ class OneShot(nn.Module):
         self.net = net
         self.prediction = schedule.prediction_type
         self.step = step_of(schedule, sigma)
+        self.time = schedule.time_of(self.step)
         self.signal = 1 / math.sqrt(1 + 4 * sigma**2)
         self.noise = 2 * sigma * self.signal
         parameters = {
@@ -74,7 +75,7 @@ class OneShot(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         kind = self.net.conv_in.weight.dtype
         noisy = self.signal * (2 * pixels.float() - 1)
-        steps = torch.full((len(pixels),), self.step, device=pixels.device)
+        steps = torch.full((len(pixels),), self.time, device=pixels.device)
         predicted = self.net(noisy.to(kind), steps)[:, : pixels.shape[1]].float()
         return (self._clean(noisy, predicted).clamp(-1, 1) + 1) / 2
 

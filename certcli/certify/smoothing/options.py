@@ -91,7 +91,7 @@ class Smoothing(Options):
     denoiser_file: Annotated[
         Path | None,
         Option(
-            "Noisy images pass it first, for plain networks: a DnCNN's file, or diffusers' folder.",
+            "Noisy images pass it first, for plain networks: a DnCNN, a folder of diffusers, a guided-diffusion file.",
             ("--denoiser",),
             "PATH",
         ),
