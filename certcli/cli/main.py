@@ -30,6 +30,8 @@ from certcli.cli.predict import command as predict
 from certcli.cli.shared import settings
 from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
+from certcli.cli.verify import alias
+from certcli.cli.verify import command as verify
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
@@ -67,7 +69,8 @@ class _Untyped:
 
 
 class _Group(_Untyped, TyperGroup):
-    pass
+    def parse_args(self, context: Any, words: list[str]) -> list[str]:
+        return super().parse_args(context, alias.moved(words))
 
 
 class _Command(_Untyped, TyperCommand):
@@ -128,6 +131,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "adapt": adapt.adapt,
     "constrain": constrain.constrain,
     "finetune": finetune.finetune,
+    "verify": verify.verify,
     "log": log.log,
     "doctor": doctor.doctor,
 }
