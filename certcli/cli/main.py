@@ -21,6 +21,7 @@ from certcli import __version__
 from certcli.cli.shared import settings
 from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
+from certcli.cli.verify import alias
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
@@ -58,7 +59,8 @@ class _Untyped:
 
 
 class _Group(_Untyped, TyperGroup):
-    pass
+    def parse_args(self, context: Any, words: list[str]) -> list[str]:
+        return super().parse_args(context, alias.moved(words))
 
 
 class _Command(_Untyped, TyperCommand):
@@ -106,6 +108,7 @@ NAMES = (
     "adapt",
     "constrain",
     "finetune",
+    "verify",
     "log",
     "doctor",
 )
@@ -153,7 +156,10 @@ def program(words: Sequence[str] = ()) -> typer.Typer:
             "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
         },
     )
-    names = words[:1] if words and words[0] in NAMES else NAMES
+    names: Sequence[str] = NAMES
+    if words and words[0] in NAMES:
+        asks_to_verify = any(word.startswith("--verify") for word in words)
+        names = [words[0], *(["verify"] if asks_to_verify else [])]
     for name in names:
         command = COMMANDS[name]
         app.command(

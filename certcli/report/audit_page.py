@@ -225,7 +225,7 @@ def _commands(audit: Audit) -> Iterator[Command]:
         yield Command(what, certify_again(audit, shares.method))
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
-        "certvit log FILE.safetensors --verify",
+        "certvit verify FILE.safetensors",
     )
 
 

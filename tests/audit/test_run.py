@@ -91,12 +91,12 @@ def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder:
     assert audited.digest == Checkpoint.read(workshop / "certified.safetensors").digest
     fresh = [entry.command for entry in audited.record.evidence if entry.digest == audited.digest]
     assert fresh[-3:] == ["lipschitz", "certify", "attack"]
-    certvit("log", folder / "certified.safetensors", "--verify", "--proven-only")
+    certvit("verify", folder / "certified.safetensors", "--proven-only")
     wrong = {**audited.record.evidence[-2].result}
     wrong["certified"] = {"0.3": min(1.0, wrong["certified"]["0.3"] + 0.1)}
     forged = audited.with_evidence("certify", audited.record.evidence[-2].parameters, wrong)
     forged.write(folder / "forged.safetensors")
-    certvit("log", folder / "forged.safetensors", "--verify", "--proven-only", code=7)
+    certvit("verify", folder / "forged.safetensors", "--proven-only", code=7)
 
 
 def test_what_is_shown_to_be_typed_works_here(

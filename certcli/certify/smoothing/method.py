@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import Classifier, Smoothed
 from certcli.certify.smoothing.options import SAME, Smoothing, chance
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import confidence
 from certcli.images.labelled import sent
 from certcli.system.errors import ArchitectureError, DataError
@@ -146,9 +147,7 @@ class SmoothingCertifier(Certifier):
     def attacked(self) -> nn.Module:
         return Smoothed(self._classify, self.settings.deviation, self.settings.seed)
 
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
         """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at
         most the chance `level`.
         """
@@ -165,19 +164,18 @@ class SmoothingCertifier(Certifier):
                 message = (
                     f"no count of hits gives the radius {claim.radius!r} with these parameters"
                 )
-                confirmations.append(Confirmation("refuted", message))
+                confirmations.append(claim.checked("refuted", message))
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
             probability = chance(claim.radius / self.settings.deviation)
             if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
-                confirmations.append(
-                    Confirmation("refuted", f"{message}, {probability:.4f} of all are stated")
-                )
+                message = f"{message}, {probability:.4f} of all are stated"
+                confirmations.append(claim.checked("refuted", message))
             else:
-                confirmations.append(Confirmation("verified", message))
+                confirmations.append(claim.checked("verified", message))
         return confirmations
 
-    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
+    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
         """The run's own draws, made again: radius and class are those of the record, but for draws
         at a tie (`TIES`).
         """
@@ -188,13 +186,12 @@ class SmoothingCertifier(Certifier):
         for claim, now in zip(claims, recomputed, strict=True):
             claimed, drawn = (chance(row.radius / self.settings.deviation) for row in (claim, now))
             if claim.prediction == now.prediction and abs(claimed - drawn) <= TIES + SAME:
-                confirmations.append(
-                    Confirmation("verified", f"radius {now.radius:.6g} is found again")
-                )
+                message = f"radius {now.radius:.6g} is found again"
+                confirmations.append(claim.checked("verified", message))
             else:
                 said = f"class {claim.prediction} and radius {claim.radius:.6g} are stated"
                 confirmations.append(
-                    Confirmation(
+                    claim.checked(
                         "refuted", f"{said}, {now.prediction} and {now.radius:.6g} found again"
                     )
                 )

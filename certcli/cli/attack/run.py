@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 _BUG = (
-    "a certificate and a counterexample cannot both be right: certify --verify checks the file; if it is verified, report "
+    "a certificate and a counterexample cannot both be right: certvit verify checks the file; if it is verified, report "
     "the bug with --save-examples"
 )
 WORTH_A_LINE = 10.0
@@ -71,8 +71,7 @@ class Session:
         """
         from certcli.attack.campaign import RECORD_KEYS, Campaign, run_of
         from certcli.attack.checks import raised
-        from certcli.attack.findings import findings_of, inspect
-        from certcli.attack.resumed import attack_again
+        from certcli.attack.findings import attack_again, findings_of, inspect
         from certcli.evaluation.records import RecordFile
 
         batch_size = self.machine.batch_size
@@ -260,7 +259,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
         if part.own is not None:
             summary_text = "smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
             sink.text(
-                f"each image at the radius that its record states (certify --verify checks them): {summary_text}"
+                f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
             )
 
 
