@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from certcli.attack.campaign import Campaign
 from certcli.attack.run import AttackRecord
+from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again
 from certcli.system.errors import DataError
 
@@ -89,5 +90,7 @@ def _told(row: AttackRecord) -> str:
     if not row.correct:
         return f"class {row.prediction}"
     return (
-        "withstood" if row.norm is None else f"broken by {row.broken_by} at distance {row.norm:.4g}"
+        "withstood"
+        if row.norm is None
+        else f"broken by {row.broken_by} at distance {attacked_radius(row.norm, 4)}"
     )

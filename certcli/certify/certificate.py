@@ -264,7 +264,7 @@ def _compare(claim: Certificate, recomputed: Certificate) -> Confirmation:
     if claim.radius > recomputed.radius * (1 + AGAIN):
         return Confirmation(
             "refuted",
-            f"radius {claim.radius:.6g} is stated, {proven_radius(recomputed.radius)} is found",
+            f"radius {proven_radius(claim.radius)} is stated, {proven_radius(recomputed.radius)} is found",
         )
     return Confirmation("verified", f"radius {proven_radius(recomputed.radius)} is found again")
 

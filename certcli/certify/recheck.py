@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.evaluation.radii import attacked_radius, proven_radius
 from certcli.evaluation.records import Run
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
@@ -127,7 +128,7 @@ def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confi
     if claim.radius > certifier.reach:
         return Confirmation(
             "refuted",
-            f"radius {claim.radius:.6g} is beyond {certifier.reach:.6g}, the largest possible",
+            f"radius {proven_radius(claim.radius)} is beyond {attacked_radius(certifier.reach)}, the largest possible",
         )
     if claim.prediction is None:
         if claim.held:

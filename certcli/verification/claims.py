@@ -25,7 +25,7 @@ from certcli.evaluation.evidence import (
     decode_evidence,
 )
 from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.radii import proven_radius
+from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.evaluation.threat import Threat
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
@@ -198,7 +198,7 @@ def _check(
     elif isinstance(entry.result, CertifyResult):
         yield from _certified(entry.parameters, entry.result, where, certify)
     elif isinstance(entry.result, AttackResult):
-        statement = f"robust {entry.result.robust:.4f} of clean {entry.result.clean:.4f}"
+        statement = f"robust {rounded_up(entry.result.robust, 4)} of clean {entry.result.clean:.4f}"
         why = "measured, the author's word: run `certvit attack` again"
         yield Claim(where, statement, "not checked", why, asked=measured)
     else:
@@ -214,7 +214,7 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
     statement = (
         f"bound 10^{result.log10_upper}"
         if isinstance(result.upper, str)
-        else f"bound {result.upper:.9g}"
+        else f"bound {rounded_up(result.upper, 9)}"
     )
     wrong = below_log10(result.log10_upper, proven)
     if isinstance(result.upper, float):
@@ -232,12 +232,12 @@ def _bound(where: str, result: Any, proven: Real) -> Iterator[Claim]:
             where,
             statement,
             "refuted",
-            f"the measured slope {lower:.6g} is above what is proven, {proven}",
+            f"the measured slope {rounded_down(lower, 6)} is above what is proven, {proven}",
         )
     else:
         yield Claim(where, statement, "verified", f"proven again: {proven}")
     if lower is not None:
-        slope = f"slope {lower:.6g}"
+        slope = f"slope {rounded_down(lower, 6)}"
         yield Claim(where, slope, "not checked", MEASURED, asked=False)
 
 
@@ -359,7 +359,8 @@ def _judge(threat: Threat | None, share: float, recomputed: Again) -> tuple[Stat
     if count < recomputed.total:
         low, high = share_interval(hits, count, SAMPLE_ALPHA)
         wrong = share > high or (threat is None and share < low)
-        interval = f"{hits} of a sample of {count} images: between {low:.4f} and {high:.4f} ({1 - SAMPLE_ALPHA:.1%})"
+        ends = f"{rounded_down(low, 4)} and {rounded_up(high, 4)}"
+        interval = f"{hits} of a sample of {count} images: between {ends} ({1 - SAMPLE_ALPHA:.1%})"
         return ("refuted" if wrong else "verified"), interval
     wrong = claimed != hits if threat is None else claimed > hits
     return ("refuted" if wrong else "verified"), f"{hits} of all {count} images"

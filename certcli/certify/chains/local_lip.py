@@ -22,6 +22,7 @@ from certcli.certify.lipschitz import certified_radii
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.evaluation.radii import proven_radius
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel, load_double
 from certcli.system.errors import DataError
@@ -141,10 +142,14 @@ class LocalLipCertifier(ProvingCertifier):
                 )
             elif good:
                 confirmations.append(
-                    Confirmation("verified", f"radius {claim.radius:.6g} is proven again")
+                    Confirmation(
+                        "verified", f"radius {proven_radius(claim.radius)} is proven again"
+                    )
                 )
             else:
-                said = f"radius {claim.radius:.6g} is stated, and not proven by this method"
+                said = (
+                    f"radius {proven_radius(claim.radius)} is stated, and not proven by this method"
+                )
                 confirmations.append(Confirmation("refuted", said))
         return confirmations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import DataError, GateError, UsageError
 
@@ -135,7 +136,7 @@ def verify_records(options: Options, sink: Sink) -> None:
         shown = [
             (
                 images.named(row.claim.index).removeprefix("image "),
-                f"{row.claim.radius:.6g}",
+                proven_radius(row.claim.radius),
                 row.why,
             )
             for row in refuted[:SHOWN]
