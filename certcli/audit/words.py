@@ -7,7 +7,14 @@ from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
 from certcli.certify.hopeless import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
-from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.evaluation.radii import (
+    attacked_radius,
+    confidence,
+    power_of_ten,
+    proven_radius,
+    radius_key,
+    rounded_up,
+)
 from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
 
@@ -46,7 +53,8 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
     weight = findings.attention_weight
     if weight is not None and weight < LITTLE_ATTENTION:
         sentences.append(
-            f"Attention hardly takes part: its largest weight in a residual sum is {weight:.2g} (a plain network has 1)."
+            f"Attention hardly takes part: its largest weight in a residual sum is "
+            f"{rounded_up(weight, 2)} (a plain network has 1)."
         )
     if findings.own:
         sentences.append(
@@ -143,12 +151,12 @@ def _none_of(images: int, noun: str) -> str:
 
 
 def magnitude(log10: float | None, text: str) -> str:
-    return text if log10 is None or log10 < 5 else f"10^{log10:.0f}"
+    return text if log10 is None or log10 < 5 else power_of_ten(log10, 0)
 
 
 def _margin(log10: float, radius: float) -> str:
     need = log10 + math.log10(radius)
-    return f"{10**need:.2g}" if need < 5 else f"10^{need:.0f}"
+    return rounded_up(10**need, 2) if need < 5 else power_of_ten(need, 0)
 
 
 def _smoothed(shares: CertifiedShares) -> str:

@@ -259,7 +259,7 @@ def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
     if claim.radius > recomputed.radius * (1 + AGAIN):
         return claim.checked(
             "refuted",
-            f"radius {claim.radius:.6g} is stated, {proven_radius(recomputed.radius)} is found",
+            f"radius {proven_radius(claim.radius)} is stated, {proven_radius(recomputed.radius)} is found",
         )
     return claim.checked("verified", f"radius {proven_radius(recomputed.radius)} is found again")
 

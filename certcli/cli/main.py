@@ -84,7 +84,7 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
             command(*args, **kwargs)
             for path in require_unchanged():
                 Sink(False, False).warn(
-                    f"{path} was replaced while it was read: the results are of the file as it was"
+                    f"{path} was changed after it was read: the results are of the file as it was"
                 )
             team().finish()
         except KeyboardInterrupt as stop:

@@ -22,7 +22,6 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
 from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
-from certcli.checkpoint.shards import INDEX, weights_in
 from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
 from certcli.models.advice import advice
@@ -47,6 +46,7 @@ from certcli.models.converters.wrapping import (
     read_torch,
     unwrapped,
 )
+from certcli.models.folder import weights_of
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable, fetched, reason_of
 from certcli.models.normaliser import read_with, with_statistics
@@ -108,15 +108,7 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
             f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
         ) from failure
     if exists and path.is_dir():
-        weights = weights_in(path)
-        if weights is None and (path / "pytorch_model.bin").is_file():
-            weights = path / "pytorch_model.bin"
-        if weights is None:
-            raise CheckpointError(
-                f"folder {path} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
-                "name the file itself",
-            )
-        return _from_file(weights, hints)
+        return _from_file(weights_of(path, hints.weights), hints)
     if exists:
         return _from_file(path, hints)
     shipped = shipped_path(source)

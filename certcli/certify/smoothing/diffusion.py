@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, SAMPLE, Schedule
 from certcli.nn.schedules import noise_to_signal
 from certcli.nn.unet import UNet
@@ -113,6 +114,6 @@ def step_of(schedule: Schedule, sigma: float) -> int:
     if not low <= sigma <= high:
         raise UsageError(
             f"--sigma {sigma:g} is outside the denoiser's schedule",
-            f"its steps are for sigma {low:.4g} to {high:.4g}",
+            f"its steps are for sigma {rounded_up(low, 4)} to {rounded_down(high, 4)}",
         )
     return int((ratios.log() - math.log(2 * sigma)).abs().argmin())

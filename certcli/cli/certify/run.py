@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import Norm, parse_number, proven_percent
+from certcli.evaluation.radii import Norm, attacked_radius, parse_number, proven_percent
 from certcli.system.errors import DataError, NoBoundError, UsageError
 from certcli.system.processes import team
 
@@ -377,7 +377,8 @@ def _require_reach(
     ]
     if not beyond:
         return
-    message = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
+    reach = attacked_radius(certifier.reach, 4)
+    message = f"no radius beyond {reach} can be certified with these --samples, --alpha and --sigma"
     if len(beyond) == len(threats):
         raise UsageError(
             f"{message}; asked for {', '.join(beyond)}",
