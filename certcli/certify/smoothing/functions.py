@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.denoiser import Denoiser
-from certcli.certify.smoothing.diffusion import OneShot
+from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import agree, close, movement, noise_like
 from certcli.models import build
@@ -28,14 +27,15 @@ class Classifier(nn.Module):
     """
 
     def __init__(
-        self, model: build.PixelModel, precision: str, denoiser: Denoiser | OneShot | None = None
+        self, model: build.PixelModel, precision: str, denoiser: PixelDenoiser | None = None
     ) -> None:
         super().__init__()
         self.kind = DTYPES[precision]
         self.precision = precision
         self.normalize, self.net = model.normalize, build.converted(model, self.kind).net
         self.denoiser = None if denoiser is None else denoiser.to(self.kind)
-        if self.denoiser is not None:  # two thirds of the time on a CPU
+        if self.denoiser is not None and self.denoiser.channels_last:
+            # two thirds of the time on a CPU
             self.denoiser.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._compared: set[int] = set()
         self.eval()
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
     def prepare(self, noisy: Tensor) -> Tensor:
         """What is done to each pixel on its own: up to the denoiser, or the network."""
-        if isinstance(self.denoiser, OneShot):  # it scales in float32 itself
+        if self.denoiser is not None and self.denoiser.takes_float32:
             return noisy
         return (noisy if self.denoiser is not None else self._normalised(noisy)).to(self.kind)
 
@@ -99,12 +99,12 @@ def classifier(
     checkpoint: Checkpoint,
     device: torch.device,
     precision: str,
-    denoiser: Denoiser | OneShot | None = None,
+    denoiser: PixelDenoiser | None = None,
 ) -> Classifier:
     """Return the checkpoint's network as smoothing runs it."""
     model = build.load(checkpoint, device)
-    if isinstance(denoiser, OneShot):
-        denoiser.require_size(*model.input_size[1:])
+    if denoiser is not None:
+        denoiser.require_size(model.input_size)
     require_alone(model)
     return Classifier(model, precision, None if denoiser is None else denoiser.to(device))
 

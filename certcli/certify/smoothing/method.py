@@ -68,6 +68,7 @@ class SmoothingCertifier(Certifier):
         self.reach = settings.reach
         self.drawn_to = math.inf if settings.enough is None else settings.enough
         self._drawn = 0
+        self.reading = f"denoiser: {about['denoiser_line']}" if "denoiser_line" in about else ""
         behind = "" if settings.denoiser is None else ", behind a denoiser"
         self.title = f"smoothed with sigma {settings.deviation:g}, n = {settings.samples}{behind}"
         self.statement = (

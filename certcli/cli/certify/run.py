@@ -320,6 +320,8 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
         certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
     _require_reach(certifier, task.threats, demand, sink)
+    if certifier.reading:
+        sink.note(certifier.reading)
     if not team().leads:
         list(certify(certifier, images, batch_size, team=team()))
         return None

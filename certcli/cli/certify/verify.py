@@ -87,6 +87,8 @@ def verify_records(options: Options, sink: Sink) -> None:
         raise DataError(
             f"{path} states parameters that mean nothing: {failure.message}"
         ) from failure
+    if certifier.reading:
+        sink.note(certifier.reading)
     require_same_way(run, run_of(certifier, checkpoint, images), str(path))
     claims = read_claims(rows, images, certifier, str(path))
     seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
