@@ -156,6 +156,10 @@ class Certifier(ABC):
         NaN there.
         """
 
+    def expected(self, images: int, size: Sequence[int]) -> str:
+        """Return in words what so many images (c, h, w) will take, measured; "" where it is not."""
+        return ""
+
     @property
     @abstractmethod
     def attacked(self) -> nn.Module:

@@ -105,7 +105,7 @@ def test_a_pipeline_of_latent_images_is_refused(tmp_path: Path, part: str) -> No
 
 def test_a_pipeline_without_a_unet_is_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(CertvitError, match="FluxPipeline .it has no UNet"):
+    with pytest.raises(CertvitError, match="FluxPipeline"):
         read_diffusers(tmp_path, 1)
 
 

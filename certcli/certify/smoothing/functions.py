@@ -57,7 +57,7 @@ class Classifier(nn.Module):
         """Return the rest: prepared pixels -> logits. The first batch of each size is compared with
         rows run alone.
         """
-        logits = self._run(prepared)
+        logits = self.logits(prepared)
         if (
             len(prepared) > 1
             and len(prepared) not in self._compared
@@ -76,12 +76,13 @@ class Classifier(nn.Module):
             return  # the caller says so
         rows = sorted({0, len(prepared) // 2, len(prepared) - 1})
         with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
-            alone = torch.cat([self._run(prepared[row : row + 1].clone()) for row in rows])
+            alone = torch.cat([self.logits(prepared[row : row + 1].clone()) for row in rows])
         tolerance = torch.finfo(self.kind).eps ** 0.5 * movement(logits)
         if not close(logits[rows], alone, tolerance):
             raise UsageError(BESIDE)
 
-    def _run(self, prepared: Tensor) -> Tensor:
+    def logits(self, prepared: Tensor) -> Tensor:
+        """Return the logits, without a look at what a batch has to do with them."""
         try:
             if self.denoiser is not None:
                 prepared = self._normalised(self.denoiser(prepared).float()).to(self.kind)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
 from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.cost import duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier, Smoothed
 from certcli.certify.smoothing.options import SAME, Smoothing, chance
 from certcli.evaluation.radii import confidence
@@ -142,6 +143,37 @@ class SmoothingCertifier(Certifier):
             )
             for image in everything
         ]
+
+    @torch.inference_mode()
+    def expected(self, images: int, size: Sequence[int]) -> str:
+        """Return what these images (c, h, w) will take at most, by two timed batches.
+
+        The draws have a purpose of their own and count nowhere; no check of the run is spared.
+        """
+        if not isinstance(self._classify, Classifier):
+            return ""
+        classify = self._classify
+        pixels = torch.full((1, *size), 0.5, device=self._device)
+
+        def run(rows: int) -> float:
+            prepared = noise.noisy(
+                pixels, self.settings.deviation, 0, [0] * rows, range(rows), noise.TIMED, [0] * rows,
+                classify.prepare,
+            )  # fmt: skip
+            return float(classify.logits(prepared).sum())
+
+        try:
+            each = seconds_a_draw(run, self._batch_size)
+        except (MemoryError, RuntimeError) as failure:  # the run itself finds a smaller batch
+            if not out_of_memory(failure):
+                raise
+            return ""
+        draws = self.settings.n0 + self.settings.samples
+        stops = "" if self.settings.enough is None else ", fewer where it stops early"
+        return (
+            f"{duration(each)} a draw on {self._device.type}: at most {duration(each * draws)} an image "
+            f"({draws:,} draws{stops}), {duration(each * draws * images)} for {images:,} images"
+        )
 
     @property
     def attacked(self) -> nn.Module:

@@ -333,6 +333,12 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     with RecordFile(records, run, images, resume=resume, force=force, network=sink.network) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
+        new_images = (len(images) - file.earlier + team().size - 1) // team().size
+        cost = (
+            "" if sink.quiet else certifier.expected(new_images, task.checkpoint.record.input.size)
+        )
+        if cost:
+            sink.note(f"{method}: {cost}")
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
