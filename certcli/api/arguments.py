@@ -253,6 +253,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     plain = plain_value(value)
     if name == "seed":
         return whole_number(name, value, 0)
+    if "Path" in str(hint) and plain is not None:
+        return path(name, value)
     if name in _RADII and plain is not None:
         plain = _read_quotients(name, plain)
     if isinstance(plain, str) and "tuple" in str(hint):

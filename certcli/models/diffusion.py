@@ -104,13 +104,6 @@ class Schedule:
         return step
 
 
-def is_diffusers(path: Path) -> bool:
-    """Tell whether a folder is one of diffusers: a UNet, or a pipeline that holds one."""
-    return path.is_dir() and any(
-        (path / name).exists() for name in ("model_index.json", "unet", WEIGHTS, "config.json")
-    )
-
-
 def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
     """Return the UNet, its schedule and the digest of its tensors.
 

@@ -144,26 +144,12 @@ class SmoothingCertifier(Certifier):
             for image in everything
         ]
 
-    @torch.inference_mode()
     def expected(self, images: int, size: Sequence[int]) -> str:
-        """Return what these images (c, h, w) will take at most, by two timed batches.
-
-        The draws have a purpose of their own and count nowhere; no check of the run is spared.
-        """
+        """Return what these images (c, h, w) will take at most, by two timed batches."""
         if not isinstance(self._classify, Classifier):
             return ""
-        classify = self._classify
-        pixels = torch.full((1, *size), 0.5, device=self._device)
-
-        def run(rows: int) -> float:
-            prepared = noise.noisy(
-                pixels, self.settings.deviation, 0, [0] * rows, range(rows), noise.TIMED, [0] * rows,
-                classify.prepare,
-            )  # fmt: skip
-            return float(classify.logits(prepared).sum())
-
         try:
-            each = seconds_a_draw(run, self._batch_size)
+            each = self.seconds_a_draw(size)
         except (MemoryError, RuntimeError) as failure:  # the run itself finds a smaller batch
             if not out_of_memory(failure):
                 raise
@@ -174,6 +160,25 @@ class SmoothingCertifier(Certifier):
             f"{duration(each)} a draw on {self._device.type}: at most {duration(each * draws)} an image "
             f"({draws:,} draws{stops}), {duration(each * draws * images)} for {images:,} images"
         )
+
+    @torch.inference_mode()
+    def seconds_a_draw(self, size: Sequence[int]) -> float:
+        """Return the seconds of one draw of an image (c, h, w).
+
+        The draws have a purpose of their own and count nowhere; no check of the run is spared.
+        """
+        classify = self._classify
+        assert isinstance(classify, Classifier)
+        pixels = torch.full((1, *size), 0.5, device=self._device)
+
+        def run(rows: int) -> float:
+            prepared = noise.noisy(
+                pixels, self.settings.deviation, 0, [0] * rows, range(rows), noise.TIMED, [0] * rows,
+                classify.prepare,
+            )  # fmt: skip
+            return float(classify.logits(prepared).sum())
+
+        return seconds_a_draw(run, self._batch_size)
 
     @property
     def attacked(self) -> nn.Module:
