@@ -9,34 +9,35 @@ tensors as they published them).
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from certcli.certify.smoothing.diffusion import Diffusion
+from certcli.certify.smoothing.pixel_denoiser import DenoiserSource, PixelDenoiser, millions
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch
-from certcli.models.diffusion import is_diffusers, read_diffusers
+from certcli.models.diffusion import read_diffusers
 from certcli.models.guided import MARK, read_guided
-from certcli.system.errors import ArchitectureError
+from certcli.models.hub import fetched_diffusers
+from certcli.system.errors import ArchitectureError, CheckpointError
 
 EPS = 1e-4
 """Of the batch normalisations, as published: it is no tensor, so a file cannot say it."""
 DEEPEST = 64
+HUB = "hf-hub:"
 _KIND = "DnCNN: convolutions 3 x 3 and batch normalisations named dncnn.N.weight, ... or dncnn.N.running_mean, ..."
 
 
-class Denoiser(nn.Module):
+class Denoiser(PixelDenoiser):
     """Noisy pixels (b, c, h, w) -> pixels of that shape: x - dncnn(x), dncnn a chain of
     convolutions, norms and ReLUs.
 
     digest: of its tensors, which with this class decide the function.
     """
 
-    digest = ""
-    about: Mapping[str, Any] = {}
-    """Facts for the document."""
+    per_sigma: ClassVar[bool] = False
 
     def __init__(self, channels: int, width: int, depth: int) -> None:
         super().__init__()
@@ -59,19 +60,27 @@ class Denoiser(nn.Module):
         return self
 
 
-def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
-    """Return the denoiser in a file or a folder, for images with this number of channels.
+def read_denoiser(path: Path, channels: int) -> DenoiserSource:
+    """Return the denoiser in a file or a folder, for images with this number of channels; one of
+    the hub is fetched.
 
     Raises:
         ArchitectureError: it is neither a DnCNN nor an unconditional diffusion model.
     """
-    if is_diffusers(path):
+    if str(path).startswith(HUB):
+        path = fetched_diffusers(str(path).removeprefix(HUB))
+    if not path.exists():
+        raise CheckpointError(
+            f"no denoiser {path}",
+            "a DnCNN, a folder of diffusers, a guided-diffusion file, or hf-hub:OWNER/NAME",
+        )
+    if path.is_dir():
         return Diffusion(*read_diffusers(path, channels))
-    by_torch = path.is_file() and path.suffix in TORCH_SUFFIXES
+    by_torch = path.suffix in TORCH_SUFFIXES
     stored = read_torch(path, None).tensors if by_torch else read_tensors(path)[0]
     tensors = {name.removeprefix("module."): tensor for name, tensor in stored.items()}
     if MARK in tensors:
-        return Diffusion(*read_guided(tensors, path, channels))
+        return Diffusion(*read_guided(tensors, path, channels), "guided-diffusion UNet")
     first = tensors.get("dncnn.0.weight")
     numbers = [
         int(match[1])
@@ -90,6 +99,7 @@ def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
         )
     with torch.device("meta"):
         net = Denoiser(channels, len(first), depth)
+    net.line = f"DnCNN of {depth} layers, {millions(net)}, one for every sigma"
     net.digest = tensors_digest(_load(net, tensors, path))
     for parameter in net.parameters():
         parameter.requires_grad_(False)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.cost import duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier, Smoothed
 from certcli.certify.smoothing.options import SAME, Smoothing, chance
 from certcli.evaluation.claim import Claim
@@ -72,6 +73,7 @@ class SmoothingCertifier(Certifier):
         self.reach = settings.reach
         self.drawn_to = math.inf if settings.enough is None else settings.enough
         self._drawn = 0
+        self.reading = f"denoiser: {about['denoiser_line']}" if "denoiser_line" in about else ""
         behind = "" if settings.denoiser is None else ", behind a denoiser"
         self.title = f"smoothed with sigma {settings.deviation:g}, n = {settings.samples}{behind}"
         self.statement = (
@@ -145,6 +147,42 @@ class SmoothingCertifier(Certifier):
             )
             for image in everything
         ]
+
+    def expected(self, images: int, size: Sequence[int]) -> str:
+        """Return what these images (c, h, w) will take at most, by two timed batches."""
+        if not isinstance(self._classify, Classifier):
+            return ""
+        try:
+            each = self.seconds_a_draw(size)
+        except (MemoryError, RuntimeError) as failure:  # the run itself finds a smaller batch
+            if not out_of_memory(failure):
+                raise
+            return ""
+        draws = self.settings.n0 + self.settings.samples
+        stops = "" if self.settings.enough is None else ", fewer where it stops early"
+        return (
+            f"{duration(each)} a draw on {self._device.type}: at most {duration(each * draws)} an image "
+            f"({draws:,} draws{stops}), {duration(each * draws * images)} for {images:,} images"
+        )
+
+    @torch.inference_mode()
+    def seconds_a_draw(self, size: Sequence[int]) -> float:
+        """Return the seconds of one draw of an image (c, h, w).
+
+        The draws have a purpose of their own and count nowhere; no check of the run is spared.
+        """
+        classify = self._classify
+        assert isinstance(classify, Classifier)
+        pixels = torch.full((1, *size), 0.5, device=self._device)
+
+        def run(rows: int) -> float:
+            prepared = noise.noisy(
+                pixels, self.settings.deviation, 0, [0] * rows, range(rows), noise.TIMED, [0] * rows,
+                classify.prepare,
+            )  # fmt: skip
+            return float(classify.logits(prepared).sum())
+
+        return seconds_a_draw(run, self._batch_size)
 
     @property
     def attacked(self) -> nn.Module:

@@ -54,6 +54,7 @@ class Smoothing(Options):
         seed: of all noise.
         batch_size: noisy images at a time.
         denoiser: digest of the denoiser that records state; `denoiser_file` must hold that one.
+        denoiser_module: in place of a file, from Python.
 
     Raises:
         UsageError: a value has another type, or no meaning.
@@ -100,6 +101,7 @@ class Smoothing(Options):
     batch_size: int = 128
     denoiser: str | None = None
     tuning: Tuning | None = None
+    denoiser_module: Any = None
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {

@@ -67,6 +67,14 @@ class AuditOptions:
             help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least R / 1.5 for certified@R.",
         ),
     ] = None
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(
+            "--denoiser",
+            metavar="PATH",
+            help="Of smoothing, before the network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+        ),
+    ] = None
     precision: Annotated[
         str,
         typer.Option(
@@ -110,6 +118,7 @@ class AuditOptions:
         return Plan(
             radii=radii,
             sigma=self.sigma,
+            denoiser=self.denoiser,
             attacks=tuple(self.attacks),
             methods=tuple(self.methods),
             patches=tuple(self.patches),

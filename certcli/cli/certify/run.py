@@ -321,6 +321,8 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
         certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
     _require_reach(certifier, task.threats, demand, sink)
+    if certifier.reading:
+        sink.note(certifier.reading)
     if not team().leads:
         list(certify(certifier, images, batch_size, team=team()))
         return None
@@ -332,6 +334,12 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     with RecordFile(records, run, images, resume=resume, force=force, network=sink.network) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
+        new_images = (len(images) - file.earlier + team().size - 1) // team().size
+        cost = (
+            "" if sink.quiet else certifier.expected(new_images, task.checkpoint.record.input.size)
+        )
+        if cost:
+            sink.note(f"{method}: {cost}")
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
