@@ -15,6 +15,7 @@ from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
 from certcli.audit.words import next_steps
 from certcli.cli.main import program
+from certcli.report.audit_page import purpose
 from certcli.report.document import CertifiedShares, Dataset, Share
 from tests.helpers.commands import attempt, certvit
 from tests.helpers.printed import NOT_HERE, of_ci, of_helps, of_pages, once, reason, shortened
@@ -137,6 +138,7 @@ def test_what_to_do_next_can_be_typed(
     shutil.copy(files[kind], "network.safetensors")
     steps = next_steps(findings, Plan(), Typed("network.safetensors", dataset="digits"))
     assert steps
+    assert all(purpose(line) for line in steps)
     for line in steps:
         words = shlex.split(line.replace("FOLDER", "digits"))[1:]
         short = {
