@@ -327,3 +327,23 @@ def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
     assert found["gate"]["judged"][0]["measured"] == 0.0
     assert {item["stage"] for item in found["skipped"]} >= {"local", "smoothing"}
     assert "--method lipschitz" in found["reproduce"]
+
+
+def test_a_slow_network_is_answered_about_few_images(workshop: Path) -> None:
+    """The first batch is small: where a batch of 128 would never end, 8 images have an answer."""
+    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
+    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
+    model = build.load(checkpoint).eval()
+    sizes: list[int] = []
+
+    def slow(pixels: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(pixels))
+        if len(pixels) > 16:
+            raise OutOfTime("clean")
+        return model(pixels)
+
+    slow.parameters = model.parameters  # type: ignore[attr-defined]
+    classes, seconds = judging.predictions(slow, images, 128, StageTime(1e6))  # type: ignore[arg-type]
+    assert sizes == [8, 16, 32]
+    assert len(classes) == 24
+    assert seconds > 0

@@ -111,15 +111,17 @@ def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
     assert sum(reason(line) is None for line in lines) > 0.7 * len(lines)
 
 
+DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
+
+
 def finding(failure: float, hits: int, changed: bool) -> Findings:
     """Findings that lead to each kind of advice."""
-    dataset = Dataset(name="digits", split="test", images=60, digest="0" * 64)
     shares = CertifiedShares(
         method="smoothing" if failure else "lipschitz", promise="", failure=failure, domain="", about="",
         average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
-        parameters={"sigma": 0.12}, dataset=dataset, arithmetic="", title="", statement="", seconds=0.0,
+        parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
-    return Findings(dataset=dataset, clean=Share.of(60, 60), certificates=[shares], changed=changed)
+    return Findings(dataset=DIGITS, clean=Share.of(60, 60), certificates=[shares], changed=changed)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,7 @@ def finding(failure: float, hits: int, changed: bool) -> Findings:
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
         ("plain", Findings()),
+        ("plain", Findings(dataset=DIGITS)),
     ],
 )
 def test_what_to_do_next_can_be_typed(
