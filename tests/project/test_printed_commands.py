@@ -18,10 +18,31 @@ from certcli.cli.main import program
 from certcli.report.audit_page import purpose
 from certcli.report.document import CertifiedShares, Dataset, Share
 from tests.helpers.commands import attempt, certvit
-from tests.helpers.printed import NOT_HERE, of_ci, of_helps, of_pages, once, reason, shortened
+from tests.helpers.printed import (
+    FIRST_PAGES,
+    NOT_HERE,
+    OTHER_PAGES,
+    is_form,
+    of_ci,
+    of_code,
+    of_helps,
+    of_pages,
+    once,
+    pages_of,
+    reason,
+    shortened,
+    unknown_options,
+)
 
 SHIPPED = Path(__file__).parents[2] / "certcli" / "embedded" / "photographs"
-PRINTED = once([*of_pages(), *of_helps(), *of_ci()])
+PRINTED = once([*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci()])
+EVERYWHERE = [*of_pages(pages_of((*FIRST_PAGES, *OTHER_PAGES))), *of_code()]
+FURTHER = [
+    printed
+    for printed in once([*PRINTED, *(one for one in EVERYWHERE if not is_form(one.line))])
+    if printed not in PRINTED
+]
+"""Which `make test-commands` types; their options are looked at always."""
 DECIDED = (0, 5, 7, 9)
 """Codes of a command that did its work: done, no finite bound, a gate that failed or is open."""
 
@@ -105,8 +126,23 @@ def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], pl
     assert code in DECIDED, (printed, words, done.output[-600:], done.exception)
 
 
+@pytest.mark.skipif("CERTVIT_COMMANDS" not in os.environ, reason="make test-commands types them")
+@pytest.mark.parametrize(
+    "printed", FURTHER, ids=lambda printed: f"{printed.where}: {printed.line}"[:90]
+)
+def test_a_further_command_can_be_typed(printed: Any, files: dict[str, Path], place: Path) -> None:
+    test_a_printed_command_can_be_typed(printed, files, place)
+
+
+def test_every_command_anywhere_has_the_options_that_it_is_printed_with() -> None:
+    assert len(EVERYWHERE) > 120
+    assert [
+        (printed, unknown) for printed in EVERYWHERE if (unknown := unknown_options(printed.line))
+    ] == []
+
+
 def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
-    lines = [printed.line for printed in PRINTED]
+    lines = [printed.line for printed in [*PRINTED, *FURTHER]]
     assert [words for words in NOT_HERE if not any(words in line for line in lines)] == []
     assert sum(reason(line) is None for line in lines) > 0.7 * len(lines)
 
