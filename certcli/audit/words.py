@@ -200,6 +200,7 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         for judged in (True, False)
     )
     commands: list[str] = []
+    longer = f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s"
     if findings.dataset is None or findings.own:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
@@ -209,6 +210,8 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
             f"certvit audit {network}"
             + (f"{images} {better}" if better else " --dataset FOLDER --mean M --std S")
         ]
+    if findings.clean is None:  # nothing was judged: nothing else can be advised
+        return [longer]
     short = {item.stage for item in findings.skipped if item.for_time} & {
         "bound",
         "clean",
@@ -219,7 +222,7 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         one.clean.images for one in (*findings.certificates, findings.attack) if one is not None
     ]
     if short or min(counts, default=0) < min(FEW, findings.dataset.images):
-        commands.append(f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s")
+        commands.append(longer)
     smoothed = [item for item in findings.certificates if item.failure > 0]
     proven = [
         item

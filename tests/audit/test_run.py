@@ -345,3 +345,23 @@ def test_a_denoiser_that_is_refused_costs_no_audit(workshop: Path, tmp_path: Pat
     net = workshop / "plain.safetensors"
     for path, code in ((tmp_path / "nowhere", 3), (folder_of_diffusers(tmp_path, {"twist": 1}), 4)):
         certvit("audit", net, *QUICK, "--denoiser", path, code=code)
+
+
+def test_a_slow_network_is_answered_about_few_images(workshop: Path) -> None:
+    """The first batch is small: where a batch of 128 would never end, 8 images have an answer."""
+    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
+    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
+    model = build.load(checkpoint).eval()
+    sizes: list[int] = []
+
+    def slow(pixels: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(pixels))
+        if len(pixels) > 16:
+            raise OutOfTime("clean")
+        return model(pixels)
+
+    slow.parameters = model.parameters  # type: ignore[attr-defined]
+    classes, seconds = judging.predictions(slow, images, 128, StageTime(1e6))  # type: ignore[arg-type]
+    assert sizes == [8, 16, 32]
+    assert len(classes) == 24
+    assert seconds > 0

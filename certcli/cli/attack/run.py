@@ -152,8 +152,9 @@ class Session:
     ) -> None:
         """The adversarial images: as tensors, as a gallery."""
         from certcli.attack.examples import collect
-        from certcli.attack.showcase import beside, choose, class_names
+        from certcli.attack.showcase import beside, choose
         from certcli.checkpoint.file import write_safetensors
+        from certcli.images.names import class_names
 
         fallen = [row for rows in records_of.values() for row in rows if row.fell]
         if results.keeps_images and not fallen:
@@ -171,7 +172,7 @@ class Session:
             second = beside(shown, self.load(compared), stem, stage, self.settings.seed)
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = class_names(self.images, record.classes, record.class_names)
+        names = class_names(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
             names,
