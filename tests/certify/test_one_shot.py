@@ -57,8 +57,8 @@ class Oracle(UNet):
 @pytest.mark.parametrize("kind", PREDICTIONS)
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_a_perfect_prediction_gives_the_clean_image(sigma: float, kind: str, learned: bool) -> None:
-    """t for another sigma, pixels not moved to [-1, 1], no sqrt(alpha_bar), clipped noise or the
-    other half all fail.
+    """t for another sigma, noise of another size and the other half fail; what the network is given
+    is looked at below.
     """
     torch.manual_seed(0)
     clean = torch.rand(2, 3, 8, 8) * 0.8 + 0.1
