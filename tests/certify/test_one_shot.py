@@ -3,11 +3,14 @@ record states.
 """
 
 import math
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
@@ -19,6 +22,7 @@ from tests.helpers.commands import attempt, document
 from tests.helpers.diffusion_folder import folder
 
 RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"
 SIGMAS = (0.06, 0.25, 0.5, 1.0)
 
 
@@ -190,3 +194,22 @@ def test_sigma_auto_has_a_denoiser_for_each_sigma(
     net = workshop / "plain.safetensors"
     document("certify", net, *RUN, "--sigma", "auto", "--denoiser", model)
     assert len(steps) == 5
+
+
+def test_the_example_trains_goes_on_and_is_read(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(seconds: float) -> list[float]:
+        words = ["plain.safetensors", "digits", "--widths", "8", "16", "--batch", "8"]
+        monkeypatch.setattr("sys.argv", ["diffusion.py", *words, "--seconds", str(seconds)])
+        monkeypatch.setattr("sys.argv", [*sys.argv, "-o", str(tmp_path)])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        return load_file(tmp_path / "training.safetensors")["progress"].tolist()
+
+    monkeypatch.chdir(workshop)
+    steps, spent = train(0.3)
+    more_steps, more_spent = train(spent + 0.3)
+    assert more_steps > steps > 0
+    assert more_spent >= spent + 0.3
+    assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")
+    assert not list(tmp_path.glob("*.partial"))
