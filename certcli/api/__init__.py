@@ -36,7 +36,7 @@ from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import options_of, prepare
 from certcli.certify.options import Options
 from certcli.certify.patch.options import Patches
-from certcli.certify.predicting import Prediction, Predictor
+from certcli.certify.predicting import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
@@ -279,19 +279,20 @@ def predict(
     *,
     defence: str = "none",
     prove: bool = False,
+    top: int = MOST_LIKELY,
     device: str = "cpu",
     **options: Any,
 ) -> list[Prediction]:
-    """Return the class of each image (n, c, h, w).
+    """Return the class of each image (n, c, h, w), and the most likely ones (`top`).
 
     Args:
         defence: "patch" for the classifier of `certify(method="patch")`, with the same options.
         prove: Also return the patches that cannot change the class.
+        top: The number of most likely classes; a defence lists none.
     """
     checkpoint = _classifier(source)
-    predictor = Predictor(
-        checkpoint, torch.device(device), defence, _options(Patches, options, "predict")
-    )
+    patches = _options(Patches, options, "predict")
+    predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
     chosen = _images(checkpoint, pixels, None, labelled=False)
     return [
         one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)

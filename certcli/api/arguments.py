@@ -223,6 +223,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "sizes": sizes,
     "defence": word,
     "prove": answer,
+    "top": lambda name, value: whole_number(name, value, 1),
     "radii": radii,
     "eps": radius,
     "attacks": words,

@@ -7,7 +7,14 @@ from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
 from certcli.certify.hopeless import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
-from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.evaluation.radii import (
+    attacked_radius,
+    confidence,
+    power_of_ten,
+    proven_radius,
+    radius_key,
+    rounded_up,
+)
 from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
 
@@ -56,7 +63,8 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
     weight = findings.attention_weight
     if weight is not None and weight < LITTLE_ATTENTION:
         sentences.append(
-            f"Attention hardly takes part: its largest weight in a residual sum is {weight:.2g} (a plain network has 1)."
+            f"Attention hardly takes part: its largest weight in a residual sum is "
+            f"{rounded_up(weight, 2)} (a plain network has 1)."
         )
     if _wants_denoiser(findings, plan):
         sentences.append(DENOISER)
@@ -165,12 +173,12 @@ def _none_of(images: int, noun: str) -> str:
 
 
 def magnitude(log10: float | None, text: str) -> str:
-    return text if log10 is None or log10 < 5 else f"10^{log10:.0f}"
+    return text if log10 is None or log10 < 5 else power_of_ten(log10, 0)
 
 
 def _margin(log10: float, radius: float) -> str:
     need = log10 + math.log10(radius)
-    return f"{10**need:.2g}" if need < 5 else f"10^{need:.0f}"
+    return rounded_up(10**need, 2) if need < 5 else power_of_ten(need, 0)
 
 
 def _smoothed(shares: CertifiedShares) -> str:
@@ -192,6 +200,7 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         for judged in (True, False)
     )
     commands: list[str] = []
+    longer = f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s"
     if findings.dataset is None or findings.own:
         return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
@@ -201,6 +210,8 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
             f"certvit audit {network}"
             + (f"{images} {better}" if better else " --dataset FOLDER --mean M --std S")
         ]
+    if findings.clean is None:  # nothing was judged: nothing else can be advised
+        return [longer]
     short = {item.stage for item in findings.skipped if item.for_time} & {
         "bound",
         "clean",
@@ -211,7 +222,7 @@ def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
         one.clean.images for one in (*findings.certificates, findings.attack) if one is not None
     ]
     if short or min(counts, default=0) < min(FEW, findings.dataset.images):
-        commands.append(f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s")
+        commands.append(longer)
     smoothed = [item for item in findings.certificates if item.failure > 0]
     proven = [
         item

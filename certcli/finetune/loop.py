@@ -240,6 +240,8 @@ class Trainer:
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
             for number, positions in enumerate(steps):
+                if self.step >= self.total_steps(train):  # `watch` may make the run shorter
+                    break
                 self.descent.expect(train, *steps[number : number + 2])
                 losses += self._learn(train, positions, share_done(self.step, total, self.changes))
                 count += len(positions)
@@ -377,7 +379,7 @@ class Trainer:
         """
         return shards.whole(net, self.team, Spool().keep)
 
-    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
+    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> Costs:
         """Turn a time budget into `settings.steps` and, where time is short and none is given,
         `validation_limit`.
 
@@ -386,6 +388,9 @@ class Trainer:
         Args:
             budget: seconds left.
             around: seconds of saving, bound and certificate.
+
+        Returns:
+            These, with the seconds of a step and of validating an image.
         """
         started = time.perf_counter()
         before = copy.deepcopy(self.state())
@@ -408,6 +413,7 @@ class Trainer:
         )
         limit = self.settings.validation_limit or affordable.validation_limit
         self.settings = replace(self.settings, steps=affordable.steps, validation_limit=limit)
+        return costs
 
     def takes(self, train: Images, validation: Images) -> str:
         """Measure a few steps and a little validation, restore the state, and return how long the

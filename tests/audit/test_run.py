@@ -93,12 +93,12 @@ def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder:
     assert audited.digest == Checkpoint.read(workshop / "certified.safetensors").digest
     fresh = [entry.command for entry in audited.record.evidence if entry.digest == audited.digest]
     assert fresh[-3:] == ["lipschitz", "certify", "attack"]
-    certvit("log", folder / "certified.safetensors", "--verify", "--proven-only")
+    certvit("verify", folder / "certified.safetensors", "--proven-only")
     wrong = {**audited.record.evidence[-2].result}
     wrong["certified"] = {"0.3": min(1.0, wrong["certified"]["0.3"] + 0.1)}
     forged = audited.with_evidence("certify", audited.record.evidence[-2].parameters, wrong)
     forged.write(folder / "forged.safetensors")
-    certvit("log", folder / "forged.safetensors", "--verify", "--proven-only", code=7)
+    certvit("verify", folder / "forged.safetensors", "--proven-only", code=7)
 
 
 def test_what_is_shown_to_be_typed_works_here(
@@ -345,3 +345,23 @@ def test_a_denoiser_that_is_refused_costs_no_audit(workshop: Path, tmp_path: Pat
     net = workshop / "plain.safetensors"
     for path, code in ((tmp_path / "nowhere", 3), (folder_of_diffusers(tmp_path, {"twist": 1}), 4)):
         certvit("audit", net, *QUICK, "--denoiser", path, code=code)
+
+
+def test_a_slow_network_is_answered_about_few_images(workshop: Path) -> None:
+    """The first batch is small: where a batch of 128 would never end, 8 images have an answer."""
+    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
+    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
+    model = build.load(checkpoint).eval()
+    sizes: list[int] = []
+
+    def slow(pixels: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(pixels))
+        if len(pixels) > 16:
+            raise OutOfTime("clean")
+        return model(pixels)
+
+    slow.parameters = model.parameters  # type: ignore[attr-defined]
+    classes, seconds = judging.predictions(slow, images, 128, StageTime(1e6))  # type: ignore[arg-type]
+    assert sizes == [8, 16, 32]
+    assert len(classes) == 24
+    assert seconds > 0

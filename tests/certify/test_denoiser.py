@@ -64,7 +64,7 @@ def test_the_denoiser_is_part_of_what_is_smoothed(workshop: Path, tmp_path: Path
         (("--denoiser", same), 6, "another denoiser"),
         ((), 6, "behind a denoiser"),
     ):
-        done = attempt("certify", net, "--verify", records, *words)
+        done = attempt("verify", records, net, *words)
         assert getattr(done.exception, "code", done.exit_code) in (
             code,
             7 * (code == 0 and not spoilt["average_radius"]),

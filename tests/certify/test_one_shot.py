@@ -178,7 +178,7 @@ def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -
     said = document("certify", net, *RUN, *run, "--records", records)
     assert said["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.1).digest
     for path, code in ((model, (0, 7)), (other, (6,))):
-        done = attempt("certify", net, "--verify", records, "--denoiser", path)
+        done = attempt("verify", records, net, "--denoiser", path)
         assert getattr(done.exception, "code", done.exit_code) in code
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser, millions
+from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, SAMPLE, Schedule
 from certcli.nn.schedules import noise_to_signal
 from certcli.nn.unet import UNet
@@ -128,6 +129,6 @@ def step_of(schedule: Schedule, sigma: float) -> int:
     if not low <= sigma <= high:
         raise UsageError(
             f"--sigma {sigma:g} is outside the denoiser's schedule",
-            f"its steps are for sigma {low:.4g} to {high:.4g}",
+            f"its steps are for sigma {rounded_up(low, 4)} to {rounded_down(high, 4)}",
         )
     return int((ratios.log() - math.log(2 * sigma)).abs().argmin())

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from certcli.certify.options import Options
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
-from certcli.evaluation.radii import parse_number, parse_radius
+from certcli.evaluation.radii import attacked_radius, parse_number, parse_radius
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 
@@ -152,7 +152,8 @@ class Smoothing(Options):
             )
         if self.enough is not None and self.enough >= self.reach:
             raise UsageError(
-                f"--enough {self.enough:g} is beyond {self.reach:.4g}, the largest radius that can be certified",
+                f"--enough {self.enough:g} is beyond {attacked_radius(self.reach, 4)}, "
+                "the largest radius that can be certified",
                 "more --samples, or a larger --sigma",
             )
 

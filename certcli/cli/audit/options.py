@@ -16,6 +16,9 @@ from certcli.system.registry import one_of
 if TYPE_CHECKING:
     from certcli.audit.plan import Plan
 
+TEXT = "text"
+STDOUT = (TEXT, "github")
+"""Formats of the answer on stdout."""
 METHODS = ("lipschitz", "local", "patch", "smoothing")
 
 
@@ -142,6 +145,14 @@ class Reports:
         options.Writes(),
     ] = field(default_factory=list)
     html: options.Html = None
+    written: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
+        ),
+    ] = TEXT
     compare: Annotated[
         Path | None,
         typer.Option(

@@ -203,6 +203,12 @@ class Sink:
             self._begun = bool(line)
             self._print(self._out, line)
 
+    def commands(self, lines: str) -> None:
+        """Write lines to the program that runs a workflow; the caller has escaped them."""
+        if not Sink.invocation.silent:
+            sys.stdout.write(lines)
+            sys.stdout.flush()
+
     def note(self, line: str) -> None:
         """Print a remark on stderr, such as the place of a file."""
         if not self.quiet:
