@@ -29,6 +29,10 @@ from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+ONCE = {
+    "sigma": "one by one: each sigma smooths another network, of which the radii of others say nothing"
+}
+"""Options of one value that may be meant to take several -> what to do instead."""
 _columns = shutil.get_terminal_size().columns
 
 
@@ -64,7 +68,18 @@ class _Group(_Untyped, TyperGroup):
 
 
 class _Command(_Untyped, TyperCommand):
-    pass
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; an option of ONCE that is typed twice is refused, where the last one would
+        win.
+        """
+        if not ctx.resilient_parsing:
+            order = self.make_parser(ctx).parse_args(args=list(args))[2]
+            names = [parameter.name for parameter in order]
+            for name, why in ONCE.items():
+                if names.count(name) > 1:
+                    raise UsageError(f"--{name} is given {names.count(name)} times", why)
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:

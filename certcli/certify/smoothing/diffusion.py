@@ -82,7 +82,8 @@ class OneShot(PixelDenoiser):
         if height % factor or width % factor:
             raise ArchitectureError(
                 f"the denoiser halves its images {factor.bit_length() - 1} times: sides must be multiples of "
-                f"{factor}, the network's are {height} x {width}"
+                f"{factor}, the network's are {height} x {width}",
+                "a denoiser with fewer levels; a resize before it would mix the noise of neighbours",
             )
 
     def forward(self, pixels: Tensor) -> Tensor:
