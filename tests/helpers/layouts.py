@@ -70,7 +70,7 @@ class Laid(TorchFunctionMode):
         return self.lay(x) if x.is_floating_point() and x.dim() > 1 else x
 
 
-VIEWS = ("view", "view_as")
+VIEWS = ("view", "view_as", "_reshape_alias")
 Surroundings = Callable[[], AbstractContextManager[Any]]
 
 
