@@ -95,11 +95,6 @@ def reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
-@put_together("square")
-def square(x: Tensor) -> Tensor:
-    return x * x
-
-
 @put_together("pow")
 def power(x: Any, exponent: Any) -> Any:
     """Small whole powers as products, and roots."""
@@ -117,7 +112,7 @@ def power(x: Any, exponent: Any) -> Any:
     return squared if exponent == 2 else squared * (x if exponent == 3 else squared)
 
 
-@rule("_softmax", "_safe_softmax", "softmax")
+@rule("_softmax", "_safe_softmax")
 def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
     relative to the result.
