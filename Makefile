@@ -71,6 +71,9 @@ release-check:
 	$(VENV)/empty/bin/pip install --quiet $(TORCH)
 	$(VENV)/empty/bin/pip install --quiet dist/*.whl
 	-$(VENV)/empty/bin/certvit doctor
+	! $(VENV)/empty/bin/pip list --format=freeze | grep -iE "^(torchattacks|requests|urllib3|chardet)==|^idna==2"
+	$(VENV)/build/bin/pip install --quiet pip-audit
+	$(VENV)/build/bin/pip-audit --skip-editable --path $$($(VENV)/empty/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o init.safetensors && \
 		bin/certvit finetune init.safetensors --dataset digits --loss ce --lr 2e-3 --noise 0.1 --epochs 20 -o digits.safetensors && \
 		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --fail-on "clean<0.5" --html audit.html && \
