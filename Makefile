@@ -117,14 +117,16 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet diffusers
 	$(VENV)/transformers/bin/python -m tests.models.diffusers_outputs
 
-# tools of its own, beside which certvit is looked up. The site carries the script of mermaid, where npm has it, so that it needs no internet
+# tools of its own, beside which certvit is looked up. The site carries the scripts of mermaid and of the search, where npm has
+# them, so that pictures and search work from a disk without internet
 docs: install
 	$(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2" latex2mathml
 	-cd $(VENV)/docs && npm pack --silent mermaid@11 && tar xzf mermaid-11*.tgz package/dist/mermaid.min.js
+	-cd $(VENV)/docs && npm pack --silent iframe-worker@1 && tar xzf iframe-worker-1*.tgz package/shim/index.js
 	at='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$at" > "$$($(VENV)/docs/bin/python -c "$$at")/certvit.pth"
-	NO_MKDOCS_2_WARNING=1 MERMAID=$(abspath $(VENV))/docs/package/dist/mermaid.min.js $(VENV)/docs/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 NPM=$(abspath $(VENV))/docs/package $(VENV)/docs/bin/python -m mkdocs build --strict
 
 tutorial: install
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/tutorial.py
