@@ -2,6 +2,7 @@
 # make gpu: the tests that need a GPU, and a table of what each command takes on it.   make soundness: the long campaigns.
 # make mutants: how many small faults in the code on which certificates rest the tests notice.
 # make test-elsewhere: the tests in another order, with other thread counts and instructions, on a busy machine.
+# make test-commands: types every command that a page, a hint or the code names, on small networks.
 # make docs: the documentation site, in site/.   make tutorial: types it again.
 # make release-check: what would be pushed, installed into an empty environment.   make test-min: the oldest dependencies.
 # TORCH_INDEX: where torch and torchvision come from, together. Without a GPU: https://download.pytorch.org/whl/cpu
@@ -15,7 +16,7 @@ TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_
 # without its dependencies, of which it imports only those that certvit has, and pins others to versions of 2021
 ATTACKS := "torchattacks>=3.5.1"
 
-.PHONY: install demo test test-elsewhere test-min check gpu soundness mutants docs test-converters tutorial release-check clean
+.PHONY: install demo test test-commands test-elsewhere test-min check gpu soundness mutants docs test-converters tutorial release-check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +40,9 @@ check: install
 # two workers of one thread each: more threads only wait for each other
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+
+test-commands: install
+	CERTVIT_COMMANDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/project/test_printed_commands.py
 
 # the tests as on another machine: another order, thread count and processor, and something else that wants the cores
 test-elsewhere: install
@@ -92,7 +96,7 @@ soundness: install
 	$(BIN)/python -m tests.soundness.coverage_campaign --drawn --runs 200000
 	$(BIN)/python -m tests.soundness.attack_campaign --attacks 100000
 	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py \
-		tests/enclosure/test_zonotope_networks.py tests/attack/test_families.py tests/soundness/test_faults.py
+		tests/enclosure/test_zonotope_networks.py tests/enclosure/test_every_rule.py tests/attack/test_families.py tests/soundness/test_faults.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --nodes 100000
 

@@ -12,6 +12,7 @@ from certcli.attack.crafting import seeded
 from certcli.attack.eight_bit import nearest_within, rounded
 from certcli.attack.judge import Judgement, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
+from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.system.errors import UsageError
@@ -64,7 +65,7 @@ class AttackRecord:
             return f"class {self.prediction}"
         if self.norm is None:
             return "withstood"
-        return f"broken by {self.broken_by} at distance {self.norm:.4g}"
+        return f"broken by {self.broken_by} at distance {attacked_radius(self.norm, 4)}"
 
     def agrees(self, other: "AttackRecord") -> bool:
         """Tell whether both are records of the same attack. Distances may differ by `SAME`."""

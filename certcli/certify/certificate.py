@@ -101,7 +101,8 @@ class Certifier(ABC):
     certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the
         document. title, statement:
-    what a person reads above and below the table. at_once: images it takes together; None leaves
+    what a person reads above and below the table. reading: how a file beside the network was
+        understood, to be said before the run. at_once: images it takes together; None leaves
     that to the caller.
     norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records.
         reach: no radius beyond it
@@ -127,6 +128,7 @@ class Certifier(ABC):
     within: Callable[[float], None] | None = None
     title: str = ""
     statement: str = ""
+    reading: str = ""
     remark: str = ""
 
     def searches(self, threat: Threat) -> bool:
@@ -150,6 +152,10 @@ class Certifier(ABC):
         """One certificate an image: pixels (b, c, h, w) in [0, 1]. DataError when the network gives
         NaN there.
         """
+
+    def expected(self, images: int, size: Sequence[int]) -> str:
+        """Return in words what so many images (c, h, w) will take, measured; "" where it is not."""
+        return ""
 
     @property
     @abstractmethod
@@ -259,7 +265,7 @@ def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
     if claim.radius > recomputed.radius * (1 + AGAIN):
         return claim.checked(
             "refuted",
-            f"radius {claim.radius:.6g} is stated, {proven_radius(recomputed.radius)} is found",
+            f"radius {proven_radius(claim.radius)} is stated, {proven_radius(recomputed.radius)} is found",
         )
     return claim.checked("verified", f"radius {proven_radius(recomputed.radius)} is found again")
 

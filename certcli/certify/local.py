@@ -39,7 +39,7 @@ from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.radii import Norm, proven_radius
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
@@ -287,7 +287,7 @@ class LocalCertifier(ProvingCertifier):
                 )
             elif claim.radius == 0 or self._holds(image[None], top, claim):
                 confirmation = claim.checked(
-                    "verified", f"radius {claim.radius:.6g} is proven again"
+                    "verified", f"radius {proven_radius(claim.radius)} is proven again"
                 )
             elif claim.rung != NORMS and (
                 self._zonotope is None or self.symbols < self.most_symbols
@@ -297,7 +297,8 @@ class LocalCertifier(ProvingCertifier):
                 )
             else:
                 confirmation = claim.checked(
-                    "refuted", f"radius {claim.radius:.6g} is stated, and not proven by this method"
+                    "refuted",
+                    f"radius {proven_radius(claim.radius)} is stated, and not proven by this method",
                 )
             confirmations.append(confirmation)
         return confirmations

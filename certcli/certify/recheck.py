@@ -13,6 +13,7 @@ from torch import Tensor
 from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.evaluation import resumed
 from certcli.evaluation.claim import Claim
+from certcli.evaluation.radii import attacked_radius, proven_radius
 from certcli.evaluation.records import Run
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
@@ -121,8 +122,8 @@ def plainly_wrong(certificate: Certificate, label: int, certifier: Certifier) ->
         chance = f"{certificate.failure:g}, not {certifier.failure:g}"
         why = f"it states a chance of failure of {chance}"
     elif certificate.radius > certifier.reach:
-        largest = f"{certifier.reach:.6g}, the largest possible"
-        why = f"radius {certificate.radius:.6g} is beyond {largest}"
+        largest = f"{attacked_radius(certifier.reach)}, the largest possible"
+        why = f"radius {proven_radius(certificate.radius)} is beyond {largest}"
     elif certificate.prediction is None and certificate.held:
         why = "it states what cannot change its class, and no class"
     elif certificate.prediction is None:

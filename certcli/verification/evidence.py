@@ -25,7 +25,7 @@ from certcli.evaluation.evidence import (
     decode_evidence,
 )
 from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.radii import proven_radius
+from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.evaluation.threat import Threat
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
@@ -151,7 +151,7 @@ def _check(
     elif isinstance(entry.result, CertifyResult):
         yield from _certified(entry.parameters, entry.result, certify)
     elif isinstance(entry.result, AttackResult):
-        statement = f"robust {entry.result.robust:.4f} of clean {entry.result.clean:.4f}"
+        statement = f"robust {rounded_up(entry.result.robust, 4)} of clean {entry.result.clean:.4f}"
         why = f"{MEASURED}: run `certvit attack` again"
         yield Claim(statement, "unverified", why, asked=measured)
     else:
@@ -167,7 +167,7 @@ def _bound(result: Any, proven: Real) -> Iterator[Claim]:
     if isinstance(result.upper, str):
         statement = f"bound 10^{result.log10_upper}"
     else:
-        statement = f"bound {result.upper:.9g}"
+        statement = f"bound {rounded_up(result.upper, 9)}"
     wrong = below_log10(result.log10_upper, proven)
     if isinstance(result.upper, float):
         wrong = wrong or below(Real(result.upper), proven)
@@ -180,12 +180,12 @@ def _bound(result: Any, proven: Real) -> Iterator[Claim]:
         why = f"it does not follow from the weights; proven is {proven}"
         yield Claim(statement, "refuted", why)
     elif lower is not None and proven * (1 + SLACK) < Real(lower):
-        why = f"the measured slope {lower:.6g} is above what is proven, {proven}"
+        why = f"the measured slope {rounded_down(lower, 6)} is above what is proven, {proven}"
         yield Claim(statement, "refuted", why)
     else:
         yield Claim(statement, "verified", f"proven again: {proven}")
     if lower is not None:
-        yield Claim(f"slope {lower:.6g}", "unverified", MEASURED, asked=False)
+        yield Claim(f"slope {rounded_down(lower, 6)}", "unverified", MEASURED, asked=False)
 
 
 def _training(checkpoint: Checkpoint, entry: Decoded, certify: Certify) -> Iterator[Claim]:
@@ -291,7 +291,8 @@ def _judge(threat: Threat | None, share: float, recomputed: Recertified) -> tupl
     if count < recomputed.total:
         low, high = share_interval(hits, count, SAMPLE_ALPHA)
         wrong = share > high or (threat is None and share < low)
-        between = f"between {low:.4f} and {high:.4f} ({1 - SAMPLE_ALPHA:.1%})"
+        ends = f"{rounded_down(low, 4)} and {rounded_up(high, 4)}"
+        between = f"between {ends} ({1 - SAMPLE_ALPHA:.1%})"
         why = f"{hits} of a sample of {count} images: {between}"
     else:
         wrong = claimed != hits if threat is None else claimed > hits

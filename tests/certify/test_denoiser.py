@@ -140,5 +140,5 @@ def test_a_published_pickle_of_tensors_is_read_and_another_pickle_is_not(tmp_pat
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "d.pth.tar")
     assert read_denoiser(tmp_path / "d.pth.tar", 1).digest == read_denoiser(file, 1).digest
     torch.save({"state_dict": state, "run": Path("x")}, tmp_path / "code.pth.tar")
-    with pytest.raises(CertvitError, match="does not open as tensors alone"):
+    with pytest.raises(CertvitError, match="not tensors alone"):
         read_denoiser(tmp_path / "code.pth.tar", 1)

@@ -18,7 +18,7 @@ from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.commands import attempt, document
 from tests.helpers.diffusion_folder import folder
 
-RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "6", "-e", "0.05"]
+RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
 SIGMAS = (0.06, 0.25, 0.5, 1.0)
 
 
@@ -149,9 +149,9 @@ def test_a_sigma_outside_the_schedule_is_refused(sigma: float) -> None:
 def test_the_levels_have_to_divide_the_sides(tmp_path: Path) -> None:
     read = read_denoiser(folder(tmp_path), 1)
     assert isinstance(read, Diffusion)
-    read.at(0.25).require_size(8, 6)
+    read.at(0.25).require_size((1, 8, 6))
     with pytest.raises(ArchitectureError, match="multiples of 2"):
-        read.at(0.25).require_size(8, 7)
+        read.at(0.25).require_size((1, 8, 7))
 
 
 @torch.no_grad()

@@ -353,6 +353,22 @@ def test_every_record_that_is_drawn_is_found_again(false: int | None) -> None:
         assert asked == list(range(20))
 
 
+def test_ties_excuse_a_few_draws_and_no_quarter_of_a_radius() -> None:
+    """Near probability 1 a thousandth of the draws is much of the radius."""
+    settings = Smoothing(sigma=1.0, n0=8, samples=100_000)
+
+    class Redrawn(SmoothingCertifier):
+        def batch(self, indices: Any, pixels: Tensor, labels: Any) -> list[Certificate]:
+            return [
+                Certificate(0, 1, 1, settings.radius(99_905, settings.samples), "smoothing", 0.001)
+            ]
+
+    certifier = Redrawn(Plane(), 2, settings, CPU)
+    for hits, status in ((99_905, "verified"), (99_904, "verified"), (99_999, "refuted")):
+        claim = Certificate(0, 1, 1, settings.radius(hits, settings.samples), "smoothing", 0.001)
+        assert certifier.repeat([claim], torch.ones(1, 1, 1, 2))[0].status == status
+
+
 def test_a_method_searches_up_to_where_it_ends_its_search() -> None:
     certifier = SmoothingCertifier(
         Plane(), 2, Smoothing(sigma=0.5, n0=8, samples=64, enough=0.2), CPU

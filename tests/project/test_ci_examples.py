@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from certcli.cli.main import app
+from certcli.cli.main import program
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "ci"
@@ -68,6 +68,7 @@ def test_a_failed_gate_leaves_every_report_that_is_kept(place: Path) -> None:
     done = audited(place, "model.safetensors")
     assert done.returncode == 7, done.stderr
     said = " ".join(done.stdout.split())
+    assert "::error " in done.stdout
     assert re.search(r"Lipschitz bound: required at most 0.001, found \S+: failed", said)
     assert sorted(path.suffix for path in (place / "certvit-audit").iterdir()) == [
         ".html", ".json", ".md", ".sarif", ".txt", ".xml",
@@ -84,7 +85,8 @@ def test_a_failed_gate_leaves_every_report_that_is_kept(place: Path) -> None:
 def test_gitlab_runs_the_same_commands() -> None:
     (github,) = [step["run"] for step in STEPS if step.get("name") == "Audit"]
     gitlab = " ".join(GITLAB["script"]).replace("set -o pipefail ", "")  # of GitHub's shell
-    assert sorted(gitlab.split()) == sorted(github.replace("\\\n", " ").split())
+    github = github.replace("\\\n", " ").replace("--format github ", "")  # annotations
+    assert sorted(gitlab.split()) == sorted(github.split())
 
 
 def test_an_audit_that_ends_early_is_the_only_error(place: Path) -> None:
@@ -152,7 +154,7 @@ def test_the_hook(place: Path) -> None:
         "model.safetensors\ncertvit audit model.safetensors --quiet\n",
     )
     assert run(place, [*words[:-2], "good.safetensors"]).returncode == 0
-    with get_command(app).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
+    with get_command(program()).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
         pass
 
 

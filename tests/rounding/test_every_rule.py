@@ -33,7 +33,8 @@ WITHOUT_ROUNDING = {
     "spelled-at-rest", "spelled-images", "spelled-single", "spelled-single-images",
 }  # fmt: skip
 OTHER_BATCHES = (
-    "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums"
+    "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
+    "spelled-rounded-enclosed",
 )  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [

@@ -31,6 +31,7 @@ from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
 from certcli.evaluation.claim import Claim
+from certcli.evaluation.radii import proven_radius
 from certcli.images.labelled import sent
 from certcli.lipschitz.network import prove
 from certcli.models.build import load_double
@@ -164,7 +165,7 @@ class BoxCertifier(LipschitzCertifier):
                     1 + AGAIN
                 ):
                     confirmed = claim.checked(
-                        "verified", f"radius {claim.radius:.6g} is proven again"
+                        "verified", f"radius {proven_radius(claim.radius)} is proven again"
                     )
             confirmations.append(confirmed)
         return confirmations

@@ -23,6 +23,7 @@ from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.evaluation.claim import Claim
+from certcli.evaluation.radii import proven_radius
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel, load_double
 from certcli.system.errors import DataError
@@ -140,10 +141,14 @@ class LocalLipCertifier(ProvingCertifier):
                 )
             elif good:
                 confirmations.append(
-                    claim.checked("verified", f"radius {claim.radius:.6g} is proven again")
+                    claim.checked(
+                        "verified", f"radius {proven_radius(claim.radius)} is proven again"
+                    )
                 )
             else:
-                said = f"radius {claim.radius:.6g} is stated, and not proven by this method"
+                said = (
+                    f"radius {proven_radius(claim.radius)} is stated, and not proven by this method"
+                )
                 confirmations.append(claim.checked("refuted", said))
         return confirmations
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.radii import attacked_percent, percent_ends
 from certcli.system.errors import CertvitError, DataError, UsageError
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def attack(
         ["patch (pixels)", "correct after", "95 % interval"],
         [
             ("clean", percent(first["clean"]), ""),
-            *((p["patch"], percent(p["robust"]), "{:.1f} to {:.1f}".format(*(100 * x for x in p["intervals"]["robust"])))
+            *((p["patch"], attacked_percent(p["robust"]), percent_ends(p["intervals"]["robust"]))
               for p in parts),
         ],
     )  # fmt: skip

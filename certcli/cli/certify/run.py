@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import Norm, parse_number, proven_percent
+from certcli.evaluation.radii import Norm, attacked_radius, parse_number, proven_percent
 from certcli.system.errors import DataError, NoBoundError, UsageError
 from certcli.system.processes import team
 
@@ -321,6 +321,8 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
         certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
     _require_reach(certifier, task.threats, demand, sink)
+    if certifier.reading:
+        sink.note(certifier.reading)
     if not team().leads:
         list(certify(certifier, images, batch_size, team=team()))
         return None
@@ -332,6 +334,12 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     with RecordFile(records, run, images, resume=resume, force=force, network=sink.network) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
+        new_images = (len(images) - file.earlier + team().size - 1) // team().size
+        cost = (
+            "" if sink.quiet else certifier.expected(new_images, task.checkpoint.record.input.size)
+        )
+        if cost:
+            sink.note(f"{method}: {cost}")
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
@@ -377,7 +385,8 @@ def _require_reach(
     ]
     if not beyond:
         return
-    message = f"no radius beyond {certifier.reach:.4g} can be certified with these --samples, --alpha and --sigma"
+    reach = attacked_radius(certifier.reach, 4)
+    message = f"no radius beyond {reach} can be certified with these --samples, --alpha and --sigma"
     if len(beyond) == len(threats):
         raise UsageError(
             f"{message}; asked for {', '.join(beyond)}",

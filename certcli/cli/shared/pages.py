@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certcli.evaluation.intervals import counted, part_of, share_interval
+from certcli.evaluation.radii import percent_ends
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,9 +68,7 @@ def certify_page(
                 PlotLine(label, "proven" if proof else "probability", steps(radii), marks)
             )
         for threat in certified.threats:
-            interval = "{:.1f} to {:.1f}".format(
-                *(100 * end for end in certified.intervals[threat.key])
-            )
+            interval = percent_ends(certified.intervals[threat.key])
             interval = interval if certifier.searches(threat) else "-"
             share = result.share(threat)
             rows.append(

@@ -48,6 +48,8 @@ def check_records(options: Options, sink: Sink) -> Checked:
     images = _images(run, checkpoint, options.data, path, sink)
     require_same_images(rows, images, path)
     certifier, certificates = _ready(run, rows, checkpoint, images, options)
+    if certifier.reading:
+        sink.note(certifier.reading)
     seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
     chosen = certificates
     sample = options.scope.sample

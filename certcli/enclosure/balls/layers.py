@@ -156,7 +156,7 @@ def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
 def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
     """A clipped entry is at most 0, at least theta, or moves as the input does."""
     x = settled(x)
-    return Near.of(module(x.centre), x.fibre, x.whole)
+    return Near.of(x.centre.minimum(module.threshold).clamp_min(0.0), x.fibre, x.whole)
 
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
