@@ -38,7 +38,7 @@ def _sorted_out(x: Form, most: int) -> tuple[tuple[Block, ...], list[Tensor], li
     ]
     losses = [_loss(groups.flatten(0, 1), width) / width for groups, width in places]
     widths = torch.cat([torch.full((len(groups),), width) for groups, width in places])
-    order = torch.argsort(torch.cat(losses), descending=True, stable=True)
+    order = torch.argsort(torch.cat(losses), descending=True, stable=True).cpu()
     keep = torch.zeros(len(widths), dtype=torch.bool)
     keep[order[widths[order].cumsum(0) <= most]] = True
     blocks = []
