@@ -9,6 +9,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
 from certcli.engine.table import NoRule
+from certcli.rounding.algorithms import covers
 from certcli.rounding.running import ROUNDED, Found, Operation, put_together, rule
 from certcli.rounding.sums import UNIT, total
 
@@ -19,6 +20,7 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
     """
 
     @rule(*names)
+    @covers("function")
     def passed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
         value = op.run()
         size = op.size(x)
@@ -47,6 +49,7 @@ _curve("hardsigmoid", slope=0.17, rounding=lambda x, value, root: x.new_tensor(2
 
 
 @rule("leaky_relu")
+@covers("entries")
 def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
     value = op.run()
     size = op.size(x)
@@ -57,6 +60,7 @@ def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
 
 
 @rule("elu")
+@covers("entries", "function")
 def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
     value = op.run()
     size = op.size(x)
@@ -68,6 +72,7 @@ def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: A
 
 
 @rule("exp")
+@covers("function")
 def exponential(op: Operation, x: Tensor) -> Found:
     value = op.run()
     size = op.size(x)
@@ -78,6 +83,7 @@ def exponential(op: Operation, x: Tensor) -> Found:
 
 
 @rule("sqrt", "rsqrt")
+@covers("function")
 def root(op: Operation, x: Tensor) -> Found:
     """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
     value = op.run()
@@ -91,11 +97,13 @@ def root(op: Operation, x: Tensor) -> Found:
 
 
 @put_together("reciprocal")
+@covers("entries")
 def reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
 @put_together("pow")
+@covers("entries", "function")
 def power(x: Any, exponent: Any) -> Any:
     """Small whole powers as products, and roots."""
     if isinstance(x, Tensor) and exponent in (0.5, -0.5, -1):
@@ -113,6 +121,7 @@ def power(x: Any, exponent: Any) -> Any:
 
 
 @rule("_softmax", "_safe_softmax")
+@covers("softmax")
 def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
     relative to the result.
@@ -129,6 +138,7 @@ def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
 
 
 @rule("linalg_vector_norm")
+@covers("any order", "function")
 def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
     """The length of the error, by the triangle inequality."""
     op.require(order == 2, f"a norm of order {order}")
@@ -173,12 +183,14 @@ def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shap
 
 
 @rule("native_layer_norm")
+@covers("two passes")
 def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
     normalised, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
     return _scaled(op, normalised.view(x.shape), size, weight, bias, shape)
 
 
 @rule("native_group_norm")
+@covers("two passes")
 def group_norm(
     op: Operation,
     x: Tensor,
@@ -196,6 +208,7 @@ def group_norm(
 
 
 @put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
+@covers("entries", "function")
 def batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any
 ) -> tuple[Any, ...]:
@@ -218,6 +231,7 @@ def _variance(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> Tensor:
 
 
 @put_together("var")
+@covers("two passes")
 def variance(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
@@ -225,6 +239,7 @@ def variance(
 
 
 @put_together("std")
+@covers("two passes")
 def deviation(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
@@ -232,6 +247,7 @@ def deviation(
 
 
 @put_together("var_mean")
+@covers("two passes")
 def variance_and_mean(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
