@@ -69,6 +69,7 @@ class Epoch:
     estimate*.
 
     masked: accuracy where a part of each validation image is seen, of runs that train on parts.
+    noisy: accuracy under the noise of the training, of runs under noise.
     """
 
     epoch: int
@@ -81,6 +82,7 @@ class Epoch:
     norm_estimate: float | None
     best: bool
     masked: float | None = None
+    noisy: float | None = None
 
 
 def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
@@ -238,6 +240,8 @@ class Trainer:
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
             for number, positions in enumerate(steps):
+                if self.step >= self.total_steps(train):  # `watch` may make the run shorter
+                    break
                 self.descent.expect(train, *steps[number : number + 2])
                 losses += self._learn(train, positions, share_done(self.step, total, self.changes))
                 count += len(positions)
@@ -269,6 +273,7 @@ class Trainer:
                 norm_estimate=quality.norm,
                 best=improved,
                 masked=quality.masked,
+                noisy=quality.noisy,
             )
 
     def _is_rising(self, total: int) -> bool:
@@ -332,6 +337,20 @@ class Trainer:
         quality = evaluate(
             forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
         )
+        noise = self.settings.noise
+        if noise > 0:
+            noisy = evaluate(
+                forward,
+                None,
+                images,
+                epsilon,
+                batch,
+                self.device,
+                team=self.team,
+                in_step=in_step,
+                noise=noise,
+            )
+            quality = replace(quality, noisy=noisy.clean)
         if in_step:
             shards.let_go(self.model.net)
         if self.objective.hiding is not None:
@@ -360,7 +379,7 @@ class Trainer:
         """
         return shards.whole(net, self.team, Spool().keep)
 
-    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
+    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> Costs:
         """Turn a time budget into `settings.steps` and, where time is short and none is given,
         `validation_limit`.
 
@@ -369,6 +388,9 @@ class Trainer:
         Args:
             budget: seconds left.
             around: seconds of saving, bound and certificate.
+
+        Returns:
+            These, with the seconds of a step and of validating an image.
         """
         started = time.perf_counter()
         before = copy.deepcopy(self.state())
@@ -391,6 +413,7 @@ class Trainer:
         )
         limit = self.settings.validation_limit or affordable.validation_limit
         self.settings = replace(self.settings, steps=affordable.steps, validation_limit=limit)
+        return costs
 
     def takes(self, train: Images, validation: Images) -> str:
         """Measure a few steps and a little validation, restore the state, and return how long the

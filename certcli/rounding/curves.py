@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
+from certcli.engine import curves
 from certcli.engine.table import NoRule
 from certcli.rounding.algorithms import covers
 from certcli.rounding.running import ROUNDED, Found, Operation, put_together, rule
@@ -33,19 +34,30 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
         ]
 
 
-# x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings
-_curve("gelu", slope=1.13, rounding=lambda x, value, root: x * (2 * FUNCTION))
-_curve("silu", slope=1.1, rounding=lambda x, value, root: x * (2 * FUNCTION))
-_curve("mish", slope=1.09, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
-_curve("hardswish", slope=1.5, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+# x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings. The slope of
+# tanh-GELU is above that of GELU.
+_curve("gelu", slope=curves.GELU_TANH.slope, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("silu", slope=curves.SILU.slope, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("mish", slope=curves.MISH.slope, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+_curve(
+    "hardswish",
+    slope=curves.HARD_SWISH.slope,
+    rounding=lambda x, value, root: (x + root) * (4 * FUNCTION),
+)
 _curve(
     "log_sigmoid_forward", slope=1.0, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION)
 )
 _curve("tanh", "atan", slope=1.0, rounding=lambda x, value, root: value * FUNCTION)
-_curve("erf", slope=1.1284, rounding=lambda x, value, root: value * FUNCTION)
+_curve("erf", slope=curves.ERF.slope, rounding=lambda x, value, root: value * FUNCTION)
 _curve("sin", "cos", slope=1.0, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
-_curve("sigmoid", slope=0.25, rounding=lambda x, value, root: value * (2 * FUNCTION))
-_curve("hardsigmoid", slope=0.17, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
+_curve(
+    "sigmoid", slope=curves.SIGMOID.slope, rounding=lambda x, value, root: value * (2 * FUNCTION)
+)
+_curve(
+    "hardsigmoid",
+    slope=curves.HARD_SIGMOID.slope,
+    rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root),
+)
 
 
 @rule("leaky_relu")

@@ -16,6 +16,9 @@ from certcli.system.registry import one_of
 if TYPE_CHECKING:
     from certcli.audit.plan import Plan
 
+TEXT = "text"
+STDOUT = (TEXT, "github")
+"""Formats of the answer on stdout."""
 METHODS = ("lipschitz", "local", "patch", "smoothing")
 
 
@@ -64,6 +67,15 @@ class AuditOptions:
             help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least R / 1.5 for certified@R.",
         ),
     ] = None
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(
+            "--denoiser",
+            metavar="PATH",
+            help="Of smoothing, before the network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+        ),
+        options.Reads(),
+    ] = None
     precision: Annotated[
         str,
         typer.Option(
@@ -107,6 +119,7 @@ class AuditOptions:
         return Plan(
             radii=radii,
             sigma=self.sigma,
+            denoiser=self.denoiser,
             attacks=tuple(self.attacks),
             methods=tuple(self.methods),
             patches=tuple(self.patches),
@@ -133,6 +146,14 @@ class Reports:
         options.Writes(),
     ] = field(default_factory=list)
     html: options.Html = None
+    written: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
+        ),
+    ] = TEXT
     compare: Annotated[
         Path | None,
         typer.Option(
