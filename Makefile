@@ -71,6 +71,9 @@ release-check:
 	$(VENV)/empty/bin/pip install --quiet $(TORCH)
 	$(VENV)/empty/bin/pip install --quiet dist/*.whl
 	-$(VENV)/empty/bin/certvit doctor
+	! $(VENV)/empty/bin/pip list --format=freeze | grep -iE "^(torchattacks|requests|urllib3|chardet)==|^idna==2"
+	$(VENV)/build/bin/pip install --quiet pip-audit
+	$(VENV)/build/bin/pip-audit --skip-editable --path $$($(VENV)/empty/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o init.safetensors && \
 		bin/certvit finetune init.safetensors --dataset digits --loss ce --lr 2e-3 --noise 0.1 --epochs 20 -o digits.safetensors && \
 		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --fail-on "clean<0.5" --html audit.html && \
@@ -114,14 +117,16 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet diffusers
 	$(VENV)/transformers/bin/python -m tests.models.diffusers_outputs
 
-# tools of its own, beside which certvit is looked up. The site carries the script of mermaid, where npm has it, so that it needs no internet
+# tools of its own, beside which certvit is looked up. The site carries the scripts of mermaid and of the search, where npm has
+# them, so that pictures and search work from a disk without internet
 docs: install
 	$(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2" latex2mathml
 	-cd $(VENV)/docs && npm pack --silent mermaid@11 && tar xzf mermaid-11*.tgz package/dist/mermaid.min.js
+	-cd $(VENV)/docs && npm pack --silent iframe-worker@1 && tar xzf iframe-worker-1*.tgz package/shim/index.js
 	at='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$at" > "$$($(VENV)/docs/bin/python -c "$$at")/certvit.pth"
-	NO_MKDOCS_2_WARNING=1 MERMAID=$(abspath $(VENV))/docs/package/dist/mermaid.min.js $(VENV)/docs/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 NPM=$(abspath $(VENV))/docs/package $(VENV)/docs/bin/python -m mkdocs build --strict
 
 tutorial: install
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/tutorial.py

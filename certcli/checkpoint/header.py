@@ -47,7 +47,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             changed meanwhile.
     """
     try:
-        with watched.read_whole(path), path.open("rb") as file:
+        with watched.read_whole(path) as copied, path.open("rb") as file:
             size = path.stat().st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
@@ -58,7 +58,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             fields, metadata = _decoded(file.read(length))
             _require_places(fields, size - 8 - length)
             buffer: bytearray | mmap.mmap
-            if watched.is_copied(path):
+            if copied:
                 buffer = bytearray(size - 8 - length)
                 if file.readinto(buffer) < len(buffer):
                     raise Refused("it ends before its tensors do")

@@ -19,7 +19,7 @@ import torch
 from certcli.checkpoint.git_lfs import require_no_pointer
 from certcli.checkpoint.zip_records import MAGIC, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
-from certcli.system.watched import is_copied, read_whole
+from certcli.system.watched import read_whole
 
 _OLD_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of a file that torch before 1.6 wrote."""
@@ -88,10 +88,10 @@ def load_plain(path: Path) -> Any:
         CheckpointError: it is no such file, its records are not stored, or it holds something else.
     """
     try:
-        with read_whole(path), torch.serialization.safe_globals(_SAFE):
+        with read_whole(path) as copied, torch.serialization.safe_globals(_SAFE):
             with path.open("rb") as file:
                 is_archive = _require_plain(file, path)
-            mapped = is_archive and not is_copied(path)
+            mapped = is_archive and not copied
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise

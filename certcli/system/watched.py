@@ -1,8 +1,8 @@
 """Files that are read while a command runs: whether another program wrote to them in the meantime.
 
-A file of up to MOST_COPIED bytes is copied into memory, and what another program does to it later
-changes nothing. Of a larger one, which is mapped, a page that is read late has what the file holds
-by then, and a page behind the end of a file that was cut ends the process.
+A file of up to MOST_COPIED bytes, and a quarter of the free memory, is copied, and what another
+program does to it later changes nothing. Of a larger one, which is mapped, a page that is read late
+has what the file holds by then, and a page behind the end of a file that was cut ends the process.
 """
 
 import os
@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from certcli.system.errors import CheckpointError
+from certcli.system.memory import free_bytes
 
-MOST_COPIED = 2**31
+MOST_COPIED = 2**30
 """Bytes of a file that is copied."""
 
 _State = tuple[int, int, int, int]
@@ -24,19 +25,15 @@ _READ: dict[Path, tuple[_State, bool]] = {}
 _GONE = (0, 0, 0, 0)
 
 
-def is_copied(path: Path) -> bool:
-    """Tell whether the file is small enough to be copied."""
-    return path.stat().st_size <= MOST_COPIED
-
-
 @contextmanager
-def read_whole(path: Path) -> Iterator[None]:
-    """Remember the file as it is now; CheckpointError where it is another one after the body read
-    it.
+def read_whole(path: Path) -> Iterator[bool]:
+    """Remember the file as it is now, and yield whether it is to be copied; CheckpointError where it
+    is another one after the body read it.
     """
     before = _state(path)
-    _READ[path.absolute()] = (before, before[0] > MOST_COPIED)
-    yield
+    copied = before[0] <= min(MOST_COPIED, free_bytes() / 4)
+    _READ[path.absolute()] = (before, not copied)
+    yield copied
     if _state(path) != before:
         raise CheckpointError(
             f"{path} was changed while it was read",

@@ -158,4 +158,4 @@ def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoin
     assert all(row.attacked for row in rows)
     refuted = [row for row in rows if row.claim.status == "refuted"]
     assert refuted
-    assert all("within a patch of 5x5 is of another class" in row.why for row in refuted)
+    assert all("within a patch of 5x5 is of another class" in row.claim.why for row in refuted)

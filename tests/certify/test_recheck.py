@@ -150,7 +150,7 @@ def test_every_forged_record_is_refuted(
                 forged.append(row)
         code, told = verified(workshop, method, written(tmp_path / "f.jsonl", [head, *forged]))
         assert code == 7
-        assert [row["status"] for row in told["rows"]] == ["refuted"] * len(forged), told["rows"]
+        assert [claim["status"] for claim in told["claims"]] == ["refuted"] * len(forged), told
         assert told["gate"]["passed"] is False
 
 

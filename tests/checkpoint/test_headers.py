@@ -82,10 +82,10 @@ def test_every_command_says_that_a_file_was_written_to(
     def command() -> None:
         weights, _ = read_tensors(path)
         change(path)
-        if change is rewritten or watched.is_copied(path):
+        if change is rewritten or watched.MOST_COPIED:
             assert float(weights["x"][0]) == 1.0
 
-    for most_copied, ends in ((2**31, nullcontext()), (0, pytest.raises(CheckpointError))):
+    for most_copied, ends in ((2**30, nullcontext()), (0, pytest.raises(CheckpointError))):
         save_file({"x": torch.ones(10_000)}, path)
         monkeypatch.setattr(watched, "MOST_COPIED", most_copied)
         with ends:

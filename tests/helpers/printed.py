@@ -216,6 +216,8 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     command = words[0]
     if command != "init" and (len(words) == 1 or words[1].startswith("-")):
         words.insert(1, "...")
+    if command == "predict" and words[1] == "...":  # a network and images
+        words.insert(2, "PHOTOS")
     photo = any(name in line for name in PHOTO) or "photos/" in line or "--patch 32" in line
     network = "photo" if photo else "plain"
     if any(name in words[1] for name in CERTIFIED) or "--loss margin" in line:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.replay import agree, close, movement, noise_like
+from certcli.engine.replay import agree, close, movement_of_margins, noise_like
 from certcli.models import build
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
@@ -77,7 +77,7 @@ class Classifier(nn.Module):
         rows = sorted({0, len(prepared) // 2, len(prepared) - 1})
         with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
             alone = torch.cat([self.logits(prepared[row : row + 1].clone()) for row in rows])
-        tolerance = torch.finfo(self.kind).eps ** 0.5 * movement(logits)
+        tolerance = torch.finfo(self.kind).eps ** 0.5 * movement_of_margins(logits)
         if not close(logits[rows], alone, tolerance):
             raise UsageError(BESIDE)
 
@@ -122,7 +122,7 @@ def require_alone(model: build.PixelModel) -> None:
         alone = torch.cat([model(image[None]) for image in images])
     except RuntimeError:  # of single images, or not in this precision: the run itself says so
         return
-    if bool(torch.isfinite(alone).all()) and not agree(together, alone):
+    if bool(torch.isfinite(alone).all()) and not agree(together, alone, movement_of_margins):
         raise UsageError(BESIDE)
 
 

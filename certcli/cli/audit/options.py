@@ -74,6 +74,7 @@ class AuditOptions:
             metavar="PATH",
             help="Of smoothing, before the network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
         ),
+        options.Reads(),
     ] = None
     precision: Annotated[
         str,

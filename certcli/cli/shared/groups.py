@@ -330,12 +330,12 @@ class Page:
     html: options.Html = None
     force: options.Force = False
 
-    def claim(self, files: Sequence[Path], folders: Sequence[Any]) -> None:
+    def claim(self, files: Sequence[Path | None], folders: Sequence[Any]) -> None:
         """Refuse, before any work, a page that is there already (but for --force) or that is read as well."""
         from certcli.checkpoint.outputs import Outputs
 
         outputs = Outputs(self.force)
-        for path in files:
+        for path in filter(None, files):
             outputs.reads("CKPT", path)
         for folder in filter(None, folders):
             outputs.reads_folder("--dataset or --data-dir", Path(folder))

@@ -132,7 +132,8 @@ def verify_checkpoints(options: Options, sink: Sink) -> None:
     from certcli.verification.lineage import compare_lineages, remake_means
 
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
-    options.page.claim(paths, [options.data.dataset, options.data.data_dir])
+    folders = (options.data.dataset, options.data.data_dir)
+    options.page.claim([*paths, options.scope.denoiser], folders)
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
     linked = [*compare_lineages(by_name), *remake_means(by_name)]
