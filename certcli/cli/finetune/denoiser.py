@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def read(
     path: Path | None, noise: float, size: tuple[int, int, int], device: torch.device, sink: Sink
 ) -> PixelDenoiser | None:
-    """Return the denoiser for this noise and images (c, h, w); UsageError where there is no noise."""
+    """Return the denoiser for this noise and images (c, h, w); UsageError without noise."""
     from certcli.certify.smoothing.denoiser import read_denoiser
 
     if path is None:
