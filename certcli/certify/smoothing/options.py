@@ -92,7 +92,7 @@ class Smoothing(Options):
     denoiser_file: Annotated[
         Path | None,
         Option(
-            "Noisy images pass it first, for plain networks: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+            "Noisy images pass it first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
             ("--denoiser",),
             "PATH",
         ),

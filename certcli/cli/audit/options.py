@@ -72,7 +72,7 @@ class AuditOptions:
         typer.Option(
             "--denoiser",
             metavar="PATH",
-            help="Of smoothing, before the network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+            help="Before a smoothed network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
         ),
         options.Reads(),
     ] = None
