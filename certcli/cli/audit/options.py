@@ -43,7 +43,7 @@ class AuditOptions:
             help="pgd, margin-pgd, autoattack, and all that certvit attack --list shows; "
             "repeated: in turn.",
         ),
-    ] = field(default_factory=lambda: ["pgd"])
+    ] = field(default_factory=lambda: ["pgd-10", "margin-pgd-10"])
     methods: Annotated[
         list[str],
         typer.Option(
