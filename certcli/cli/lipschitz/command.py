@@ -33,7 +33,8 @@ def lipschitz(
     verify: Annotated[
         Path | None,
         typer.Option(
-            help="Check a report of --json: with CKPT from its weights; without, its laws only."
+            help="Check a report of --json: from the weights of CKPT, or, without CKPT, its "
+            "laws only."
         ),
         options.Reads(),
     ] = None,
