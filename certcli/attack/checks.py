@@ -15,6 +15,7 @@ from torch.nn import functional
 from certcli.attack.crafting import undisturbed
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
+from certcli.evaluation.radii import attacked_radius, proven_radius
 from certcli.evaluation.region import Region
 
 
@@ -242,7 +243,8 @@ def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int
             CHECKS["certified above attacked"], False, "no counterexample inside a certified radius"
         )
     index, norm, certified = max(broken, key=lambda entry: entry[2] - entry[1])
-    worst = f"{len(broken)} images, worst: index {index} certified to {certified:.6g}, broken at {norm:.6g}"
+    worst = f"{len(broken)} images, worst: index {index} certified to {proven_radius(certified)}"
+    worst += f", broken at {attacked_radius(norm)}"
     return Flag(CHECKS["certified above attacked"], True, worst)
 
 

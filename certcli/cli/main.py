@@ -21,6 +21,7 @@ from certcli import __version__
 from certcli.cli.shared import settings
 from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
+from certcli.cli.verify import alias
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
@@ -28,6 +29,10 @@ from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+ONCE = {
+    "sigma": "one by one: each sigma smooths another network, of which the radii of others say nothing"
+}
+"""Options of one value that may be meant to take several -> what to do instead."""
 _columns = shutil.get_terminal_size().columns
 
 
@@ -58,11 +63,23 @@ class _Untyped:
 
 
 class _Group(_Untyped, TyperGroup):
-    pass
+    def parse_args(self, context: Any, words: list[str]) -> list[str]:
+        return super().parse_args(context, alias.moved(words))
 
 
 class _Command(_Untyped, TyperCommand):
-    pass
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; an option of ONCE that is typed twice is refused, where the last one would
+        win.
+        """
+        if not ctx.resilient_parsing:
+            order = self.make_parser(ctx).parse_args(args=list(args))[2]
+            names = [parameter.name for parameter in order]
+            for name, why in ONCE.items():
+                if names.count(name) > 1:
+                    raise UsageError(f"--{name} is given {names.count(name)} times", why)
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
@@ -82,7 +99,7 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
             command(*args, **kwargs)
             for path in require_unchanged():
                 Sink(False, False).warn(
-                    f"{path} was replaced while it was read: the results are of the file as it was"
+                    f"{path} was changed after it was read: the results are of the file as it was"
                 )
             team().finish()
         except KeyboardInterrupt as stop:
@@ -106,6 +123,7 @@ NAMES = (
     "adapt",
     "constrain",
     "finetune",
+    "verify",
     "log",
     "doctor",
 )
@@ -153,7 +171,10 @@ def program(words: Sequence[str] = ()) -> typer.Typer:
             "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
         },
     )
-    names = words[:1] if words and words[0] in NAMES else NAMES
+    names: Sequence[str] = NAMES
+    if words and words[0] in NAMES:
+        asks_to_verify = any(word.startswith("--verify") for word in words)
+        names = [words[0], *(["verify"] if asks_to_verify else [])]
     for name in names:
         command = COMMANDS[name]
         app.command(

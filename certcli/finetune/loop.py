@@ -69,6 +69,7 @@ class Epoch:
     estimate*.
 
     masked: accuracy where a part of each validation image is seen, of runs that train on parts.
+    noisy: accuracy under the noise of the training, of runs under noise.
     """
 
     epoch: int
@@ -81,6 +82,7 @@ class Epoch:
     norm_estimate: float | None
     best: bool
     masked: float | None = None
+    noisy: float | None = None
 
 
 def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
@@ -271,6 +273,7 @@ class Trainer:
                 norm_estimate=quality.norm,
                 best=improved,
                 masked=quality.masked,
+                noisy=quality.noisy,
             )
 
     def _is_rising(self, total: int) -> bool:
@@ -334,6 +337,20 @@ class Trainer:
         quality = evaluate(
             forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
         )
+        noise = self.settings.noise
+        if noise > 0:
+            noisy = evaluate(
+                forward,
+                None,
+                images,
+                epsilon,
+                batch,
+                self.device,
+                team=self.team,
+                in_step=in_step,
+                noise=noise,
+            )
+            quality = replace(quality, noisy=noisy.clean)
         if in_step:
             shards.let_go(self.model.net)
         if self.objective.hiding is not None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -460,5 +460,7 @@ class FinetuneSettings:
             if switch not in hidden:
                 hidden -= set(dependants)
         return {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in hidden
         }

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.images.labelled import OWN
 from certcli.report import compare
 from certcli.report.document import Audit, Share
@@ -172,11 +173,11 @@ def _tables(audit: Audit) -> Iterator[Table]:
     facts = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
     if audit.slope is not None:
         facts.append(
-            f"slope {audit.slope.lower:.4g} found (measured, images tried: {audit.slope.images})"
+            f"slope {rounded_down(audit.slope.lower, 4)} found (measured, images tried: {audit.slope.images})"
         )
     if audit.attention_weight is not None:
         facts.append(
-            f"largest weight of attention in a residual sum {audit.attention_weight:.2g} (measured)"
+            f"largest weight of attention in a residual sum {rounded_up(audit.attention_weight, 2)} (measured)"
         )
     yield Table(
         "What was found",
@@ -241,7 +242,7 @@ def _commands(audit: Audit) -> Iterator[Command]:
         yield Command(what, certify_again(audit, shares.method))
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
-        "certvit log FILE.safetensors --verify",
+        "certvit verify FILE.safetensors",
     )
 
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from certcli.evaluation.intervals import part_of
+from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.report.document import Audit
 from certcli.report.shares import share_rows
 from certcli.system.errors import plain_lines
@@ -216,9 +217,9 @@ def figures(audit: Audit) -> dict[str, str]:
     if audit.bound is not None:
         values["upper"] = audit.bound.upper_text
     if audit.slope is not None:
-        values["slope"] = f"{audit.slope.lower:.6g}"
+        values["slope"] = rounded_down(audit.slope.lower, 6)
     if audit.attention_weight is not None:
-        values["attention_weight"] = f"{audit.attention_weight:.6g}"
+        values["attention_weight"] = rounded_up(audit.attention_weight, 6)
     for row in share_rows(audit):
         values[row.key] = f"{row.share.share:.4f} (n = {row.share.images}, {row.holds})"
     return values

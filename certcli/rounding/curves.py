@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
+from certcli.engine import curves
 from certcli.engine.table import NoRule
 from certcli.rounding.running import ROUNDED, Found, Operation, put_together, rule
 from certcli.rounding.sums import UNIT, total
@@ -31,19 +32,30 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
         ]
 
 
-# x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings
-_curve("gelu", slope=1.13, rounding=lambda x, value, root: x * (2 * FUNCTION))
-_curve("silu", slope=1.1, rounding=lambda x, value, root: x * (2 * FUNCTION))
-_curve("mish", slope=1.09, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
-_curve("hardswish", slope=1.5, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+# x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings. The slope of
+# tanh-GELU is above that of GELU.
+_curve("gelu", slope=curves.GELU_TANH.slope, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("silu", slope=curves.SILU.slope, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("mish", slope=curves.MISH.slope, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+_curve(
+    "hardswish",
+    slope=curves.HARD_SWISH.slope,
+    rounding=lambda x, value, root: (x + root) * (4 * FUNCTION),
+)
 _curve(
     "log_sigmoid_forward", slope=1.0, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION)
 )
 _curve("tanh", "atan", slope=1.0, rounding=lambda x, value, root: value * FUNCTION)
-_curve("erf", slope=1.1284, rounding=lambda x, value, root: value * FUNCTION)
+_curve("erf", slope=curves.ERF.slope, rounding=lambda x, value, root: value * FUNCTION)
 _curve("sin", "cos", slope=1.0, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
-_curve("sigmoid", slope=0.25, rounding=lambda x, value, root: value * (2 * FUNCTION))
-_curve("hardsigmoid", slope=0.17, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
+_curve(
+    "sigmoid", slope=curves.SIGMOID.slope, rounding=lambda x, value, root: value * (2 * FUNCTION)
+)
+_curve(
+    "hardsigmoid",
+    slope=curves.HARD_SIGMOID.slope,
+    rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root),
+)
 
 
 @rule("leaky_relu")
@@ -95,11 +107,6 @@ def reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
-@put_together("square")
-def square(x: Tensor) -> Tensor:
-    return x * x
-
-
 @put_together("pow")
 def power(x: Any, exponent: Any) -> Any:
     """Small whole powers as products, and roots."""
@@ -117,7 +124,7 @@ def power(x: Any, exponent: Any) -> Any:
     return squared if exponent == 2 else squared * (x if exponent == 3 else squared)
 
 
-@rule("_softmax", "_safe_softmax", "softmax")
+@rule("_softmax", "_safe_softmax")
 def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
     relative to the result.

@@ -163,11 +163,23 @@ def linear(op: Operation, module: nn.Linear, x: Followed) -> Rounding:
     return lambda sizes: layer.rounding(sizes(x).total, x.rows)
 
 
+def _runs_nnpack() -> bool:
+    """Return whether torch may convolve batches of 16 and more by NNPACK on this processor."""
+    nnpack, onednn = torch.backends.nnpack, torch.backends.mkldnn
+    replaced = onednn.is_available() and onednn.enabled
+    return not replaced and nnpack.is_available() and torch._C._get_nnpack_enabled()
+
+
 @rules.module(
     nn.Conv2d,
     when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
 )
 def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
+    op.require(
+        not (op.precision.dtype == torch.float32 and _runs_nnpack()),
+        "NNPACK's convolutions by Winograd's and Fourier's transforms, which torch runs without "
+        "oneDNN; torch.backends.nnpack.set_flags(False) ends them",
+    )
     padding: Any = tuple((int(p), int(p)) for p in module.padding)
     options: Any = module.stride, padding, module.dilation, module.groups, tuple(x.shape[-2:])
     layer = op.map(module.weight, module.bias, Geometry(*options))

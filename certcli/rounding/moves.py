@@ -26,7 +26,7 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
 @rule(
     "view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "squeeze", "unsqueeze",
     "clone", "roll", "flip", "rot90", "detach", "alias", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-    "native_channel_shuffle", "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
+    "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
 )  # fmt: skip
 def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
     """Every entry goes to one place at most: what was a piece of a tensor stays one. `copy` takes
@@ -106,7 +106,7 @@ def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
 @rule(
     "index", "gather", "index_select", "unfold", "im2col", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_nearest2d",
-    "upsample_nearest3d", "take_along_dim", "embedding",
+    "upsample_nearest3d", "embedding",
 )  # fmt: skip
 def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Found:
     """sqrt of how often an entry appears at most, counted by running the operation on the entries'

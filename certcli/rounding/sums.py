@@ -318,7 +318,7 @@ def running_sum(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found
     )
 
 
-@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool2d", "avg_pool3d")
 def pooled(op: Operation, x: Tensor, sizes: Any, *options: Any, **named: Any) -> Found:
     """A mean has slope 1 at most, and an entry may lie in several windows."""
     op.require(len(options) < 5 or options[4] is None, "a divisor of its own")

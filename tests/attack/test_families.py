@@ -28,6 +28,7 @@ from tests.helpers.attack_nets import (
     NORMS,
     ROUNDING,
     SHORT,
+    Hole,
     Scaled,
     batches,
     convolution,
@@ -267,6 +268,31 @@ def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
             model, batch, ["margin-pgd"], Region("l2", 1.02 * radius), AttackSettings(steps=20)
         )
         assert not record.withstood
+
+
+@pytest.mark.parametrize(("norm", "share"), [("l2", 0.02), ("linf", 0.08)])
+def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, share: float) -> None:
+    """The second class wins within a small share of the radius around a point of the ball."""
+    images = pictures(3) * 0.4 + 0.3
+    radius = 0.2
+    target = Region(norm, 0.7 * radius).random_point(images, torch.Generator().manual_seed(3))
+    label = torch.zeros(1, dtype=torch.long)
+    robust = {}
+    for choice in (None, 2.5):
+        settings = AttackSettings(steps=40, relative_step=choice)
+        rows = [
+            record
+            for row in range(len(images))
+            for record in attack_images(
+                Hole(target[row], share * radius).eval(),
+                batches(images[row : row + 1], label, 1),
+                ["pgd"],
+                Region(norm, radius),
+                settings,
+            )
+        ]
+        robust[choice] = sum(record.withstood for record in rows)
+    assert robust[None] < robust[2.5]
 
 
 def test_ascent_returns_the_highest_point_of_its_way() -> None:

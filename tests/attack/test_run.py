@@ -172,6 +172,34 @@ def test_preset_radii_are_the_papers() -> None:
         preset("cifar")
 
 
+def test_preset_steps_are_the_papers() -> None:
+    """2.5 radius / steps where a paper names no size, whatever the default of an attack becomes."""
+    steps = {
+        (name, entry.label, entry.settings.steps): entry.settings.step_size
+        for name, paper in PRESETS.items()
+        for part in paper.parts
+        for entry in part.plan
+        if entry.attack != "cw"
+    }
+    assert steps == {
+        ("certvit", "pgd-50", 50): None,
+        ("specformer-standard", "fgsm", None): None,
+        ("specformer-standard", "pgd-2", 2): None,
+        ("specformer-adversarial", "cw-20", 20): None,
+        ("specformer-adversarial", "pgd-20", 20): None,
+        ("specformer-adversarial", "pgd-100", 100): None,
+        ("cauchy", "fgsm", None): 2 / 255,
+        ("cauchy", "pgd-7", 7): 0.2,
+        ("cauchy", "pgd-20", 20): 0.2,
+    }
+    plans = [part.plan for paper in PRESETS.values() for part in paper.parts]
+    settings = [entry.settings for plan in plans for entry in plan if entry.attack != "cw"]
+    assert {each.relative_step for each in settings} == {2.5}
+    region = Region("l2", 0.5)
+    lengths = [settings[0].step(region, turn, 50, pictures(1)).item() for turn in range(50)]
+    assert lengths == pytest.approx([2.5 * 0.5 / 50] * 50)
+
+
 def test_margin_agrees_with_known_values() -> None:
     logits = torch.tensor([[1.0, 3.0, -2.0], [-1.0, -5.0, -2.0]])
     assert lost_margin(logits, torch.tensor([1, 0])).tolist() == [-2.0, -1.0]

@@ -16,7 +16,7 @@ from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt
 
 JUDGING = ("audit", "certify", "attack", "finetune", "adapt", "constrain", "lipschitz")
-READING = (*JUDGING, "predict", "log")
+READING = (*JUDGING, "verify", "predict", "log")
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "dataset": (JUDGING, ("--dataset", "nosuch"), 6),
     "output": (

@@ -83,11 +83,11 @@ def test_the_command_its_records_and_their_check(
         assert all(
             sum(row["counts"].values()) == len(row["votes"]) == found["passes"] for row in rows
         )
-    certvit("certify", network, "--dataset", "digits", "--verify", records)
+    certvit("verify", records, network, "--dataset", "digits")
     forged = records.read_text().replace('"proven": []', '"proven": ["2x1", "1x1"]')
     assert forged != records.read_text()
     records.write_text(forged)
-    certvit("certify", network, "--dataset", "digits", "--verify", records, code=7)
+    certvit("verify", records, network, "--dataset", "digits", code=7)
     certvit(*words, "--min-certified", "0.99@2x1", code=7)
 
 
@@ -323,7 +323,7 @@ def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Pa
     )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
-    checked = document("certify", *base, "--verify", certificates)
+    checked = document("verify", certificates, *base)
     rows = record_lines(certificates)
     assert checked["attacked"] == sum(bool(row["proven"]) for row in rows) > 0
     for wrong in (

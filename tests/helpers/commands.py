@@ -38,7 +38,8 @@ def attempt(*words: object) -> Result:
     """Run a command that may fail; `exception` of the result is the error before it becomes a
     message.
     """
-    return CliRunner().invoke(program(words), [str(word) for word in words])
+    texts = [str(word) for word in words]
+    return CliRunner().invoke(program(texts), texts)
 
 
 def certvit(*words: object, code: int = 0) -> Result:

@@ -254,7 +254,7 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
             position += 1
     if command == "predict" and network == "plain":
         kept = [str(files["photo"]) if word == str(files["plain"]) else word for word in kept]
-    needs = command in ("finetune", "certify", "attack") and "--verify" not in kept
+    needs = command in ("finetune", "certify", "attack")
     if needs and "--dataset" not in kept:
         kept += ["--dataset", data]
     if "smoothing" in kept:
@@ -262,4 +262,4 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     short = SHORT.get(command, ())
     if "local" in kept:
         short = ("--limit", "1")
-    return [*kept, *(() if "--verify" in kept or "--list" in kept else short)]
+    return [*kept, *(() if "--list" in kept else short)]

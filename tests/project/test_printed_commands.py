@@ -103,9 +103,12 @@ def ready(words: list[str], files: dict[str, Path]) -> None:
     """Make the records and reports that these words read."""
     network = words[1]
     few = ("--dataset", "digits", "--limit", 2)
-    for option, name in (("--only-certified", "certified.jsonl"), ("--verify", "certified.jsonl")):
-        if option in words and name in words:
-            certvit("certify", network, *few, "-e", 0.001, "--records", name)
+    if words[0] == "verify" and words[1] == "report.json":
+        Path("report.json").write_text(certvit("lipschitz", words[2], "--json").stdout)
+    if words[0] == "verify" and len(words) > 2:
+        network = words[2]
+    if "certified.jsonl" in words and "--records" not in words:
+        certvit("certify", network, *few, "-e", 0.001, "--records", "certified.jsonl")
     if "--attack-records" in words:
         certvit("attack", network, *few, "-a", "fgsm", "--no-checks", "--records", "attack.jsonl")
 

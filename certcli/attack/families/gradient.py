@@ -28,7 +28,7 @@ def fgsm(
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(grad CE)) from a random start, 20 steps. (b, c, h, w), (b,) ->
+    """x <- P(x + alpha_t * steepest(grad CE)) from a random start, 20 steps. (b, c, h, w), (b,) ->
     (b, c, h, w).
 
     Source: Madry et al. 2018.
@@ -41,7 +41,7 @@ def pgd(
 def eot_pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(mean of `samples` gradients)), 20 steps: (b, c, h, w), (b,) ->
+    """x <- P(x + alpha_t * steepest(mean of `samples` gradients)), 20 steps: (b, c, h, w), (b,) ->
     (b, c, h, w).
 
     10 draws a step unless `samples` says more than 1. One lucky draw is no success of a random net.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from certcli.certify.options import Options
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
-from certcli.evaluation.radii import parse_number, parse_radius
+from certcli.evaluation.radii import attacked_radius, parse_number, parse_radius
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 
@@ -54,6 +54,7 @@ class Smoothing(Options):
         seed: of all noise.
         batch_size: noisy images at a time.
         denoiser: digest of the denoiser that records state; `denoiser_file` must hold that one.
+        denoiser_module: in place of a file, from Python.
 
     Raises:
         UsageError: a value has another type, or no meaning.
@@ -99,7 +100,7 @@ class Smoothing(Options):
         Path | None,
         Option(
             "Denoise the noisy images first, for networks that were not trained under "
-            "noise: a DnCNN's file, or diffusers' folder.",
+            "noise: a DnCNN, a folder of diffusers, a guided-diffusion file.",
             ("--denoiser",),
             "PATH",
         ),
@@ -108,6 +109,7 @@ class Smoothing(Options):
     batch_size: int = 128
     denoiser: str | None = None
     tuning: Tuning | None = None
+    denoiser_module: Any = None
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {
@@ -158,7 +160,8 @@ class Smoothing(Options):
             )
         if self.enough is not None and self.enough >= self.reach:
             raise UsageError(
-                f"--enough {self.enough:g} is beyond {self.reach:.4g}, the largest radius that can be certified",
+                f"--enough {self.enough:g} is beyond {attacked_radius(self.reach, 4)}, "
+                "the largest radius that can be certified",
                 "more --samples, or a larger --sigma",
             )
 

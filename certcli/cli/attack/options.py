@@ -106,7 +106,7 @@ class Attacks:
         typer.Option(
             parser=options.fraction,
             metavar="A",
-            help="Step in pixel units. Default: 2.5 radius / steps.",
+            help="Every step, in pixel units. Default: falls from 2 radii to 0.",
         ),
     ] = None
     samples: Annotated[

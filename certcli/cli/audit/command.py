@@ -49,7 +49,7 @@ def audit(
 
     plan = options.plan(data.seed, machine.batch_size, data.limit)
     clock = Clock(plan.budget, Sink.invocation.started or time.perf_counter(), team())
-    output.claim(source, data, reports)
+    output.claim(source, data, reports, options)
     view.require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else view.earlier(reports.compare)
     sink, device = talk.sink(), machine.pick()

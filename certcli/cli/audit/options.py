@@ -70,6 +70,15 @@ class AuditOptions:
             "R / 1.5 for certified@R.",
         ),
     ] = None
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(
+            "--denoiser",
+            metavar="PATH",
+            help="Of smoothing, before the network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+        ),
+        options.Reads(),
+    ] = None
     precision: Annotated[
         str,
         typer.Option(
@@ -78,6 +87,13 @@ class AuditOptions:
             "matrices in it)."
         ),
     ] = "auto"
+    pixels: Annotated[
+        str,
+        typer.Option(
+            help="Where attacks search: float, or 8bit (images that a file can hold; the images "
+            "are rounded)."
+        ),
+    ] = "float"
     fail_on: Annotated[
         list[str],
         typer.Option(
@@ -112,16 +128,19 @@ class AuditOptions:
             raise UsageError(
                 f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS))
             )
-        stages_of(self.attacks, None, "l2", radii, AttackSettings(seed=seed))
+        settings = AttackSettings(seed=seed, pixels=self.pixels)
+        stages_of(self.attacks, None, "l2", radii, settings)
         return Plan(
             radii=radii,
             sigma=self.sigma,
+            denoiser=self.denoiser,
             attacks=tuple(self.attacks),
             methods=tuple(self.methods),
             patches=tuple(self.patches),
             seed=seed,
             batch_size=batch_size,
             precision=self.precision,
+            pixels=self.pixels,
             gates=tuple(parse(text) for text in self.fail_on),
             budget=parse_duration(self.time_budget),
             limit=limit,

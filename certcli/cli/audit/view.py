@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from certcli.cli.audit.options import STDOUT, TEXT
 from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.evaluation.verdicts import UNDECIDED
 from certcli.system.errors import GateError, UndecidedError, UsageError
 from certcli.system.registry import one_of
@@ -126,13 +127,13 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.slope is not None:
         yield (
             "slope found",
-            f"{document.slope.lower:.4g}",
+            rounded_down(document.slope.lower, 4),
             str(document.slope.images),
             "",
             "measured",
         )
     if document.attention_weight is not None:
-        yield "attention's weight", f"{document.attention_weight:.2g}", "", "", "measured"
+        yield "attention's weight", rounded_up(document.attention_weight, 2), "", "", "measured"
 
 
 def _details(document: Audit, reproduction: str, reading: str, sink: Sink) -> None:

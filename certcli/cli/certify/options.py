@@ -63,19 +63,6 @@ class Target:
         ),
         options.Reads(),
     ] = None
-    verify: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Check these --records: certify again with other noise, attack inside each "
-            "radius; exit 7 if refuted.",
-        ),
-        options.Reads(),
-    ] = None
-    sample: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh."),
-    ] = None
     plot: options.Plot = None
     html: options.Html = None
 

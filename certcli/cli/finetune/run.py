@@ -291,7 +291,10 @@ class Training:
                 estimate = epoch.certified_estimate
                 certified = "" if estimate is None else f", about {percent(estimate)} certified"
                 masked = "" if epoch.masked is None else f", in part {percent(epoch.masked)}"
-                remark = f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{masked}{certified}"
+                noisy = "" if epoch.noisy is None else f", under noise {percent(epoch.noisy)}"
+                remark = (
+                    f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{noisy}{masked}{certified}"
+                )
                 bar.advance(0, remark)
                 if (
                     not sys.stderr.isatty()
