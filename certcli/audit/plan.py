@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from certcli.attack.settings import PIXELS
 from certcli.audit.gates import FailOn
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import require_radii
 
 AUTO = "auto"
+FLOAT = PIXELS[0]
 FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
 
@@ -21,23 +23,27 @@ class Plan:
     Args:
         radii: pixel l2, ascending, at which images are certified and attacked; gates add theirs.
         sigma: of smoothing; None takes the smallest radius above 0, or what the gates need.
+        attacks: in turn. Ten steps of each loss break as many images as twenty of each, and more
+            than twenty of one (docs/attack.md).
         methods: of certificates; none takes those that suit the network.
         patches: sizes as --patch spells them; none takes 2 % of a photograph, where no proof of the
             network is useful.
         precision: of smoothing and of the attacks' own passes; "auto" takes bf16 for large networks
             where the machine multiplies matrices in it, else float32.
+        pixels: "8bit": attacks search among images that a file can hold.
         denoiser: path of one that noisy images pass before a smoothed network.
         budget: wall seconds. limit: images at most, as it was typed.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
     sigma: float | None = None
-    attacks: tuple[str, ...] = ("pgd",)
+    attacks: tuple[str, ...] = ("pgd-10", "margin-pgd-10")
     methods: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
     precision: str = AUTO
+    pixels: str = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
@@ -149,6 +155,7 @@ def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
     options += [
         ("--precision", [precision] if precision != "float32" or plan.precision != AUTO else [])
     ]
+    options += [("--pixels", [] if plan.pixels == FLOAT else [plan.pixels])]
     options += [("--fail-on", [gate.text for gate in plan.gates])]
     return shlex.join(
         [

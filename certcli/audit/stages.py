@@ -266,7 +266,9 @@ class Stages:
             return
         self.tell("attacks")
         part = self.clock.part(0.4)
-        settings = AttackSettings(seed=plan.seed, precision=self.findings.precision)
+        settings = AttackSettings(
+            seed=plan.seed, precision=self.findings.precision, pixels=plan.pixels
+        )
         self.attacking = Attacking(
             self.model, self.images, plan.attacks, plan.attacked_radii, settings, self.checkpoint.record.classes,
             plan.batch_size, self.clock.team,

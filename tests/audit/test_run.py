@@ -347,6 +347,17 @@ def test_a_denoiser_that_is_refused_costs_no_audit(workshop: Path, tmp_path: Pat
         certvit("audit", net, *QUICK, "--denoiser", path, code=code)
 
 
+def test_attacks_among_images_that_a_file_can_hold(workshop: Path) -> None:
+    """Each success survives the file; the document and the command that repeats it say so."""
+    words = ("--limit", 12, "-e", 0.5, "-a", "pgd-10", "--method", "lipschitz", "--json", "-q")
+    audited = document("audit", workshop / "plain.safetensors", *words, "--pixels", "8bit")
+    attack = audited["attack"]
+    assert attack["settings"]["pixels"] == "8bit"
+    assert attack["fooled"]["0.5"] == attack["fooled_8bit"]["0.5"] > 0
+    assert "--pixels 8bit" in audited["reproduce"]
+    certvit("audit", workshop / "plain.safetensors", "--pixels", "16bit", code=2)
+
+
 def test_a_slow_network_is_answered_about_few_images(workshop: Path) -> None:
     """The first batch is small: where a batch of 128 would never end, 8 images have an answer."""
     checkpoint = Checkpoint.read(workshop / "plain.safetensors")

@@ -131,6 +131,7 @@ NOT_HERE = {
     "--norm patch": "looks for patches at many places (tests/cli/test_patch.py)",
     "--target": "searches for a minute (tests/constrain/test_targets.py)",
     "doctor": "looks at the whole installation (tests/cli/test_help.py)",
+    "--denoiser": "needs a denoiser (tests/certify/test_denoiser.py)",
     "--shard-size": "a folder of shards (tests/checkpoint/test_shards.py)",
     "--device cuda": "needs a GPU",
     "local-lip": "a chain of layers (tests/cli/test_pipeline.py)",
@@ -147,7 +148,13 @@ SHORT = {
     "attack": ("--limit", "2", "--no-checks"),
 }
 """Options that make a command short, in place of its own."""
-GIVEN = {"--dataset": "", "--band-width": "1", "--precision": "float32", "--head": "8,8"}
+GIVEN = {
+    "--dataset": "",
+    "--enough": "0.1",
+    "--band-width": "1",
+    "--precision": "float32",
+    "--head": "8,8",
+}
 """Options with another value here; the images of the network's kind where it is empty."""
 SMALLER = {
     "flip,bands:3,cutout-random:2x96": "flip,bands:3,cutout-random:2x16",

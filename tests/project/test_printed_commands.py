@@ -35,8 +35,9 @@ from tests.helpers.printed import (
 )
 
 SHIPPED = Path(__file__).parents[2] / "certcli" / "embedded" / "photographs"
-PRINTED = once([*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci()])
-EVERYWHERE = [*of_pages(pages_of((*FIRST_PAGES, *OTHER_PAGES))), *of_code()]
+FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci()]
+PRINTED = once([printed for printed in FIRST if not is_form(printed.line)])
+EVERYWHERE = [*FIRST, *of_pages(pages_of(OTHER_PAGES)), *of_code()]
 FURTHER = [
     printed
     for printed in once([*PRINTED, *(one for one in EVERYWHERE if not is_form(one.line))])

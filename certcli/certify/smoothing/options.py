@@ -73,7 +73,9 @@ class Smoothing(Options):
     samples: Annotated[
         int, Option("Draws that bound its probability: more, larger radii.", ("--samples", "-n"))
     ] = 1000
-    alpha: Annotated[float, Option("Chance that a certificate is wrong, each.")] = 0.001
+    alpha: Annotated[float, Option("Probability that a certificate is wrong, for each image.")] = (
+        0.001
+    )
     enough: Annotated[
         float | None,
         Option("Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius),
@@ -81,18 +83,23 @@ class Smoothing(Options):
     decide: Annotated[
         bool,
         Option(
-            "With --enough R: also stop on images that will probably (99 %) not reach R. Only the share at R is then "
+            "With --enough R: also stop on images that will probably (99 %) not reach "
+            "R. Only the share at R is then "
             "meaningful.",
             ("--decide",),
         ),
     ] = False
     precision: Annotated[
-        str, Option("float32 or bf16: of the network as it runs, which the statement is about.")
+        str,
+        Option(
+            "Precision in which the network runs, float32 or bf16; the certificate is "
+            "about the network in it."
+        ),
     ] = "float32"
     denoiser_file: Annotated[
         Path | None,
         Option(
-            "Noisy images pass it first, for plain networks: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+            "Denoise the noisy images first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
             ("--denoiser",),
             "PATH",
         ),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
-    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
+    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma "
+    "0.12 -e 0.12 --limit 50",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
     page="certify.md",
 )
@@ -40,9 +41,7 @@ def certify(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Share of the images that are classified correctly, certified, within each pixel l2 radius (or
-    against each patch).
-    """
+    """Certified accuracy at each pixel l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested

@@ -25,7 +25,8 @@ class Aim:
     keep: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of top-1 predictions to preserve on held-out images (default 0.98; 0.95 on synthetic images). "
+            help="Fraction of top-1 predictions to preserve on held-out images (default "
+            "0.98; 0.95 on synthetic images). "
             "Sets --eta."
         ),
     ] = None
@@ -36,7 +37,8 @@ class Aim:
     preset: Annotated[
         str | None,
         typer.Option(
-            help="certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, all tokens, no ridge); "
+            help="certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, "
+            "all tokens, no ridge); "
             "certvit-paper-tables: eta 0.01 and beta 0.1, as its Tables 9 and 10 have."
         ),
     ] = None
@@ -49,7 +51,8 @@ class Aim:
     distance: Annotated[
         str,
         typer.Option(
-            help="plain, relu (the paper's one-sided one; layers followed by ReLU), auto (relu where it may)."
+            help="Distance of outputs: plain, relu (one-sided, as in the paper, for layers "
+            "before a ReLU), auto (relu where it applies)."
         ),
     ] = "plain"
     groups: Annotated[

@@ -22,7 +22,8 @@ class LogPage(Page):
         typer.Option(
             "--format",
             metavar="NAME",
-            help="Write the comparison as csv, or as latex (a tabular with booktabs), to the standard output.",
+            help="Write the comparison as csv, or as latex (a tabular with booktabs), to the "
+            "standard output.",
         ),
     ] = None
 
@@ -46,9 +47,7 @@ def log(
     page: LogPage = LogPage(),
     talk: Talk = Talk(),
 ) -> None:
-    """Lineage and evidence of a checkpoint; with several, one row each: accuracy, attacks,
-    certificates, bound.
-    """
+    """Lineage and evidence of a checkpoint, or a table that compares several."""
     from certcli.checkpoint.file import Checkpoint
 
     sink = talk.sink()
