@@ -21,10 +21,14 @@ from certcli.evaluation.resumed import Piece, Resumed, compute_again
 
 MODEL_CHECKED = 32
 ATTACK_CHECKED = (8, 32)
-"""Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""
+"""Images that the checks of the model, and at least and at most those of the attacks (a tenth of
+all, between).
+"""
 
 USUAL = 8
-"""Of the portions of an earlier run, one in this number is attacked again where nothing rests on them."""
+"""Of the portions of an earlier run, one in this number is attacked again where nothing rests on
+them.
+"""
 
 
 def inspect(
