@@ -23,7 +23,7 @@ gain.
 """
 
 
-UNREAD = "lower, attention_weight, formulas, network, gate, shapes"
+UNREAD = "lower, attention_weight, network, gate, shapes"
 """Fields of a report that nothing recomputes."""
 
 
