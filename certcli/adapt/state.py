@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from certcli.adapt.settings import AdaptSettings
-from certcli.checkpoint.file import read_tensors, tensors_digest, write_safetensors
-from certcli.checkpoint.outputs import require_state_of
-from certcli.checkpoint.schema import AdaptFields, decode
-from certcli.system.errors import CheckpointError, Refused
+from certcli.checkpoint.file import tensors_digest
+from certcli.checkpoint.schema import AdaptFields
+from certcli.checkpoint.states import read_state, write_state
+from certcli.checkpoint.writer import in_file_order
 
 KEY = "certvit-adapt-state"
 
@@ -49,17 +49,12 @@ def save_state(path: Path, state: AdaptState) -> None:
     tensors = {f"net.{name}": value for name, value in state.net.items()}
     tensors |= {f"distiller.{name}": value for name, value in state.distiller.items()}
     about = {name: getattr(state, name) for name in ("identity", "done", "epoch", "records")}
-    write_safetensors(path, tensors, {KEY: json.dumps(about, sort_keys=True)}, force=True)
+    write_state(path, KEY, about, tensors, (tensors[name] for name in in_file_order(tensors)))
 
 
 def load_state(path: Path, expected: str) -> AdaptState:
-    """Return the state at `path`. CheckpointError if it is unreadable or belongs to another run."""
-    tensors, metadata = read_tensors(path)
-    try:
-        about = decode(metadata.get(KEY, ""), AdaptFields)
-    except Refused as refusal:
-        raise CheckpointError(f"{path} is not the state of an adaptation ({refusal})") from refusal
-    require_state_of(path, expected, about.identity)
+    """Return the state at `path`, as `read_state` reads it."""
+    about, tensors = read_state(path, KEY, AdaptFields, "an adaptation", expected)
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {

@@ -8,7 +8,12 @@ from torch import Tensor
 from certcli.attack.summary import RobustAccuracy
 from certcli.certify.certificate import Certificate
 from certcli.evaluation.intervals import interval_of_few, share_text
-from certcli.evaluation.radii import attacked_radius, proven_radius
+from certcli.evaluation.radii import (
+    attacked_percent,
+    attacked_radius,
+    percent_ends,
+    proven_radius,
+)
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import NetworkBound
 from certcli.report.document import Audit
@@ -100,7 +105,7 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     def headline(self) -> str:
         last = self[-1]
         shares = ", ".join(
-            f"{share_text(one.robust, one.images)} at {attacked_radius(one.epsilon)}"
+            f"{share_text(one.robust, one.images, attacked_percent)} at {attacked_radius(one.epsilon)}"
             for one in self
         )
         right = f"{last.images} images, {share_text(last.clean, last.images)} right"
@@ -110,12 +115,11 @@ class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     def rows(self) -> Sequence[Sequence[str]]:
         shown = []
         for one in self:
-            low, high = one.intervals["robust"]
             shown.append(
                 (
                     attacked_radius(one.epsilon),
-                    _percent(one.robust),
-                    f"{_percent(low)} to {_percent(high)}",
+                    attacked_percent(one.robust),
+                    f"{percent_ends(one.intervals['robust'])} %",
                 )
             )
         return [("radius", "robust", "95 % interval"), *shown]
@@ -139,7 +143,3 @@ def _table(
     """Return the header and the first rows; () without rows."""
     more = [(f"and {len(rows) - limit} more",)] if len(rows) > limit else []
     return [header, *rows[:limit], *more] if rows else ()
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -17,6 +17,7 @@ from certcli.attack.eight_bit import nearest_within, rounded
 from certcli.attack.judge import judge
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned
+from certcli.evaluation.radii import attacked_radius, proven_radius
 from certcli.evaluation.region import Region, per_image
 
 
@@ -320,7 +321,8 @@ def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int
             CHECKS["certified above attacked"], False, "no counterexample inside a certified radius"
         )
     index, norm, certified = max(broken, key=lambda entry: entry[2] - entry[1])
-    worst = f"{len(broken)} images, worst: index {index} certified to {certified:.6g}, broken at {norm:.6g}"
+    worst = f"{len(broken)} images, worst: index {index} certified to {proven_radius(certified)}"
+    worst += f", broken at {attacked_radius(norm)}"
     return Flag(CHECKS["certified above attacked"], True, worst)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from certcli.audit.findings import Findings
+from certcli.evaluation.radii import attacked_radius
 from certcli.images.labelled import Images
 from certcli.report.page import Figure, Gallery
 from certcli.report.pixels import LARGEST, data_uri, triple
@@ -43,7 +44,7 @@ def _first(row: Any, names: Sequence[str]) -> Figure:
     before = names[row.prediction]
     after = names[row.adversarial_prediction]
     files = "" if row.as_8bit else f" Saved with 8 bits a value it is answered {before} again."
-    caption = f"An image, and a copy changed by l2 {row.norm:.3g}.{files}"
+    caption = f"An image, and a copy changed by l2 {attacked_radius(row.norm, 3)}.{files}"
     pair = [
         (data_uri(row.image), f"answer: {before}"),
         (data_uri(row.adversarial), f"answer: {after}"),
@@ -62,7 +63,7 @@ def _fooled(row: Any, names: Sequence[str], images: Images | None) -> Figure:
         f"changed image, classified {after}",
     )
     files = "also as an 8-bit file" if row.as_8bit else f"as an 8-bit file {before} again"
-    caption = f"{image}: {before}, then {after} ({files}); l2 {row.norm:.3g}, change shown {factor:.3g} times"
+    caption = f"{image}: {before}, then {after} ({files}); l2 {attacked_radius(row.norm, 3)}, change shown {factor:.3g} times"
     return Figure(caption, list(zip(uris, words, strict=True)), _large(row.image))
 
 

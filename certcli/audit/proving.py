@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 from certcli.audit.clock import OutOfTime, StageTime
+from certcli.evaluation.radii import power_of_ten, rounded_up
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
@@ -75,7 +76,7 @@ def drivers(proven: NetworkBound) -> str:
 
 def _round(log10: float) -> str:
     """Two digits: 1000, 0.35, 10^9."""
-    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else f"10^{log10:.0f}"
+    return f"{float(rounded_up(10**log10, 2)):,g}" if -3 < log10 < 5 else power_of_ten(log10, 0)
 
 
 def _blocks(proven: NetworkBound) -> Iterator[Block]:
@@ -128,7 +129,7 @@ def _blocks(proven: NetworkBound) -> Iterator[Block]:
         last = proven.blocks[-1][3] if proven.blocks else proven.upper
         pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
         name, kind = ("(last linear map)", "Linear") if pending else ("(how they are joined)", "")
-        size = f"{10**rest:.4g}" if abs(rest) < 5 else f"10^{rest:.1f}"
+        size = rounded_up(10**rest, 4) if abs(rest) < 5 else power_of_ten(rest)
         why = (
             "a linear map that was pending when its block ended"
             if pending

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.checkpoint import shards
 from certcli.checkpoint.git_lfs import require_no_pointer
-from certcli.checkpoint.header import require_header
+from certcli.checkpoint.header import read_safetensors
 from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
+from certcli.checkpoint.shipped import shipped_path
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
-from certcli.system.watched import watch
 
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
@@ -115,12 +114,12 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file, or all files of an index: the memory-mapped tensors, and the
-    metadata.
+    """Read a safetensors file, or all files of an index: the tensors and the metadata.
 
     Raises:
         CheckpointError: the file is missing, incomplete, or holds values that are no weights.
     """
+    path = shipped_path(str(path)) or path
     if not path.exists():
         raise CheckpointError(
             f"no file {path}",
@@ -162,29 +161,11 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    watch(path)
     require_no_pointer(path)
-    require_header(path)
-    try:
-        with safe_open(path, framework="pt") as handle:
-            metadata = handle.metadata() or {}
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        KeyError,
-        TypeError,
-    ) as failure:
-        raise CheckpointError(  # a type that this torch does not have is an AttributeError
-            f"{path} is not a complete safetensors file ({one_line(failure)})",
-            "it may be truncated or of another format; fetch or write it again",
-        ) from failure
+    tensors, metadata = read_safetensors(path)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors")
-    return tensors, dict(metadata)
+    return tensors, metadata
 
 
 def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:

@@ -1,13 +1,23 @@
-"""The header of a safetensors file, looked at before the format's own reader: its length, and the
-shapes that it states.
+"""The tensors of a safetensors file, read by its header: its length, shapes and places are looked at
+first.
+
+The format's own reader maps every file, and a mapped file that another program cuts ends the process
+without a word.
 """
 
+import mmap
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import torch
 from msgspec import Meta, Struct
+from torch import Tensor
 
+from certcli.checkpoint.writer import CODES
+from certcli.system import watched
 from certcli.system.errors import CheckpointError, Refused, one_line
 
 LONGEST_HEADER = 2**26
@@ -18,46 +28,101 @@ MOST_DIMENSIONS = 16
 _METADATA = "__metadata__"
 
 
+_TYPES = {code: dtype for dtype, code in CODES.items()}
+_Size = Annotated[int, Meta(ge=0, le=2**48)]
+
+
 class _TensorFields(Struct):
     dtype: str
-    shape: Annotated[list[int], Meta(max_length=MOST_DIMENSIONS)]
+    shape: Annotated[list[_Size], Meta(max_length=MOST_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
 
 
-def require_header(path: Path) -> None:
-    """Raise CheckpointError for a header that is cut off, no JSON, or describes more than a network
-    has.
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file, copied into memory; of a very large one,
+    mapped.
+
+    Raises:
+        CheckpointError: it is cut off, has no such header, describes more than a network has, or is
+            changed meanwhile.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with watched.read_whole(path) as copied, path.open("rb") as file:
+            size = path.stat().st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > size - 8:
                 raise Refused(f"it ends before its header: {size:,} bytes")
             if length > LONGEST_HEADER:
                 raise Refused(f"its header has {length:,} bytes")
-            text = file.read(length)
-        _require_tensors(text)
-    except (Refused, OSError) as failure:
+            fields, metadata = _decoded(file.read(length))
+            _require_places(fields, size - 8 - length)
+            buffer: bytearray | mmap.mmap
+            if copied:
+                buffer = bytearray(size - 8 - length)
+                if file.readinto(buffer) < len(buffer):
+                    raise Refused("it ends before its tensors do")
+                first = 0
+            else:
+                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                first = 8 + length
+        return {name: _tensor(buffer, first, one) for name, one in fields.items()}, metadata
+    except (Refused, OSError, ValueError, OverflowError) as failure:
         raise CheckpointError(
             f"{path} is not a complete safetensors file ({one_line(failure)})",
             "it may be truncated or of another format; fetch or write it again",
         ) from failure
 
 
-def _require_tensors(text: bytes) -> None:
+def _tensor(buffer: Any, first: int, fields: _TensorFields) -> Tensor:
+    dtype = _TYPES[fields.dtype]
+    begin, end = (first + offset for offset in fields.data_offsets)
+    if begin == end:
+        return torch.empty(fields.shape, dtype=dtype)
+    if begin % dtype.itemsize:  # of a writer that does not align
+        values = torch.frombuffer(buffer, dtype=torch.uint8, count=end - begin, offset=begin)
+        return values.clone().view(dtype).view(fields.shape)
+    count = (end - begin) // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=begin).view(fields.shape)
+
+
+def _require_places(fields: Mapping[str, _TensorFields], size: int) -> None:
+    """Raise Refused unless the tensors fill the `size` bytes one after the other, each its own."""
+    place = 0
+    for name, one in sorted(fields.items(), key=lambda item: item[1].data_offsets):
+        if one.dtype not in _TYPES:
+            raise Refused(
+                f"its tensor '{one_line(name)[:80]}' is {one_line(one.dtype)[:40]}: not a type of weights"
+            )
+        begin, end = one.data_offsets
+        if begin != place or end - begin != prod(one.shape) * _TYPES[one.dtype].itemsize:
+            raise Refused(f"its tensor '{one_line(name)[:80]}' does not fit its place")
+        place = end
+    if place != size:
+        raise Refused(f"its tensors have {place:,} bytes, and it holds {size:,}")
+
+
+def _decoded(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
+    """Return the header's tensors and metadata."""
     try:
         entries: dict[str, Any] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as failure:
         raise Refused(f"its header is no JSON: {one_line(failure)}") from failure
     if len(entries) > MOST_TENSORS:
         raise Refused(f"it has {len(entries):,} tensors")
+    fields = {}
+    metadata: dict[str, str] = {}
     for name, entry in entries.items():
-        if name == _METADATA:
-            continue
         try:
-            msgspec.json.decode(entry, type=_TensorFields)
+            if name == _METADATA:
+                metadata = msgspec.json.decode(entry, type=dict[str, str] | None) or {}
+            else:
+                fields[name] = msgspec.json.decode(entry, type=_TensorFields)
         except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as failure:
-            raise Refused(
-                f"its tensor '{one_line(name)[:80]}' is not described as a tensor: {one_line(failure)}"
-            ) from failure
+            what = (
+                "metadata are no texts"
+                if name == _METADATA
+                else (f"tensor '{one_line(name)[:80]}' is not described as a tensor")
+            )
+            raise Refused(f"its {what}: {one_line(failure)}") from failure
+    return fields, metadata

@@ -148,8 +148,8 @@ class TrainingFields(StrictStruct):
     validation_limit: Count | None
     optimisers: list[OptimiserFields]
     parts: list[Name]
+    digest: Digest
     changes: list[tuple[Count, Count]] = []
-    digest: Digest | None = None
 
 
 class AdaptFields(StrictStruct):
@@ -159,6 +159,7 @@ class AdaptFields(StrictStruct):
     done: Count
     epoch: Count
     records: list[Json]
+    digest: Digest
 
 
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -24,13 +24,6 @@ SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file, as the hub has it."""
 
 
-def weights_in(folder: Path) -> Path | None:
-    """Return the file with a folder's weights: model.safetensors, else its index, else None."""
-    return next(
-        (folder / name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None
-    )
-
-
 def is_index(path: Path) -> bool:
     return path.name.endswith(ENDING)
 

@@ -19,7 +19,7 @@ import torch
 from certcli.checkpoint.git_lfs import require_no_pointer
 from certcli.checkpoint.zip_records import MAGIC, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
-from certcli.system.watched import watch
+from certcli.system.watched import read_whole
 
 _OLD_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of a file that torch before 1.6 wrote."""
@@ -82,17 +82,17 @@ _SAFE: list[Any] = [
 
 def load_plain(path: Path) -> Any:
     """Return the content of a file of torch.save: tensors and plain values, mapped from the file
-    where it is an archive.
+    where it is a very large archive.
 
     Raises:
         CheckpointError: it is no such file, its records are not stored, or it holds something else.
     """
-    watch(path)
     try:
-        with path.open("rb") as file:
-            is_archive = _require_plain(file, path)
-        with torch.serialization.safe_globals(_SAFE):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        with read_whole(path) as copied, torch.serialization.safe_globals(_SAFE):
+            with path.open("rb") as file:
+                is_archive = _require_plain(file, path)
+            mapped = is_archive and not copied
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
     except Refused as refusal:

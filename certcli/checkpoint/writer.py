@@ -1,7 +1,7 @@
 """A safetensors file written tensor by tensor: the writer never holds all of them."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -32,13 +32,19 @@ def in_file_order(likes: Mapping[str, Tensor]) -> list[str]:
 
 
 def write_one_by_one(
-    path: Path, likes: Mapping[str, Tensor], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    path: Path,
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
+    ending: tuple[str, Callable[[], str]] | None = None,
 ) -> None:
     """Write a safetensors file atomically.
 
     Args:
         likes: name to a tensor of the type and shape to be written; meta tensors will do.
         tensors: the values, in the order of `in_file_order(likes)`.
+        ending: A text that occurs once in the metadata, and what gives the text of the same length
+            that replaces it once all tensors are written.
 
     Raises:
         OutputError: the file cannot be written.
@@ -69,3 +75,7 @@ def write_one_by_one(
             file.write(
                 tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             )
+        if ending is not None:
+            blank, text_of = ending
+            file.seek(8 + text.index(blank.encode()))
+            file.write(text_of().encode())

@@ -264,15 +264,16 @@ def _agrees_in_float64(
         return agree(wide(torch.cat(images).double()), singles)
 
 
-def agree(together: Tensor, alone: Tensor) -> bool:
+def agree(together: Tensor, alone: Tensor, moves: Callable[[Tensor], float] | None = None) -> bool:
     """Tell whether logits (n, k) of images in one batch are those of each image alone, up to the
     rounding of kernels.
 
-    sqrt(eps) of how far logits move from image to image (`movement`): above the rounding of other
-    kernels, below what a network does that mixes images. Relative to the size of logits, one large
-    constant logit would hide a vote.
+    sqrt(eps) of how far logits move from image to image (`movement` where no other measure is
+    given): above the rounding of other kernels, below what a network does that mixes images.
+    Relative to the size of logits, one large constant logit would hide a vote.
     """
-    return close(together, alone, torch.finfo(alone.dtype).eps ** 0.5 * movement(alone))
+    scale = (moves or movement)(alone)
+    return close(together, alone, torch.finfo(alone.dtype).eps ** 0.5 * scale)
 
 
 def movement(logits: Tensor) -> float:
@@ -285,6 +286,23 @@ def movement(logits: Tensor) -> float:
     deciding = flat.topk(min(2, flat.shape[1]), dim=1).indices.flatten().unique()
     moves = flat.amax(0) - flat.amin(0)
     return float(moves[deciding].max())
+
+
+def movement_of_margins(logits: Tensor) -> float:
+    """Return how far the logits that decide move between an image and the next, beside each other:
+    the median, (n, k) -> ().
+
+    These are the two largest of both images, less the mean of the two largest of their image: a
+    number added to all logits moves nothing. A single image in which they move far is no scale for
+    the others.
+    """
+    if logits.shape[1] < 2 or len(logits) < 2:
+        return 0.0
+    top = logits.topk(2, dim=1)
+    beside = logits - top.values.mean(1, keepdim=True)
+    moves = (beside - beside.roll(-1, 0)).abs()
+    deciding = torch.cat([top.indices, top.indices.roll(-1, 0)], dim=1)
+    return float(moves.gather(1, deciding).amax(1).median())
 
 
 _LAST_PLACES = 8.0

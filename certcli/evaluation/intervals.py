@@ -2,7 +2,9 @@
 words.
 """
 
-from certcli.evaluation.radii import proven_percent
+from collections.abc import Callable
+
+from certcli.evaluation.radii import percent_ends, proven_percent
 from certcli.system.errors import DataError
 
 Interval = tuple[float, float]
@@ -76,12 +78,14 @@ def counted(
     return f"{hits} of {images} images{interval_of_few(hits, images, chance) or shown}"
 
 
-def share_text(share: float, images: int | None, *, proven: bool = False) -> str:
+def share_text(
+    share: float, images: int | None, in_percent: Callable[[float], str] | None = None
+) -> str:
     """Return a share in percent; of few images their count and the interval in its place. images:
-    None if unknown.
+    None if unknown; in_percent: rounds a share that has a direction.
     """
     if images is None or images >= FEW:
-        return _percent(share, 1, proven)
+        return f"{100 * share:.1f} %" if in_percent is None else in_percent(share)
     return f"{round(share * images)} of {images}{interval_of_few(round(share * images), images)}"
 
 
@@ -91,8 +95,8 @@ def _percent(share: float, digits: int, proven: bool) -> str:
 
 def interval_text(hits: int, images: int, chance: float = 0.05) -> str:
     """Return "95 % interval 37 to 66", in percent. chance: that it misses the true share."""
-    low, high = share_interval(hits, images, chance)
-    return f"{100 * (1 - chance):.3g} % interval {100 * low:.0f} to {100 * high:.0f}"
+    ends = share_interval(hits, images, chance)
+    return f"{100 * (1 - chance):.3g} % interval {percent_ends(ends, 0)}"
 
 
 def chance_level(right: int, images: int, classes: int) -> bool:

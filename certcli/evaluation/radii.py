@@ -57,14 +57,33 @@ def read_radius(key: str) -> float:
     return radius
 
 
+def rounded_down(figure: float | str, digits: int) -> str:
+    """A number that holds from below, such as a measured slope, for a screen."""
+    return _rounded(figure, digits, ROUND_FLOOR)
+
+
+def rounded_up(figure: float | str, digits: int) -> str:
+    """A number that holds from above, such as a norm or the distance of an attack, for a screen."""
+    return _rounded(figure, digits, ROUND_CEILING)
+
+
 def proven_radius(figure: float | str, digits: int = 6) -> str:
     """A proven radius (or its key) for a screen: rounded down, never up."""
-    return _rounded(figure, digits, ROUND_FLOOR)
+    return rounded_down(figure, digits)
 
 
 def attacked_radius(figure: float | str, digits: int = 6) -> str:
     """The radius of an attack (or its key) for a screen: rounded up, never down."""
-    return _rounded(figure, digits, ROUND_CEILING)
+    return rounded_up(figure, digits)
+
+
+def power_of_ten(log10: float, digits: int = 1) -> str:
+    """A bound by its logarithm, rounded up in the last digit shown: "10^3.2".
+
+    A logarithm is itself off by some 1e-16 of its size: 1e-12 above a digit counts as that digit.
+    """
+    scale = 10**digits
+    return f"10^{math.ceil(scale * log10 * (1 - math.copysign(1e-12, log10))) / scale:.{digits}f}"
 
 
 def proven_percent(share: float, digits: int = 1) -> str:
@@ -73,6 +92,22 @@ def proven_percent(share: float, digits: int = 1) -> str:
         MOST_IMAGES
     )  # the quotient of counts that the float stands for
     return f"{math.floor(100 * exact * 10**digits) / 10**digits:.{digits}f} %"
+
+
+def attacked_percent(share: float | None, digits: int = 1) -> str:
+    """The share that withstood attacks in percent, rounded up: an attack shows it from above."""
+    if share is None:
+        return "-"
+    exact = Fraction(share).limit_denominator(MOST_IMAGES)
+    return f"{math.ceil(100 * exact * 10**digits) / 10**digits:.{digits}f} %"
+
+
+def percent_ends(interval: tuple[float, float], digits: int = 1) -> str:
+    """Return the ends of an interval in percent, rounded outward: "36.9 to 66.2"."""
+    low, high = (Fraction(end) * 100 * 10**digits for end in interval)
+    lower = math.floor(low) / 10**digits
+    upper = math.ceil(high) / 10**digits
+    return f"{lower:.{digits}f} to {upper:.{digits}f}"
 
 
 def confidence(failure: float, whole: int = 1) -> str:

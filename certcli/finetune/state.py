@@ -4,8 +4,6 @@ atomically, no pickle.
 Sharded weights are stored as whole tensors, so that any number of processes can resume.
 """
 
-import hashlib
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.file import read_tensors, tensors_digest, write_safetensors
-from certcli.checkpoint.outputs import require_state_of
-from certcli.checkpoint.schema import TrainingFields, decode
-from certcli.checkpoint.writer import in_file_order, write_one_by_one
+from certcli.checkpoint.schema import TrainingFields
+from certcli.checkpoint.states import read_state, write_state
+from certcli.checkpoint.writer import in_file_order
 from certcli.finetune.shards import Rows, Stored
-from certcli.system.errors import CheckpointError, OutputError, Refused
+from certcli.system.errors import CheckpointError, OutputError
 from certcli.system.processes import ALONE, Team
 
 KEY = "certvit-state"
@@ -79,15 +76,6 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
         structure.append({"state": entries, "param_groups": optimiser["param_groups"]})
     about = {name: getattr(state, name) for name in PLAIN}
     about |= {"optimisers": structure, "parts": sorted(state.parts)}
-    whole = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    is_whole = len(whole) == len(tensors)
-    if is_whole and team.leads:
-        about["digest"] = _digest(whole, about)
-    text = _canonical(about)
-    if is_whole:
-        if team.leads:
-            write_safetensors(path, whole, {KEY: text}, True)
-        return
     likes = {
         name: value.like if isinstance(value, Rows) else value for name, value in tensors.items()
     }
@@ -101,43 +89,21 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
     coming = joined()
     try:
         if team.leads:
-            write_one_by_one(path, likes, coming, {KEY: text})
+            write_state(path, KEY, about, likes, coming)
         deque(coming, maxlen=0)
     except OutputError:
         deque(coming, maxlen=0)  # so that the other processes do not wait
         raise
 
 
-def _canonical(about: Mapping[str, Any]) -> str:
-    return json.dumps(about, sort_keys=True, separators=(",", ":"))
-
-
-def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-    """Return the sha256 of the tensors and everything that stands beside them, but for the digest
-    itself.
-    """
-    rest = {name: value for name, value in about.items() if name != "digest"}
-    return hashlib.sha256((_canonical(rest) + tensors_digest(tensors)).encode()).hexdigest()
-
-
 def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
-    """Return the state at `path`. CheckpointError when it is unreadable or belongs to another run.
+    """Return the state at `path`, as `read_state` reads it.
 
     Args:
         copy: False: its tensors are mapped from the file, for processes that need only rows of
             them.
     """
-    tensors, metadata = read_tensors(path)
-    try:
-        about = decode(metadata.get(KEY, ""), TrainingFields)
-    except Refused as refusal:
-        raise CheckpointError(f"{path} is not the state of a training run ({refusal})") from refusal
-    require_state_of(path, identity, about.identity)
-    if about.digest is not None and about.digest != _digest(tensors, json.loads(metadata[KEY])):
-        raise CheckpointError(
-            f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
-            "drop --resume",
-        )
+    about, tensors = read_state(path, KEY, TrainingFields, "a training run", identity)
     later = [*(step for step, _ in about.changes[1:]), about.step]
     if any(
         not 0 < step < total or step > after

@@ -69,8 +69,14 @@ class Bound:
 
 
 def log10_or_none(value: Real) -> float | None:
-    """Return log10 of a positive finite number, None for 0 and inf: JSON has neither -inf nor inf."""
-    return value.log10() if value.finite and value > ZERO else None
+    """Return log10 of a positive finite number, rounded up, None for 0 and inf: JSON has neither
+    -inf nor inf.
+    """
+    if not (value.finite and value > ZERO):
+        return None
+    log10 = value.log10()
+    # 4 roundings, each of at most 2^-53 of |log10| + 1; the logarithm of 1 is exact
+    return log10 if value == ONE else log10 + (abs(log10) + 1) * 2.0**-50
 
 
 def bound_document(value: Real, name: str = "upper") -> dict[str, Any]:

@@ -17,17 +17,15 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.config_fields import DEFAULT_CROP, ConfigFields, decode_config
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.shards import INDEX
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
+from certcli.models.folder import HUB_NAMES
 from certcli.models.hints import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError
 
 CONFIG = "config.json"
 TIMM = "timm's own"
 _PIXELS = "one mean and one positive std a channel, of pixels in [0, 1]"
-_HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth")
-"""timm's names for the weights beside its config.json."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,8 @@ def _of_another(path: Path, fields: ConfigFields) -> str | None:
         family in families and family != arch.partition("_")[0]
     ):
         return f"it says {arch}, and the file is called {path.name}"
-    other = next((name for name in _HUB_NAMES if (path.parent / name).is_file()), None)
-    if path.name not in _HUB_NAMES and other is not None:
+    other = next((name for name in HUB_NAMES if (path.parent / name).is_file()), None)
+    if path.name not in HUB_NAMES and other is not None:
         return f"{other} lies there too"
     return None
 

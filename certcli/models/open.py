@@ -22,7 +22,7 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
 from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
-from certcli.checkpoint.shards import INDEX, weights_in
+from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
 from certcli.models.advice import advice
 from certcli.models.appearance import appearance
@@ -46,6 +46,7 @@ from certcli.models.converters.wrapping import (
     read_torch,
     unwrapped,
 )
+from certcli.models.folder import weights_of
 from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable, fetched, reason_of
 from certcli.models.normaliser import read_with, with_statistics
@@ -107,17 +108,12 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
             f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
         ) from failure
     if exists and path.is_dir():
-        weights = weights_in(path)
-        if weights is None and (path / "pytorch_model.bin").is_file():
-            weights = path / "pytorch_model.bin"
-        if weights is None:
-            raise CheckpointError(
-                f"folder {path} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
-                "name the file itself",
-            )
-        return _from_file(weights, hints)
+        return _from_file(weights_of(path, hints.weights), hints)
     if exists:
         return _from_file(path, hints)
+    shipped = shipped_path(source)
+    if shipped is not None:
+        return _from_file(shipped, hints)
     if source.startswith(("hf-hub:", "hf_hub:")):
         return _from_file(fetched(source.partition(":")[2]), hints)
     if is_name(source) and timm.is_model(source):

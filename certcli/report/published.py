@@ -9,7 +9,7 @@ from importlib.resources import files
 import msgspec
 from msgspec import Struct
 
-from certcli.evaluation.radii import attacked_radius, proven_radius
+from certcli.evaluation.radii import attacked_radius, power_of_ten, proven_radius
 
 ALIKE = 4.0
 """How many times more pixel values another input may have to be compared with."""
@@ -42,7 +42,9 @@ class Published(Struct, forbid_unknown_fields=True):
     def sentence(self) -> str:
         attack = self.fooled
         sentence = f"{self.name} on {self.images}: {attack.hits} of {attack.images} correct images fooled at l2 "
-        sentence += f"{attacked_radius(attack.radius)}, global bound 10^{self.log10_bound:.0f}"
+        sentence += (
+            f"{attacked_radius(attack.radius)}, global bound {power_of_ten(self.log10_bound, 0)}"
+        )
         if (noisy := self.smoothed) is not None:
             sentence += f", with smoothing {noisy.hits} of {noisy.images} certified at l2 {proven_radius(noisy.radius)}"
         return f"{sentence}."

@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from certcli.evaluation.intervals import interval_of_few
-from certcli.evaluation.radii import attacked_radius, proven_percent, proven_radius
+from certcli.evaluation.radii import (
+    attacked_percent,
+    attacked_radius,
+    percent_ends,
+    proven_percent,
+    proven_radius,
+)
 from certcli.report.document import Audit, Dataset, Share
 
 MEASURED = "measured"
@@ -54,16 +60,14 @@ class ShareRow:
 
     @property
     def percent(self) -> str:
-        return (
-            f"{100 * self.share.share:.1f} %"
-            if self.holds == MEASURED
-            else proven_percent(self.share.share)
-        )
+        if self.kind == "accuracy":
+            return f"{100 * self.share.share:.1f} %"
+        in_percent = attacked_percent if self.holds == MEASURED else proven_percent
+        return in_percent(self.share.share)
 
     @property
     def between(self) -> str:
-        low, high = self.share.interval
-        return f"{100 * low:.1f} to {100 * high:.1f}"
+        return percent_ends(self.share.interval)
 
     @property
     def cells(self) -> list[str]:

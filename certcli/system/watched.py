@@ -1,24 +1,44 @@
-"""Files that are mapped while a command runs: whether another program wrote to them in the
-meantime.
+"""Files that are read while a command runs: whether another program wrote to them in the meantime.
 
-Weights are not copied: a page that is read late has what the file holds by then, and a page behind
-the end of a file that was cut ends the process.
+A file of up to MOST_COPIED bytes, and a quarter of the free memory, is copied, and what another
+program does to it later changes nothing. Of a larger one, which is mapped, a page that is read late
+has what the file holds by then, and a page behind the end of a file that was cut ends the process.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from certcli.system.errors import CheckpointError
+from certcli.system.memory import free_bytes
 
-_READ: dict[Path, tuple[int, int, int, int]] = {}
-"""Size, time of the last change, inode and device of each file as it was when it was read."""
+MOST_COPIED = 2**30
+"""Bytes of a file that is copied."""
+
+_State = tuple[int, int, int, int]
+"""Size, time of the last change, inode and device."""
+
+_READ: dict[Path, tuple[_State, bool]] = {}
+"""Each file as it was when it was read, and whether it is mapped."""
 
 _GONE = (0, 0, 0, 0)
 
 
-def watch(path: Path) -> None:
-    """Remember a file as it is now, unless it is remembered already."""
-    _READ.setdefault(path.absolute(), _state(path))
+@contextmanager
+def read_whole(path: Path) -> Iterator[bool]:
+    """Remember the file as it is now, and yield whether it is to be copied; CheckpointError where it
+    is another one after the body read it.
+    """
+    before = _state(path)
+    copied = before[0] <= min(MOST_COPIED, free_bytes() / 4)
+    _READ[path.absolute()] = (before, not copied)
+    yield copied
+    if _state(path) != before:
+        raise CheckpointError(
+            f"{path} was changed while it was read",
+            "run it again once the other program has ended; write checkpoints to a new name, then rename them",
+        )
 
 
 def forget() -> None:
@@ -32,26 +52,24 @@ def written(path: Path) -> None:
 
 
 def require_unchanged() -> list[Path]:
-    """Return the files in whose place another program has put new ones: those that were read live
-    on, unchanged.
+    """Return the files that are others by now, of which what was read lives on, unchanged.
 
     Raises:
-        CheckpointError: another program wrote to a file that was read.
+        CheckpointError: another program wrote to a file that is mapped.
     """
-    replaced = []
-    for path, state in _READ.items():
+    others = []
+    for path, (state, mapped) in _READ.items():
         now = _state(path)
-        if now[2:] != state[2:]:
-            replaced += [path] if now != _GONE else []
-        elif now != state:
+        if mapped and now != state and now[2:] == state[2:]:
             raise CheckpointError(
                 f"{path} was changed while it was read: the results above may be of neither network",
                 "run it again once the other program has ended; write checkpoints to a new name, then rename them",
             )
-    return replaced
+        others += [path] if now not in (state, _GONE) else []
+    return others
 
 
-def _state(path: Path) -> tuple[int, int, int, int]:
+def _state(path: Path) -> _State:
     try:
         status = os.stat(path)
     except OSError:

@@ -70,6 +70,21 @@ class ByMean(Net):
         return torch.cat([t + 5 * (mean - t), 0 * t, 0 * t - 1e6], 1)
 
 
+class ByMeanAside(ByMean):
+    """The batch votes, behind a large number that moves with the image and is added to all logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :2] + 1e5 * x.flatten(1).mean(1, keepdim=True)
+
+
+class ByMeanElsewhere(ByMean):
+    """The batch votes, and a third class wins by far on the image without grey that replay sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = 4e7 * (functional.relu((2 * x.flatten(1) - 1).square().mean(1, keepdim=True) - 0.9))
+        return torch.cat([super().forward(x)[:, :2], other - 1e3], 1)
+
+
 def certificates(module: nn.Module, **options: Any) -> Any:
     opened = certvit.load(module, mean=0.0, std=1.0, input_size=SIZE)
     pixels = torch.rand(8, *SIZE, generator=torch.Generator().manual_seed(0))
@@ -83,7 +98,7 @@ def test_another_network_in_the_named_precision_is_refused(kind: type[Net]) -> N
     assert len(certificates(Net(), arithmetic="float32")) == 8
 
 
-@pytest.mark.parametrize("kind", [ByBatch, ByMean])
+@pytest.mark.parametrize("kind", [ByBatch, ByMean, ByMeanAside, ByMeanElsewhere])
 @pytest.mark.parametrize("options", [{}, {"method": "smoothing", "samples": 100}], ids=str)
 def test_logits_that_depend_on_the_batch_are_refused(kind: type[Net], options: Any) -> None:
     with pytest.raises(CertvitError, match=r"batch|images beside it"):

@@ -5,14 +5,20 @@ read are said.
 import json
 import os
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from certcli.checkpoint import header
-from certcli.checkpoint.file import read_tensors
+import certvit
+from certcli.api.door import speaks_python
+from certcli.checkpoint import header, torch_file
+from certcli.checkpoint.file import Checkpoint, read_tensors
+from certcli.cli.main import COMMANDS, _interruptible, app
 from certcli.system import watched
 from certcli.system.errors import CheckpointError
 from tests.helpers.commands import console
@@ -45,34 +51,123 @@ def test_headers_longer_than_any_network_are_refused(
         read_tensors(path)
 
 
-def test_a_file_that_another_program_writes_to_is_said(
+def rewritten(path: Path) -> None:
+    """Write other numbers into the file, in its place."""
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+    later = time.time_ns() + 10**9
+    os.utime(path, ns=(later, later))
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [rewritten, cut])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_that_a_file_was_written_to(
+    name: str,
+    change: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a copied file the results hold, and the command warns; of a mapped one they may not."""
+    path = tmp_path / "m.safetensors"
+    wrapped = {one.name: one.callback for one in app.registered_commands}
+    assert wrapped[name].__wrapped__ is COMMANDS[name]
+
+    def command() -> None:
+        weights, _ = read_tensors(path)
+        change(path)
+        if change is rewritten or watched.MOST_COPIED:
+            assert float(weights["x"][0]) == 1.0
+
+    for most_copied, ends in ((2**30, nullcontext()), (0, pytest.raises(CheckpointError))):
+        save_file({"x": torch.ones(10_000)}, path)
+        monkeypatch.setattr(watched, "MOST_COPIED", most_copied)
+        with ends:
+            _interruptible(name, command)()
+    assert "was changed after it was read" in capsys.readouterr().err
+
+
+def test_python_says_that_a_mapped_file_was_written_to(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes((workshop / "plain.safetensors").read_bytes())
-    assert console("lipschitz", path, "--no-estimate").code == 0
-    original = watched.require_unchanged
 
-    def meanwhile() -> list[Path]:
-        with path.open("r+b") as file:
-            file.seek(-4, os.SEEK_END)
-            file.write(b"\0\0\0\0")
-        later = time.time_ns() + 10**9
-        os.utime(path, ns=(later, later))
-        return original()
+    @speaks_python
+    def meanwhile(source: Checkpoint) -> int:
+        rewritten(path)
+        return 1
 
-    monkeypatch.setattr("certcli.cli.main.require_unchanged", meanwhile)
-    done = console("lipschitz", path, "--no-estimate")
-    assert done.code == 3
-    assert "was changed while it was read" in done.err
+    opened = certvit.load(path)
+    assert meanwhile(opened) == 1
+    monkeypatch.setattr(watched, "MOST_COPIED", 0)
+    opened = certvit.load(path)
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        meanwhile(opened)
+    watched.forget()
 
-    def replaced() -> list[Path]:
-        new = tmp_path / "new"
-        new.write_bytes(path.read_bytes())
-        new.replace(path)
-        return original()
 
-    monkeypatch.setattr("certcli.cli.main.require_unchanged", replaced)
-    done = console("lipschitz", path, "--no-estimate")
-    assert done.code == 0
-    assert "was replaced while it was read" in done.err
+def test_a_file_that_is_cut_while_it_is_read_is_refused_and_kills_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"x": torch.ones(100_000)}, path)
+    original = header._require_places
+
+    def meanwhile(*args: Any) -> None:
+        cut(path)
+        original(*args)
+
+    monkeypatch.setattr(header, "_require_places", meanwhile)
+    with pytest.raises(CheckpointError, match=rf"{path}.*(ends before|changed while)"):
+        read_tensors(path)
+    torch.save({"x": torch.ones(100_000)}, path := tmp_path / "m.pth")
+    plain = torch_file._require_plain
+
+    def then(*args: Any) -> bool:
+        is_archive = plain(*args)
+        cut(path)
+        return is_archive
+
+    monkeypatch.setattr(torch_file, "_require_plain", then)
+    with pytest.raises(CheckpointError, match=str(path)):
+        torch_file.load_plain(path)
+
+
+@pytest.mark.parametrize(
+    ("about", "why"),
+    [
+        ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "does not fit"),
+        ({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "does not fit"),
+        ({"x": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}, "not a type of weights"),
+        ({x: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for x in "xy"}, "does not fit"),
+        ({"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, "it holds 4"),
+        ({"x": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}, "not described"),
+        ({"x": {"dtype": "F32", "shape": [2**48, 2**48], "data_offsets": [0, 4]}}, "does not fit"),
+    ],
+)  # fmt: skip
+def test_tensors_have_places_of_their_own(about: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=why):
+        read_tensors(of_header(tmp_path / "x.safetensors", about))
+
+
+def test_tensors_that_are_not_aligned_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    about = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+        "c": {"dtype": "F32", "shape": [0, 3], "data_offsets": [9, 9]},
+    }
+    text = json.dumps(about).encode()
+    values = torch.tensor([1.5, -2.0])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\7" + values.numpy().tobytes())
+    tensors, _ = read_tensors(path)
+    assert torch.equal(tensors["b"], values)
+    assert tensors["a"].tolist() == [7]
+    assert tensors["c"].shape == (0, 3)

@@ -5,28 +5,62 @@ network.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from certcli.adapt import state as adapt_state
+from certcli.checkpoint import schema
+from certcli.finetune.shards import Rows
 from certcli.finetune.state import KEY, TrainingState, load_state, save_state
 from certcli.system.errors import CheckpointError
 
 Parts = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
-def state() -> TrainingState:
-    weights = {"w": torch.arange(6.0)}
+def training(sharded: bool) -> TrainingState:
+    weights: dict[str, Any] = {"w": torch.arange(6.0)}
+    best_net = {"w": Rows(weights["w"], torch.Size([6]))} if sharded else weights
     optimiser = {
         "state": {0: {"step": torch.ones(()), "exp_avg": weights["w"]}},
         "param_groups": [],
     }
     return TrainingState(
-        "run", 2, 20, 0.5, 1, 40, None, [(5, 30)], weights, weights, [optimiser], {}, torch.zeros(8)
+        *("run", 2, 20, 0.5, 1, 40, None, [(5, 30)]),
+        *(weights, best_net, [optimiser], {}, torch.zeros(8)),
     )
+
+
+def adaptation() -> adapt_state.AdaptState:
+    records: list[dict[str, Any]] = [{"path": "norm"}]
+    return adapt_state.AdaptState("run", 1, 2, records, {"w": torch.arange(6.0)}, {})
+
+
+SHARED: Any = SimpleNamespace(leads=True, join=lambda rows, shape: rows.view(shape))
+"""A team whose leader has all rows."""
+STATES: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
+    "training": (
+        KEY,
+        lambda path: save_state(path, training(False)),
+        lambda path: load_state(path, "run"),
+    ),
+    "sharded": (
+        KEY,
+        lambda path: save_state(path, training(True), SHARED),
+        lambda path: load_state(path, "run", copy=False),
+    ),
+    "adaptation": (
+        adapt_state.KEY,
+        lambda path: adapt_state.save_state(path, adaptation()),
+        lambda path: adapt_state.load_state(path, "run"),
+    ),
+}
+"""Every kind of state: the key of its facts, and how it is written and read."""
 
 
 def weight(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
@@ -53,17 +87,59 @@ def plan(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     about["steps"] = 41
 
 
-@pytest.mark.parametrize("spoil", [weight, moment, missing, epoch, best, plan])
+def added(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    tensors["net.v"] = torch.zeros(1)
+
+
+def renamed(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    tensors["net.v"] = tensors.pop("net.w")
+
+
+def reshaped(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    tensors["net.w"] = tensors["net.w"].view(2, 3)
+
+
+def another(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    about["digest"] = "0" * 64
+
+
+def without(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    del about["digest"]
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(
+    "spoil",
+    [weight, moment, missing, epoch, best, plan, added, renamed, reshaped, another, without],
+)
 def test_a_state_that_was_changed_is_refused(
-    spoil: Callable[[dict[str, torch.Tensor], dict[str, Any]], None], tmp_path: Path
+    kind: str, spoil: Callable[[dict[str, torch.Tensor], dict[str, Any]], None], tmp_path: Path
 ) -> None:
+    if kind == "adaptation" and spoil in (moment, missing, best, plan):
+        pytest.skip("it has none")
+    key, write, read = STATES[kind]
     path = tmp_path / "s.safetensors"
-    save_state(path, state())
-    assert torch.equal(load_state(path, "run").net["w"], torch.arange(6.0))
+    write(path)
+    assert torch.equal(read(path).net["w"], torch.arange(6.0))
     with safe_open(path, "pt") as handle:
         tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
-        about = json.loads(handle.metadata()[KEY])
+        about = json.loads(handle.metadata()[key])
     spoil(tensors, about)
-    save_file(tensors, path, {KEY: json.dumps(about)})
-    with pytest.raises(CheckpointError, match="damaged, or was edited"):
-        load_state(path, "run")
+    save_file(tensors, path, {key: json.dumps(about)})
+    why = "missing required field `digest`" if spoil is without else "damaged, or was edited"
+    with pytest.raises(CheckpointError, match=why) as refused:
+        read(path)
+    assert refused.value.hint == "drop --resume"
+
+
+def test_every_state_is_read_and_written_by_one_door() -> None:
+    """A schema with the identity of a run is one of a state, and has a digest that is required."""
+    states = [
+        fields
+        for fields in vars(schema).values()
+        if isinstance(fields, type) and "identity" in getattr(fields, "__annotations__", {})
+    ]
+    assert {fields.__name__ for fields in states} == {"TrainingFields", "AdaptFields"}
+    for fields in states:
+        required = {one.name for one in msgspec.structs.fields(fields) if one.required}
+        assert "digest" in required

@@ -5,6 +5,7 @@ or downloaded.
 from typing import TYPE_CHECKING
 
 from certcli.cli.shared.output import Sink
+from certcli.evaluation.radii import power_of_ten
 
 if TYPE_CHECKING:
     from certcli.adapt.settings import AdaptSettings
@@ -83,4 +84,4 @@ def show_plan(
 
 
 def _power(log10: float | None) -> str:
-    return "inf" if log10 is None else f"10^{log10:.1f}"
+    return "inf" if log10 is None else power_of_ten(log10)

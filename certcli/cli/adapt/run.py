@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.radii import power_of_ten
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
                 ">" if rung.taken else "",
                 str(rung.floors),
                 str(rung.attentions),
-                "-" if rung.log10_upper is None else f"{rung.log10_upper:.1f}",
+                "-"
+                if rung.log10_upper is None
+                else power_of_ten(rung.log10_upper).removeprefix("10^"),
                 "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
                 f"{100 * rung.agreement_at_least:.1f} %"

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation.radii import attacked_radius
+from certcli.evaluation.radii import (
+    attacked_percent,
+    attacked_radius,
+    percent_ends,
+    proven_radius,
+)
 from certcli.system.errors import CertvitError
 from certcli.system.processes import team
 
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 _BUG = (
-    "a certificate and a counterexample cannot both be right: certify --verify checks the file; if it is verified, report "
+    "a certificate and a counterexample cannot both be right: certvit verify checks the file; if it is verified, report "
     "the bug with --save-examples"
 )
 
@@ -69,8 +74,7 @@ class Session:
         """
         from certcli.attack.campaign import RECORD_KEYS, Campaign, run_of
         from certcli.attack.checks import raised
-        from certcli.attack.findings import findings_of, inspect
-        from certcli.attack.resumed import attack_again
+        from certcli.attack.findings import attack_again, findings_of, inspect
         from certcli.evaluation.records import RecordFile
 
         batch_size = self.machine.batch_size
@@ -139,8 +143,9 @@ class Session:
     ) -> None:
         """The adversarial images: as tensors, as a gallery."""
         from certcli.attack.examples import collect
-        from certcli.attack.showcase import beside, choose, class_names
+        from certcli.attack.showcase import beside, choose
         from certcli.checkpoint.file import write_safetensors
+        from certcli.images.names import class_names
 
         fallen = [row for rows in records_of.values() for row in rows if row.fell]
         if results.keeps_images and not fallen:
@@ -158,7 +163,7 @@ class Session:
             second = beside(shown, self.load(compared), stem, stage, self.settings.seed)
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = class_names(self.images, record.classes, record.class_names)
+        names = class_names(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
             names,
@@ -213,10 +218,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
     for part in findings.parts:
         order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
-            between = {
-                name: f"{100 * low:.1f} to {100 * high:.1f}"
-                for name, (low, high) in summary.intervals.items()
-            }
+            between = {name: percent_ends(ends) for name, ends in summary.intervals.items()}
             radius = attacked_radius(summary.epsilon) if part.own is None else "its own"
             rows.append(
                 (
@@ -228,12 +230,18 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
                 )
             )
             rows += [
-                ("", f"{name} ({order})", percent(share), between[name], "")
+                ("", f"{name} ({order})", attacked_percent(share), between[name], "")
                 for name, share in summary.attacks.items()
             ]
-            nearest = "" if summary.median_norm is None else f"{summary.median_norm:.4g}"
+            nearest = "" if summary.median_norm is None else attacked_radius(summary.median_norm, 4)
             rows.append(
-                ("", "all (worst case)", percent(summary.robust), between["robust"], nearest)
+                (
+                    "",
+                    "all (worst case)",
+                    attacked_percent(summary.robust),
+                    between["robust"],
+                    nearest,
+                )
             )
     title = f"{images}, {findings.first.images} images{', certified as their records say' if certified else ''}"
     sink.table(
@@ -251,9 +259,11 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
             )
     for part in findings.parts:
         if part.own is not None:
-            summary_text = "smallest {:.4g}, median {:.4g}, largest {:.4g}".format(*part.own)
+            summary_text = "smallest {}, median {}, largest {}".format(
+                *(proven_radius(radius, 4) for radius in part.own)
+            )
             sink.text(
-                f"each image at the radius that its record states (certify --verify checks them): {summary_text}"
+                f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
             )
 
 
@@ -263,7 +273,7 @@ def _draw(
     from certcli.report.gallery import AttackedImage, draw_gallery
 
     def picture(shown: Exhibit) -> AttackedImage:
-        caption = f"{shown.kind} {shown.norm:.3g}"
+        caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
         if not shown.crafted_here:
             caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
         return AttackedImage(

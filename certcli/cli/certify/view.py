@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import proven_radius
+from certcli.evaluation.radii import attacked_percent, percent_ends, proven_radius
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -97,7 +97,7 @@ def _side_by_side(
         "attack",
         "measured",
         percent(untouched),
-        *(percent(attacked.get(threat)) for threat in threats),
+        *(attacked_percent(attacked.get(threat)) for threat in threats),
         "-",
         "-",
     )
@@ -131,9 +131,8 @@ def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: S
     def row(
         name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True
     ) -> tuple[str, ...]:
-        low, high = accuracy.intervals[key]
-        interval = f"{100 * low:.1f} to {100 * high:.1f}" if drawn else "-"
-        return name, *([percent(after_attacks)] if attacked else []), share, interval
+        interval = percent_ends(accuracy.intervals[key]) if drawn else "-"
+        return name, *([attacked_percent(after_attacks)] if attacked else []), share, interval
 
     untouched = next((share for threat, share in attacked.items() if threat.size == 0), None)
     rows = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import proven_radius
+from certcli.evaluation.radii import proven_percent, proven_radius
 from certcli.evaluation.threat import Threat
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Final:
         """Return the last line of a run: the validation shares, and the bound."""
         evidence = self.evidence
         at = proven_radius(epsilon)
-        certified = f"certified at {at} {share_text(evidence['certified'], images, proven=True)}"
+        certified = f"certified at {at} {share_text(evidence['certified'], images, proven_percent)}"
         if self.skipped is not None:
             certified = f"nothing certified at {at} ({self.skipped})"
         clean = share_text(evidence["clean"], images)

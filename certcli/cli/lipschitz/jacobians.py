@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink
+from certcli.evaluation.radii import rounded_down, rounded_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,8 +76,10 @@ def show(slopes: BlockSlopes, sink: Sink) -> None:
                 str(row["path"]),
                 f"{row['mean']:.4g}",
                 f"{row['deviation']:.3g}",
-                f"{row['largest']:.4g}",
-                "-" if row["hoelder_bound_mean"] is None else f"{row['hoelder_bound_mean']:.4g}",
+                rounded_down(row["largest"], 4),
+                "-"
+                if row["hoelder_bound_mean"] is None
+                else rounded_up(row["hoelder_bound_mean"], 4),
             )
             for row in rows
         ],

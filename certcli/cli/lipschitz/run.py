@@ -11,6 +11,7 @@ from certcli.cli.lipschitz.options import Network, Options
 from certcli.cli.lipschitz.view import Audited
 from certcli.cli.shared.groups import Machine
 from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.radii import rounded_down
 from certcli.system.errors import GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
@@ -83,7 +84,7 @@ def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> flo
     with sink.progress("measured slope", total=len(starts)) as bar:
         for _, value in team().deal(starts, find):
             best = max(best, value)
-            bar.advance(remark=f">= {best:.4g}")
+            bar.advance(remark=f">= {rounded_down(best, 4)}")
     return best
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.lipschitz import blocks
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 
 if TYPE_CHECKING:
@@ -121,7 +122,10 @@ def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
     sink.table(
         "Spectral norms head by head (proven)",
         ["layer and map", "heads"],
-        [(f"{row.path} {row.map}", "  ".join(f"{norm:.3g}" for norm in row.upper)) for row in rows],
+        [
+            (f"{row.path} {row.map}", "  ".join(rounded_up(norm, 3) for norm in row.upper))
+            for row in rows
+        ],
     )
     return [{"path": row.path, "map": row.map, "upper": list(row.upper)} for row in rows]
 
@@ -136,25 +140,27 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
     else:
         sink.text(f"upper bound{of}: none. {why}")
     if lower is not None:
-        sink.text(f"lower bound{of} (measured):  {lower:.4g}")
+        sink.text(f"lower bound{of} (measured):  {rounded_down(lower, 4)}")
     if audited.of_features:
         sink.text(
             "the file has no classifier: this says how far its features move, and nothing about classes"
         )
     elif upper.finite and float(upper) > 0:
-        radius = 1 / (2**0.5 * float(upper))
+        radius = (1 - 2**-50) / (2**0.5 * float(upper))
         if radius >= USABLE:
             sink.text(
-                f"an image whose margin is 1 is certified within r = {radius:.3g} at least; pair by pair, further"
+                "an image whose margin is 1 is certified within r = "
+                f"{proven_radius(radius, 3)} at least; pair by pair, further"
             )
         else:
             sink.text(
-                f"no usable proof: an image whose margin is 1 is certified within r = {radius:.1g}. That says little "
+                "no usable proof: an image whose margin is 1 is certified within r = "
+                f"{proven_radius(radius, 1)}. That says little "
                 "about the network; certvit certify --method smoothing, or local, takes it as it is"
             )
     if share is not None and share < 0.01:
         sink.text(
-            f"attention has little weight here: at most {share:.2g} of a block's residual sum"
+            f"attention has little weight here: at most {rounded_up(share, 2)} of a block's residual sum"
         )
 
 

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.log.rows import FORMATS
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import confidence, proven_percent, proven_radius
+from certcli.evaluation.radii import (
+    attacked_percent,
+    confidence,
+    power_of_ten,
+    proven_percent,
+    proven_radius,
+    rounded_down,
+    rounded_up,
+)
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 
 NOT_UNDERSTOOD = "not understood, not shown"
 STALE = "STALE: about another network, not these weights; nothing recomputes it, all of it is the author's word"
-AS_STATED = "as the file states it; --verify recomputes what is proven, measured figures are the author's word"
+AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 
 def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
@@ -83,6 +91,31 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what the file tells, for programs. Until `certvit verify` nothing of it is checked."""
+    from dataclasses import asdict
+
+    from certcli.evaluation.evidence import as_json
+
+    record = checkpoint.record
+    return {
+        "file": path.name,
+        "digest": checkpoint.digest,
+        "lineage": [
+            {**asdict(step), "parameters": step.shown, "authors_word": True}
+            for step in record.lineage
+        ],
+        "evidence": [
+            {
+                **as_json(entry, checkpoint.digest),
+                "stale": entry.digest != checkpoint.digest,
+                "status": "unverified",
+            }
+            for entry in record.evidence
+        ],
+    }
+
+
 # ---- an entry of evidence as a sentence
 
 
@@ -100,9 +133,9 @@ def sentence(entry: Evidence) -> str:
 def _lipschitz(result: Any, about: Any) -> str:
     parts = [_bound_of(result)]
     if result.lower is not None:
-        parts.append(f"slope {result.lower:.4g} (measured)")
+        parts.append(f"slope {rounded_down(result.lower, 4)} (measured)")
     if result.attention_weight is not None:
-        parts.append(f"attention weight {result.attention_weight:.2g} (measured)")
+        parts.append(f"attention weight {rounded_up(result.attention_weight, 2)} (measured)")
     return ", ".join(parts)
 
 
@@ -120,7 +153,7 @@ def _of_features(result: Any) -> bool:
 def _certify(result: Any, about: Any) -> str:
     n = result.images
     shares = ", ".join(
-        f"{share_text(share, n, proven=True)} at {threat.proven()}"
+        f"{share_text(share, n, proven_percent)} at {threat.proven()}"
         for threat, share in result.shares
     )
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
@@ -141,16 +174,19 @@ def _chance(result: Any) -> str:
 
 def _attack(result: Any, about: Any) -> str:
     n = result.images
-    each = ", ".join(f"{name} {share_text(share, n)}" for name, share in result.attacks.items())
+    each = ", ".join(
+        f"{name} {share_text(share, n, attacked_percent)}" for name, share in result.attacks.items()
+    )
     flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
     radius = f"{result.norm} {result.threat.attacked()}"
-    text = f"{_images(result)}: clean {share_text(result.clean, n)}, withstand {radius} {share_text(result.robust, n)}"
+    withstood = f"withstand {radius} {share_text(result.robust, n, attacked_percent)}"
+    text = f"{_images(result)}: clean {share_text(result.clean, n)}, {withstood}"
     return f"{text} (measured; {each}){flags}"
 
 
 def _finetune(result: Any, about: Any) -> str:
     count = result.dataset.images if result.dataset else about.images
-    certified = f"certified {share_text(result.certified, count, proven=True)} at {proven_radius(about.epsilon)}"
+    certified = f"certified {share_text(result.certified, count, proven_percent)} at {proven_radius(about.epsilon)}"
     images = (
         _images(result) if result.dataset else "all validation images, their number is not stated"
     )
@@ -326,7 +362,7 @@ def _attacked(entries: Found) -> _Cell | None:
     if result is None:
         return None
     norm = "" if result.norm == "l2" else f"{result.norm} "
-    return _Cell(percent(result.robust), result.images, norm + result.threat.attacked())
+    return _Cell(attacked_percent(result.robust), result.images, norm + result.threat.attacked())
 
 
 def _certified(entries_of: Sequence[Found], kind: str) -> list[_Cell | None]:
@@ -373,7 +409,7 @@ def _bound(entries: Found) -> str:
 
 def _slope(entries: Found) -> str:
     result = _result(entries, "lipschitz")
-    return "-" if result is None or result.lower is None else f"{result.lower:.3g}"
+    return "-" if result is None or result.lower is None else rounded_down(result.lower, 3)
 
 
 def _weight(entries: Found) -> str:
@@ -381,13 +417,13 @@ def _weight(entries: Found) -> str:
     return (
         "-"
         if result is None or result.attention_weight is None
-        else f"{result.attention_weight:.2g} (measured)"
+        else f"{rounded_up(result.attention_weight, 2)} (measured)"
     )
 
 
 def _power(log10: float) -> str:
     """A bound by its logarithm, rounded up in the last digit shown, as bounds are."""
     if not -300 < log10 < 5:
-        return f"10^{math.ceil(10 * log10 - 1e-9) / 10:.1f}"
+        return power_of_ten(log10)
     step = 10.0 ** (math.floor(log10) - 3)
-    return f"{math.ceil(10**log10 / step - 1e-9) * step:.4g}"
+    return f"{math.ceil(10**log10 / step * (1 - 1e-12)) * step:.4g}"

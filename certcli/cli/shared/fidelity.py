@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink
+from certcli.evaluation.radii import percent_ends
 
 if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
@@ -125,4 +126,4 @@ def _say_few_judges(images: int, sink: Sink) -> None:
 
 def between(share: float, interval: list[float]) -> str:
     """Format a share with its 95 % interval: \"79.0 % (70 to 86)\"."""
-    return f"{100 * share:.1f} % ({100 * interval[0]:.0f} to {100 * interval[1]:.0f})"
+    return f"{100 * share:.1f} % ({percent_ends((interval[0], interval[1]), 0)})"

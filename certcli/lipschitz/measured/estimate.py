@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +13,82 @@ from certcli.lipschitz.bound import Estimate
 SCOUTING = 2
 """Power iterations of every image of a batch; the steepest image then goes on."""
 
-ROUNDED_DOWN = 1 - 2.0**-36
-"""Times a slope computed in float64: the slope of real arithmetic is larger, but where a network cancels 5 digits or more."""
+Copies = dict[torch.dtype, nn.Module]
+
+UNITS = 2.0**-29
+"""Unit roundoff of float64 over that of float32."""
+SAFETY = 2.0**10
+"""Times the error of float64 that the error of float32 suggests: sums of a thousand terms in the worst order."""
+LEAST_ERROR = 2.0**-36
+"""Relative error of J v that is counted at least, for networks that compute in float64 whatever they get."""
 
 CONVERGED = 1e-4
 """Relative growth of a norm in one iteration below which `measure` stops."""
 
 
 def jacobian_norms(
-    model: Callable[[Tensor], Tensor],
+    model: nn.Module,
     images: Tensor,
     iterations: int = 20,
     seed: int = 0,
     tolerance: float = 0.0,
+    rest: tuple[Any, ...] = (),
 ) -> Tensor:
     """Return |J(x)|_2 from below, by power iteration on J^T J, without forming the Jacobian J: (b,
     c, h, w) -> (b,).
 
-    Each value is |J v| for a unit v, hence at most the largest singular value at that image, up to
-    the rounding of the network's own precision.
+    Each value is |J v| / |v| at the last direction v, rounded down by `slopes_below`.
 
     Args:
         tolerance: Stop when no image's value grows by more in one iteration, relative; 0: run all
             iterations.
+        rest: Further arguments of the model.
     """
-    return _iterated(model, images, _random(images, seed), iterations, tolerance)[0]
+    direction = _random(images, seed)
+    _, direction, _ = _iterated(lambda x: model(x, *rest), images, direction, iterations, tolerance)
+    return slopes_below(copies_of(model), images, direction, rest)
+
+
+def slopes_below(
+    copies: Copies, images: Tensor, direction: Tensor, rest: tuple[Any, ...] = ()
+) -> Tensor:
+    """Return |w| - e for w = J(x) v / |v|, rounded down: every `Estimate` comes from here. -> (b,)
+
+    w is computed in float64, and in float32 beside it. To first order a rounding error is a unit
+    roundoff times a number of the network, so float64's is about UNITS times the difference of both
+    results. e counts SAFETY times as much, and LEAST_ERROR |w| at least: a measured error, no proof.
+    The lengths of w and of v / |v| are roots of sums of squares, each off by a unit a term at most
+    (proven).
+    """
+    precise = _pushed(copies[torch.float64], images.double(), direction.double(), rest)
+    rough = _pushed(copies[torch.float32], images.float(), direction.float(), rest)
+    length = precise.flatten(1).norm(dim=1)
+    difference = (precise - rough.double()).flatten(1).norm(dim=1)
+    error = torch.maximum(SAFETY * UNITS * difference, LEAST_ERROR * length)
+    terms = precise[0].numel() + direction[0].numel() + 6
+    down = 1 - terms * torch.finfo(torch.float64).eps
+    slopes = (length - error) * down
+    return slopes.nan_to_num(0.0, 0.0, 0.0).clamp_min(0.0)
+
+
+def copies_of(model: nn.Module) -> Copies:
+    """Return the network in float64 and in float32."""
+    return {dtype: _copied(model, dtype) for dtype in (torch.float64, torch.float32)}
+
+
+def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    if all(parameter.dtype == dtype for parameter in model.parameters()):
+        return model
+    return copy.deepcopy(model).to(dtype)
+
+
+def _pushed(model: nn.Module, images: Tensor, direction: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    """Return J(x) v / |v|: (b, ...) like the model's result."""
+    arguments = tuple(
+        part.to(images.dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+        for part in rest
+    )
+    return _iterated(lambda x: model(x, *arguments), images, direction, 1, 0.0)[2]
 
 
 def _random(images: Tensor, seed: int) -> Tensor:
@@ -49,9 +101,9 @@ def _iterated(
     direction: Tensor,
     iterations: int,
     tolerance: float,
-) -> tuple[Tensor, Tensor]:
-    """Return what `jacobian_norms` does, from this direction on, and the unit directions of the
-    last iteration.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest |J v| of the iterations from this direction on (not rounded down), the
+    last directions v, and their J v.
     """
     images = images.detach().clone().requires_grad_(True)
     shape = (-1, *[1] * (images.dim() - 1))
@@ -80,7 +132,7 @@ def _iterated(
             (direction,) = torch.autograd.grad(
                 (logits * pushed.detach()).sum(), images, retain_graph=True
             )
-    return norms, direction
+    return norms, direction, pushed.detach()
 
 
 def measure(
@@ -90,24 +142,24 @@ def measure(
     this.
 
     Of several images each gets SCOUTING iterations, and the steepest goes on with up to
-    `iterations` more. The number is
-    |J v| / |v| in float64 at the image and the direction v that were reached, rounded down.
+    `iterations` more. The number is that of `slopes_below` at the direction that was reached.
     """
-    exact = copy.deepcopy(model).double()
+    copies = copies_of(model)
     largest = 0.0
     count = 0
     for images in batches:
         direction = _random(images, seed)
         if len(images) > 1:
-            scouted, direction = _iterated(model, images, direction, min(SCOUTING, iterations), 0.0)
+            scouted, direction, _ = _iterated(
+                model, images, direction, min(SCOUTING, iterations), 0.0
+            )
             steepest = int(scouted.argmax())
             chosen = images[steepest][None]
             direction = direction[steepest][None]
         else:
             chosen = images
-        _, direction = _iterated(model, chosen, direction, iterations, CONVERGED)
-        reached, _ = _iterated(exact, chosen.double(), direction.double(), 1, 0.0)
-        largest = max(largest, float(reached) * ROUNDED_DOWN)
+        _, direction, _ = _iterated(model, chosen, direction, iterations, CONVERGED)
+        largest = max(largest, float(slopes_below(copies, chosen, direction)))
         count += len(images)
         yield Estimate(
             largest, "Jacobian power iteration", {"images": count, "iterations": iterations}

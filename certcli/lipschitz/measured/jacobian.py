@@ -56,7 +56,10 @@ def block_norms(
 ) -> dict[str, Tensor]:
     """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
     blocks = _blocks_with_inputs(model, images)
-    return {path: jacobian_norms(block, x, iterations, seed) for path, block, x in blocks}
+    return {
+        path: jacobian_norms(block, x, iterations, seed, rest=rest)
+        for path, block, x, rest in blocks
+    }
 
 
 def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -64,12 +67,14 @@ def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     (b,).
     """
     bounds: dict[str, Tensor] = {}
-    for path, block, x in _blocks_with_inputs(model, images):
+    for path, block, x, rest in _blocks_with_inputs(model, images):
         if x[0].numel() > DENSE_LIMIT:
             continue
         values = []
         for row in x:
-            jacobian: Any = torch.autograd.functional.jacobian(block, row.unsqueeze(0))
+            jacobian: Any = torch.autograd.functional.jacobian(
+                lambda y, block=block, rest=rest: block(y, *rest), row.unsqueeze(0)
+            )
             matrix = jacobian.reshape(-1, row.numel()).abs().double()
             values.append((matrix.sum(0).max() * matrix.sum(1).max()).sqrt())
         bounds[path] = torch.stack(values)
@@ -83,15 +88,11 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _blocks_with_inputs(
     model: nn.Module, images: Tensor
-) -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor]]:
-    """Yield each block's name, the block as a function of its first input, and that input on these
+) -> Iterator[tuple[str, nn.Module, Tensor, tuple[Any, ...]]]:
+    """Yield each block's name, the block, and its first input and its other arguments on these
     images.
     """
     modules = _modules(model)
     blocks = {path: modules[path] for path in block_paths(model)}
     for path, (x, rest) in module_inputs(model, images, blocks).items():
-        yield path, _with(blocks[path], rest), x
-
-
-def _with(block: nn.Module, rest: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
-    return lambda x: block(x, *rest)
+        yield path, blocks[path], x, rest

@@ -170,7 +170,7 @@ def self_attention(
             parts.append(part)
         return arith.root_sum_of_squares(parts)
 
-    shown = f"{float(radius):.4g}" if arith.rigorous else "R"
+    shown = str(radius) if arith.rigorous else "R"
     mixed = ctx.chain(
         replace(x, waiting=None),
         constant,

@@ -201,7 +201,7 @@ def l2_attention(
             arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)
         ]
     weights = gates(ctx, module, tokens).averaging(each)
-    shown = f"c <= {float(arith.largest(weights)):.3f}" if arith.rigorous else "c"
+    shown = f"c <= {arith.largest(weights)}" if arith.rigorous else "c"
     why = f"L2 attention of {tokens} tokens: {shown} times |W_Q|"
     return mixed(ctx, module, inputs, combined(arith, [(weights, query)]), why, lambda: query.norms)
 
@@ -232,7 +232,7 @@ def l2_untied_value_attention(
     constant = combined(
         arith, [(gate.averaging(row_bounds.averaging), value), (gate.scale(moving), query)]
     )
-    shown = f" of norm at most {float(inputs.size.fibre):.4g}" if arith.rigorous else ""
+    shown = f" of norm at most {inputs.size.fibre}" if arith.rigorous else ""
     why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"
     return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
 

@@ -1,0 +1,136 @@
+"""Laws of measured slopes: on networks whose constant is known exactly, estimate <= constant <=
+bound.
+"""
+
+import random
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certcli.lipschitz.measured.estimate import jacobian_norms, measure
+from certcli.lipschitz.measured.jacobian import block_norms
+from certcli.lipschitz.network import bound_network
+
+ROOM = Path(__file__).parents[2] / "certcli"
+WIDTH = 16
+"""Pixels of an image, (1, 4, 4)."""
+
+
+class Linears(nn.Module):
+    """Linear maps one after the other, each a block with a name."""
+
+    def __init__(self, matrices: list[Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(*m.T.shape, bias=False) for m in matrices))
+        for layer, matrix in zip(self.blocks, matrices, strict=True):
+            layer.weight.data = matrix.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x.flatten(1))
+
+
+class Cancelling(nn.Module):
+    """(A + c B) x - c B x with c = 2^20: six digits cancel, what is left is A x."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        large = 2.0**20 * hadamard().roll(1, 0)
+        self.sum = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.sum.weight.data = matrix + large
+        self.part = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.part.weight.data = large
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sum(x.flatten(1)) - self.part(x.flatten(1))
+
+
+def hadamard() -> Tensor:
+    """Return the matrix of +1 and -1 of norm 4."""
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    return torch.kron(torch.kron(step, step), torch.kron(step, step))
+
+
+def integers(draw: random.Random, count: int) -> Tensor:
+    return torch.tensor([float(draw.randint(-9, 9)) for _ in range(count)])
+
+
+def orthogonal(draw: random.Random) -> tuple[Tensor, Fraction]:
+    """Return 2^k times a permutation with signs times Hadamard's matrix or not, and its norm's
+    square.
+    """
+    power = draw.randint(-8, 8)
+    order = torch.tensor(draw.sample(range(WIDTH), WIDTH))
+    signs = torch.tensor([draw.choice([-1.0, 1.0]) for _ in range(WIDTH)])
+    full = draw.random() < 0.5
+    matrix = (hadamard() if full else torch.eye(WIDTH))[order] * signs
+    return 2.0**power * matrix, Fraction(4) ** power * (16 if full else 1)
+
+
+def known_network(seed: int) -> tuple[nn.Module, Fraction]:
+    """Return a network and the square of its Lipschitz constant, exact."""
+    draw = random.Random(seed)
+    kind = seed % 3
+    if kind == 0:  # orthogonal layers
+        layers = [orthogonal(draw) for _ in range(draw.randint(1, 4))]
+        square = Fraction(1)
+        for _, norm in layers:
+            square *= norm
+        return Linears([matrix for matrix, _ in layers]), square
+    row = integers(draw, WIDTH)
+    row[0] += 10
+    column = integers(draw, WIDTH)
+    column[0] += 10
+    square = Fraction(int(row @ row) * int(column @ column))
+    if kind == 1:  # of rank one: its norm is the root of an integer, and rounding is everywhere
+        return Linears([torch.outer(column, row)]), square
+    # in float32 so much is lost that the replay refuses it
+    return Cancelling(torch.outer(column, row)).double(), square
+
+
+def images(seed: int) -> Tensor:
+    return torch.rand(2, 1, 4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_below(value: float, square: Fraction, seed: int) -> None:
+    assert Fraction(value) ** 2 <= square, f"network {seed}: {value!r} is above the constant"
+    assert value > (1 - 1e-4) * float(square) ** 0.5, f"network {seed}: {value!r} says nothing"
+
+
+@pytest.mark.parametrize("first", range(0, 180, 60))
+def test_no_estimate_is_above_the_exact_constant_nor_this_above_the_bound(first: int) -> None:
+    for seed in range(first, first + 60):
+        model, square = known_network(seed)
+        pixels = images(seed).to(next(model.parameters()).dtype)
+        *_, estimate = measure(model.eval(), iter([pixels]), 4, seed)
+        assert_below(estimate.value, square, seed)
+        assert_below(float(jacobian_norms(model, pixels, 4, seed).max()), square, seed)
+        if seed % 5:  # proofs take most of the time
+            continue
+        upper = bound_network(model, (1, 4, 4), WIDTH).upper
+        proven = Fraction(upper.mantissa) * Fraction(2) ** upper.exponent
+        assert proven**2 >= square
+        assert Fraction(estimate.value) <= proven
+
+
+def test_slopes_of_blocks_are_below_their_constants() -> None:
+    for seed in range(0, 60, 3):
+        model, _ = known_network(seed)
+        for path, values in block_norms(model.eval(), images(seed), 4, seed).items():
+            weight = model.get_submodule(path).weight.detach().double()
+            square = Fraction(float((weight @ weight.T)[0, 0]))  # orthogonal: exact
+            for value in values:
+                assert_below(float(value), square, seed)
+
+
+def test_every_estimate_comes_from_the_function_that_rounds_down() -> None:
+    """`Estimate(...)` is written once, in `measure`, whose number is that of `slopes_below`."""
+    makers = [
+        str(path.relative_to(ROOM))
+        for path in sorted(ROOM.rglob("*.py"))
+        if re.search(r"(?<!class )\bEstimate\(", path.read_text())
+    ]
+    assert makers == ["lipschitz/measured/estimate.py"]
