@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from certcli.attack import checks
-from certcli.attack.campaign import Campaign, Stage, Task, checked_batch
+from certcli.attack.campaign import Campaign, Stage, Task, pixels_of
 from certcli.attack.certified_radii import CertifiedImage
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
@@ -19,35 +19,53 @@ from certcli.evaluation.radii import radius_key
 from certcli.evaluation.region import Region
 from certcli.evaluation.resumed import Piece, Resumed, compute_again
 
-MODEL_CHECKED = 32
-ATTACK_CHECKED = (8, 32)
-"""Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""
+CHECKED = (4, 32)
+"""Images that the checks look at, at least and at most."""
+SHARE = 0.1
+"""Of the run's passes that the checks may take, beyond those of the fewest images."""
+PASSES = 3
+"""Of an image through the network: at the image, at the image again, after FGSM's step."""
 
 USUAL = 8
 """Of the portions of an earlier run, one in this number is attacked again where nothing rests on them."""
 
 
 def inspect(
-    model: nn.Module, source: nn.Module | None, task: Task, settings: AttackSettings
+    model: nn.Module,
+    source: nn.Module | None,
+    task: Task,
+    records: Sequence[AttackRecord],
+    settings: AttackSettings,
+    passes: int,
 ) -> tuple[checks.Flag, ...]:
-    """Flags about the net whose gradients are used, on a class-balanced sample; attacks at the
-    smallest radius above 0.
+    """Flags about the net whose gradients are used, and about the attacks at the smallest radius
+    above 0.
 
     The checks of attacks are left out where images have radii of their own, and with a `source`: a
     transfer may be weak.
+
+    Args:
+        records: of images of the task that were attacked already; some of them are looked at.
+        passes: of one image through the network that the whole run takes; `SHARE` of them are
+            spent.
     """
-    like = next(model.parameters())
-    pixels, labels = checked_batch(task, MODEL_CHECKED, settings.seed, like)
-    flags = checks.inspect_model(source or model, pixels, labels, seed=settings.seed)
-    radii = [radius for radius in task.stage.radii if radius > 0]
-    if task.own is not None or source is not None or not radii:
+    radius = next((radius for radius in task.stage.radii if radius > 0), None)
+    alone = task.own is not None or source is not None or radius is None
+    rows = [record for record in records if alone or record.epsilon == radius]
+    rows = list({record.index: record for record in rows}.values())
+    smallest, largest = CHECKED
+    limit = int(SHARE * passes)
+    count = min(largest, max(smallest, limit // (2 * PASSES)))
+    rows = rows[:: max(1, len(rows) // count)][:count]
+    images, labels = pixels_of(task, rows, next(model.parameters()))
+    first = checks.first_pass(source or model, images, labels, seed=settings.seed)
+    flags = checks.inspect_model(source or model, images, labels, first, seed=settings.seed)
+    if alone or radius is None:
         return flags
-    minimum, maximum = ATTACK_CHECKED
-    count = min(maximum, max(minimum, len(task.images) // 10))
-    pixels, labels = checked_batch(task, count, settings.seed, like)
-    return flags + checks.inspect_attacks(
-        model, pixels, labels, Region(task.stage.norm, radii[0]), settings
-    )
+    region = Region(task.stage.norm, radius)
+    attacked = checks.Attacked(images, labels, rows, task.stage.plan, region)
+    rest = limit - PASSES * len(rows)
+    return flags + checks.inspect_attacks(model, attacked, first, settings, rest)
 
 
 @dataclass(frozen=True)

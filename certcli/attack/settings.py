@@ -85,6 +85,11 @@ class AttackSettings:
         return self.seed + 1_000_003 * self.restart
 
     @property
+    def classical(self) -> bool:
+        """Whether all steps are equally long, as Madry et al. have them."""
+        return self.step_size is not None or self.relative_step is not None
+
+    @property
     def stops(self) -> bool:
         """Whether a success ends a run. On a random net one lucky draw is none: the end is judged,
         on the average.

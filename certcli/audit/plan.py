@@ -23,6 +23,8 @@ class Plan:
     Args:
         radii: pixel l2, ascending, at which images are certified and attacked; gates add theirs.
         sigma: of smoothing; None takes the smallest radius above 0, or what the gates need.
+        attacks: in turn. Ten steps of each loss break as many images as twenty of each, and more
+            than twenty of one (docs/attack.md).
         methods: of certificates; none takes those that suit the network.
         patches: sizes as --patch spells them; none takes 2 % of a photograph, where no proof of the
             network is useful.
@@ -35,7 +37,7 @@ class Plan:
 
     radii: tuple[float, ...] = (0.12, 0.5)
     sigma: float | None = None
-    attacks: tuple[str, ...] = ("pgd",)
+    attacks: tuple[str, ...] = ("pgd-10", "margin-pgd-10")
     methods: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
     seed: int = 0

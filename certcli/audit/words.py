@@ -23,12 +23,12 @@ PHOTOGRAPH = 224
 """Pixels a side from which on an image is of ImageNet's size."""
 UNET = "256x256_diffusion_uncond.pt"
 DENOISER = (
-    "Without any training, behind one step of a diffusion model, Carlini et al. (2023) certified 71.1, 54.3 and 38.1 % of "
-    f"ImageNet at l2 0.5, 1 and 1.5 (their figures, not ours) with two downloads: {UNET} (2.2 GB, MIT, "
-    "openaipublic.blob.core.windows.net/diffusion/jul-2021) and a BEiT-L (1.2 GB, Apache 2.0, timm's "
-    "beit_large_patch16_512); the first alone serves this network, on a GPU."
+    "Without any training, behind one step of a diffusion model, Carlini et al. (2023) certified "
+    "71.1, 54.3 and 38.1 % of ImageNet at l2 0.5, 1 and 1.5 (their figures, not ours) with two "
+    f"downloads: {UNET} (2.2 GB, MIT, openaipublic.blob.core.windows.net/diffusion/jul-2021) and a "
+    "BEiT-L (1.2 GB, Apache 2.0, timm's beit_large_patch16_512); the first alone serves this network, on a GPU."
 )
-"""What who may not retrain can do; the sizes are those of 553 and 305 million numbers in float32."""
+"""For who may not retrain; the sizes are those of 553 and 305 million numbers in float32."""
 LITTLE_ATTENTION = 0.01
 """Largest weight of an attention branch below which the answer says that attention hardly takes part."""
 

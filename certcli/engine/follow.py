@@ -6,10 +6,12 @@ dispatch mode of torch sees the operations. `shadowed` hands over a tensor witho
 in other threads, in copies, and where a network switches the modes off.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -243,6 +245,7 @@ def shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
     """Return what `followed` returns, of an image without memory: nothing but operations can read
     it.
     """
+    _require_no_guard()
     record = _Record()
     readers = _Readers(record, lambda x: isinstance(x, Recorded) and not x.is_constant)
     # a mode that does nothing: a network that takes the innermost one away finds one here, too
@@ -269,6 +272,31 @@ def _refusals(record: _Record) -> Iterator[None]:
         torch._C._DisableTorchDispatch = guard  # type: ignore[misc]
     if record.reads is not None:
         raise Untraceable(f"the network reads a tensor's value back into Python ({record.reads})")
+
+
+def _require_no_guard() -> None:
+    """Raise Untraceable where other code than torch's holds torch's guard against dispatch to
+    Python.
+
+    A network that took it before the run could use it, and the process would end. A guard that is
+    found by way of Python's own lists of classes is not seen.
+    """
+    if _is_held(torch._C._DisableTorchDispatch):
+        gc.collect()  # of a network that is gone, say
+        if _is_held(torch._C._DisableTorchDispatch):
+            raise Untraceable(
+                "code outside torch holds its guard against dispatch (_DisableTorchDispatch), under which it could read "
+                "the image unseen"
+            )
+
+
+def _is_held(guard: type) -> bool:
+    for holder in gc.get_referrers(guard):
+        is_frame = isinstance(holder, FrameType)
+        is_torch = isinstance(holder, dict) and str(holder.get("__name__")).startswith("torch.")
+        if holder is not guard.__mro__ and not is_frame and not is_torch:
+            return True
+    return False
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -107,6 +107,7 @@ class Trainer:
 
     Args:
         sharded: the processes share the model's weights (`share_out`), and all make the same calls.
+        denoiser: noisy pixels pass it before the network; it is not trained.
 
     Raises:
         NoBoundError: the loss needs a bound, and the network has none.
@@ -121,6 +122,7 @@ class Trainer:
         teacher: Teacher | None = None,
         team: Team = ALONE,
         sharded: bool = False,
+        denoiser: nn.Module | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -170,7 +172,7 @@ class Trainer:
         )
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
-        self.objective = Objective(model, settings, draws, teacher, self.chain)
+        self.objective = Objective(model, settings, draws, teacher, self.chain, denoiser)
         self.descent = Descent(
             model, settings, self.objective, self.optimisers, self.pairs, team, self.shares
         )
@@ -340,7 +342,7 @@ class Trainer:
         noise = self.settings.noise
         if noise > 0:
             noisy = evaluate(
-                forward,
+                lambda pixels: forward(self.objective.denoised(pixels)),
                 None,
                 images,
                 epsilon,

@@ -82,6 +82,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "project": ("project_radius",),
     "sam": ("adaptive_sam",),
     "ema": (),
+    "denoiser": (),
     "teacher": ("distill_weight", "distill_temperature"),
     "precision": (),
     "checkpointing": (),
@@ -140,6 +141,7 @@ class FinetuneSettings:
             states.
         batch_size: images of one gradient; one step takes `accumulate` gradients.
         teacher: digest of the teacher's tensors.
+        denoiser: digest of the function that noisy images pass before the network.
         time_budget: as typed; a planned run holds the result in `steps` and `validation_limit`.
 
     Raises:
@@ -345,6 +347,7 @@ class FinetuneSettings:
         ),
     ] = False
     teacher: str | None = None
+    denoiser: str | None = None
     batch_size: int = 128
     seed: int = 0
 

@@ -20,6 +20,8 @@ from certcli.images.labelled import Images, require_split, split_training
 from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, require_named
 from certcli.system.errors import DataError, one_line
 
+LARGEST_RAW = 2**28
+"""Bytes of one of the files of the datasets like MNIST, of which the largest has 47 MB."""
 SEEN_FROM = 32
 """Pixels a side from which on a photograph shows anything."""
 
@@ -225,6 +227,9 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
     # isort: split
     import torchvision
 
+    for path in (data_dir / TORCHVISION[name]).glob("raw/*"):
+        if path.stat().st_size > LARGEST_RAW:  # torchvision reads a file whole
+            raise DataError(f"{path} has {path.stat().st_size:,} bytes", f"fetch {name} again")
     try:
         stored: Any = getattr(torchvision.datasets, TORCHVISION[name])(
             root=str(data_dir), train=split != "test", download=False

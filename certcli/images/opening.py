@@ -13,10 +13,10 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "TIFF")
 """Formats that are tried, for any file name: Pillow would pass PostScript to an interpreter."""
 MOST_PIXELS = 2**26
 """Pixels of a stored image, 67 million: some 270 MB where it is decoded to four bytes a pixel."""
-LARGE = 2**24
-"""Pixels from which on images are decoded one at a time, however many threads there are."""
 
-_ONE_LARGE = threading.Lock()
+_ROOM = threading.Condition()
+_decoding = [0]
+"""Pixels of the images that all threads decode at this moment: MOST_PIXELS at most."""
 _WEBP_START = 30
 """Bytes of a WebP file up to the end of its size."""
 
@@ -46,12 +46,17 @@ def opened(path: Path) -> Iterator[Image.Image]:
 
 @contextmanager
 def _in_turn(size: tuple[int, int]) -> Iterator[None]:
-    """Wait for other large images to be decoded."""
-    if size[0] * size[1] < LARGE:
+    """Wait until the image fits beside those that other threads decode, however many they are."""
+    pixels = min(size[0] * size[1], MOST_PIXELS)
+    with _ROOM:
+        _ROOM.wait_for(lambda: _decoding[0] + pixels <= MOST_PIXELS)
+        _decoding[0] += pixels
+    try:
         yield
-        return
-    with _ONE_LARGE:
-        yield
+    finally:
+        with _ROOM:
+            _decoding[0] -= pixels
+            _ROOM.notify_all()
 
 
 def _require_size(path: Path, size: tuple[int, int]) -> None:

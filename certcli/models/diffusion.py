@@ -123,7 +123,8 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
         if not file.exists() and file.with_suffix(".bin").exists():
             raise CheckpointError(
                 f"{inner} holds its weights as a pickle",
-                "diffusers writes safetensors: UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
+                "diffusers writes safetensors: "
+                "UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
             )
         return read_tensors(file)[0]
 
@@ -159,11 +160,7 @@ def assembled(
     """
     shape = _shape(config, where)
     schedule = _schedule(rule, where)
-    if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
-        raise ArchitectureError(
-            f"the denoiser {where} is for {shape.in_channels} channels (and gives {shape.out_channels}), "
-            f"the network for {channels}"
-        )
+    require_channels(shape, channels, where)
     tensors = {_new_name(name): value for name, value in tensors_of().items()}
     try:
         with torch.device("meta"):
@@ -172,6 +169,17 @@ def assembled(
         raise ArchitectureError(f"{where} is no UNet: {one_line(str(failure))}") from failure
     load_weights(net, tensors)
     return net.eval().requires_grad_(False), schedule, tensors_digest(tensors)
+
+
+def require_channels(shape: UNetShape, channels: int, where: str) -> None:
+    """Raise ArchitectureError unless the UNet takes such images and gives them, alone or beside
+    their variance.
+    """
+    if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
+        raise ArchitectureError(
+            f"the denoiser {where} is for {shape.in_channels} channels "
+            f"(and gives {shape.out_channels}), the network for {channels}"
+        )
 
 
 def _new_name(name: str) -> str:

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.schema import StrictStruct, decode
-from certcli.models.diffusion import DEEPEST, EPSILON, MOST_STEPS, SAMPLE, WIDEST, Schedule
+from certcli.models.diffusion import (
+    DEEPEST,
+    EPSILON,
+    MOST_STEPS,
+    SAMPLE,
+    WIDEST,
+    Schedule,
+    require_channels,
+)
 from certcli.models.weights import load_weights
 from certcli.nn.unet import RESNET_DOWN, RESNET_UP, UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
@@ -63,7 +71,7 @@ PUBLISHED: Mapping[str, Flags] = {
     "lsun_uncond_100M_1200K_bs128.pt": _BEDROOM,
     "lsun_uncond_100M_2400K_bs64.pt": _BEDROOM,
 }
-"""Name of a published file -> its flags, by the README of its repository and the scripts' defaults."""
+"""Name of a published file -> its flags, by its README and the scripts' defaults."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +124,7 @@ def read_guided(
     try:
         layout = _Layout.of(tensors)
         shape = _shape(tensors, layout, flags)
-        if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
-            raise ArchitectureError(
-                f"the denoiser {path} is for {shape.in_channels} channels (and gives {shape.out_channels}), "
-                f"the network for {channels}"
-            )
+        require_channels(shape, channels, str(path))
         _require_heads(shape, flags, path)
         with torch.device("meta"):
             net = UNet(shape)
@@ -153,9 +157,11 @@ def _flags(path: Path) -> Flags:
     if path.name in PUBLISHED:
         return PUBLISHED[path.name]
     raise ArchitectureError(
-        f"{path} is a UNet of guided-diffusion under no published name: its schedule and heads are in no tensor",
+        f"{path} is a UNet of guided-diffusion under no published name: "
+        "no tensor says its schedule and its heads",
         f'write them into {description}: {{"noise_schedule": "linear", "diffusion_steps": 1000, '
-        '"num_head_channels": 64, "use_new_attention_order": false}}, with the values of its training',
+        '"num_head_channels": 64, "use_new_attention_order": false}}, with the values of its '
+        "training",
     )
 
 
@@ -166,7 +172,7 @@ def _missing(path: Path, flag: str, why: str) -> ArchitectureError:
 
 
 def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
-    """Raise ArchitectureError unless the flags say how attention is cut, for widths that allow it."""
+    """Raise ArchitectureError unless the flags say how attention is cut, and widths allow it."""
     if (flags.num_heads is None) == (flags.num_head_channels is None):
         raise _missing(
             path, "num_heads or num_head_channels", "it attends with a number of heads or a width"
@@ -239,7 +245,7 @@ class _Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "_Layout":
-        """Count the blocks: each level but the last ends its way up with a step to twice the side."""
+        """Count the blocks: each level but the last one ends its way up with a step."""
         step = re.compile(r"output_blocks\.\d+\.[12]\.(conv|in_layers\.0)\.weight")
         steps = [match[1] for name in tensors if (match := step.fullmatch(name))]
         outputs = {name.split(".")[1] for name in tensors if name.startswith("output_blocks.")}
@@ -316,8 +322,8 @@ def _shape(tensors: Mapping[str, Tensor], layout: _Layout, flags: Flags) -> Guid
 def _converted(
     tensors: Mapping[str, Tensor], layout: _Layout, shape: GuidedShape, flags: Flags
 ) -> dict[str, Tensor]:
-    """Return all tensors under the names of `UNet`; one without a place there keeps its name, and is
-    refused when the weights are loaded.
+    """Return all tensors under the names of `UNet`; one without a place there keeps its name, so
+    that the weights are refused when they are loaded.
     """
     prefixes = {old: new for new, old in layout.names().items()}
     parts = {"": "", **{old: f".{new}" for new, old in PARTS.items()}}

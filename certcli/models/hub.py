@@ -105,7 +105,7 @@ def fetched_diffusers(name: str) -> Path:
 
 @contextmanager
 def _fetching(name: str, needs: str) -> Iterator[Callable[[str], Path]]:
-    """Yield what fetches a file of a repository; CheckpointError, whatever the hub's library raises."""
+    """Yield what fetches a file of a repository; CheckpointError for what the library raises."""
     from huggingface_hub import hf_hub_download
 
     repository, _, revision = name.partition("@")

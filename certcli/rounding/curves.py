@@ -10,6 +10,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
 from certcli.engine import curves
 from certcli.engine.table import NoRule
+from certcli.rounding.algorithms import covers
 from certcli.rounding.running import ROUNDED, Found, Operation, put_together, rule
 from certcli.rounding.sums import UNIT, total
 
@@ -20,6 +21,7 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
     """
 
     @rule(*names)
+    @covers("function")
     def passed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
         value = op.run()
         size = op.size(x)
@@ -59,6 +61,7 @@ _curve(
 
 
 @rule("leaky_relu")
+@covers("entries")
 def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
     value = op.run()
     size = op.size(x)
@@ -69,6 +72,7 @@ def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
 
 
 @rule("elu")
+@covers("entries", "function")
 def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
     value = op.run()
     size = op.size(x)
@@ -80,6 +84,7 @@ def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: A
 
 
 @rule("exp")
+@covers("function")
 def exponential(op: Operation, x: Tensor) -> Found:
     value = op.run()
     size = op.size(x)
@@ -90,6 +95,7 @@ def exponential(op: Operation, x: Tensor) -> Found:
 
 
 @rule("sqrt", "rsqrt")
+@covers("function")
 def root(op: Operation, x: Tensor) -> Found:
     """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
     value = op.run()
@@ -103,11 +109,13 @@ def root(op: Operation, x: Tensor) -> Found:
 
 
 @put_together("reciprocal")
+@covers("entries")
 def reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
 @put_together("pow")
+@covers("entries", "function")
 def power(x: Any, exponent: Any) -> Any:
     """Small whole powers as products, and roots."""
     if isinstance(x, Tensor) and exponent in (0.5, -0.5, -1):
@@ -125,6 +133,7 @@ def power(x: Any, exponent: Any) -> Any:
 
 
 @rule("_softmax", "_safe_softmax")
+@covers("softmax")
 def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
     relative to the result.
@@ -141,6 +150,7 @@ def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
 
 
 @rule("linalg_vector_norm")
+@covers("any order", "function")
 def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
     """The length of the error, by the triangle inequality."""
     op.require(order == 2, f"a norm of order {order}")
@@ -185,12 +195,14 @@ def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shap
 
 
 @rule("native_layer_norm")
+@covers("two passes")
 def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
     normalised, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
     return _scaled(op, normalised.view(x.shape), size, weight, bias, shape)
 
 
 @rule("native_group_norm")
+@covers("two passes")
 def group_norm(
     op: Operation,
     x: Tensor,
@@ -208,6 +220,7 @@ def group_norm(
 
 
 @put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
+@covers("entries", "function")
 def batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any
 ) -> tuple[Any, ...]:
@@ -230,6 +243,7 @@ def _variance(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> Tensor:
 
 
 @put_together("var")
+@covers("two passes")
 def variance(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
@@ -237,6 +251,7 @@ def variance(
 
 
 @put_together("std")
+@covers("two passes")
 def deviation(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
@@ -244,6 +259,7 @@ def deviation(
 
 
 @put_together("var_mean")
+@covers("two passes")
 def variance_and_mean(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:

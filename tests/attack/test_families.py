@@ -239,15 +239,20 @@ def test_an_attack_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in GENERAL if ATTACKS[name].random and name not in ("margin-pgd", "fab")]
+    ("name", "restart"),
+    [
+        (name, 1 if name in ("pgd", "fab") else 0)
+        for name in GENERAL
+        if ATTACKS[name].random and name != "margin-pgd"
+    ],
 )
-def test_another_seed_is_another_run(name: str) -> None:
-    """margin-pgd and FAB draw in restarts only."""
+def test_another_seed_is_another_run(name: str, restart: int) -> None:
+    """pgd and FAB draw in restarts only, margin-pgd once its targets are used up."""
     model = perceptron(5)
     images = pictures(6)
     labels = labelled(model, images)
     craft = ATTACKS.load(name)
-    settings = replace(SHORT, stop_early=False)
+    settings = replace(SHORT, stop_early=False, restart=restart)
     first, second = (
         craft(model, images, labels, Region("l2", 2.0), replace(settings, seed=s)) for s in (0, 1)
     )
@@ -398,7 +403,10 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
             )
         )
         assert summary.robust < summary.clean
-    flags = {flag.check.name: flag.raised for flag in checks.inspect_model(model, images, labels)}
+    first = checks.first_pass(model, images, labels)
+    flags = {
+        flag.check.name: flag.raised for flag in checks.inspect_model(model, images, labels, first)
+    }
     assert flags == {"probabilities": False, "zero gradients": False, "randomness": True}
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.diffusion import Diffusion, OneShot, step_of
+from certcli.checkpoint.file import Checkpoint
 from certcli.models.diffusion import EPSILON, PREDICTIONS, SAMPLE, VELOCITY, Schedule
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CertvitError, UsageError
-from tests.helpers.commands import attempt, document
+from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.diffusion_cases import SMALL
 from tests.helpers.diffusion_folder import folder
 
@@ -257,6 +258,18 @@ def test_a_bad_denoiser_is_one_line_and_an_exit_code(
     assert done.exception.code == code
     assert words in done.exception.message
     assert "\n" not in f"{done.exception.message}{done.exception.hint}"
+
+
+def test_training_behind_a_denoiser_names_it(workshop: Path, tmp_path: Path) -> None:
+    net = workshop / "plain.safetensors"
+    model = folder(tmp_path / "model")
+    tuned = tmp_path / "tuned.safetensors"
+    words = ("finetune", net, "--loss", "ce", "--steps", 2, "--limit", 64, "--validation-limit", 32)
+    noisy = (*words, "--batch-size", 16, "--denoiser", model, "-o", tuned)
+    certvit(*noisy, "--noise", 0.25, "--quiet")
+    step = Checkpoint.read(tuned).record.lineage[-1]
+    assert step.parameters["denoiser"] == read_denoiser(model, 1).at(0.25).digest
+    certvit(*noisy, "--force", code=2)
 
 
 def test_the_example_trains_goes_on_and_is_read(

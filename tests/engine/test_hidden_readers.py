@@ -104,6 +104,43 @@ def test_the_guard_is_given_back() -> None:
     assert torch._C._DisableTorchDispatch is guard
 
 
+def held_by_a_closure() -> Callable[[Tensor], float]:
+    guard = torch._C._DisableTorchDispatch
+
+    def read(x: Tensor) -> float:
+        with guard():
+            return float(x.sum())
+
+    return read
+
+
+def held_by_a_default() -> Callable[[Tensor], float]:
+    def read(x: Tensor, guard: type = torch._C._DisableTorchDispatch) -> float:
+        with guard():
+            return float(x.sum())
+
+    return read
+
+
+def held_by_a_module() -> Callable[[Tensor], float]:
+    place: dict[str, object] = {"guard": torch._C._DisableTorchDispatch, "__name__": "network"}
+    exec("def read(x):\n    with guard():\n        return float(x.sum())", place)
+    read: Callable[[Tensor], float] = place["read"]  # type: ignore[assignment]
+    return read
+
+
+@pytest.mark.parametrize("make", [held_by_a_closure, held_by_a_default, held_by_a_module])
+def test_a_guard_that_was_taken_before_the_run_is_refused(
+    make: Callable[[], Callable[[Tensor], float]],
+) -> None:
+    """Used in the run, it would end the process."""
+    torch.manual_seed(0)
+    bound = bound_network(Reading(make()).double().eval(), SIZE, 2).bound
+    assert not bound.value.finite
+    assert "_DisableTorchDispatch" in bound.why
+    assert bound_network(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval(), SIZE, 2).upper.finite
+
+
 def test_memory_that_was_made_from_shapes_is_read_until_the_image_is_written_there() -> None:
     class Writes(Reading):
         def forward(self, x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ survives a full disk.
 
 import errno
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import certcli.checkpoint.file
+from certcli.checkpoint import writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
 from certcli.evaluation.seen import seen_by, shares
@@ -37,6 +40,7 @@ from certcli.finetune.step import Diverged
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import CheckpointError, DataError, OutputError, UsageError
+from certcli.system.files import atomic_file
 from tests.helpers.commands import attempt
 
 LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
@@ -441,14 +445,16 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
         self.left = allowed
-        self.save = certcli.checkpoint.file.save_file
-        monkeypatch.setattr(certcli.checkpoint.file, "save_file", self)
+        for module in (certcli.checkpoint.file, writer):
+            monkeypatch.setattr(module, "atomic_file", self.opened)
 
-    def __call__(self, *arguments: Any) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.save(*arguments)
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[Path]:
+        with atomic_file(path) as temporary:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield temporary
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])

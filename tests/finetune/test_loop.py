@@ -265,6 +265,30 @@ def test_accuracy_under_noise_is_of_noisy_images_and_the_same_each_time(tiny: Ch
     assert not torch.equal((first - clean)[:28], (first - clean)[32:])
 
 
+def test_noisy_images_pass_the_denoiser_in_training_and_in_the_choice(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Grey(torch.nn.Module):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(pixels)
+
+    inputs: list[torch.Tensor] = []
+    for noise in (0.0, 0.25):
+        settings = FinetuneSettings(loss="ce", optimiser="adamw", noise=noise)
+        model = build.load(tiny, writable=True)
+        run = Trainer(model, settings, 10, "test", denoiser=Grey())
+        train, validation = small_sets(tiny)
+        batch = run.objective.prepare(train, torch.arange(8), 0.0)
+        assert bool((batch.images == 0).all()) == (noise > 0)
+        inputs.clear()
+        monkeypatch.setattr(
+            model.net, "forward", lambda x: (inputs.append(x), x.new_zeros(len(x), 10))[1]
+        )
+        run.evaluate(validation)
+        grey = [bool((pixels == pixels[:1, :, :1, :1]).all()) for pixels in inputs]
+        assert grey == ([False, True] if noise else [False])
+
+
 def test_a_state_of_another_run_is_refused(lipschitz: Checkpoint, tmp_path: Path) -> None:
     save_state(tmp_path / "s.safetensors", trainer(lipschitz).state())
     with pytest.raises(CheckpointError, match="another starting checkpoint"):

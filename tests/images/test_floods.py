@@ -2,7 +2,9 @@
 
 import os
 import struct
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,31 @@ def test_files_of_mnist_that_contradict_each_other_get_a_sentence(
 def test_images_are_as_before_however_they_are_opened(tmp_path: Path) -> None:
     Image.new("L", (8, 8), 51).save(tmp_path / "x.webp", lossless=True)
     assert torch.allclose(Decoder(SPEC)(tmp_path / "x.webp"), torch.full((1, 8, 8), 0.2))
+
+
+def test_threads_decode_no_more_pixels_together_than_one_image_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "MOST_PIXELS", 1000)
+    for number in range(12):
+        Image.new("L", (20, 20)).save(tmp_path / f"{number}.{'webp' if number % 3 == 0 else 'png'}")
+    together: list[int] = []
+
+    def read(path: Path) -> None:
+        with opening.opened(path) as image:
+            image.load()
+            together.append(opening._decoding[0])
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, sorted(tmp_path.iterdir())))
+    assert max(together) == 800
+    assert opening._decoding == [0]
+
+
+def test_a_sparse_file_of_mnist_is_refused_unread(tmp_path: Path) -> None:
+    (tmp_path / "MNIST" / "raw").mkdir(parents=True)
+    with (tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match="1,099,511,627,776 bytes"):
+        datasets.load("torch/mnist", SPEC, "test", tmp_path)

@@ -81,6 +81,17 @@ def test_no_execution_in_float32_loses_more(name: str, shift: float) -> None:
         assert not distance > most, title
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_no_two_executions_in_float64_differ_by_more_than_twice_it(name: str) -> None:
+    function, inputs, _, _ = ROWS[name]
+    most = allowed(function, inputs, 0.0)
+    plain = function(*inputs)
+    for title, surrounded in chosen(name):
+        with torch.no_grad(), surrounded():
+            executed = function(*inputs)
+        assert not float((executed - plain).norm()) > 2 * most, title
+
+
 def steep(op: Operation, x: Tensor) -> Found:
     """A curve that is taken for one of slope 1."""
     return op.run(), op.size(x)

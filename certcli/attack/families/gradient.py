@@ -28,13 +28,21 @@ def fgsm(
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha_t * steepest(grad CE)) from a random start, 20 steps. (b, c, h, w), (b,) ->
-    (b, c, h, w).
+    """x <- P(x + alpha_t * steepest(grad CE)), 20 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
+    The first run starts at the image, restarts at random. With steps of one length every run starts
+    at random, as Madry et al. do.
     Source: Madry et al. 2018.
     """
     return ascend(
-        model, images, labels, region, settings, cross_entropy, steps=settings.steps or PGD_STEPS
+        model,
+        images,
+        labels,
+        region,
+        settings,
+        cross_entropy,
+        steps=settings.steps or PGD_STEPS,
+        random_start=settings.classical or settings.restart > 0,
     )
 
 

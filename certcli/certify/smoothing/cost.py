@@ -1,11 +1,11 @@
-"""What smoothing will take, told before it is paid: two timed batches, whose draws count nowhere."""
+"""What smoothing will take, told before it is paid: two timed batches, which count nowhere."""
 
 import math
 import time
 from collections.abc import Callable
 
 SHORT = 2.0
-"""Seconds that the second batch may take, by the first: a batch of a large network takes an hour."""
+"""Seconds that the second batch may take: a whole one of a large network takes an hour."""
 
 
 def seconds_a_draw(

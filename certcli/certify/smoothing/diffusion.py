@@ -81,8 +81,8 @@ class OneShot(PixelDenoiser):
         factor = self.net.shape.factor
         if height % factor or width % factor:
             raise ArchitectureError(
-                f"the denoiser halves its images {factor.bit_length() - 1} times: sides must be multiples of "
-                f"{factor}, the network's are {height} x {width}",
+                f"the denoiser halves its images {factor.bit_length() - 1} times: "
+                f"sides must be multiples of {factor}, the network's are {height} x {width}",
                 "a denoiser with fewer levels; a resize before it would mix the noise of neighbours",
             )
 

@@ -1,4 +1,4 @@
-"""A denoiser from Python: any module from noisy pixels to pixels, or diffusers' UNet and scheduler."""
+"""A denoiser from Python: a module from noisy pixels to pixels, or diffusers' UNet and scheduler."""
 
 import copy
 import hashlib
@@ -23,7 +23,7 @@ Plain = (bool, int, float, str, bytes, type(None))
 
 
 class ModuleAtSigma(PixelDenoiser):
-    """A module, told the sigma where it asks for it; its output must have the shape of its input."""
+    """A module, told the sigma where it asks for it; it must keep the shape of its input."""
 
     channels_last = False
 
@@ -37,8 +37,8 @@ class ModuleAtSigma(PixelDenoiser):
 
     @torch.no_grad()
     def require_size(self, size: tuple[int, int, int]) -> None:
-        """Raise ArchitectureError unless the module maps an image of this size to one, the same each
-        time.
+        """Raise ArchitectureError unless the module maps an image of this size to one, the same
+        each time.
         """
         pixels = torch.rand(1, *size, generator=torch.Generator().manual_seed(0))
         name = type(self.module).__name__
@@ -56,7 +56,8 @@ class ModuleAtSigma(PixelDenoiser):
             raise ArchitectureError(f"the denoiser {name} gives NaN or infinite pixels")
         if not torch.equal(*answers):
             raise ArchitectureError(
-                f"the denoiser {name} gives another answer each time: it must be a function of the pixels",
+                f"the denoiser {name} gives another answer each time: "
+                "it must be a function of the pixels",
                 "no random numbers and no memory in its forward",
             )
 
@@ -67,7 +68,8 @@ class ModuleAtSigma(PixelDenoiser):
                 tuple(denoised.shape) if isinstance(denoised, Tensor) else type(denoised).__name__
             )
             raise ArchitectureError(
-                f"the denoiser {type(self.module).__name__} returns {what} for pixels {tuple(pixels.shape)}"
+                f"the denoiser {type(self.module).__name__} returns {what} "
+                f"for pixels {tuple(pixels.shape)}"
             )
         return denoised
 

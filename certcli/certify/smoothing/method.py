@@ -161,8 +161,9 @@ class SmoothingCertifier(Certifier):
         draws = self.settings.n0 + self.settings.samples
         stops = "" if self.settings.enough is None else ", fewer where it stops early"
         return (
-            f"{duration(each)} a draw on {self._device.type}: at most {duration(each * draws)} an image "
-            f"({draws:,} draws{stops}), {duration(each * draws * images)} for {images:,} images"
+            f"{duration(each)} a draw on {self._device.type}: "
+            f"at most {duration(each * draws)} an image ({draws:,} draws{stops}), "
+            f"{duration(each * draws * images)} for {images:,} images"
         )
 
     @torch.inference_mode()

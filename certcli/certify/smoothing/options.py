@@ -99,8 +99,7 @@ class Smoothing(Options):
     denoiser_file: Annotated[
         Path | None,
         Option(
-            "Denoise the noisy images first, for networks that were not trained under "
-            "noise: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+            "Denoise the noisy images first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
             ("--denoiser",),
             "PATH",
         ),

@@ -43,7 +43,7 @@ class AuditOptions:
             help="pgd, margin-pgd, autoattack, and all that certvit attack --list shows; "
             "repeated: in turn.",
         ),
-    ] = field(default_factory=lambda: ["pgd"])
+    ] = field(default_factory=lambda: ["pgd-10", "margin-pgd-10"])
     methods: Annotated[
         list[str],
         typer.Option(
@@ -75,7 +75,7 @@ class AuditOptions:
         typer.Option(
             "--denoiser",
             metavar="PATH",
-            help="Of smoothing, before the network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+            help="Before a smoothed network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
         ),
         options.Reads(),
     ] = None

@@ -15,7 +15,7 @@ from certcli.checkpoint.outputs import (
     remove,
     require_own_state,
 )
-from certcli.cli.finetune import ending, proof
+from certcli.cli.finetune import denoiser, ending, proof
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
@@ -95,6 +95,10 @@ class Training:
             teacher = Teacher(build.load(teaching, device), teaching.record, student, train.classes)
             if teacher.note:
                 sink.note(f"the teacher: {teacher.note}")
+        size = self.checkpoint.record.input.size
+        before = denoiser.read(order.denoiser, self.settings.noise, size, device, sink)
+        if before is not None:
+            self.settings = replace(self.settings, denoiser=before.digest)
         # sharded weights stay in the file until each process takes its rows
         model = build.load(
             self.checkpoint,
@@ -115,6 +119,7 @@ class Training:
             teacher,
             team(),
             order.shard_weights,
+            before,
         )
         if self.before is not None and self.begin.trained and trainer.orthogonal:
             ending.warn_of_orthogonal(self.before, ending.accuracy(model, validation), sink)
