@@ -229,16 +229,16 @@ def _rising(
         batch = [(part, attacked.images[part], attacked.labels[part])]
         return sum(row.withstood for row in attack_images(model, batch, plan, wider, settings))
 
-    fell: dict[str, list[int]] = {}
+    broken: dict[str, list[int]] = {}
     standing: list[int] = []
     for row, record in enumerate(attacked.records):
         if record.withstood:
             standing.append(row)
         elif record.fell and record.broken_by is not None:
-            fell.setdefault(record.broken_by, []).append(row)
+            broken.setdefault(record.broken_by, []).append(row)
     attempted = 0
     rises = 0
-    for label, rows in fell.items():
+    for label, rows in broken.items():
         for start in range(0, len(rows), PAIR):
             if attempted and work.count >= limit:
                 break

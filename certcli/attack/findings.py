@@ -27,7 +27,9 @@ PASSES = 3
 """Of an image through the network: at the image, at the image again, after FGSM's step."""
 
 USUAL = 8
-"""Of the portions of an earlier run, one in this number is attacked again where nothing rests on them."""
+"""Of the portions of an earlier run, one in this number is attacked again where nothing rests on
+them.
+"""
 
 
 def inspect(

@@ -45,7 +45,7 @@ from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
 
 METHOD = "local"
-SYMBOLS = {ZONOTOPE: 8000, BACKWARD: 2000, BRANCH: 2000}
+SYMBOLS = {ZONOTOPE: 4000, BACKWARD: 2000, BRANCH: 2000}
 """Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
 SQUARES = 128
 """Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map makes of them."""

@@ -20,13 +20,19 @@ from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 
 FALSE_ALARM = 1e-4
-"""Chance, at most, that a file whose statements are all true is refuted: shared equally by its tests, two a record."""
+"""Chance, at most, that a file whose statements are all true is refuted: shared equally by its
+tests, two a record.
+"""
 
 _INSIDE = 0.95
-"""Of the way to an adversarial image: one that an arithmetic rounds may lie outside the radius, and this one inside."""
+"""Of the way to an adversarial image: one that an arithmetic rounds may lie outside the radius, and
+this one inside.
+"""
 
 Attack = Callable[[Certifier, Tensor, Tensor, Threat, int], Tensor]
-"""certifier, image (1, c, h, w), class (1,), threat, seed -> an image within the threat, hoped to be of another class."""
+"""certifier, image (1, c, h, w), class (1,), threat, seed -> an image within the threat, hoped to
+be of another class.
+"""
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,9 @@ def _attacked(
     doubt: Doubt,
     attack: Attack,
 ) -> Claim:
-    """Attack the image (1, c, h, w) with each threat that the certificate excludes. proven: why it was verified."""
+    """Attack the image (1, c, h, w) with each threat that the certificate excludes. proven: why it
+    was verified.
+    """
     assert certificate.prediction is not None
     weight = next(certifier.attacked.parameters(), image)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Status = Literal["verified", "refuted", "unverified", "stale"]
-"""unverified: the author's word, or out of reach here. stale: about an earlier network of the lineage."""
+"""unverified: the author's word, or out of reach here. stale: about an earlier network of the
+lineage.
+"""
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 MEASURED = "measured, the author's word"
@@ -37,7 +39,9 @@ class Claim:
 
 
 def verdict(claims: Sequence[Claim]) -> list[str]:
-    """Return why a file is not verified, one line a reason. Empty: all that was asked for is, and there is some of it."""
+    """Return why a file is not verified, one line a reason. Empty: all that was asked for is, and
+    there is some of it.
+    """
     counted = [claim for claim in claims if claim.asked or claim.status == "refuted"]
     reasons = [
         f"{claim.title}: {claim.status} ({claim.why})"

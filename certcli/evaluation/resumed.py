@@ -14,7 +14,8 @@ from certcli.system.errors import DataError
 FEW = 16
 USUAL = 0.02
 ENOUGH = 128
-"""Pieces that are all computed again; the share of more; and the most where nothing rests on them."""
+"""Pieces that are all computed again; the share of more; and the most where nothing rests on them.
+"""
 HINT = "it was edited, or written on a machine that computes otherwise: leave out --resume"
 
 

@@ -96,6 +96,9 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 }
 """Settings that the lineage names only when they are on, each with the settings that have a meaning only then."""
 
+FILLED_IN = ("attack_epsilon", "distill_weight", "distill_temperature")
+"""Dependants with a default of another option, or whose switch, the teacher's digest, is known later."""
+
 _length = partial(Option, panel="Length of the run")
 _optimiser = partial(Option, panel="Optimiser")
 _augmentation = partial(Option, panel="Augmentation")
@@ -103,6 +106,13 @@ _norms = partial(Option, panel="Norms of the weights")
 _enclosure = partial(Option, panel="Local certificates")
 _teacher = partial(Option, panel="Teacher")
 _attack = partial(Option, panel="Attacks on training images")
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    patterns = tuple(name for name in text.split(",") if name)
+    if not patterns:
+        raise ValueError(f"'{text}' names no parameter")
+    return patterns
 
 
 def _three_weights(text: str) -> tuple[float, float, float]:
@@ -221,7 +231,7 @@ class FinetuneSettings:
         _optimiser(
             "Parameters that stay as they are, by name: 'patch_embed.*,blocks.*.mlp.*' (* and ?).",
             metavar="LIST",
-            read=lambda text: tuple(name for name in text.split(",") if name) or None,
+            read=_patterns,
         ),
     ] = None
     precision: Annotated[
@@ -450,6 +460,30 @@ class FinetuneSettings:
             )
         if self.adaptive_sam and self.sam == 0:
             raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
+        for switch, dependants in SWITCHES.items():
+            for name in dependants:
+                if (
+                    self._is_default(switch)
+                    and not self._is_default(name)
+                    and not self._serves(name)
+                ):
+                    raise UsageError(
+                        f"--{name.replace('_', '-')} has no meaning without --{switch.replace('_', '-')}",
+                        "both, or neither",
+                    )
+
+    def _is_default(self, name: str) -> bool:
+        """Tell whether an option is as nobody named it; `FILLED_IN` are not asked."""
+        if name in FILLED_IN:
+            return True
+        return bool(getattr(self, name) == type(self).__dataclass_fields__[name].default)
+
+    def _serves(self, name: str) -> bool:
+        """Tell whether a switch that is on gives this option a meaning."""
+        return any(
+            name in dependants and not self._is_default(switch)
+            for switch, dependants in SWITCHES.items()
+        )
 
     def parameters(self) -> dict[str, object]:
         """Return what the lineage records: the settings that are on, without the seed, which has
@@ -457,7 +491,7 @@ class FinetuneSettings:
         """
         hidden = {"seed"} | ({"epochs"} if self.steps is not None else set())
         for switch, dependants in SWITCHES.items():
-            if getattr(self, switch) == type(self).__dataclass_fields__[switch].default:
+            if self._is_default(switch):
                 hidden |= {switch, *dependants}
         for switch, dependants in SWITCHES.items():  # an option may serve two switches
             if switch not in hidden:

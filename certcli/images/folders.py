@@ -38,15 +38,16 @@ def _is_image(name: str) -> bool:
     return Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
 
 
-def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Return the image files, and those in folders, sorted; and the folders that cannot be read,
-    each with the reason.
+def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
+    """Return the image files, and those in folders, sorted; the folders that cannot be read, each
+    with the reason; and a note that counts the files that are no images.
 
     Raises:
         DataError: a file is missing, or a folder holds no images.
     """
     files: list[Path] = []
     unreadable: list[str] = []
+    others: list[str] = []
 
     def note(failure: OSError) -> None:
         unreadable.append(f"{failure.filename} ({failure.strerror})")
@@ -57,19 +58,17 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
         if not path.is_dir():
             files.append(path)
             continue
-        inside = sorted(
-            Path(parent, name)
-            for parent, _, names in os.walk(path, onerror=note)
-            for name in names
-            if _is_image(name)
-        )
+        walked = os.walk(path, onerror=note)
+        below = [Path(parent, name) for parent, _, names in walked for name in names]
+        inside = sorted(each for each in below if _is_image(each.name))
+        others += [each.name for each in below if not _is_image(each.name)]
         if not inside:
             raise DataError(
                 f"{one_line(path)} holds no images{' that can be read' if unreadable else ''}",
                 f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
             )
         files += inside
-    return files, unreadable
+    return files, unreadable, _left_out(others, files)
 
 
 def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:

@@ -7,7 +7,7 @@ ALGORITHMS = {
     "moves": "entries are moved, chosen, compared or stored; nothing else is rounded",
     "entries": "a few rounded operations of each entry, in any order, fused or not",
     "function": "an elementary function within its arithmetic's `function`",
-    "any order": "sums of products in any order, blocked or fused; no Strassen, Winograd or Fourier",
+    "any order": "sums of products in any order, blocked or fused; no Winograd, Strassen, Fourier",
     "two passes": "a mean, then the deviations from it",
     "Welford": "mean and variance updated together, in one piece or in parts that are joined",
     "one pass": "E[x^2] - E[x]^2",

@@ -1,4 +1,6 @@
-"""Reports of `certify` and `attack`, read as the evidence that the same run writes into a checkpoint with -o."""
+"""Reports of `certify` and `attack`, read as the evidence that the same run writes into a
+checkpoint with -o.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +25,8 @@ def kind_of(document: Mapping[str, Any]) -> str:
 
 
 def entries_of(document: Mapping[str, Any], seed: int) -> list[Evidence]:
-    """Return the evidence that a report of certify or attack states. seed: of the choice of its images.
+    """Return the evidence that a report of certify or attack states. seed: of the choice of its
+    images.
 
     Raises:
         Refused: it names no network or no images.

@@ -1,7 +1,7 @@
 """A checkpoint's evidence, entry by entry: what can be recomputed is, from the weights.
 
-Bounds are proven here, certificates by the caller, who knows the images and the methods. Measured results (attacks)
-prove nothing and are not run again.
+Bounds are proven here, certificates by the caller, who knows the images and the methods. Measured
+results (attacks) prove nothing and are not run again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,9 @@ Certified = float | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """Images to certify again, as the evidence names them. digest: of all of them, where it was recorded."""
+    """Images to certify again, as the evidence names them. digest: of all of them, where it was
+    recorded.
+    """
 
     split: str | None
     limit: int | None
@@ -76,7 +78,9 @@ class Recertified:
 
 
 Certify = Callable[[Request], Recertified]
-"""Certify again, all or a sample. CertvitError says why it cannot be done (no images, no such method)."""
+"""Certify again, all or a sample. CertvitError says why it cannot be done (no images, no such
+method).
+"""
 
 
 def check(
@@ -86,7 +90,9 @@ def check(
     *,
     measured: bool = True,
 ) -> list[Claim]:
-    """Return every claim of the checkpoint's record. measured: whether results of attacks are asked for too."""
+    """Return every claim of the checkpoint's record. measured: whether results of attacks are asked
+    for too.
+    """
     entries = checkpoint.record.evidence
     claims = check_entries(checkpoint, entries, certify, device, measured=measured)
     return [*check_lineage(checkpoint), *claims]
@@ -100,7 +106,9 @@ def check_entries(
     *,
     measured: bool = True,
 ) -> list[Claim]:
-    """Return every claim that these entries make about the checkpoint's network, each with its entry and number."""
+    """Return every claim that these entries make about the checkpoint's network, each with its
+    entry and number.
+    """
     claims: list[Claim] = []
     proven: Real | None = None
     for number, entry in enumerate(entries):
@@ -129,7 +137,9 @@ def _not_understood(entry: Evidence, refusal: Refused) -> Claim:
 
 
 def _stale(checkpoint: Checkpoint, entry: Evidence) -> Claim:
-    """Evidence about a network of the lineage is history; about any other, the record or the tensors were changed."""
+    """Evidence about a network of the lineage is history; about any other, the record or the
+    tensors were changed.
+    """
     if entry.digest in {step.parent for step in checkpoint.record.lineage}:
         why = "about an earlier network of the lineage, not this one"
         return Claim("a result", "stale", why, asked=False)
@@ -233,7 +243,9 @@ def _again(
     request: Request,
     certify: Certify,
 ) -> Iterator[Claim]:
-    """Compare stated counts with those of the images certified again. shares: (threat, certified share)."""
+    """Compare stated counts with those of the images certified again. shares: (threat, certified
+    share).
+    """
     try:
         recomputed = certify(request)
     except CertvitError as failure:

@@ -15,7 +15,9 @@ WEIGHTS = "its theorems hold of the weights"
 
 
 def verify_laws(report: ReportFields) -> list[Claim]:
-    """Return the claims of a report by itself: whether it hangs together. Its theorems are unverified."""
+    """Return the claims of a report by itself: whether it hangs together. Its theorems are
+    unverified.
+    """
     problems = [Claim(LAWS, "refuted", problem) for problem in check_laws(report)]
     if problems:
         return problems

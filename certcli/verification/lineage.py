@@ -1,4 +1,6 @@
-"""The lineage of a checkpoint: what contradicts itself, and what other files tell of the same steps."""
+"""The lineage of a checkpoint: what contradicts itself, and what other files tell of the same
+steps.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,7 +13,9 @@ from certcli.system.errors import CertvitError
 
 
 def check_lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """Yield each contradiction of the steps that the file tells. That they happened, no file can prove."""
+    """Yield each contradiction of the steps that the file tells. That they happened, no file can
+    prove.
+    """
     record = checkpoint.record
     commands = [step.command for step in record.lineage]
     statement = " -> ".join(commands) or "no step"
@@ -42,10 +46,12 @@ def _late_beginning(commands: Sequence[str]) -> int | None:
 
 
 def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
-    """Yield (file, claim) for each step whose parent, or member of a mean, is one of the other files.
+    """Yield (file, claim) for each step whose parent, or member of a mean, is one of the other
+    files.
 
-    The parent's own lineage must be all that comes before the step, or with it, where the step leaves the digest as it
-    was. A member's must be a part of what comes before the mean; at a step of its own it must end there.
+    The parent's own lineage must be all that comes before the step, or with it, where the step
+    leaves the digest as it was. A member's must be a part of what comes before the mean; at a step
+    of its own it must end there.
     """
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
@@ -64,7 +70,9 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
 
 
 def _agree(steps: Sequence[Step], lineage: Sequence[Step], number: int, joined: int) -> bool:
-    """Tell whether a parent's own steps are what these tell before step `number`. joined: number of the first mean."""
+    """Tell whether a parent's own steps are what these tell before step `number`. joined: number of
+    the first mean.
+    """
     if number == joined:
         before = steps[:number]
         return any(lineage == before[start : start + len(lineage)] for start in range(number))
@@ -75,9 +83,11 @@ def _agree(steps: Sequence[Step], lineage: Sequence[Step], number: int, joined: 
 
 
 def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
-    """Yield (file, claim) for each mean whose members are all among the files: made again, it must be the same network.
+    """Yield (file, claim) for each mean whose members are all among the files: made again, it must
+    be the same network.
 
-    A later step's parent is the mean. Networks are the same where their digests are, so each bit of the tensors counts.
+    A later step's parent is the mean. Networks are the same where their digests are, so each bit of
+    the tensors counts.
     """
     by_digest = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
     for name, checkpoint in checkpoints.items():
@@ -117,7 +127,9 @@ def _step(number: int, statement: str, same: bool, why: str) -> Claim:
 
 
 def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
-    """Yield (number, digest) of each step's parent, and of each member of a mean, as the step tells them."""
+    """Yield (number, digest) of each step's parent, and of each member of a mean, as the step tells
+    them.
+    """
     for number, step in enumerate(steps):
         for digest in dict.fromkeys([step.parent or "", *_members(step)]):
             yield number, digest

@@ -16,19 +16,23 @@ from certcli.lipschitz.numerics.real import ZERO, Real
 from certcli.verification.laws import WEIGHTS, theorems, verify_laws
 
 SLACK = 1e-6
-"""Relative: how far a stated number may lie below the one proven again. A norm is proven from a power iteration and a
-residual, whose last digits differ between BLAS libraries, thread counts and devices by some 1e-12; 1e-6 is far above that,
-and far below what a forged number would have to gain."""
+"""Relative: how far a stated number may lie below the one proven again. A norm is proven from a
+power iteration and a residual, whose last digits differ between BLAS libraries, thread counts and
+devices by some 1e-12; 1e-6 is far above that, and far below what a forged number would have to
+gain.
+"""
 
 
-UNREAD = "lower, attention_weight, formulas, network, gate, shapes"
+UNREAD = "lower, attention_weight, network, gate, shapes"
 """Fields of a report that nothing recomputes."""
 
 
 def verify(
     report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu"
 ) -> list[Claim]:
-    """Return the claims of a report: its laws and headline, and its leaves, root and layers, proven again."""
+    """Return the claims of a report: its laws and headline, and its leaves, root and layers, proven
+    again.
+    """
     laws = verify_laws(report)
     if any(claim.status == "refuted" for claim in laws):
         return laws

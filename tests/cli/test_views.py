@@ -13,7 +13,6 @@ from tests.helpers.commands import attempt, certvit, document
 KEYS = {
     "--heads": "heads",
     "--compare": "compare",
-    "--formula": "formulas",
     "--jacobian": "jacobian",
 }
 """Where a view stands in the JSON document; a plot is a file."""
@@ -38,7 +37,6 @@ def test_two_views_are_both_shown_or_refused(
 ) -> None:
     values: dict[str, list[Any]] = {
         "--compare": [network],
-        "--formula": ["certvit"],
         "--plot": [tmp_path / "f.svg"],
     }
     words = ["lipschitz", network, "--no-estimate", "--limit", 1]

@@ -116,7 +116,9 @@ def test_going_back_is_going_forward(case: Case) -> None:
         "ReLU",
         "reduction",
         "sum of squares",
+        "reduction, mixed",
         "LayerNorm",
+        "LayerNorm, mixed",
         "sign of a LayerNorm",
     )
     forms, _ = inputs(case, 0.05)
@@ -290,8 +292,8 @@ def test_backward_proves_more_than_forward_for_relu() -> None:
     back = LocalCertifier(model, SIZE, Local(effort="backward"))
     forward.squares = 0
     assert (forward.rung, back.rung) == ("zonotope", "backward")
-    assert not forward.proven(pixels, label, 0.06)
-    assert back.proven(pixels, label, 0.06)
+    assert not forward.proven(pixels, label, 0.065)
+    assert back.proven(pixels, label, 0.065)
 
 
 def test_units_that_cannot_open_cost_nothing() -> None:

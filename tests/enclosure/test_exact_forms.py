@@ -25,6 +25,7 @@ from certcli.enclosure.zonotopes.normalisation import centred, mean_square
 from certcli.enclosure.zonotopes.quadratic import quadratic_radius
 from certcli.enclosure.zonotopes.rounding import FUNCTION
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
+from certcli.enclosure.zonotopes.symbols import Block
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.build import PixelModel
@@ -32,6 +33,7 @@ from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_balls import context, draw
 from tests.enclosure.test_refusals import NO_TOKEN, Tokens
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, image, network
+from tests.enclosure.test_zonotopes import reach
 from tests.helpers.enclosure_cases import CASES, forms
 
 U = 2.0**-53
@@ -43,7 +45,7 @@ def form(centre: Tensor, ball: float = 0.0, box: int = 0) -> Form:
     gens[0] = ball
     gens[2:] = 1.0
     return Form(
-        Space(2, False, 9), centre, gens, torch.zeros_like(centre), ((-7, box),) if box else ()
+        Space(2, False, 9), centre, gens, torch.zeros_like(centre), (Block(-7, box),) if box else ()
     )
 
 
@@ -95,13 +97,9 @@ def test_a_mean_loses_as_much_as_its_terms_say() -> None:
 
 def test_radii_and_sizes_are_not_below_the_exact_ones() -> None:
     (x,) = forms(CASES[0], 0.1, False, 0, mixed=True)
-    of = [
-        [Fraction(number) for number in part.flatten().tolist()]
-        for part in (x.centre, x.slack, *x.gens)
-    ]
-    for i, (centre, slack, *columns) in enumerate(zip(*of, strict=True)):
-        ball = sum(column**2 for column in columns[: x.space.ball])
-        beside = sum(map(abs, columns[x.space.ball :])) + slack
+    of = [[Fraction(number) for number in part.flatten().tolist()] for part in (x.centre, *x.ball)]
+    for i, (beside, centre, *columns) in enumerate(zip(map(Fraction, reach(x)), *of, strict=True)):
+        ball = sum(column**2 for column in columns)
         box, radius, size = (
             Fraction(float(part.flatten()[i])) for part in (x.box_radius, x.radius, x.size)
         )

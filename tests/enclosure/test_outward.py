@@ -58,7 +58,6 @@ def of_form(x: Form) -> Numbers:
     """What only grows where a form is wider."""
     low, high = x.interval()
     found = [
-        x.slack,
         x.box_radius,
         x.rest_radius,
         x.radius,
@@ -172,6 +171,15 @@ def poor_eigenvectors() -> Numbers:
         return [-float(lower_bounds(forms(CASES[0], 1.0, True, 0, mixed=True)[0]).sum())]
 
 
+def poor_factors() -> Numbers:
+    """What an ellipsoid holds without a Cholesky factor."""
+    case = next(case for case in CASES if case.name == "reduction")
+    with pytest.MonkeyPatch.context() as patch:
+        failed = lambda m: (0 * m, torch.ones(m.shape[:-2], dtype=torch.int32))  # noqa: E731
+        patch.setattr(torch.linalg, "cholesky_ex", failed)
+        return of_form(case.relax(*forms(case, 0.1, True, 0)))
+
+
 def in_coordinates(in_box: bool) -> Numbers:
     """What a first map to 3 numbers, of a basis that is not orthonormal, leaves; and the margins of
     hinges behind it.
@@ -228,6 +236,7 @@ ROWS: dict[str, Callable[[], Numbers]] = {
     "rearranged and doubted": rearranged_and_doubted,
     "joined, back": joined_back,
     "poor eigenvectors": poor_eigenvectors,
+    "poor factors": poor_factors,
     "at the edge": at_the_edge,
     "in coordinates": functools.partial(in_coordinates, False),
     "in coordinates, in the box": functools.partial(in_coordinates, True),

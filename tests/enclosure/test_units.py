@@ -47,6 +47,7 @@ from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
+from certcli.enclosure.zonotopes.reduction import reduced
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
@@ -88,7 +89,7 @@ def parts(x: Form) -> Found:
     return [
         *x.interval(),
         x.slack,
-        x.box.abs().sum(0),
+        x.box_radius,
         x.size,
         lower_bounds(x.known_as(None)),
         *x.bounds(),
@@ -249,7 +250,7 @@ Row = tuple[Callable[[float], Found], float]
 ON_FORMS: dict[str, tuple[Callable[..., Form], str, tuple[int, ...], float]] = {
     "linear": (lambda x: affine(x, W, None), "linear", (1,), 1),
     "mean": (lambda x: form_mean(ZonotopeContext(context().node, None), x, 1), "linear", (1,), 1),
-    "symbols": (lambda x: x.solid().reduced(), "linear", (1,), 1),
+    "symbols": (lambda x: reduced(x.solid()), "linear", (1,), 1),
     "ReLU": (relu, "linear", (1,), 1),
     "sum": (lambda x, y: x + y, "sum", (1, 1), 1),
     "squares": (squares, "linear", (1,), 2),

@@ -117,7 +117,7 @@ def largest_share(
             f = form.space.symbols(e)
             columns = torch.cat([f, square_symbols(f[None])[0]]) if form.space.squares else f
             middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
-            free = form.box.abs().sum(0) + form.slack
+            free = form.box_radius
             # evaluating the network itself in float64: 500 roundings relative to the values
             far = (truth - middle).abs() - 1e-13 * (1 + truth.abs() + form.size)
             worst = max(worst, float((far / free.clamp_min(1e-300)).max()))

@@ -13,8 +13,10 @@ from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, REC
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
+from certcli.enclosure.zonotopes.reduction import reduced
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu
+from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.nn.activations import ClippedReLU
 
 
@@ -56,7 +58,7 @@ CASES = (
     Case("centring", ((1, 3, 4),), centred, lambda x: x - x.mean(-1, keepdim=True), order=9),
     Case("sum", ((1, 3, 4), (1, 3, 4)), lambda x, y: x + y, torch.add, order=9),
     Case("difference", ((1, 3, 4), (1, 3, 4)), lambda x, y: x + negative(y), torch.sub, order=9),
-    Case("reduction", ((1, 3, 4),), lambda x: x.reduced(), lambda x: x, order=9),
+    Case("reduction", ((1, 3, 4),), reduced, lambda x: x, order=9),
     Case("symbols for slack", ((1, 3, 4),), lambda x: x.solid(), lambda x: x, order=9),
     Case("ReLU", ((1, 3, 4),), relu, torch.relu, order=1),
     Case("GELU", ((1, 3, 4),), lambda x: apply(GELU, x), F.gelu),
@@ -108,6 +110,19 @@ CASES = (
         lambda x: x.minimum(_CLIPPED.threshold).relu(),
         order=1,
     ),
+    Case(
+        "LayerNorm, mixed",
+        ((1, 3, 4),),
+        lambda x: affine(layer_norm(x, 1e-2, _G, None), _W, _B),
+        lambda x: F.linear(F.layer_norm(x, (4,), _G, None, 1e-2), _W, _B),
+    ),
+    Case(
+        "reduction, mixed",
+        ((1, 3, 4),),
+        lambda x: affine(reduced(x), _W, _B),
+        lambda x: F.linear(x, _W, _B),
+        order=9,
+    ),
 )
 
 
@@ -116,7 +131,8 @@ def centred_heads(x: Tensor) -> Tensor:
 
 
 BALL = 6
-BOX = 4
+BLOCKS = (Block(-1, 4), Block(-2, 4, 2))
+BOX = 8
 
 
 def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = False) -> list[Form]:
@@ -141,8 +157,8 @@ def forms(case: Case, size: float, squares_on: bool, seed: int, mixed: bool = Fa
         centre = random[0].abs() + 1 if case.positive else random[0]
         scale = size / BALL**0.5
         second, third = (scale / 4, scale / 4) if mixed else (scale**2, scale**3)
-        gens = torch.cat([random[1] * scale, random[2] * second, box * third])
-        made.append(Form(space, centre, gens, slack * third, ((-1, BOX),)))
+        gens = torch.cat([random[1] * scale, random[2] * second, box * (third / 2)])
+        made.append(Form(space, centre, gens, slack * third, BLOCKS))
     return made
 
 
@@ -156,24 +172,20 @@ def square_symbols(e: Tensor) -> Tensor:
     )
 
 
-def evaluate(
-    form: Form, e: Tensor, n: Tensor, known: tuple[tuple[int, int], ...]
-) -> tuple[Tensor, Tensor]:
+def evaluate(form: Form, e: Tensor, n: Tensor, known: Blocks) -> tuple[Tensor, Tensor]:
     """The form at symbols e (b, m), within its reach, and n (b, box) of the blocks `known`, and the
     radius of the rest.
     """
     if form.space.reach is not None:
         e = torch.maximum(torch.minimum(e, form.space.reach[1]), -form.space.reach[0])
     columns = [e, square_symbols(e)] if form.space.squares else [e]
-    start = form.fixed
+    free = form.slack.clone()
     given = []
-    free = []
-    for block in form.blocks:
-        rows = list(range(start, start + block[1]))
-        (given if block in known else free).extend(rows)
-        start += block[1]
-    symbols = torch.cat([*columns, n[:, : len(given)]], 1)
-    used = form.gens[list(range(form.fixed)) + given]
-    return form.centre + torch.tensordot(symbols, used, dims=1), form.gens[free].abs().sum(
-        0
-    ) + form.slack
+    for block, part in runs(form.box, form.blocks):
+        if block in known:
+            given.append(part)
+        else:
+            free = free + reach_of(part, (block,))
+    used = torch.cat([form.gens[: form.fixed], *given])
+    symbols = torch.cat([*columns, n[:, : len(used) - form.fixed]], 1)
+    return form.centre + torch.tensordot(symbols, used, dims=1), free

@@ -95,7 +95,7 @@ def test_predict_counts_the_folders_that_it_cannot_read(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", denied)
-    files, unreadable = image_files([tmp_path / "d"])
+    files, unreadable, _ = image_files([tmp_path / "d"])
     assert (len(files), len(unreadable)) == (1, 1)
     done = console("predict", workshop / "plain.safetensors", tmp_path / "d")
     assert done.code == 0

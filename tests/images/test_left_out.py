@@ -24,7 +24,10 @@ def test_files_left_out_are_counted(tmp_path: Path, classes: tuple[str, ...]) ->
     assert len(images) == count
     assert torch.allclose(images.tensors()[0], torch.tensor(100 / 255))
     assert f"{count} of {3 * count} files are images (left out: ._1.png, ...)" in images.note
-    assert [path.name for path in image_files([tmp_path])[0]] == ["1.png"] * count
+    files, _, note = image_files([tmp_path])  # of predict
+    assert [path.name for path in files] == ["1.png"] * count
+    assert note in images.note
+    assert note
 
 
 def test_a_folder_of_images_alone_says_nothing(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine import curves
-from certcli.lipschitz.measured.estimate import jacobian_norms
-from certcli.lipschitz.measured.formulas import (
+from benchmarks.formulas import (
     AttentionLayer,
     autolip,
     certvit,
@@ -20,6 +18,8 @@ from certcli.lipschitz.measured.formulas import (
     lnformer,
     specformer,
 )
+from certcli.engine import curves
+from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm

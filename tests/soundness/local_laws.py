@@ -81,7 +81,7 @@ def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
     e = form.space.symbols(e)
     columns = torch.cat([e, square_symbols(e)], 1) if form.space.squares else e
     middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
-    free = form.box.abs().sum(0) + form.slack
+    free = form.box_radius
     # the network and the form are evaluated in float64: 500 roundings, relative to the values
     far = (truth - middle).abs() - 1e-13 * (1 + truth.abs() + form.size)
     return float((far / free.clamp_min(1e-300)).max())

@@ -5,15 +5,16 @@ certificates.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from certcli.cli.certify.options import RADII, Options
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import Norm, attacked_radius, parse_number, proven_percent
 from certcli.system.errors import DataError, NoBoundError, UsageError
+from certcli.system.options import Option
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -110,11 +111,27 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
         raise UsageError(
             f"--arithmetic is of --method {', '.join(PROVING)}: {reason}", "leave out --arithmetic"
         )
+    for method, values in (("smoothing", options.smoothing), ("local", options.local)):
+        if method not in methods and AUTO not in methods and (given := _given(values)):
+            raise UsageError(
+                f"{given} is of --method {method}, not of {', '.join(methods)}",
+                f"leave it out, or --method {method}",
+            )
     if target.records is not None and len(methods) > 1:
         raise UsageError(
             "a file of records holds one method", "run them one by one, or leave out --records"
         )
     return demand, threats
+
+
+def _given(values: Any) -> str | None:
+    """Return the first option of a method's panel that has another value than its default."""
+    hints = get_type_hints(type(values), include_extras=True)
+    for one in fields(values):
+        note = next((n for n in get_args(hints[one.name]) if isinstance(n, Option)), None)
+        if note is not None and getattr(values, one.name) != one.default:
+            return max(note.names, key=len, default=f"--{one.name.replace('_', '-')}")
+    return None
 
 
 def of_patches(options: Options) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,13 +61,6 @@ class Views:
         ),
         options.Reads(),
     ] = None
-    formulas: Annotated[
-        list[str],
-        typer.Option(
-            "--formula",
-            help="A published formula (not a certificate): autolip, certvit, specformer, l2former, ...",
-        ),
-    ] = field(default_factory=list)
     jacobian: Annotated[
         bool,
         typer.Option("--jacobian", help="Largest singular value of each block at real images."),
@@ -85,7 +78,6 @@ class Views:
 VIEWS = {
     "--heads": "heads",
     "--compare": "other",
-    "--formula": "formulas",
     "--jacobian": "jacobian",
     "--plot": "plot",
 }

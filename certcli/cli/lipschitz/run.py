@@ -100,9 +100,6 @@ def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]
     )
     if other is not None:
         documents["compare"] = view.compare(audited, other, sink)
-    documents["formulas"] = [
-        view.show_formula(name, audited, views.worst, sink) for name in views.formulas
-    ]
     if views.jacobian:
         documents["jacobian"] = _jacobians(audited, other, options, sink)
     elif views.plot is not None:

@@ -1,6 +1,4 @@
-"""The report of `certvit lipschitz` and its tables: layers, blocks, two checkpoints side by side,
-published formulas.
-"""
+"""The report of `certvit lipschitz` and its tables: layers, blocks, two checkpoints side by side."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,29 +193,4 @@ def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
     return {
         "other_log10_upper": upper.log10() if upper.finite else None,
         "other_why": other.found.bound.why,
-    }
-
-
-def show_formula(name: str, audited: Audited, worst: bool, sink: Sink) -> dict[str, Any]:
-    """Show a published formula as no certificate; return the report's part."""
-    from certcli.lipschitz.measured.formulas import formula_value
-
-    result = formula_value(name, audited.model, audited.checkpoint.record.input.size)
-    layers = sorted(result.layers, key=lambda row: -row[1]) if worst else result.layers
-    sink.table(
-        f"{result.name} (NOT a certificate): {result.source}",
-        ["layer", "value"],
-        [
-            *((path, f"{value:.4g}") for path, value in layers),
-            ("product", f"10^{result.log10_total:.2f}"),
-        ],
-    )
-    sink.text(f"not a certificate: {result.flaw}")
-    return {
-        "name": result.name,
-        "certificate": False,
-        "source": result.source,
-        "flaw": result.flaw,
-        "log10_total": result.log10_total,
-        "layers": [{"path": path, "value": value} for path, value in result.layers],
     }

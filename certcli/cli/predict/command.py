@@ -80,8 +80,10 @@ def predict(
             "certvit predict ... --defence patch --patch 32",
         )
     require_one("images are classified", "certvit predict without torchrun")
-    files, unreadable = image_files(pictures.images)
+    files, unreadable, left_out = image_files(pictures.images)
     sink = talk.sink()
+    if left_out:
+        sink.note(left_out)
     if unreadable:
         sink.doubt(
             f"{len(unreadable)} folders cannot be read, and their images are left out: {', '.join(unreadable[:3])}",

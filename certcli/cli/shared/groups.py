@@ -331,7 +331,9 @@ class Page:
     force: options.Force = False
 
     def claim(self, files: Sequence[Path | None], folders: Sequence[Any]) -> None:
-        """Refuse, before any work, a page that is there already (but for --force) or that is read as well."""
+        """Refuse, before any work, a page that is there already (but for --force) or that is read
+        as well.
+        """
         from certcli.checkpoint.outputs import Outputs
 
         outputs = Outputs(self.force)

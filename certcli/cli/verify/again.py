@@ -1,4 +1,6 @@
-"""Certificates of evidence and of reports: certified again by their method, on the images that they name."""
+"""Certificates of evidence and of reports: certified again by their method, on the images that they
+name.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def certify_again(
 
 
 def _chosen(images: Images, sample: int | None, sink: Sink) -> Images:
-    """Return a sample that the author of the file cannot have known; all images where none is asked for."""
+    """Return a sample that the author of the file cannot have known; all images where none is asked
+    for.
+    """
     if sample is None or sample >= len(images):
         return images
     seed = int.from_bytes(os.urandom(4), "little")

@@ -32,7 +32,9 @@ COMMON = ("promise", "arithmetic", "domain")
 STEPS = 40
 SMOOTH_STEPS = 10
 PATCH_STEPS = 3
-"""Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes; behind masks up to 32."""
+"""Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes; behind
+masks up to 32.
+"""
 
 
 def check_records(options: Options, sink: Sink) -> Checked:
@@ -102,7 +104,9 @@ def _ready(
     images: Images,
     options: Options,
 ) -> tuple[Certifier, list[Certificate]]:
-    """Return the method that the header names, made ready, and the certificates. DataError where they disagree."""
+    """Return the method that the header names, made ready, and the certificates. DataError where
+    they disagree.
+    """
     from certcli.certify.methods import options_of, prepare, run_of
     from certcli.certify.recheck import read_claims, require_same_way
 
@@ -122,7 +126,9 @@ def _ready(
 
 
 def _method_of(run: Run, path: Path, allowed: int) -> str:
-    """Return the method of the header. DataError for parameters that no method has, or that ask for too many draws."""
+    """Return the method of the header. DataError for parameters that no method has, or that ask for
+    too many draws.
+    """
     from certcli.checkpoint.schema import convert
     from certcli.evaluation.evidence import OPTIONS
     from certcli.system.errors import Refused
@@ -147,7 +153,9 @@ def _method_of(run: Run, path: Path, allowed: int) -> str:
 
 
 def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
-    """The images of the records: by --dataset, in the split and the number that the header states. DataError for others."""
+    """The images of the records: by --dataset, in the split and the number that the header states.
+    DataError for others.
+    """
     split = run.dataset["split"]
     count = run.dataset["images"]
     named = data if data.split is not None else replace(data, split=split)
@@ -166,7 +174,9 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
 
 
 def margin_attack(steps: int) -> Attack:
-    """Return margin PGD: from the image itself, then towards the likeliest other class; of patches at one drawn place."""
+    """Return margin PGD: from the image itself, then towards the likeliest other class; of patches
+    at one drawn place.
+    """
     from certcli.attack.families.margin import margin_pgd
     from certcli.attack.judge import judge, tuck_in
     from certcli.attack.settings import AttackSettings

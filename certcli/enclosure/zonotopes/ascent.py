@@ -67,7 +67,7 @@ class Ascent:
             torch.cat([getattr(h, end).flatten()[h.places] for h in self.hinges])
             for end in ("low", "high")
         )
-        errors = {n: float(n.error.max()) for n in nodes_of(self.out) if n.error is not None}
+        errors = {n: n.largest_error for n in nodes_of(self.out)}
         largest = max(errors.values())
         self.negligible = frozenset(n for n, e in errors.items() if e < _NEGLIGIBLE * largest)
         if self.curved:

@@ -9,8 +9,9 @@ from certcli.enclosure.zonotopes.backward import BACK
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import EXP, LOG
 from certcli.enclosure.zonotopes.pointwise import apply
-from certcli.enclosure.zonotopes.products import Bilinear, product
+from certcli.enclosure.zonotopes.products import Bilinear, crossing, product
 from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.symbols import distances, reach_of_differences
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
@@ -32,7 +33,7 @@ def scores(q: Form, k: Form) -> Form:
         tokens + 4,
         lambda r: r - r.mean(-2, keepdim=True),
     )
-    return product(q, k, SCORES, width, _score_square)
+    return product(q, k, SCORES, width, _score_square, crossing)
 
 
 def _score_square(a: Tensor, b: Tensor) -> Tensor:
@@ -94,8 +95,7 @@ def softmax(x: Form) -> Form:
 def _bounds(x: Form) -> tuple[Tensor, Tensor]:
     """Return bounds of p_j = 1 / sum_k exp(x_k - x_j) from the intervals of the differences."""
     count = x.shape[-1]
-    flat = x.gens.flatten(1, -2).permute(1, 2, 0).contiguous()  # (rows, k, columns)
-    reach = _distances(flat, x).view(*x.shape[:-1], count, count)  # (*rows, j, k)
+    reach = _distances(x.gens.flatten(1, -2), x).view(*x.shape[:-1], count, count)  # (*rows, j, k)
     distance = x.centre[..., None, :] - x.centre[..., :, None]
     reach = up(reach + gamma(0) * (x.centre[..., None, :].abs() + x.centre[..., :, None].abs()))
     reach = reach * (1 - torch.eye(count, dtype=reach.dtype, device=reach.device))  # x_j - x_j = 0
@@ -129,21 +129,15 @@ def capped(x: Form, low: Tensor, high: Tensor) -> Form:
     )
 
 
-def _distances(flat: Tensor, x: Form) -> Tensor:
-    """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (rows, k, g)."""
+def _distances(columns: Tensor, x: Form) -> Tensor:
+    """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (columns, rows, k)."""
     ball = x.space.ball
     fixed = x.fixed
-    exact = "donot_use_mm_for_euclid_dist"
-    near = [
-        up(torch.cdist(part, part, p=p, compute_mode=exact), part.shape[-1] + 4)
-        for part, p in (
-            (flat[..., :ball], 1.0 if x.space.boxed else 2.0),
-            (flat[..., ball:fixed], 2.0),
-            (flat[..., fixed:], 1.0),
-        )
-    ]
+    near = distances(columns[:ball].permute(1, 2, 0), 1.0 if x.space.boxed else 2.0)
+    square = distances(columns[ball:fixed].permute(1, 2, 0), 2.0)
+    rest = reach_of_differences(columns[fixed:], x.blocks)
     slack = x.slack.flatten(0, -2)
-    return up(near[0] + near[1] + near[2] + slack[:, :, None] + slack[:, None, :], 6)
+    return up(near + square + rest + slack[:, :, None] + slack[:, None, :], 6)
 
 
 def average(p: Form, v: Form) -> Form:
@@ -173,7 +167,14 @@ def average(p: Form, v: Form) -> Form:
         tokens + 4,
         lambda r: r - common.mT @ r.sum(-2, keepdim=True),
     )
-    out = product(spread, ones, AVERAGES, tokens, _average_square)
+    out = product(
+        spread,
+        ones,
+        AVERAGES,
+        tokens,
+        _average_square,
+        lambda p, v: crossing(p, v.linear(lambda t: t.mT)),
+    )
     return out + middle.linear(lambda t: t.expand(*t.shape[:-2], out.shape[-2], t.shape[-1]))
 
 

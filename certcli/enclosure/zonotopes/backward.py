@@ -26,8 +26,9 @@ _serial = itertools.count()
 @dataclass(frozen=True, eq=False)
 class Node:
     """pull: rows (k, *shape) -> L_p^T of them, (k, *parent), for each parent. None for constant,
-    error: zero.
+    error, spread: zero.
 
+    spread: (fibres, d, d), R of each fibre, which may be off by R f with |f|_2 <= 1 beside error.
     error holds what the rounding of pull may cost as well: gamma times |L_p| sup |z_p|.
     """
 
@@ -36,7 +37,14 @@ class Node:
     pull: Pull
     constant: Tensor | None = None
     error: Tensor | None = None
+    spread: Tensor | None = None
     place: int = field(default_factory=lambda: next(_serial))
+
+    @property
+    def largest_error(self) -> float:
+        """Return about the most that an entry may be off by."""
+        parts = (self.error, self.spread)
+        return sum(float(part.abs().max()) for part in parts if part is not None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -256,8 +264,8 @@ def descend(
         entries += flat.shape[1]
         if isinstance(node, Ball):
             return BackwardBound(total, flat, size, entries, node, parabolas, passed)
-        if node.error is not None and node not in negligible:
-            doubt = flat.abs() @ node.error.flatten()
+        if node not in negligible:
+            doubt = _doubt(node, flat)
             total = total - doubt
             size = size + doubt
         if node.constant is not None:
@@ -276,6 +284,18 @@ def descend(
             pulled = node.pull(row)
         for parent, part in zip(node.parents, pulled, strict=True):
             waiting[parent] = waiting[parent] + part if parent in waiting else part
+
+
+def _doubt(node: Node, flat: Tensor) -> Tensor:
+    """Return what rows (k, entries) of a node may be off by: <|w|, error> + sum |R^T w|_2."""
+    doubt = flat.new_zeros(len(flat))
+    if node.error is not None:
+        doubt = doubt + flat.abs() @ node.error.flatten()
+    if node.spread is not None:
+        fibres = flat.view(len(flat), *node.spread.shape[:2])
+        spread = torch.einsum("kfd,fdc->kfc", fibres, node.spread)
+        doubt = doubt + torch.linalg.vector_norm(spread, dim=-1).sum(-1)
+    return doubt
 
 
 def lower(out: Node, rows: Tensor) -> Tensor:

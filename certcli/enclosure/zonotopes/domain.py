@@ -276,7 +276,7 @@ class LocalNetwork:
             heads = getattr(module, "num_heads", None)
             if isinstance(heads, int):
                 scores = heads * shape[-2] ** 2
-                fresh = max(fresh, 2 * scores + 3 * entries)
+                fresh = max(fresh, 2 * scores + 4 * entries)
                 largest = max(largest, scores, 3 * entries)
             if (
                 node.target in (operator.add, operator.iadd, torch.add)

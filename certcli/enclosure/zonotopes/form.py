@@ -1,13 +1,13 @@
 """Affine forms: an enclosure of one tensor of the network over all images of a ball.
 
 A form is the set of all  c + A e + Q vec(e e^T) + B n + s,  where e (|e|_2 <= 1) places the image
-in its ball, n (|n|_inf <= 1) are box symbols, and s is any tensor with |s| <= slack entry by entry.
-e and n mean the same in every form of a walk, so differences of forms cancel. vec(e e^T) lists
+in its ball, n are box symbols (|n|_inf <= 1) and groups of symbols (|n_g|_2 <= 1), and s is any
+tensor with |s| <= slack entry by entry. e and n mean the same in every form of a walk, so
+differences of forms cancel. vec(e e^T) lists
 e_a^2 and sqrt(2) e_a e_b (a < b): its l2 norm is |e|^2 <= 1. Source of the l2 + box form: Bonaert
 et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs/local.md.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -27,10 +27,10 @@ from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
 from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
 from certcli.enclosure.zonotopes.space import Space
+from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
-_fresh_names = itertools.count()
 
 
 class Unbounded(Exception):
@@ -51,8 +51,8 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: name and size of each
-    run of box symbols.
+    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of the box symbols and
+    groups, in order.
 
     node: what the tensor is in terms of those before it, where a tape is kept.
     """
@@ -61,7 +61,7 @@ class Form:
     centre: Tensor
     gens: Tensor
     slack: Tensor
-    blocks: tuple[tuple[int, int], ...] = ()
+    blocks: Blocks = ()
     node: Node | None = None
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -77,7 +77,7 @@ class Form:
             self.slack.shape,
             self.shape if self.node is None else self.node.shape,
         ]
-        columns = self.fixed + sum(count for _, count in self.blocks)
+        columns = self.fixed + sum(block.columns for block in self.blocks)
         return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
 
     def somewhere(self) -> list[Tensor]:
@@ -171,7 +171,7 @@ class Form:
     @property
     def box_radius(self) -> Tensor:
         """Return sup |B n + s| entry by entry."""
-        return self._once("box", lambda: up(norm1(self.box) + self.slack))
+        return self._once("box", lambda: up(reach_of(self.box, self.blocks) + self.slack))
 
     @property
     def rest_radius(self) -> Tensor:
@@ -317,7 +317,7 @@ class Form:
         gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
         gens[: len(self.gens)] = self.gens
         gens[len(self.gens) :].view(count, count).diagonal().copy_(self.slack.flatten())
-        blocks = (*self.blocks, (next(_fresh_names), count))
+        blocks = (*self.blocks, Block.fresh(count))
         return Form(self.space, self.centre, gens, torch.zeros_like(self.slack), blocks, self.node)
 
     def worked(self) -> "Form":
@@ -332,55 +332,20 @@ class Form:
 
     @staticmethod
     def aligned(forms: list["Form"]) -> list["Form"]:
-        """Return the forms over one common list of box symbols; missing columns are zero."""
-        blocks: dict[int, int] = {}
-        for form in forms:
-            blocks |= dict(form.blocks)
-        return [_over(form, tuple(blocks.items())) for form in forms]
-
-    def reduced(self) -> "Form":
-        """Reduce the box symbols to the limit: the columns nearest to an axis are boxed entry by
-        entry (Girard).
-
-        Slack becomes symbols where it is worth it, so that no rounding error is counted once a
-        layer again and again.
-        """
-        limit = self.space.limit
-        count = self.centre.numel()
-        if not limit:
-            return self
-        box = self.box
-        if len(box) + count <= limit:
-            return self.worked()
-        flat = box.flatten(1).abs()
-        loss = flat.sum(1) - flat.amax(1)
-        keep = max(0, min(limit - count, len(box)))
-        order = torch.argsort(loss, descending=True)
-        chosen = order[:keep].sort().values
-        boxed = order[keep:]
-        slack = up(self.slack + norm1(box[boxed]))
-        gens = torch.cat([self.gens[: self.fixed], box[chosen]])
-        # names of their own: a column that another form still holds is treated as independent of
-        # it, which only widens
-        blocks = ((next(_fresh_names), keep),) if keep else ()
-        return Form(self.space, self.centre, gens, slack, blocks, self.node).solid()
+        """Return the forms over one common list of symbols; missing columns are zero."""
+        blocks = tuple(dict.fromkeys(block for form in forms for block in form.blocks))
+        return [_over(form, blocks) for form in forms]
 
 
-def _over(x: Form, blocks: tuple[tuple[int, int], ...]) -> Form:
+def _over(x: Form, blocks: Blocks) -> Form:
     if x.blocks == blocks:
         return x
-    start = x.fixed
-    offsets = {}
-    for name, count in x.blocks:
-        offsets[name] = start
-        start += count
-    gens = x.gens.new_zeros(x.fixed + sum(count for _, count in blocks), *x.shape)
+    columns = dict(runs(x.box, x.blocks))
+    gens = x.gens.new_zeros(x.fixed + sum(block.columns for block in blocks), *x.shape)
     gens[: x.fixed] = x.gens[: x.fixed]
-    start = x.fixed
-    for name, count in blocks:
-        if name in offsets:
-            gens[start : start + count] = x.gens[offsets[name] : offsets[name] + count]
-        start += count
+    for block, part in runs(gens[x.fixed :], blocks):
+        if block in columns:
+            part.copy_(columns[block])
     return replace(x, gens=gens, blocks=blocks, _cache=x._cache)
 
 

@@ -14,7 +14,7 @@ from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import signs
 from certcli.enclosure.zonotopes.parabolas import coupled
 from certcli.enclosure.zonotopes.quadratic import matrices
-from certcli.enclosure.zonotopes.rounding import gamma, norm1, norm2, up
+from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
 
 Further = Callable[[Node, Tensor], Tensor]
 """The last node and rows of it, least bound first -> bounds of these rows; once one is not positive, any of the others."""
@@ -43,13 +43,13 @@ def nothing_further(node: Node, rows: Tensor) -> Tensor:
 
 
 def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
-    """Return c + inf A e - max(0, -lambda_min(Q)) - |B|_1 - slack entry by entry, rounded down:
+    """Return c + inf A e - max(0, -lambda_min(Q)) - sup |B n| - slack entry by entry, rounded down:
     below the form's minimum.
 
     further: tried on entries that are not positive then, where there is a way back.
     """
     space = x.space
-    below = x.ball_fall + norm1(x.box) + x.slack
+    below = x.ball_fall + x.box_radius
     if space.squares:
         below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
     bounds = x.centre - up(below + gamma(4) * x.centre.abs(), 8)

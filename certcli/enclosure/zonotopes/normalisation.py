@@ -8,7 +8,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import RSQRT, SQRT
 from certcli.enclosure.zonotopes.pointwise import apply
-from certcli.enclosure.zonotopes.products import TIMES, product, squares
+from certcli.enclosure.zonotopes.products import scaled, squares
 from certcli.enclosure.zonotopes.rounding import gamma, up
 
 
@@ -50,7 +50,7 @@ def layer_norm(
     y = centred(x) if center else x
     v, low, high = mean_square(y, eps)
     inverse = apply(RSQRT, v, low, high).solid()  # one symbol a token, shared by all its features
-    out = product(y, inverse, TIMES, 1)
+    out = scaled(y, inverse)
     if weight is not None:
         out = out.scale(weight)
     return out if bias is None else out.shift(bias)

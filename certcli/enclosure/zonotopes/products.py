@@ -3,17 +3,28 @@ docs/local.md, section 5.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
+from certcli.enclosure.zonotopes.ellipsoids import (
+    ball_parts,
+    fibres,
+    grouped,
+    pairing,
+    rest_parts,
+    root,
+    spectral,
+)
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.quadratic import folded
 from certcli.enclosure.zonotopes.rounding import gamma, up
 
 Contract = Callable[[Tensor, Tensor], Tensor]
+Remainder = Callable[[Form, Form], Tensor]
+"""A bound of |a r' + r a' + r r'| for two forms, entry by entry of their product."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +45,70 @@ class Bilinear:
 
 
 def product(
-    x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None = None
+    x: Form,
+    y: Form,
+    contract: Bilinear,
+    terms: int,
+    frobenius: Contract | None = None,
+    beyond: Remainder | None = None,
 ) -> Form:
     """Return the form of contract(x, y): inner products of `terms` terms.
 
     With x = c + a + r (a the ball part), xy = c c' + c (a' + r') + (a + r) c' + a a' + (a r' + r a'
     + r r'). The ball part a a' = e^T T e has columns of its own, or is at most the Frobenius norm
-    of T (`frobenius`: its square, from A and A').
+    of T (`frobenius`: its square, from A and A'). beyond: bounds the last bracket, beside the bound
+    entry by entry.
     """
     x, y = Form.aligned([x, y])
+    rest = _entrywise(x, y, contract)
+    if beyond is not None:
+        rest = torch.minimum(rest, beyond(x, y))
+    if not x.space.squares:
+        rest = rest + _both(x, y, contract, terms, frobenius)
+    form = _up_to_rest(x, y, contract, terms)
+    return replace(form, slack=up(form.slack + rest), node=_paired(x, y, contract, terms, rest))
+
+
+def _entrywise(x: Form, y: Form, contract: Bilinear) -> Tensor:
+    """Return the bound of |a r' + r a' + r r'| in which nothing cancels."""
+    return contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
+
+
+def _up_to_rest(x: Form, y: Form, contract: Bilinear, terms: int) -> Form:
+    """Return the form of contract(x, y) without what has no columns of its own."""
     space = x.space
-    centre = contract(x.centre, y.centre)
     gens = contract(x.gens, y.centre[None]) + contract(x.centre[None], y.gens)
-    beyond = (
-        contract(x.centre.abs(), y.slack)
-        + contract(x.slack, y.centre.abs())
-        + contract(x.ball_radius, y.rest_radius)
-        + contract(x.rest_radius, y.radius)
-    )
-    both = None if space.squares else _both(x, y, contract, terms, frobenius)
-    node = _paired(x, y, contract, terms, both)
     if space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
-    elif both is not None:
-        beyond = beyond + both
+    linear = contract(x.centre.abs(), y.slack) + contract(x.slack, y.centre.abs())
     loss = gamma(2 * terms + 8) * contract(x.size, y.size)
-    return Form(space, centre, gens, up(beyond + loss, terms + 8), x.blocks, node)
+    slack = up(linear + loss, terms + 8)
+    return Form(space, contract(x.centre, y.centre), gens, slack, x.blocks)
+
+
+def scaled(x: Form, y: Form) -> Form:
+    """Return x y for one number y a fibre, (.., d) x (.., 1) -> (.., d).
+
+    Its last bracket (and a a', where that has no columns) is one vector of the fibre times one
+    number: the vector lies in an ellipsoid, whose symbols are a group. Where no symbols are allowed
+    it is slack.
+    """
+    if not x.space.limit:
+        return product(x, y, TIMES, 1)
+    x, y = Form.aligned([x, y])
+    by_ball = fibres(y.rest_radius[None] if x.space.squares else y.radius[None])[0]
+    by_rest = fibres(y.radius[None])[0]
+    parts = [
+        *((columns * by_ball, width) for columns, width in ball_parts(x)),
+        *((columns * by_rest, width) for columns, width in rest_parts(x)),
+    ]
+    slack = up(fibres(x.slack[None])[0] * by_rest)
+    spread = root(parts, slack)
+    # <|w|, this> is above what rounding moves |R^T w|_2 by
+    lost = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
+    node = _paired(x, y, TIMES, 1, lost)
+    node = None if node is None else replace(node, spread=spread)
+    return grouped(_up_to_rest(x, y, TIMES, 1), spread).known_as(node)
 
 
 def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None) -> Tensor:
@@ -75,14 +124,12 @@ def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract 
     return torch.minimum(up(square.sqrt(), 4), sized)
 
 
-def _paired(x: Form, y: Form, contract: Bilinear, terms: int, both: Tensor | None) -> Node | None:
-    """x y = c y + c' x - c c' + (x - c)(y - c')."""
+def _paired(x: Form, y: Form, contract: Bilinear, terms: int, beyond: Tensor) -> Node | None:
+    """x y = c y + c' x - c c' + (x - c)(y - c'), the last at most `beyond`."""
     if x.node is None or y.node is None:
         return None
     far = x.centre
     other = y.centre
-    beyond = contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
-    beyond = beyond if both is None else beyond + both
     centre = contract(far, other)
     loss = gamma(2 * terms + centre.numel() + BACK) * contract(x.size, y.size)
     first = x.shape
@@ -99,6 +146,31 @@ def _paired(x: Form, y: Form, contract: Bilinear, terms: int, both: Tensor | Non
 TIMES = Bilinear(torch.mul, torch.mul, torch.mul)
 
 
+def crossing(x: Form, y: Form) -> Tensor:
+    """Above |a r' + r a' + r r'| for inner products of the fibres of x with those of y: (.., i, d) x
+    (.., j, d) -> (.., i, j).
+    """
+    slack = fibres(y.slack[None])[0]
+    ball, rest = (_lined_up(part, x) for part in _ball_and_rest(x))
+    other_rest = _lined_up(root(rest_parts(y), slack), y)
+    other = _lined_up(root([*ball_parts(y), *rest_parts(y)], slack), y)
+    rows = [
+        pairing(ball[..., i : i + 1, :, :], other_rest) + pairing(rest[..., i : i + 1, :, :], other)
+        for i in range(x.shape[-2])
+    ]
+    return up(torch.stack(rows, -2))
+
+
+def _ball_and_rest(x: Form) -> tuple[Tensor, Tensor]:
+    """Return roots of the ellipsoids of a and of r, for each fibre."""
+    slack = fibres(x.slack[None])[0]
+    return root(ball_parts(x), torch.zeros_like(slack)), root(rest_parts(x), slack)
+
+
+def _lined_up(root: Tensor, x: Form) -> Tensor:
+    return root.view(*x.shape[:-1], *root.shape[1:])
+
+
 def squares(x: Form) -> Form:
     """sum x_l^2 over the last axis, kept with length 1: (.., d) -> (.., 1)."""
     space = x.space
@@ -112,7 +184,10 @@ def squares(x: Form) -> Form:
     # sum a_l r_l <= |a|_2 |r|_2, |a|_2 <= |A|_F; the squares of r are not negative
     reach = up(total(ball * ball).sqrt(), width)
     far = up(total(rest * rest).sqrt(), width)
-    cross = 2 * torch.minimum(total(ball * rest), reach * far)
+    of_ball, of_rest = _ball_and_rest(x)
+    by_root = pairing(of_ball, of_rest).view(*x.shape[:-1], 1)
+    cross = 2 * torch.minimum(torch.minimum(total(ball * rest), reach * far), by_root)
+    far = torch.minimum(far, spectral(of_rest).view_as(far))
     square = reach * reach
     slack = slack + cross + far * far / 2
     centre = centre + far * far / 2

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.products import TIMES, product
+from certcli.enclosure.zonotopes.reduction import reduced
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
@@ -83,7 +84,7 @@ def negative(x: Form) -> Form:
 register_arithmetic(
     rules,
     Form,
-    lambda x, y: (x + y).reduced(),
+    lambda x, y: reduced(x + y),
     negative,
     lambda x, y: product(x.worked(), y.worked(), TIMES, 1),
 )

@@ -1,10 +1,13 @@
-"""Published formulas, for comparison. NONE of them is a certificate; each says why.
+"""Published formulas, for comparison: `python -m benchmarks.formulas NAME CKPT`. NONE of them is a
+certificate; each says why.
 
 They are evaluated as printed, on the checkpoint's own matrices, with float64 singular values. Their
 results have a type of their own, so that no bound can be built on them.
 """
 
+import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +21,8 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.lipschitz.measured.jacobian import module_inputs
-from certcli.models.build import own_name
+from certcli.models.build import load, own_name
+from certcli.models.open import open_checkpoint
 from certcli.nn.l2_attention import L2Attention
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
@@ -214,4 +218,12 @@ def _layer_of(path: str, module: Any, x: Tensor) -> AttentionLayer:
         query, key, value = (part.chunk(heads) for part in module.qkv.weight.chunk(3))
     return AttentionLayer(
         path, query, key, value, module.proj.weight, x.shape[-2], float(x.double().norm())
+    )
+
+
+if __name__ == "__main__":
+    checkpoint = open_checkpoint(sys.argv[2])
+    found = formula_value(sys.argv[1], load(checkpoint), checkpoint.record.input.size)
+    print(
+        json.dumps({"log10_total": found.log10_total, "layers": found.layers, "flaw": found.flaw})
     )

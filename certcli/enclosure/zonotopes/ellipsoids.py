@@ -1,0 +1,111 @@
+"""Fibres of a form in ellipsoids {R f: |f|_2 <= 1}: what a sum over the fibre can cancel. Proofs:
+docs/local.md, section 5.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm1, up
+from certcli.enclosure.zonotopes.symbols import Block, runs
+
+_SQUARINGS = 3
+"""Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
+
+Part = tuple[Tensor, int]
+"""Columns (k, fibres, d) in groups of a width: symbols with |n|_2 <= 1 for each group."""
+
+
+def ball_parts(x: Form) -> list[Part]:
+    """Return the columns of a form's ball part: one group, or box symbols."""
+    return [(fibres(x.ball), 1 if x.space.boxed else x.space.ball)]
+
+
+def rest_parts(x: Form) -> list[Part]:
+    """Return the columns of all of a form that is not its ball part; slack is `root`'s."""
+    parts = [(fibres(part), block.width) for block, part in runs(x.box, x.blocks)]
+    return [(fibres(x.square), x.space.square), *parts] if x.space.squares else parts
+
+
+def fibres(columns: Tensor) -> Tensor:
+    """Return columns (k, *s, d) as (k, fibres, d)."""
+    return columns.reshape(len(columns), -1, columns.shape[-1])
+
+
+def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
+    """Return R (fibres, d, d) with {sum of the parts + t: |t| <= slack} inside {R f: |f|_2 <= 1}.
+
+    slack: (fibres, d). For any l_g > 0, (sum_g |B_g^T u|)^2 <= sum l_g * sum |B_g^T u|^2 / l_g.
+    """
+    gram = torch.diag_embed(slack)
+    total = up(slack.sum(-1), slack.shape[-1])
+    terms = slack.shape[-1]
+    for columns, width in parts:
+        if not bool(columns.any()):
+            continue
+        grouped = columns.unflatten(0, (-1, width))
+        length = torch.linalg.vector_norm(grouped, dim=(1, 3)) + TINY
+        scaled = (grouped / length.sqrt()[:, None, :, None]).flatten(0, 1).movedim(0, -1)
+        gram = gram + scaled @ scaled.mT
+        total = total + norm1(length)
+        terms += len(columns)
+    gram = total[:, None, None] * gram
+    return factor(gram, terms + 16)
+
+
+def factor(gram: Tensor, terms: int) -> Tensor:
+    """Return R with G <= R R^T for all symmetric G >= 0 that differ from `gram` by the rounding of
+    inner products of `terms` terms, entry by entry.
+
+    R is a Cholesky factor of gram + room, proven by its residue; or sqrt(trace) where that fails.
+    """
+    width = gram.shape[-1]
+    eye = torch.eye(width, dtype=gram.dtype, device=gram.device)
+    trace = up(gram.diagonal(dim1=-2, dim2=-1).sum(-1), terms + width)[..., None, None]
+    rounding = gamma(terms) * trace  # the Frobenius norm of what gram may be off by
+    room = 2 * rounding + 16 * gamma(width) * trace
+    raised = gram + room * eye
+    lower, failed = torch.linalg.cholesky_ex(raised)
+    residue = torch.linalg.matrix_norm(raised - lower @ lower.mT)[..., None, None]
+    lost = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
+    proven = (failed == 0)[..., None, None] & (up(residue + lost, width * width) <= room)
+    return torch.where(proven, lower, up(trace.sqrt(), 4) * eye)
+
+
+def pairing(first: Tensor, second: Tensor) -> Tensor:
+    """Return sup |(R f) . (R' f')| over |f|_2, |f'|_2 <= 1, that is |R^T R'|_2, rounded up: (.., d, d)
+    -> (..).
+    """
+    size = up(_frobenius(first) * _frobenius(second), 4)
+    loss = gamma(first.shape[-2]) * size
+    return torch.minimum(up(spectral(first.mT @ second) + loss, 4), size)
+
+
+def _frobenius(matrix: Tensor) -> Tensor:
+    return up(torch.linalg.matrix_norm(matrix), matrix.shape[-1] * matrix.shape[-2])
+
+
+def spectral(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
+    """Above |X|_2 <= |X|_F, by |X|_2^2 = |X^T X|_2; X^T X is off by at most gamma |X|_F^2: (.., n, m)
+    -> (..).
+    """
+    size = _frobenius(matrix)
+    if not squarings:
+        return size
+    loss = gamma(matrix.shape[-2]) * size * size
+    further = up(spectral(matrix.mT @ matrix, squarings - 1) + loss, 4)
+    return torch.minimum(up(further.sqrt(), 4), size)
+
+
+def grouped(x: Form, root: Tensor) -> Form:
+    """Return x + R f, for a group of symbols f a fibre: R (fibres, d, d)."""
+    width = root.shape[-1]
+    count = len(root)
+    gens = x.gens.new_zeros(len(x.gens) + count * width, *x.shape)
+    gens[: len(x.gens)] = x.gens
+    rows = gens[len(x.gens) :].view(count, width, count, width)
+    rows.diagonal(dim1=0, dim2=2).copy_(root.permute(2, 1, 0))
+    blocks = (*x.blocks, Block.fresh(count * width, width))
+    return Form(x.space, x.centre, gens, x.slack, blocks)

@@ -1,0 +1,61 @@
+"""Order reduction: fewer symbols for one form. Proof: docs/local.md, section 1."""
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.ellipsoids import Part, fibres, grouped, root
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.symbols import Block, lengths, runs
+
+
+def reduced(x: Form) -> Form:
+    """Reduce the symbols to the limit: those whose loss is least become one ellipsoid a fibre.
+
+    Slack becomes symbols where it is worth it, so that no rounding error is counted once a layer
+    again and again.
+    """
+    limit = x.space.limit
+    count = x.centre.numel()
+    if not limit:
+        return x
+    if len(x.box) + count <= limit:
+        return x.worked()
+    blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
+    gens = torch.cat([x.gens[: x.fixed], *columns])
+    kept = Form(x.space, x.centre, gens, torch.zeros_like(x.slack), blocks)
+    return grouped(kept, root(dropped, fibres(x.slack[None])[0])).known_as(x.node)
+
+
+def _sorted_out(x: Form, most: int) -> tuple[tuple[Block, ...], list[Tensor], list[Part]]:
+    """Return blocks and columns of at most `most` symbols of x that are kept, and the parts that
+    are not.
+
+    What is kept has new names: a column that another form still holds is treated as independent of
+    it, which only widens.
+    """
+    places = [
+        (part.unflatten(0, (-1, block.width)), block.width) for block, part in runs(x.box, x.blocks)
+    ]
+    losses = [_loss(groups.flatten(0, 1), width) / width for groups, width in places]
+    widths = torch.cat([torch.full((len(groups),), width) for groups, width in places])
+    order = torch.argsort(torch.cat(losses), descending=True, stable=True).cpu()
+    keep = torch.zeros(len(widths), dtype=torch.bool)
+    keep[order[widths[order].cumsum(0) <= most]] = True
+    blocks = []
+    columns = []
+    dropped = []
+    for (groups, width), chosen in zip(
+        places, keep.split([len(groups) for groups, _ in places]), strict=True
+    ):
+        if bool(chosen.any()):
+            columns.append(groups[chosen].flatten(0, 1))
+            blocks.append(Block.fresh(len(columns[-1]), width))
+        if not bool(chosen.all()):
+            dropped.append((fibres(groups[~chosen].flatten(0, 1)), width))
+    return tuple(blocks), columns, dropped
+
+
+def _loss(columns: Tensor, width: int) -> Tensor:
+    """Return of each group how much more it says of all entries than of one."""
+    flat = lengths(columns.flatten(1), width)
+    return flat.sum(1) - flat.amax(1)

@@ -1,0 +1,63 @@
+"""An option that the chosen method or a switch that is off would drop in silence is refused."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certcli.certify.local_options import Local
+from certcli.certify.smoothing.options import Smoothing
+from certcli.cli.certify.run import _given
+from certcli.finetune.settings import FILLED_IN, SWITCHES, FinetuneSettings
+from certcli.system.errors import UsageError
+from tests.helpers.commands import console
+
+OTHERS: dict[str, Any] = {
+    "mix_probability": 0.3,
+    "penalty_places": (1.0, 1.0, 1.0),
+    "project_radius": 2.0,
+    "adaptive_sam": True,
+    "attack_norm": "l2",
+    "attack_steps": 3,
+    "attack_step_size": 0.1,
+    "trades_beta": 3.0,
+    "ard": 0.3,
+    "prm": 0.3,
+    "mask_decay": 0.3,
+    "attack_ramp": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    "name", sorted({name for group in SWITCHES.values() for name in group} - {*FILLED_IN})
+)
+def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
+    default = FinetuneSettings.__dataclass_fields__[name].default
+    assert OTHERS[name] != default
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}"):
+        FinetuneSettings(loss="ce", optimiser="adamw", **{name: OTHERS[name]})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--method", "lipschitz", "--denoiser", "FILE"),
+        ("--method", "smoothing", "--effort", "branch"),
+        ("--method", "local", "--sigma", "auto"),
+        ("--method", "box", "--method", "bcp", "--samples", "7"),
+    ],
+    ids=" ".join,
+)
+def test_an_option_of_another_method_is_refused(words: tuple[str, ...], workshop: Path) -> None:
+    file = workshop / "plain.safetensors"
+    words = tuple(str(file) if word == "FILE" else word for word in words)
+    done = console("certify", file, "--dataset", "digits", *words)
+    assert done.code == 2
+    assert "is of --method" in done.err
+
+
+def test_defaults_are_not_given() -> None:
+    for kind in (Smoothing, Local):
+        assert _given(kind()) is None
+        assert fields(kind)
