@@ -254,8 +254,8 @@ def _schedule(config: Mapping[str, Any], path: str) -> Schedule:
         )
     if not 2 <= steps <= MOST_STEPS or steps != schedule.num_train_timesteps:
         raise ArchitectureError(f"{path}: {steps} steps make no schedule")
-    left = schedule.alpha_bars
-    if not bool((left.diff() < 0).all() and left[0] < 1 and left[-1] >= 0):
+    signal = schedule.alpha_bars
+    if not bool((signal.diff() < 0).all() and signal[0] < 1 and signal[-1] >= 0):
         raise ArchitectureError(f"{path}: the noise does not grow from step to step")
     return schedule
 

@@ -267,8 +267,8 @@ RUN = (
 )
 
 
-def run_with(sigma: object) -> tuple[object, ...]:
-    """Return the words of RUN with another sigma: an option that is typed twice is refused."""
+def with_sigma(sigma: object) -> tuple[object, ...]:
+    """Return the words of RUN with another sigma: two are refused."""
     place = RUN.index("--sigma") + 1
     return (*RUN[:place], sigma, *RUN[place + 1 :])
 
@@ -303,7 +303,7 @@ def test_smoothing_certifies_what_no_bound_can(workshop: Path, tmp_path: Path) -
         (row.get("index"), row.get("radius")) for row in stripped(whole)[1:]
     ]
     for words, named in (
-        (run_with(0.3), "parameters sigma is 0.2 there and 0.3 here"),
+        (with_sigma(0.3), "parameters sigma is 0.2 there and 0.3 here"),
         ((*RUN, "--alpha", 0.01), "parameters alpha"),
         ((*RUN, "--seed", 1), "parameters seed"),
         ((*RUN, "--precision", "bf16"), "parameters arithmetic"),
@@ -389,7 +389,7 @@ def test_auto_builds_the_network_once_and_names_what_lacks_a_rule(
 
 def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:
     net = workshop / "plain.safetensors"
-    words = ("certify", net, *run_with("auto"), "--limit", 4)
+    words = ("certify", net, *with_sigma("auto"), "--limit", 4)
     done = attempt(*words, "--json")
     table = json.loads(done.stdout)
     chosen = table["sigma_chosen"]
@@ -427,7 +427,7 @@ def test_radii_beyond_enough_are_not_drawn_for(
 
 
 def test_a_network_that_abstains_everywhere_is_said_to(workshop: Path) -> None:
-    done = attempt("certify", workshop / "plain.safetensors", *run_with(40), "--limit", 4)
+    done = attempt("certify", workshop / "plain.safetensors", *with_sigma(40), "--limit", 4)
     assert done.exit_code == 0
     assert "abstains on every image" in done.stderr
     assert "abstained" in done.stdout
