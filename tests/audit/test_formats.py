@@ -4,6 +4,7 @@ stay text.
 
 import csv
 import json
+import math
 import re
 import shlex
 from html import unescape
@@ -223,7 +224,7 @@ def test_a_card_is_yaml_and_its_figures_are_the_audits(folder: Path, certified_a
     }
     held = certified_audit["certificates"][0]["certified"]["0.3"]
     share, (low, high) = held["share"], held["interval"]
-    between = f"{100 * low:.0f} to {100 * high:.0f} %"
+    between = f"{math.floor(100 * low)} to {math.ceil(100 * high)} %"  # outward
     assert found[
         f"certified accuracy, l2 0.3, lipschitz (proven), n = 24 (95 % interval {between})"
     ] == pytest.approx(share, abs=1e-6)
