@@ -2,6 +2,7 @@
 # make gpu: the tests that need a GPU, and a table of what each command takes on it.   make soundness: the long campaigns.
 # make mutants: how many small faults in the code on which certificates rest the tests notice.
 # make test-elsewhere: the tests in another order, with other thread counts and instructions, on a busy machine.
+# make test-commands: types every command that a page, a hint or the code names, on small networks.
 # make docs: the documentation site, in site/.   make tutorial: types it again.
 # make release-check: what would be pushed, installed into an empty environment.   make test-min: the oldest dependencies.
 # TORCH_INDEX: where torch and torchvision come from, together. Without a GPU: https://download.pytorch.org/whl/cpu
@@ -15,7 +16,7 @@ TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_
 # without its dependencies, of which it imports only those that certvit has, and pins others to versions of 2021
 ATTACKS := "torchattacks>=3.5.1"
 
-.PHONY: install demo test test-elsewhere test-min check gpu soundness mutants docs test-converters tutorial release-check clean
+.PHONY: install demo test test-commands test-elsewhere test-min check gpu soundness mutants docs test-converters tutorial release-check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +40,9 @@ check: install
 # two workers of one thread each: more threads only wait for each other
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+
+test-commands: install
+	CERTVIT_COMMANDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/project/test_printed_commands.py
 
 # the tests as on another machine: another order, thread count and processor, and something else that wants the cores
 test-elsewhere: install
@@ -67,6 +71,9 @@ release-check:
 	$(VENV)/empty/bin/pip install --quiet $(TORCH)
 	$(VENV)/empty/bin/pip install --quiet dist/*.whl
 	-$(VENV)/empty/bin/certvit doctor
+	! $(VENV)/empty/bin/pip list --format=freeze | grep -iE "^(torchattacks|requests|urllib3|chardet)==|^idna==2"
+	$(VENV)/build/bin/pip install --quiet pip-audit
+	$(VENV)/build/bin/pip-audit --skip-editable --path $$($(VENV)/empty/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	cd $(VENV)/empty && bin/certvit init certvit_vit_digits -o init.safetensors && \
 		bin/certvit finetune init.safetensors --dataset digits --loss ce --lr 2e-3 --noise 0.1 --epochs 20 -o digits.safetensors && \
 		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --fail-on "clean<0.5" --html audit.html && \
@@ -91,8 +98,9 @@ soundness: install
 	$(BIN)/python -m tests.soundness.coverage_campaign --runs 10000000
 	$(BIN)/python -m tests.soundness.coverage_campaign --drawn --runs 200000
 	$(BIN)/python -m tests.soundness.attack_campaign --attacks 100000
-	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/system/test_cuda_path.py \
-		tests/enclosure/test_zonotope_networks.py tests/attack/test_families.py tests/soundness/test_faults.py
+	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/rounding/test_every_rule.py \
+		tests/rounding/test_every_operation.py tests/system/test_cuda_path.py \
+		tests/enclosure/test_zonotope_networks.py tests/enclosure/test_every_rule.py tests/attack/test_families.py tests/soundness/test_faults.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --nodes 100000
 
@@ -110,14 +118,16 @@ test-converters:
 	$(VENV)/transformers/bin/pip install --quiet diffusers
 	$(VENV)/transformers/bin/python -m tests.models.diffusers_outputs
 
-# tools of its own, beside which certvit is looked up. The site carries the script of mermaid, where npm has it, so that it needs no internet
+# tools of its own, beside which certvit is looked up. The site carries the scripts of mermaid and of the search, where npm has
+# them, so that pictures and search work from a disk without internet
 docs: install
 	$(PYTHON) -m venv $(VENV)/docs
 	$(VENV)/docs/bin/pip install --quiet "mkdocs-material>=9.5,<10" "mkdocs>=1.6,<2" latex2mathml
 	-cd $(VENV)/docs && npm pack --silent mermaid@11 && tar xzf mermaid-11*.tgz package/dist/mermaid.min.js
+	-cd $(VENV)/docs && npm pack --silent iframe-worker@1 && tar xzf iframe-worker-1*.tgz package/shim/index.js
 	at='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$at" > "$$($(VENV)/docs/bin/python -c "$$at")/certvit.pth"
-	NO_MKDOCS_2_WARNING=1 MERMAID=$(abspath $(VENV))/docs/package/dist/mermaid.min.js $(VENV)/docs/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 NPM=$(abspath $(VENV))/docs/package $(VENV)/docs/bin/python -m mkdocs build --strict
 
 tutorial: install
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/tutorial.py

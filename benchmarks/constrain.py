@@ -193,7 +193,7 @@ def steps(
     basis = eigenbasis(gram)
     exact = seconds(lambda: project_one(start.double(), centre, basis, budget), 15)
     start_of_step = clock()
-    result = constrain_layer(layer, ConstrainSettings(eta=eta))
+    result = constrain_layer(layer, ConstrainSettings(eta=eta, ridge=None))
     whole = clock() - start_of_step
     total = taken * (passes + step)
 
@@ -249,7 +249,7 @@ def norms(layers: dict[str, LayerStatistics], etas: tuple[float, ...], names: li
         for name in names:
             start = time.perf_counter()
             results = [
-                constrain_layer(layer, ConstrainSettings(name, eta=eta))
+                constrain_layer(layer, ConstrainSettings(name, eta=eta, ridge=None))
                 for layer in layers.values()
             ]
             spent = time.perf_counter() - start
@@ -276,7 +276,7 @@ def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
     collecting = time.perf_counter() - start
     start = time.perf_counter()
     worked = clock()
-    results = [constrain_layer(layer, ConstrainSettings()) for layer in layers.values()]
+    results = [constrain_layer(layer, ConstrainSettings(ridge=None)) for layer in layers.values()]
     solving = time.perf_counter() - start
     worked = clock() - worked
     gaps = [result.gap for result in results if result.gap is not None]
@@ -304,7 +304,7 @@ def precision(
             for part in (capture(model, path, images) for images in images.split(batch))
         )
         result = constrain_layer(
-            replace(layer, grams=gram[None], held_out=None), ConstrainSettings(eta=0.01)
+            replace(layer, grams=gram[None], held_out=None), ConstrainSettings(eta=0.01, ridge=None)
         )
         change = result.weight.double().flatten(1) - layer.weight
         error = float((energy(change, layer.grams)[0] / layer.energies[0]).sqrt())

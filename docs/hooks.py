@@ -36,8 +36,14 @@ WITH_FORMULAS = {
 }
 """Pages whose sentences hold formulas; a letter that stands alone is one there."""
 TITLES: dict[str, str] = {}
-MERMAID = Path(os.environ.get("MERMAID", ""))
-"""mermaid.min.js; without it, the theme loads it from the internet when a page with a picture is opened."""
+NPM = Path(os.environ.get("NPM", "nowhere"))
+"""Packages that `make docs` unpacked."""
+MERMAID = NPM / "dist" / "mermaid.min.js"
+"""Without it, the theme loads it from the internet when a page with a picture is opened."""
+WORKER = NPM / "shim" / "index.js"
+"""Lets pages from a disk search; without it, pages search where a server sends them."""
+WORKER_ADDRESS = "https://unpkg.com/iframe-worker/shim"
+"""From where the theme's plugin `offline` would load it."""
 
 
 def on_config(config: Any) -> Any:
@@ -78,7 +84,21 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, name, content=text))
     if MERMAID.is_file():
         files.append(File.generated(config, "assets/mermaid.min.js", abs_src_path=str(MERMAID)))
+    if WORKER.is_file():
+        files.append(File.generated(config, "assets/iframe-worker.js", abs_src_path=str(WORKER)))
     return files
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Fetch nothing: the script of the search from disk comes with the site, or is left out."""
+    up = "../" * page.file.src_uri.count("/")
+    local = f'<script src="{up}assets/iframe-worker.js"></script>' if WORKER.is_file() else ""
+    return output.replace(f'<script src="{WORKER_ADDRESS}"></script>', local)
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """The same for 404.html, which a server sends: its search needs no script."""
+    return output.replace(f'<script src="{WORKER_ADDRESS}"></script>', "")
 
 
 def _first_page(index: str) -> str:

@@ -80,8 +80,9 @@ class AdaptSettings:
     keep: Annotated[
         float | None,
         Option(
-            "With --goal keep: share of first choices to keep while more parts change for a lower bound. 0.98 with "
-            "--dataset; else 1, which changes norms alone."
+            "With --goal keep: fraction of top-1 predictions to preserve while parts "
+            "change for a lower bound. Default: 0.98 with --dataset, else 1 (only norms "
+            "change)."
         ),
     ] = None
     attention: Annotated[
@@ -93,7 +94,8 @@ class AdaptSettings:
     norm: Annotated[
         str,
         Option(
-            "center, floor (LayerNorm above a floor), fold (center, multiplied into the next map), keep."
+            "center, floor (LayerNorm above a floor), fold (center, multiplied into the "
+            "next map), keep."
         ),
     ] = None  # type: ignore[assignment]
     norm_floor: Annotated[
@@ -102,7 +104,7 @@ class AdaptSettings:
     ] = None
     residual: Annotated[str, Option("convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None  # type: ignore[assignment]
     activation: Annotated[
-        str, Option("keep, or of slope 1: relu, maxmin (loses no gradient norm).")
+        str, Option("keep, relu, or maxmin (which loses no gradient norm); both have slope 1.")
     ] = "keep"
     head: Annotated[
         tuple[int, ...] | None,
@@ -114,11 +116,16 @@ class AdaptSettings:
     epochs: Annotated[
         int,
         _fitting(
-            "AdamW epochs a block; 0: closed forms only; -1: no images. 3, or 0 where only norms change."
+            "AdamW epochs a block; 0: closed forms only; -1: no images. Default: 3, or "
+            "0 where only norms change."
         ),
     ] = None  # type: ignore[assignment]
     distill: Annotated[
-        int, _fitting("Final epochs on the old network's logits; 5, or 0 without --epochs.")
+        int,
+        _fitting(
+            "Epochs of distillation from the old network, at the end. Default: 5, or 0 "
+            "without --epochs."
+        ),
     ] = None  # type: ignore[assignment]
     lr: Annotated[float, _fitting("Learning rate, relative to the size of each tensor.")] = 5e-3
     batch_size: int = 64

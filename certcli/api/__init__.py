@@ -8,6 +8,7 @@ pixel l2, as a number or "8/255". Errors are CertvitError.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,8 @@ from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import options_of, prepare
 from certcli.certify.options import Options
 from certcli.certify.patch.options import Patches
-from certcli.certify.predicting import Prediction, Predictor
+from certcli.certify.predicting import MOST_LIKELY, Prediction, Predictor
+from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.evaluation.radii import Norm
@@ -229,6 +231,7 @@ def certify(
     labels: Labels = None,
     *,
     method: str = "lipschitz",
+    denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
     **options: Any,
@@ -238,6 +241,9 @@ def certify(
     Args:
         method: lipschitz, local, local-lip, bcp, smoothing (options: sigma, samples, ...), patch
             (patches, ...).
+        denoiser: Of smoothing, before the network: a module from noisy pixels (b, c, h, w) to
+            pixels, told the noise where its forward has a parameter `sigma`; diffusers'
+            (unet, scheduler) or a pipeline with both; or a path as `--denoiser` takes it.
         options: Fields of the method's options.
     """
     checkpoint = _classifier(source)
@@ -245,6 +251,11 @@ def certify(
     if "batch_size" in arguments.names_of(kind):
         options = options | {"batch_size": batch_size}
     chosen = _options(kind, options, method)
+    if denoiser is not None:
+        if not isinstance(chosen, Smoothing):
+            raise UsageError(f"method {method} has no denoiser", "method='smoothing'")
+        name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
+        chosen = replace(chosen, **{name: denoiser})
     certifier = prepare(method, checkpoint, torch.device(device), chosen)
     batches = run_certifier(certifier, _images(checkpoint, data, labels), batch_size)
     return Certificates(row for rows in batches for row in rows)
@@ -268,19 +279,20 @@ def predict(
     *,
     defence: str = "none",
     prove: bool = False,
+    top: int = MOST_LIKELY,
     device: str = "cpu",
     **options: Any,
 ) -> list[Prediction]:
-    """Return the class of each image (n, c, h, w).
+    """Return the class of each image (n, c, h, w), and the most likely ones (`top`).
 
     Args:
         defence: "patch" for the classifier of `certify(method="patch")`, with the same options.
         prove: Also return the patches that cannot change the class.
+        top: The number of most likely classes; a defence lists none.
     """
     checkpoint = _classifier(source)
-    predictor = Predictor(
-        checkpoint, torch.device(device), defence, _options(Patches, options, "predict")
-    )
+    patches = _options(Patches, options, "predict")
+    predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
     chosen = _images(checkpoint, pixels, None, labelled=False)
     return [
         one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)

@@ -179,6 +179,19 @@ def as_given(name: str, value: Any) -> Any:
     return value
 
 
+def denoiser(name: str, value: Any) -> Any:
+    """Return a path as a Path, and an object that may be a denoiser as it is."""
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    holds_unet = hasattr(value, "unet") and hasattr(value, "scheduler")
+    if not isinstance(value, (nn.Module, tuple, list)) and not holds_unet:
+        raise UsageError(
+            f"{name}={shown(value)}: no denoiser",
+            "a module, a path, or diffusers' (unet, scheduler)",
+        )
+    return value
+
+
 READERS: dict[str, Callable[[str, Any], Any]] = {
     "source": source,
     "mean": statistics,
@@ -205,10 +218,12 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "iterations": lambda name, value: whole_number(name, value, 1),
     "batch_size": lambda name, value: whole_number(name, value, 1),
     "method": word,
+    "denoiser": denoiser,
     "certificates": as_given,
     "sizes": sizes,
     "defence": word,
     "prove": answer,
+    "top": lambda name, value: whole_number(name, value, 1),
     "radii": radii,
     "eps": radius,
     "attacks": words,
@@ -239,6 +254,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     plain = plain_value(value)
     if name == "seed":
         return whole_number(name, value, 0)
+    if "Path" in str(hint) and plain is not None:
+        return path(name, value)
     if name in _RADII and plain is not None:
         plain = _read_quotients(name, plain)
     if isinstance(plain, str) and "tuple" in str(hint):

@@ -4,7 +4,7 @@ images.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -331,13 +331,11 @@ class Campaign:
         self,
         file: RecordFile | None = None,
         team: Team = ALONE,
-        aside: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[int, list[AttackRecord]]]:
         """(number of the task, records of one portion), in order; what `file` holds already is
         read, not attacked again.
 
-        Only the leader of several processes is handed records, without images; what it does `aside`
-        keeps the others from nothing.
+        Only the leader of several processes is handed records, without images.
         """
 
         def cached(portion: Portion) -> list[AttackRecord] | None:
@@ -349,9 +347,7 @@ class Campaign:
         def find(portion: Portion) -> list[AttackRecord]:
             return self.attack(portion, team.size)
 
-        dealt = team.deal(
-            self.portions, find, cached, packed, partial(unpacked, AttackRecord), aside
-        )
+        dealt = team.deal(self.portions, find, cached, packed, partial(unpacked, AttackRecord))
         for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
             if new and file is not None:
                 file.write({**row, "task": number} for row in packed(rows))
@@ -377,10 +373,9 @@ def read_again(
     return unpacked(AttackRecord, rows)
 
 
-def checked_batch(task: Task, count: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """A class-balanced sample for the checks of the evaluation: (b, c, h, w) pixels, (b,) labels, b
-    <= count.
-    """
-    sample = task.images.limit(count, seed)
-    pixels, labels = sample.tensors()
-    return pixels.to(like.device, like.dtype), labels
+def pixels_of(task: Task, records: Sequence[AttackRecord], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Images and labels of records, where and as `like` is: (b, c, h, w), (b,)."""
+    places = {index: place for place, index in enumerate(task.images.indices.tolist())}
+    positions = [places[record.index] for record in records]
+    pixels = task.images.fetch(positions)
+    return pixels.to(like.device, like.dtype), task.images.labels[positions].to(like.device)

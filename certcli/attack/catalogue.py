@@ -64,7 +64,7 @@ ATTACKS = AttackRegistry(
     Attack(
         "pgd",
         "certcli.attack.families.gradient:pgd",
-        "projected gradient ascent of the cross entropy from a random start",
+        "projected gradient ascent of the cross entropy",
         "Madry et al. 2018, Towards deep learning models resistant to adversarial attacks",
     ),
     Attack(

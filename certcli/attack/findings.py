@@ -2,7 +2,7 @@
 programs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from typing import Any
@@ -10,41 +10,62 @@ from typing import Any
 from torch import nn
 
 from certcli.attack import checks
-from certcli.attack.campaign import Stage, Task, checked_batch
+from certcli.attack.campaign import Campaign, Stage, Task, pixels_of
 from certcli.attack.certified_radii import CertifiedImage
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.region import Region
-from certcli.evaluation.resumed import Resumed
+from certcli.evaluation.resumed import Piece, Resumed, compute_again
 
-MODEL_CHECKED = 32
-ATTACK_CHECKED = (8, 32)
-"""Images that the checks of the model, and at least and at most those of the attacks (a tenth of all, between)."""
+CHECKED = (4, 32)
+"""Images that the checks look at, at least and at most."""
+SHARE = 0.1
+"""Of the run's passes that the checks may take, beyond those of the fewest images."""
+PASSES = 3
+"""Of an image through the network: at the image, at the image again, after FGSM's step."""
+
+USUAL = 8
+"""Of the portions of an earlier run, one in this number is attacked again where nothing rests on them."""
 
 
 def inspect(
-    model: nn.Module, source: nn.Module | None, task: Task, settings: AttackSettings
+    model: nn.Module,
+    source: nn.Module | None,
+    task: Task,
+    records: Sequence[AttackRecord],
+    settings: AttackSettings,
+    passes: int,
 ) -> tuple[checks.Flag, ...]:
-    """Flags about the net whose gradients are used, on a class-balanced sample; attacks at the
-    smallest radius above 0.
+    """Flags about the net whose gradients are used, and about the attacks at the smallest radius
+    above 0.
 
     The checks of attacks are left out where images have radii of their own, and with a `source`: a
     transfer may be weak.
+
+    Args:
+        records: of images of the task that were attacked already; some of them are looked at.
+        passes: of one image through the network that the whole run takes; `SHARE` of them are
+            spent.
     """
-    like = next(model.parameters())
-    pixels, labels = checked_batch(task, MODEL_CHECKED, settings.seed, like)
-    flags = checks.inspect_model(source or model, pixels, labels, seed=settings.seed)
-    radii = [radius for radius in task.stage.radii if radius > 0]
-    if task.own is not None or source is not None or not radii:
+    radius = next((radius for radius in task.stage.radii if radius > 0), None)
+    alone = task.own is not None or source is not None or radius is None
+    rows = [record for record in records if alone or record.epsilon == radius]
+    rows = list({record.index: record for record in rows}.values())
+    smallest, largest = CHECKED
+    limit = int(SHARE * passes)
+    count = min(largest, max(smallest, limit // (2 * PASSES)))
+    rows = rows[:: max(1, len(rows) // count)][:count]
+    images, labels = pixels_of(task, rows, next(model.parameters()))
+    first = checks.first_pass(source or model, images, labels, seed=settings.seed)
+    flags = checks.inspect_model(source or model, images, labels, first, seed=settings.seed)
+    if alone or radius is None:
         return flags
-    minimum, maximum = ATTACK_CHECKED
-    count = min(maximum, max(minimum, len(task.images) // 10))
-    pixels, labels = checked_batch(task, count, settings.seed, like)
-    return flags + checks.inspect_attacks(
-        model, pixels, labels, Region(task.stage.norm, radii[0]), settings
-    )
+    region = Region(task.stage.norm, radius)
+    attacked = checks.Attacked(images, labels, rows, task.stage.plan, region)
+    rest = limit - PASSES * len(rows)
+    return flags + checks.inspect_attacks(model, attacked, first, settings, rest)
 
 
 @dataclass(frozen=True)
@@ -159,3 +180,54 @@ def findings_of(
     return Findings(
         tuple(summary_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags)
     )
+
+
+def attack_again(
+    campaign: Campaign,
+    records: Mapping[int, Sequence[AttackRecord]],
+    taken: int,
+    minimum: float | None,
+    every: bool,
+    where: str,
+) -> Resumed:
+    """Attack portions of the first `taken` records again; DataError when one does not agree.
+
+    An image is attacked together with its portion, from one seed, so a portion is the least that
+    can be repeated.
+
+    Args:
+        records: all records, by number of the task.
+        minimum: share of the first task's images that must withstand its smallest radius.
+    """
+    portions: list[list[AttackRecord]] = []
+    remaining = iter(row for number in sorted(records) for row in records[number])
+    for portion in campaign.portions:
+        if taken <= 0:
+            break
+        portions.append([next(remaining) for _ in campaign.keys(portion)])
+        taken -= len(portions[-1])
+    smallest = min(campaign.tasks[0].stage.radii, default=None)
+
+    def hits(number: int, rows: Sequence[AttackRecord]) -> int:
+        has_own_radii = campaign.tasks[0].own is not None
+        return sum(
+            row.withstood
+            for row in rows
+            if number == 0 and (has_own_radii or row.epsilon == smallest)
+        )
+
+    def disagreements(places: Sequence[int]) -> Iterator[str]:
+        for place in places:
+            repeated = campaign.attack(campaign.portions[place])
+            for record, now in zip(portions[place], repeated, strict=True):
+                if not record.agrees(now):
+                    which = f"image {record.index} at {record.epsilon:g} in {where}"
+                    outcomes = f"it says {record.outcome}, attacked again {now.outcome}"
+                    yield f"the record of {which} does not agree: {outcomes}"
+
+    pieces = [
+        Piece(len(rows), hits(number, rows))
+        for (number, _), rows in zip(campaign.portions, portions, strict=False)
+    ]
+    usual = -(-len(pieces) // USUAL)
+    return compute_again(pieces, disagreements, gate=bool(minimum), every=every, usual=usual)

@@ -32,12 +32,15 @@ class Preset:
     open_choices: str
 
 
+MADRY = 2.5
+"""Radii over all steps, each as long as the others: the choice of Madry et al. 2018."""
+
+
 def _part(
     norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None
 ) -> PresetPart:
-    return PresetPart(
-        Region(norm, radius), planned_attacks(names, AttackSettings(step_size=step_size))
-    )
+    settings = AttackSettings(step_size=step_size, relative_step=MADRY)
+    return PresetPart(Region(norm, radius), planned_attacks(names, settings))
 
 
 _CAUCHY_CW = Planned(
@@ -68,8 +71,9 @@ PRESETS = {
                 _part(
                     "linf",
                     8 / 255,
-                    Planned("cw-20", "margin-pgd", AttackSettings(steps=20)),
-                    *planned_attacks(("pgd-20", "pgd-100"), AttackSettings()),
+                    Planned("cw-20", "margin-pgd", AttackSettings(steps=20, relative_step=MADRY)),
+                    "pgd-20",
+                    "pgd-100",
                 ),
             ),
             "The paper gives no step size (here 2.5 radius / steps), and CW a radius in linf: that is read as 20 steps of "

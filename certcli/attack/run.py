@@ -12,6 +12,7 @@ from certcli.attack.crafting import seeded
 from certcli.attack.eight_bit import nearest_within, rounded
 from certcli.attack.judge import Judgement, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
+from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.system.errors import UsageError
@@ -57,6 +58,24 @@ class AttackRecord:
     def withstood(self) -> bool:
         return all(outcome is True for outcome in self.robust.values())
 
+    @property
+    def outcome(self) -> str:
+        """What became of the image, in words."""
+        if not self.correct:
+            return f"class {self.prediction}"
+        if self.norm is None:
+            return "withstood"
+        return f"broken by {self.broken_by} at distance {attacked_radius(self.norm, 4)}"
+
+    def agrees(self, other: "AttackRecord") -> bool:
+        """Tell whether both are records of the same attack. Distances may differ by `SAME`."""
+        for mine, its in ((self.norm, other.norm), (self.l2, other.l2)):
+            if (mine is None) != (its is None):
+                return False
+            if abs((mine or 0.0) - (its or 0.0)) > SAME * (its or 0.0):
+                return False
+        return all(getattr(self, name) == getattr(other, name) for name in _REPEATED)
+
     def to_json(self) -> dict[str, Any]:
         """All fields but the images, as plain values."""
         return {name: getattr(self, name) for name in _STORED}
@@ -70,6 +89,9 @@ class AttackRecord:
 _STORED = tuple(
     item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial")
 )
+_REPEATED = tuple(name for name in _STORED if name not in ("norm", "l2", "as_8bit"))
+SAME = 1e-3
+"""Relative: how far two distances may differ. Gradient steps in float32 may end in other digits."""
 
 
 def attack_images(

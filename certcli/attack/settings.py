@@ -1,5 +1,6 @@
 """What an attack may spend, and a plan of attacks in the order in which they run."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,9 @@ class AttackSettings:
 
     steps: gradient steps of one run. restarts: independent runs, made by `run`, on the images that
         are still unsolved.
-    step_size: length of a step in pixel units; None is `relative_step * radius / steps`. seed: of
-        every draw.
+    step_size: length of every step in pixel units. relative_step: every step is `relative_step *
+        radius / steps` long. Neither: the steps fall from 2 radius to 0 (`step`). seed: of every
+        draw.
     classes: number of classes k; None asks the model. targets: classes tried by targeted attacks,
         at most k - 1.
     queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the
@@ -43,7 +45,7 @@ class AttackSettings:
     steps: int | None = None
     restarts: int = 1
     step_size: float | None = None
-    relative_step: float = 2.5
+    relative_step: float | None = None
     seed: int = 0
     classes: int | None = None
     targets: int = 9
@@ -83,21 +85,30 @@ class AttackSettings:
         return self.seed + 1_000_003 * self.restart
 
     @property
+    def classical(self) -> bool:
+        """Whether all steps are equally long, as Madry et al. have them."""
+        return self.step_size is not None or self.relative_step is not None
+
+    @property
     def stops(self) -> bool:
         """Whether a success ends a run. On a random net one lucky draw is none: the end is judged,
         on the average.
         """
         return self.stop_early and self.samples == 1
 
-    def step(self, region: Region, steps: int, images: Tensor) -> Tensor:
-        """alpha, (b, 1, 1, 1): the given step size, else relative_step * radius / steps (2.5 is
-        Madry et al.'s choice).
+    def step(self, region: Region, turn: int, steps: int, images: Tensor) -> Tensor:
+        """alpha_t = radius (1 + cos(pi t / steps)), or the constant that was chosen: (b, 1, 1, 1).
+
+        Where gradients are steep, steps of one length leap over what the last, short ones reach.
+        `relative_step` 2.5 is Madry et al.'s choice.
+        Source: Loshchilov & Hutter 2017, Eq. 5 (the curve); docs/attack.md shows the choice.
         """
         radii = region.radii(images)
-        usual = self.relative_step * radii / steps
-        return per_image(
-            usual if self.step_size is None else torch.full_like(radii, self.step_size), images
-        )
+        if self.step_size is not None:
+            return per_image(torch.full_like(radii, self.step_size), images)
+        if self.relative_step is not None:
+            return per_image(self.relative_step * radii / steps, images)
+        return per_image((1 + math.cos(math.pi * turn / steps)) * radii, images)
 
 
 Craft = Callable[[nn.Module, Tensor, Tensor, Region, AttackSettings], Tensor]

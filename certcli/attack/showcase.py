@@ -11,7 +11,6 @@ from certcli.attack.eight_bit import rounded
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.region import Norm, Region, image_norms
-from certcli.images.labelled import Images
 
 ROWS = 4
 
@@ -98,22 +97,3 @@ def beside(
         )
         pictures.append(replace(other_net, crafted_here=False, as_8bit=filed != shown.label))
     return pictures
-
-
-def class_names(images: Images, classes: int, names: Sequence[str] | None = None) -> list[str]:
-    """A name for each of the k classes: as the checkpoint says, else ImageNet's, else the
-    dataset's, else numbers.
-    """
-    if names is not None and len(names) == classes:
-        return list(names)
-    if classes == 1000:
-        import certcli.system.compat  # noqa: F401
-
-        # isort: split
-        from timm.data import ImageNetInfo
-
-        info = ImageNetInfo("imagenet-1k")
-        return [info.index_to_description(number).split(",")[0] for number in range(classes)]
-    if len(images.classes) == classes:
-        return list(images.classes)
-    return [str(number) for number in range(classes)]

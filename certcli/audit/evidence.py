@@ -1,6 +1,4 @@
-"""What an audit found, as the evidence that the commands would have written, for `log` and `log
---verify`.
-"""
+"""What an audit found, as the evidence that the commands would have written, for `log` and `verify`."""
 
 from typing import Any
 

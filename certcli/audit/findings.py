@@ -29,6 +29,7 @@ Key = tuple[str, str]
 class Findings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
+    input: channels, height and width of an image.
     exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image
         without and with a patch.
     images: that are judged. samples: of each share the outcome of its images, in the order in which
@@ -39,6 +40,7 @@ class Findings:
     """
 
     parameters: int = 0
+    input: tuple[int, int, int] = (0, 0, 0)
     changed: bool = False
     bound: GlobalBound | None = None
     slope: Slope | None = None

@@ -28,6 +28,8 @@ from certcli.report.document import CertifiedShares, Dataset, PatchShares, Share
 from certcli.system.errors import DataError
 from certcli.system.processes import ALONE, Team
 
+FIRST_BATCH = 8
+"""Images of the first batch that is classified; each further one is twice as large, to --batch-size."""
 CAREFUL = 1.25
 """A batch begins only if this multiple of the longest batch's seconds is left."""
 BF16_GAIN = 3.0
@@ -48,17 +50,23 @@ def predictions(
 ) -> tuple[list[int], float]:
     """The class of each of the first n images, and seconds an image at worst. DataError when the
     network gives NaN.
+
+    Batches grow from FIRST_BATCH, so that a slow machine has an answer about some images.
     """
     device = next(model.parameters()).device
     classes_so_far: list[int] = []
+    size = min(FIRST_BATCH, batch_size)
     longest = 0.0
+    longest_size = 1
     broken = False
 
     @torch.no_grad()
     def classify() -> tuple[list[int], float]:
-        positions = own(team, images, len(classes_so_far), batch_size)
+        positions = own(team, images, len(classes_so_far), size)
         pixels = images.fetch(positions) if positions else None
-        images.expect_at(len(classes_so_far) + (team.size + team.rank) * batch_size, batch_size)
+        following = min(2 * size, batch_size)
+        begin = len(classes_so_far) + team.size * size + team.rank * following
+        images.expect_at(begin, following)
         if pixels is None:
             return [], 0.0
         started = time.perf_counter()
@@ -68,15 +76,18 @@ def predictions(
         return logits.argmax(1).tolist(), time.perf_counter() - started
 
     def enough() -> bool:
-        return part.left < CAREFUL * longest
+        return part.left < CAREFUL * longest * max(1.0, size / longest_size)
 
     while len(classes_so_far) < len(images) and not broken:
         parts, broken = together(team, part, classify)
         for classes, seconds in parts:
             classes_so_far += classes
-            longest = max(longest, seconds)
+            if seconds > longest:
+                longest = seconds
+                longest_size = len(classes)
+        size = min(2 * size, batch_size)
         broken = team.agree(enough) or broken
-    return classes_so_far, longest / max(1, min(batch_size, len(classes_so_far)))
+    return classes_so_far, longest / longest_size
 
 
 def own(team: Team, images: Images, done: int, size: int) -> list[int]:

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from certcli.attack.settings import PIXELS
 from certcli.audit.gates import FailOn
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import require_radii
 
 AUTO = "auto"
+FLOAT = PIXELS[0]
+FARTHEST = 1.5
+"""Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
 
 
 @dataclass(frozen=True)
@@ -19,25 +23,31 @@ class Plan:
     Args:
         radii: pixel l2, ascending, at which images are certified and attacked; gates add theirs.
         sigma: of smoothing; None takes the smallest radius above 0, or what the gates need.
+        attacks: in turn. Ten steps of each loss break as many images as twenty of each, and more
+            than twenty of one (docs/attack.md).
         methods: of certificates; none takes those that suit the network.
         patches: sizes as --patch spells them; none takes 2 % of a photograph, where no proof of the
             network is useful.
         precision: of smoothing and of the attacks' own passes; "auto" takes bf16 for large networks
             where the machine multiplies matrices in it, else float32.
+        pixels: "8bit": attacks search among images that a file can hold.
+        denoiser: path of one that noisy images pass before a smoothed network.
         budget: wall seconds. limit: images at most, as it was typed.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
     sigma: float | None = None
-    attacks: tuple[str, ...] = ("pgd",)
+    attacks: tuple[str, ...] = ("pgd-10", "margin-pgd-10")
     methods: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
     precision: str = AUTO
+    pixels: str = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
+    denoiser: Path | None = None
 
     def _at_gates(self, *quantities: str) -> list[float]:
         return [
@@ -67,6 +77,11 @@ class Plan:
     def reach(self) -> float:
         """The largest radius that smoothing must reach."""
         return max(self._at_gates("certified"), default=self.least)
+
+    @property
+    def noise(self) -> float:
+        """Return the sigma of smoothing: as it was typed, or enough for its radius."""
+        return self.sigma if self.sigma is not None else max(self.least, self.reach / FARTHEST)
 
     def tries(self, method: str) -> bool:
         return not self.methods or method in self.methods
@@ -105,13 +120,16 @@ class Typed:
     def travelling(self) -> "Typed":
         """Return the words for documents that others read: paths without their folders."""
 
-        def shown(typed: str) -> str:
-            return Path(typed).resolve().name if Path(typed).exists() else typed
-
         dataset, folder = (
-            None if name is None else shown(name) for name in (self.dataset, self.data_dir)
+            None if name is None else _without_folder(name)
+            for name in (self.dataset, self.data_dir)
         )
-        return replace(self, source=shown(self.source), dataset=dataset, data_dir=folder)
+        source = _without_folder(self.source)
+        return replace(self, source=source, dataset=dataset, data_dir=folder)
+
+
+def _without_folder(typed: str) -> str:
+    return Path(typed).resolve().name if Path(typed).exists() else typed
 
 
 def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
@@ -127,6 +145,7 @@ def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
     options += [
         ("--patch", plan.patches),
         ("--sigma", [] if plan.sigma is None else [f"{plan.sigma:g}"]),
+        ("--denoiser", [] if plan.denoiser is None else [_without_folder(str(plan.denoiser))]),
     ]
     options += [
         ("--limit", [] if plan.limit is None else [str(plan.limit)]),
@@ -136,6 +155,7 @@ def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
     options += [
         ("--precision", [precision] if precision != "float32" or plan.precision != AUTO else [])
     ]
+    options += [("--pixels", [] if plan.pixels == FLOAT else [plan.pixels])]
     options += [("--fail-on", [gate.text for gate in plan.gates])]
     return shlex.join(
         [

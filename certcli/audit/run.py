@@ -10,6 +10,7 @@ from certcli.audit.clock import Clock, OutOfTime, StageTime
 from certcli.audit.findings import CLEAN, Findings
 from certcli.audit.plan import AUTO, Plan
 from certcli.audit.stages import Stages
+from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.doubts import better_statistics, chance_doubt, order_doubt
@@ -60,6 +61,11 @@ def run(
     model = build.load(
         checkpoint, device
     )  # once: the stages share it, and its copies in other dtypes
+    denoiser = None
+    if plan.denoiser is not None:  # before the work: a file that is refused costs no time
+        denoiser = read_denoiser(plan.denoiser, model.input_size[0]).at(plan.noise)
+        denoiser.require_size(model.input_size)
+    findings.input = model.input_size
     tell("proven bound")
     proven = _prove(model, checkpoint.record.classes, clock, findings)
     findings.parameters = sum(weight.numel() for weight in model.parameters())
@@ -87,9 +93,9 @@ def run(
         few = findings.clean.images < min(FEWEST, len(images))  # more may say otherwise
         findings.skip("certificates and attacks", f"they would say little: {findings.failing}", few)
         return findings
-    Stages(checkpoint, model, images, plan, device, clock, findings, tell, image_seconds).run(
-        proven
-    )
+    Stages(
+        checkpoint, model, images, plan, device, clock, findings, tell, image_seconds, denoiser
+    ).run(proven)
     return findings
 
 

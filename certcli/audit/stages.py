@@ -26,6 +26,7 @@ from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.functions import Classifier, require_alone
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.threat import Threat
 from certcli.evaluation.verdicts import FEWEST
@@ -42,8 +43,6 @@ LOCAL_PARAMETERS = 500_000
 DRAWS_FIRST = 16
 DRAWS = 256
 """Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
-FARTHEST = 1.5
-"""Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
 NOISY = 64
 """Noisy images at a time on a CPU: four images' first draws."""
 SHARED = 0.6
@@ -72,6 +71,7 @@ class Stages:
     findings: Findings
     tell: Callable[[str], None]
     image_seconds: float
+    denoiser: PixelDenoiser | None = None
     begun: list[judging.Certifying] = field(default_factory=list)
     attacking: Attacking | None = None
 
@@ -178,7 +178,7 @@ class Stages:
         plan = self.plan
         precision = self.findings.precision
         reach = self.plan.reach
-        sigma = plan.sigma if plan.sigma is not None else max(plan.least, reach / FARTHEST)
+        sigma = plan.noise
         radii = [radius for radius in plan.certified_radii if 0 < radius <= reach]
         size = plan.batch_size if self.device.type == "cuda" else min(plan.batch_size, NOISY)
         self.tell("smoothing")
@@ -186,9 +186,11 @@ class Stages:
             options = Smoothing(
                 sigma, DRAWS_FIRST, DRAWS, enough=reach, decide=radii == [reach],
                 precision=precision, seed=plan.seed, batch_size=size,
+                denoiser=None if self.denoiser is None else self.denoiser.digest,
             )  # fmt: skip
             require_alone(self.model)
-            classify = Classifier(self.model, precision)
+            before = None if self.denoiser is None else self.denoiser.to(self.device)
+            classify = Classifier(self.model, precision, before)
             certifier = SmoothingCertifier(
                 classify, self.checkpoint.record.classes, options, self.device
             )
@@ -196,11 +198,14 @@ class Stages:
             self.findings.skip("smoothing", refusal.message)
             return
         each = self.image_seconds / (judging.BF16_GAIN if precision == "bf16" else 1.0)
+        if self.denoiser is not None:
+            each = certifier.seconds_a_draw(self.model.input_size)
         expected = each * (DRAWS_FIRST + DRAWS) * (certifier.at_once or 1)
         share = SHARED if any(map(self._awaited, self._judging)) else 1.0
-        self._certify(
-            certifier, share, radii, f"the network smoothed by noise of sigma {sigma:g}", expected
-        )
+        about = f"the network smoothed by noise of sigma {sigma:g}"
+        if self.denoiser is not None:
+            about += f", behind a denoiser ({self.denoiser.line})"
+        self._certify(certifier, share, radii, about, expected)
 
     def patch(self) -> None:
         """Certify the network behind masks against patches, then search a patch that fools it
@@ -261,7 +266,9 @@ class Stages:
             return
         self.tell("attacks")
         part = self.clock.part(0.4)
-        settings = AttackSettings(seed=plan.seed, precision=self.findings.precision)
+        settings = AttackSettings(
+            seed=plan.seed, precision=self.findings.precision, pixels=plan.pixels
+        )
         self.attacking = Attacking(
             self.model, self.images, plan.attacks, plan.attacked_radii, settings, self.checkpoint.record.classes,
             plan.batch_size, self.clock.team,

@@ -5,11 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from certcli.evaluation.claim import Claim, Status
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Kind, Threat, one_norm
@@ -63,6 +64,10 @@ class Certificate:
             and (threat.size == 0 or self.radius > threat.size)
         )
 
+    def checked(self, status: Status, why: str) -> Claim:
+        """Return what this certificate states, with the result of checking it."""
+        return Claim(f"image {self.index}: class {self.prediction}, {self.held}", status, why)
+
     def to_json(self) -> dict[str, Any]:
         """Return all fields; rung, seconds and splits only where the method gives them. An infinite
         radius is "inf".
@@ -75,14 +80,6 @@ class Certificate:
         """Inverse of `to_json`, of a row that `record_lines` let in."""
         fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
         return cls(**{**fields, "radius": float(row["radius"])})
-
-
-@dataclass(frozen=True)
-class Confirmation:
-    """What became of one claim: verified, refuted, or not checked, and why."""
-
-    status: Literal["verified", "refuted", "not checked"]
-    why: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,8 @@ class Certifier(ABC):
     certificate, as it states it.
     parameters: what decides its certificates beside network and images. about: facts for the
         document. title, statement:
-    what a person reads above and below the table. at_once: images it takes together; None leaves
+    what a person reads above and below the table. reading: how a file beside the network was
+        understood, to be said before the run. at_once: images it takes together; None leaves
     that to the caller.
     norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records.
         reach: no radius beyond it
@@ -130,6 +128,7 @@ class Certifier(ABC):
     within: Callable[[float], None] | None = None
     title: str = ""
     statement: str = ""
+    reading: str = ""
     remark: str = ""
 
     def searches(self, threat: Threat) -> bool:
@@ -154,14 +153,16 @@ class Certifier(ABC):
         NaN there.
         """
 
+    def expected(self, images: int, size: Sequence[int]) -> str:
+        """Return in words what so many images (c, h, w) will take, measured; "" where it is not."""
+        return ""
+
     @property
     @abstractmethod
     def attacked(self) -> nn.Module:
         """Pixels -> logits, with gradients: what an attack on the certified classifier climbs on."""
 
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
         """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w),
         a row a claim.
 
@@ -182,7 +183,7 @@ class Certifier(ABC):
                 )
         return confirmed
 
-    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
+    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
         """Each record of an earlier run of these very parameters, found again: `confirm`, unless
         draws must be the same.
         """
@@ -255,18 +256,18 @@ class PinnedWeights:
         return [(x.data_ptr(), tuple(x.shape), int(as_integers.sum())) for x, as_integers in bits]
 
 
-def _compare(claim: Certificate, recomputed: Certificate) -> Confirmation:
+def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
     if claim.prediction != recomputed.prediction:
-        return Confirmation(
+        return claim.checked(
             "refuted",
             f"class {claim.prediction} is stated, the network says {recomputed.prediction}",
         )
     if claim.radius > recomputed.radius * (1 + AGAIN):
-        return Confirmation(
+        return claim.checked(
             "refuted",
             f"radius {proven_radius(claim.radius)} is stated, {proven_radius(recomputed.radius)} is found",
         )
-    return Confirmation("verified", f"radius {proven_radius(recomputed.radius)} is found again")
+    return claim.checked("verified", f"radius {proven_radius(recomputed.radius)} is found again")
 
 
 @dataclass(frozen=True)

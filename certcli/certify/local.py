@@ -13,7 +13,6 @@ from certcli.certify.branched import Branched, replay
 from certcli.certify.certificate import (
     AGAIN,
     Certificate,
-    Confirmation,
     Doubt,
     require_logits,
     whole_batch,
@@ -39,6 +38,7 @@ from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import Norm, proven_radius
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
@@ -273,9 +273,7 @@ class LocalCertifier(ProvingCertifier):
         return torch.cat(parts)
 
     @torch.no_grad()
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
         """Prove the stated radius again, at once: a search begun elsewhere may end at another
         radius.
         """
@@ -284,21 +282,21 @@ class LocalCertifier(ProvingCertifier):
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)
             if int(top) != claim.prediction:
-                confirmation = Confirmation(
+                confirmation = claim.checked(
                     "refuted", f"class {claim.prediction} is stated, the network says {int(top)}"
                 )
             elif claim.radius == 0 or self._holds(image[None], top, claim):
-                confirmation = Confirmation(
+                confirmation = claim.checked(
                     "verified", f"radius {proven_radius(claim.radius)} is proven again"
                 )
             elif claim.rung != NORMS and (
                 self._zonotope is None or self.symbols < self.most_symbols
             ):
-                confirmation = Confirmation(
-                    "not checked", "memory does not last here for the enclosure that it states"
+                confirmation = claim.checked(
+                    "unverified", "memory does not last here for the enclosure that it states"
                 )
             else:
-                confirmation = Confirmation(
+                confirmation = claim.checked(
                     "refuted",
                     f"radius {proven_radius(claim.radius)} is stated, and not proven by this method",
                 )

@@ -46,13 +46,12 @@ class Local(Options):
     effort: Annotated[
         str,
         Option(
-            "norms (any size, tiny radii), zonotope (small networks), backward (more pixels than 128; ReLU), branch (ReLU: "
+            "norms (any size, tiny radii), zonotope (small networks), backward (more "
+            "pixels than 128; ReLU), branch (ReLU: "
             "splits at signs of units), auto."
         ),
     ] = AUTO
-    norm: Annotated[Norm, Option("l2, or linf: of the radii; linf is of --method local alone.")] = (
-        "l2"
-    )
+    norm: Annotated[Norm, Option("Norm of the radii: l2, or linf (with --method local).")] = "l2"
     at: Sequence[float] = ()
     seconds: Annotated[
         float | None,

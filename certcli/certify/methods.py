@@ -11,7 +11,7 @@ import torch
 
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.options import Options
-from certcli.certify.resumed import require_possible
+from certcli.certify.recheck import require_possible
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.records import RecordFile, Run
 from certcli.images.labelled import Images

@@ -20,14 +20,31 @@ NO_DEFENCE = "none"
 DEFENCES = (NO_DEFENCE, METHOD)
 
 
+MOST_LIKELY = 5
+"""Classes that are listed of each image, where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A class, and its softmax probability: the network's own word, which proves nothing."""
+
+    prediction: int
+    probability: float
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """prediction: the class, None where the network gives NaN. proven: the patches that cannot
-    change it, as spelled.
+    """What a network, or a defence, says of an image.
+
+    Args:
+        prediction: the class, None where the network gives NaN.
+        proven: the patches that cannot change it, as spelled.
+        top: the most likely classes, the most likely first; a defence has votes and none of them.
     """
 
     prediction: int | None
     proven: tuple[str, ...] = ()
+    top: tuple[Choice, ...] = ()
 
 
 class Predictor:
@@ -44,7 +61,11 @@ class Predictor:
         device: torch.device,
         defence: str = NO_DEFENCE,
         options: Patches | None = None,
+        top: int = MOST_LIKELY,
     ) -> None:
+        if top < 1:
+            raise UsageError(f"the {top} most likely classes are none", "5, or 1")
+        self._top = min(top, checkpoint.record.classes)
         if defence not in DEFENCES:
             raise UsageError(f"unknown defence '{defence}'", one_of(defence, DEFENCES))
         self.defended: PatchCertifier | None = None
@@ -60,12 +81,7 @@ class Predictor:
         change it.
         """
         if self.defended is None:
-            logits = self._model(sent(pixels, self._device))
-            finite = torch.isfinite(logits).all(dim=1).tolist()
-            return [
-                Prediction(top if fine else None)
-                for top, fine in zip(logits.argmax(1).tolist(), finite, strict=True)
-            ]
+            return [self._likely(row) for row in self._model(sent(pixels, self._device))]
         predictions = self.defended.predict(pixels)
         if not prove:
             return [Prediction(top) for top in predictions]
@@ -73,3 +89,11 @@ class Predictor:
             range(len(predictions)), pixels, [-1 if top is None else top for top in predictions]
         )
         return [Prediction(top, row.proven) for top, row in zip(predictions, rows, strict=True)]
+
+    def _likely(self, logits: Tensor) -> Prediction:
+        """Return the most likely classes: logits (k,)."""
+        if not bool(torch.isfinite(logits).all()):
+            return Prediction(None)
+        top = logits.double().softmax(0).topk(self._top)
+        choices = map(Choice, top.indices.tolist(), top.values.tolist())
+        return Prediction(int(logits.argmax()), top=tuple(choices))

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.certificate import Certificate, Certifier, Doubt
+from certcli.evaluation import resumed
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import attacked_radius, proven_radius
 from certcli.evaluation.records import Run
 from certcli.evaluation.threat import Patch, Threat
@@ -29,13 +31,10 @@ Attack = Callable[[Certifier, Tensor, Tensor, Threat, int], Tensor]
 
 @dataclass(frozen=True)
 class Checked:
-    """One record and what became of it. attacked: whether an attack inside what it claims was
-    tried.
-    """
+    """A record, what became of it, and whether an attack inside what it claims was tried."""
 
-    claim: Certificate
-    status: str
-    why: str
+    certificate: Certificate
+    claim: Claim
     attacked: bool = False
 
 
@@ -73,101 +72,129 @@ def require_same_way(run: Run, now: Run, where: str) -> None:
 
 def recheck(
     certifier: Certifier,
-    claims: Sequence[Certificate],
+    certificates: Sequence[Certificate],
     images: Images,
     seed: int,
     attack: Attack,
     batch_size: int,
 ) -> Iterator[Checked]:
-    """Check every claim in turn. seed: of fresh noise. A claim that is found again is then attacked
-    inside its radius.
+    """Find each certificate again, then attack the image inside what it claims.
+
+    Args:
+        seed: of noise that nobody who wrote the certificates can have known.
     """
-    doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(claims)))
+    doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(certificates)))
     positions = {index: position for position, index in enumerate(images.indices.tolist())}
     step = certifier.at_once or batch_size
-    for start in range(0, len(claims), step):
-        part = claims[start : start + step]
-        places = [positions[claim.index] for claim in part]
+    for start in range(0, len(certificates), step):
+        batch = certificates[start : start + step]
+        places = [positions[certificate.index] for certificate in batch]
         pixels = images.fetch(places)
         labels = images.labels[places].tolist()
-        plain = [
-            plainly_wrong(claim, label, certifier)
-            for claim, label in zip(part, labels, strict=True)
+        claims = [
+            plainly_wrong(certificate, label, certifier)
+            for certificate, label in zip(batch, labels, strict=True)
         ]
-        open_rows = [row for row, why in enumerate(plain) if why is None]
-        confirmed = dict.fromkeys(range(len(part)), Confirmation("not checked", ""))
-        if open_rows:
-            confirmations = certifier.confirm(
-                [part[row] for row in open_rows], pixels[open_rows], doubt
+        undecided = [row for row, claim in enumerate(claims) if claim is None]
+        if undecided:
+            confirmed = certifier.confirm(
+                [batch[row] for row in undecided], pixels[undecided], doubt
             )
-            confirmed.update(zip(open_rows, confirmations, strict=True))
-        for row, claim in enumerate(part):
-            why = plain[row]
-            confirmation = confirmed[row] if why is None else why
-            if confirmation.status == "verified" and claim.held:
-                yield _attacked(
-                    certifier, claim, pixels[row : row + 1], confirmation, doubt, attack
-                )
+            for row, confirmation in zip(undecided, confirmed, strict=True):
+                claims[row] = confirmation
+        for row, (certificate, claim) in enumerate(zip(batch, claims, strict=True)):
+            assert claim is not None
+            if claim.status == "verified" and certificate.held:
+                image = pixels[row : row + 1]
+                attacked = _attacked(certifier, certificate, image, claim.why, doubt, attack)
+                yield Checked(certificate, attacked, True)
             else:
-                yield Checked(claim, confirmation.status, confirmation.why)
+                yield Checked(certificate, claim)
 
 
-def plainly_wrong(claim: Certificate, label: int, certifier: Certifier) -> Confirmation | None:
-    """What no method of this kind states, or what states nothing."""
-    if claim.label != label:
-        return Confirmation("refuted", f"label {claim.label} is stated, the image has {label}")
-    if claim.method != certifier.method:
-        return Confirmation(
-            "refuted", f"its method is {claim.method}, that of the file {certifier.method}"
-        )
-    if claim.failure != certifier.failure:
-        return Confirmation(
-            "refuted",
-            f"it states a chance of failure of {claim.failure:g}, not {certifier.failure:g}",
-        )
-    if claim.radius > certifier.reach:
-        return Confirmation(
-            "refuted",
-            f"radius {proven_radius(claim.radius)} is beyond {attacked_radius(certifier.reach)}, the largest possible",
-        )
-    if claim.prediction is None:
-        if claim.held:
-            return Confirmation("refuted", "it states what cannot change its class, and no class")
-        return Confirmation("not checked", "it abstains: nothing is stated")
-    return None
+def plainly_wrong(certificate: Certificate, label: int, certifier: Certifier) -> Claim | None:
+    """Return the claim of a certificate that no method of this kind states, or that states nothing."""
+    if certificate.label != label:
+        why = f"label {certificate.label} is stated, the image has {label}"
+    elif certificate.method != certifier.method:
+        why = f"its method is {certificate.method}, that of the file {certifier.method}"
+    elif certificate.failure != certifier.failure:
+        chance = f"{certificate.failure:g}, not {certifier.failure:g}"
+        why = f"it states a chance of failure of {chance}"
+    elif certificate.radius > certifier.reach:
+        largest = f"{attacked_radius(certifier.reach)}, the largest possible"
+        why = f"radius {proven_radius(certificate.radius)} is beyond {largest}"
+    elif certificate.prediction is None and certificate.held:
+        why = "it states what cannot change its class, and no class"
+    elif certificate.prediction is None:
+        return certificate.checked("unverified", "it abstains: nothing is stated")
+    else:
+        return None
+    return certificate.checked("refuted", why)
+
+
+def require_possible(claims: Sequence[Certificate], certifier: Certifier, where: str) -> None:
+    """DataError for a record that states what no run of this method and these parameters does.
+    Labels are known to agree.
+    """
+    for claim in claims:
+        wrong = plainly_wrong(claim, claim.label, certifier)
+        if wrong is not None and wrong.status == "refuted":
+            message = f"the record of image {claim.index} in {where} is false: {wrong.why}"
+            raise DataError(message, resumed.HINT)
+
+
+def disagreements(
+    certifier: Certifier,
+    claims: Sequence[Certificate],
+    images: Images,
+    batch_size: int,
+    where: str,
+    places: Sequence[int],
+) -> Iterator[str]:
+    """Yield what does not agree when the records at these places, of the first images, are computed
+    again.
+    """
+    step = certifier.at_once or batch_size
+    for start in range(0, len(places), step):
+        batch = places[start : start + step]
+        records = [claims[place] for place in batch]
+        for record, claim in zip(
+            records, certifier.repeat(records, images.fetch(batch)), strict=True
+        ):
+            if claim.status != "verified":
+                yield f"the record of image {record.index} in {where} does not agree: {claim.why}"
 
 
 def _attacked(
     certifier: Certifier,
-    claim: Certificate,
+    certificate: Certificate,
     image: Tensor,
-    confirmation: Confirmation,
+    proven: str,
     doubt: Doubt,
     attack: Attack,
-) -> Checked:
-    assert claim.prediction is not None
+) -> Claim:
+    """Attack the image (1, c, h, w) with each threat that the certificate excludes. proven: why it was verified."""
+    assert certificate.prediction is not None
     weight = next(certifier.attacked.parameters(), image)
-    pixels = image.to(
-        weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32
-    )
-    classes = torch.tensor([claim.prediction], device=pixels.device)
-    for threat in claimed_threats(claim, certifier, image.numel()):
-        adversarial = attack(certifier, pixels, classes, threat, doubt.seed + claim.index)
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    pixels = image.to(weight.device, dtype)
+    classes = torch.tensor([certificate.prediction], device=pixels.device)
+    for threat in claimed_threats(certificate, certifier, image.numel()):
+        adversarial = attack(certifier, pixels, classes, threat, doubt.seed + certificate.index)
         for share in (1.0, _INSIDE):
-            near = certifier.representable(
-                adversarial if share == 1 else pixels + share * (adversarial - pixels)
-            )
-            if threat.allows(near[0], pixels[0]) and not certifier.stands([claim], near, doubt)[0]:
-                far = (
-                    threat.norm if threat.norm == "patch" else f"{threat.norm} {threat.attacked()}"
+            moved = adversarial if share == 1 else pixels + share * (adversarial - pixels)
+            near = certifier.representable(moved)
+            allowed = threat.allows(near[0], pixels[0])
+            if allowed and not certifier.stands([certificate], near, doubt)[0]:
+                ball = f"{threat.norm} {threat.attacked()}"
+                within = f"a patch of {threat.key}" if threat.norm == "patch" else ball
+                return certificate.checked(
+                    "refuted", f"an image within {within} is of another class"
                 )
-                within = (
-                    f"within a patch of {threat.key}" if threat.norm == "patch" else f"within {far}"
-                )
-                return Checked(claim, "refuted", f"an image {within} is of another class", True)
             if torch.equal(near, adversarial):
                 break
-    return Checked(claim, "verified", f"{confirmation.why}; no attack inside it succeeded", True)
+    return certificate.checked("verified", f"{proven}; no attack inside it succeeded")
 
 
 def claimed_threats(claim: Certificate, certifier: Certifier, entries: int) -> list[Threat]:

@@ -19,6 +19,7 @@ from certcli.checkpoint.git_lfs import require_no_pointer
 from certcli.checkpoint.header import read_safetensors
 from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
+from certcli.checkpoint.shipped import shipped_path
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
@@ -118,6 +119,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         CheckpointError: the file is missing, incomplete, or holds values that are no weights.
     """
+    path = shipped_path(str(path)) or path
     if not path.exists():
         raise CheckpointError(
             f"no file {path}",

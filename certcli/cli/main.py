@@ -8,28 +8,20 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
+from importlib import import_module
+from inspect import getdoc
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from certcli import __version__
-from certcli.cli.adapt import command as adapt
-from certcli.cli.attack import command as attack
-from certcli.cli.audit import command as audit
-from certcli.cli.certify import command as certify
-from certcli.cli.constrain import command as constrain
-from certcli.cli.doctor import command as doctor
-from certcli.cli.finetune import command as finetune
-from certcli.cli.init import command as init
-from certcli.cli.lipschitz import command as lipschitz
-from certcli.cli.log import command as log
-from certcli.cli.predict import command as predict
 from certcli.cli.shared import settings
 from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
+from certcli.cli.verify import alias
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
@@ -37,6 +29,10 @@ from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+ONCE = {
+    "sigma": "one by one: each sigma smooths another network, of which the radii of others say nothing"
+}
+"""Options of one value that may be meant to take several -> what to do instead."""
 _columns = shutil.get_terminal_size().columns
 
 
@@ -67,24 +63,23 @@ class _Untyped:
 
 
 class _Group(_Untyped, TyperGroup):
-    pass
+    def parse_args(self, context: Any, words: list[str]) -> list[str]:
+        return super().parse_args(context, alias.moved(words))
 
 
 class _Command(_Untyped, TyperCommand):
-    pass
-
-
-app = typer.Typer(
-    name="certvit",
-    cls=_Group,
-    rich_markup_mode="rich" if _columns >= NARROWEST else None,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
-    },
-)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; an option of ONCE that is typed twice is refused, where the last one would
+        win.
+        """
+        if not ctx.resilient_parsing:
+            order = self.make_parser(ctx).parse_args(args=list(args))[2]
+            names = [parameter.name for parameter in order]
+            for name, why in ONCE.items():
+                if names.count(name) > 1:
+                    raise UsageError(f"--{name} is given {names.count(name)} times", why)
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
@@ -118,23 +113,75 @@ WIDEST = 10_000
 """Characters a line, or lines, that COLUMNS and LINES may ask for."""
 SPLIT = ("adapt", "constrain", "finetune", "lipschitz", "audit", "certify", "attack")
 """Commands that several processes share."""
-COMMANDS: dict[str, Callable[..., None]] = {
-    "audit": audit.audit,
-    "lipschitz": lipschitz.lipschitz,
-    "certify": certify.certify,
-    "attack": attack.attack,
-    "predict": predict.predict,
-    "init": init.init,
-    "adapt": adapt.adapt,
-    "constrain": constrain.constrain,
-    "finetune": finetune.finetune,
-    "log": log.log,
-    "doctor": doctor.doctor,
-}
-for _name, _command in COMMANDS.items():
-    app.command(_name, cls=_Command, epilog=getattr(_command, "epilog", None))(
-        _interruptible(_name, _command)
+NAMES = (
+    "audit",
+    "lipschitz",
+    "certify",
+    "attack",
+    "predict",
+    "init",
+    "adapt",
+    "constrain",
+    "finetune",
+    "verify",
+    "log",
+    "doctor",
+)
+"""Of the commands, in the order of `--help`."""
+
+
+class Commands(Mapping[str, Callable[..., None]]):
+    """The commands by name; one is imported when it is first looked at."""
+
+    def __getitem__(self, name: str) -> Callable[..., None]:
+        if name not in NAMES:
+            raise KeyError(name)
+        command: Callable[..., None] = getattr(import_module(f"certcli.cli.{name}.command"), name)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+
+COMMANDS = Commands()
+
+
+def _unwrapped(function: Callable[..., None]) -> str:
+    """Return the docstring with a line a paragraph: a terminal wraps it by its own width."""
+    paragraphs = (getdoc(function) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def program(words: Sequence[str] = ()) -> typer.Typer:
+    """Return the program with the commands that these words can name: one, or else all.
+
+    Each import of a command costs 0.02 s.
+    """
+    app = typer.Typer(
+        name="certvit",
+        cls=_Group,
+        rich_markup_mode="rich" if _columns >= NARROWEST else None,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
+        },
     )
+    names: Sequence[str] = NAMES
+    if words and words[0] in NAMES:
+        asks_to_verify = any(word.startswith("--verify") for word in words)
+        names = [words[0], *(["verify"] if asks_to_verify else [])]
+    for name in names:
+        command = COMMANDS[name]
+        app.command(
+            name, cls=_Command, epilog=getattr(command, "epilog", None), help=_unwrapped(command)
+        )(_interruptible(name, command))
+    app.callback(help=_unwrapped(about))(about)
+    return app
 
 
 def _version(asked: bool) -> None:
@@ -143,7 +190,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def about(
     context: typer.Context,
     version: bool = typer.Option(
@@ -209,7 +255,7 @@ def _run(interrupts: Interrupts) -> int:
     except OSError:  # torch would end the process with a line of its own
         return _report("the working folder is gone", "cd to one that exists", UsageError.code)
     try:
-        returned = app(prog_name="certvit", standalone_mode=False)
+        returned = program(sys.argv[1:])(prog_name="certvit", standalone_mode=False)
         code = returned if isinstance(returned, int) else 0
         return _report("interrupted", "", code) if code == Interrupted.code else code
     except SystemExit as stop:

@@ -50,7 +50,7 @@ class ConstrainSettings:
             metavar="SHARE",
             read=lambda text: float(text) or None,
         ),
-    ] = None
+    ] = 0.3
     eta: float = 0.1
     mean_squared: float | None = None
     tolerance: float = 1e-3
@@ -79,10 +79,8 @@ class ConstrainSettings:
 
 
 PRESETS = {
-    "certvit-paper": ConstrainSettings(prox="l1", beta=0.01, relaxation=1.2, mean_squared=0.1),
-    "certvit-paper-tables": ConstrainSettings(
-        prox="l1", beta=0.1, relaxation=1.2, mean_squared=0.01
-    ),
+    "certvit-paper": ConstrainSettings("l1", beta=0.01, ridge=None, mean_squared=0.1),
+    "certvit-paper-tables": ConstrainSettings("l1", beta=0.1, ridge=None, mean_squared=0.01),
 }
 """CertViT by its section 4.1, and by its Tables 9 and 10 (most columns), which contradict it. No ridge, all tokens."""
 

@@ -2,6 +2,7 @@
 function.
 """
 
+import functools
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -43,6 +44,7 @@ def fused_attention(table: RuleTable) -> Register:
 
     def register(rule: Rule) -> Rule:
         @table.function(functional.scaled_dot_product_attention)
+        @functools.wraps(rule)
         def apply(
             ctx: Any,
             query: Any,

@@ -7,6 +7,7 @@ functions and methods. One of these without a rule makes the bound infinite, and
 it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,12 @@ def _into(rules: dict[Any, Rule], names: tuple[Any, ...]) -> Register:
 
 def with_attributes(rule: Rule, *names: str) -> Rule:
     """Return a module's rule: a function's rule, called with these attributes of the module."""
-    return lambda ctx, module, x: rule(ctx, x, **{name: getattr(module, name) for name in names})
+
+    @functools.wraps(rule)
+    def of_module(ctx: Any, module: Any, x: Any) -> Any:
+        return rule(ctx, x, **{name: getattr(module, name) for name in names})
+
+    return of_module
 
 
 def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -1,7 +1,7 @@
 """The one decoder of evidence: a closed structure for each command. What it does not hold is
 neither read nor shown.
 
-Whatever of it is shown is either recomputed by `log --verify` or in AUTHORS_WORD.
+Whatever of it is shown is either recomputed by `certvit verify` or in UNVERIFIED_FIELDS.
 """
 
 from collections.abc import Iterator, Mapping
@@ -292,7 +292,7 @@ COMMANDS: Mapping[str, tuple[type[Struct], type[Struct]]] = {
 }
 """Who writes evidence: the types of its parameters and of its result."""
 
-AUTHORS_WORD: Mapping[str, tuple[str, ...]] = {
+UNVERIFIED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "lipschitz": ("parameters", "result.lower", "result.attention_weight", "result.why"),
     "finetune": (),
     "certify": ("parameters.limit", "parameters.seed"),
@@ -300,13 +300,13 @@ AUTHORS_WORD: Mapping[str, tuple[str, ...]] = {
     "adapt": ("parameters", "result"),
     "constrain": ("parameters", "result"),
 }
-"""Fields that `log --verify` does not recompute: measured ones, and the choice of the images."""
+"""Fields that `certvit verify` does not recompute: measured ones, and the choice of the images."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Evidence of a known command whose fields agree with one another; whether they are true, `log
-    --verify` finds.
+    """Evidence of a known command whose fields agree with one another; whether they are true,
+    `certvit verify` finds.
     """
 
     command: str
@@ -365,7 +365,9 @@ def as_json(entry: Evidence, network: str) -> Json:
         "parameters": msgspec.to_builtins(evidence.parameters),
         "result": msgspec.to_builtins(evidence.result),
         "authors_word": list(
-            AUTHORS_WORD[entry.command] if entry.digest == network else ("parameters", "result")
+            UNVERIFIED_FIELDS[entry.command]
+            if entry.digest == network
+            else ("parameters", "result")
         ),
     }
 

@@ -2,7 +2,7 @@
 not.
 
 Nothing is taken from a line that is not a field here. Whether a line is true is not decided here:
-`certify.resumed` and `attack.resumed` compute lines again.
+`evaluation.resumed` computes lines again.
 """
 
 from collections import Counter

@@ -116,6 +116,19 @@ def changed_total(step: int, total: int, pace: float, time_left: float, batches:
     return step + (fitting - fitting % batches if fitting >= batches else fitting)
 
 
+def shortened_total(step: int, total: int, pace: float, time_left: float, batches: int) -> int:
+    """Return the steps of a run that fit, within an epoch: fewer where its rest has no time.
+
+    Where further epochs are planned, the pace at this epoch's end corrects their number.
+
+    Args:
+        time_left: seconds of the budget that are left for steps of this epoch.
+    """
+    fitting = changed_total(step, total, pace, time_left, batches)
+    rest = min(total - step, -step % batches)
+    return fitting if fitting - step < rest else total
+
+
 def share_done(step: int, total: int, changes: Sequence[tuple[int, int]] = ()) -> float:
     """Return the share of the schedule before a step: linear in the steps, and continuous where the
     plan changed.

@@ -19,17 +19,21 @@ class Quality:
     Args:
         masked: accuracy on parts of images, for runs that train on parts; the weights are then
             chosen by it.
+        noisy: accuracy under the noise of the training, for runs under noise; the weights are then
+            chosen by it, unless the loss reads a bound.
     """
 
     clean: float
     certified: float | None
     norm: float | None
     masked: float | None = None
+    noisy: float | None = None
 
     @property
     def score(self) -> float:
-        certified = self.clean if self.certified is None else self.certified
-        return certified if self.masked is None else self.masked
+        """Return the share by which epochs are compared: the most particular one."""
+        shares = (self.masked, self.certified, self.noisy, self.clean)
+        return next(share for share in shares if share is not None)
 
 
 Gains = Callable[[Tensor, Tensor], Tensor]
@@ -46,6 +50,7 @@ def evaluate(
     gains: Gains | None = None,
     team: Team = ALONE,
     in_step: bool = False,
+    noise: float = 0.0,
 ) -> Quality:
     """Return accuracy and the share of images whose every margin z_y - z_j exceeds epsilon K_jy.
 
@@ -56,6 +61,7 @@ def evaluate(
         pairs: estimated pair constants K (k, k).
         gains: takes the place of epsilon K_jy, for losses that look at each image's neighbourhood.
         in_step: every pass needs all processes (sharded weights), so that none may go ahead.
+        noise: standard deviation of Gaussian noise on the pixels, the same in each call.
     """
     if gains is None and pairs is not None:
         margins = epsilon * pairs.double()
@@ -67,6 +73,9 @@ def evaluate(
     def judge(start: int) -> tuple[int, int]:
         positions = list(range(start, min(start + batch_size, len(images))))
         pixels = sent(images.fetch(positions), device)
+        if noise > 0:
+            generator = torch.Generator().manual_seed(start)
+            pixels = pixels + noise * torch.randn(pixels.shape, generator=generator).to(pixels)
         labels = images.labels[positions]
         images.expect_at(start + team.size * batch_size, batch_size)
         logits = model(pixels).double().cpu()

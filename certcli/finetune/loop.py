@@ -69,6 +69,7 @@ class Epoch:
     estimate*.
 
     masked: accuracy where a part of each validation image is seen, of runs that train on parts.
+    noisy: accuracy under the noise of the training, of runs under noise.
     """
 
     epoch: int
@@ -81,6 +82,7 @@ class Epoch:
     norm_estimate: float | None
     best: bool
     masked: float | None = None
+    noisy: float | None = None
 
 
 def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
@@ -105,6 +107,7 @@ class Trainer:
 
     Args:
         sharded: the processes share the model's weights (`share_out`), and all make the same calls.
+        denoiser: noisy pixels pass it before the network; it is not trained.
 
     Raises:
         NoBoundError: the loss needs a bound, and the network has none.
@@ -119,6 +122,7 @@ class Trainer:
         teacher: Teacher | None = None,
         team: Team = ALONE,
         sharded: bool = False,
+        denoiser: nn.Module | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -168,7 +172,7 @@ class Trainer:
         )
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
-        self.objective = Objective(model, settings, draws, teacher, self.chain)
+        self.objective = Objective(model, settings, draws, teacher, self.chain, denoiser)
         self.descent = Descent(
             model, settings, self.objective, self.optimisers, self.pairs, team, self.shares
         )
@@ -238,6 +242,8 @@ class Trainer:
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
             for number, positions in enumerate(steps):
+                if self.step >= self.total_steps(train):  # `watch` may make the run shorter
+                    break
                 self.descent.expect(train, *steps[number : number + 2])
                 losses += self._learn(train, positions, share_done(self.step, total, self.changes))
                 count += len(positions)
@@ -269,6 +275,7 @@ class Trainer:
                 norm_estimate=quality.norm,
                 best=improved,
                 masked=quality.masked,
+                noisy=quality.noisy,
             )
 
     def _is_rising(self, total: int) -> bool:
@@ -332,6 +339,20 @@ class Trainer:
         quality = evaluate(
             forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
         )
+        noise = self.settings.noise
+        if noise > 0:
+            noisy = evaluate(
+                lambda pixels: forward(self.objective.denoised(pixels)),
+                None,
+                images,
+                epsilon,
+                batch,
+                self.device,
+                team=self.team,
+                in_step=in_step,
+                noise=noise,
+            )
+            quality = replace(quality, noisy=noisy.clean)
         if in_step:
             shards.let_go(self.model.net)
         if self.objective.hiding is not None:
@@ -360,7 +381,7 @@ class Trainer:
         """
         return shards.whole(net, self.team, Spool().keep)
 
-    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> None:
+    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> Costs:
         """Turn a time budget into `settings.steps` and, where time is short and none is given,
         `validation_limit`.
 
@@ -369,6 +390,9 @@ class Trainer:
         Args:
             budget: seconds left.
             around: seconds of saving, bound and certificate.
+
+        Returns:
+            These, with the seconds of a step and of validating an image.
         """
         started = time.perf_counter()
         before = copy.deepcopy(self.state())
@@ -391,6 +415,7 @@ class Trainer:
         )
         limit = self.settings.validation_limit or affordable.validation_limit
         self.settings = replace(self.settings, steps=affordable.steps, validation_limit=limit)
+        return costs
 
     def takes(self, train: Images, validation: Images) -> str:
         """Measure a few steps and a little validation, restore the state, and return how long the

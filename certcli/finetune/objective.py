@@ -61,12 +61,14 @@ class Objective:
         generator: Generator,
         teacher: Teacher | None,
         chain: ChainBound | None = None,
+        denoiser: nn.Module | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
         self.generator = generator
         self.teacher = teacher
         self.chain = chain
+        self.denoiser = denoiser
         self.device = next(model.parameters()).device
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
         self.adversary = (
@@ -101,6 +103,7 @@ class Objective:
             images = images + settings.noise * torch.randn(
                 images.shape, generator=self.generator
             ).to(images)
+            images = self.denoised(images)
         batch = Batch(images, labels, mixed, taught)
         if self.hiding is not None:
             batch = replace(batch, views=self._views(self.hiding, batch))
@@ -111,6 +114,14 @@ class Objective:
         if self.adversary is None:
             return batch
         return replace(batch, adversarial=self._attacked(self.adversary, batch, share))
+
+    @torch.no_grad()
+    def denoised(self, noisy: Tensor) -> Tensor:
+        """Return noisy pixels as the network sees them: behind the denoiser, where there is one."""
+        if self.denoiser is None:
+            return noisy
+        denoised: Tensor = self.denoiser(noisy)
+        return denoised
 
     def _views(self, hiding: Hiding, batch: Batch) -> Tensor:
         """Draw the part of each image that the network sees."""

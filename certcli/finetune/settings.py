@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -82,6 +82,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "project": ("project_radius",),
     "sam": ("adaptive_sam",),
     "ema": (),
+    "denoiser": (),
     "teacher": ("distill_weight", "distill_temperature"),
     "precision": (),
     "checkpointing": (),
@@ -150,6 +151,7 @@ class FinetuneSettings:
             states.
         batch_size: images of one gradient; one step takes `accumulate` gradients.
         teacher: digest of the teacher's tensors.
+        denoiser: digest of the function that noisy images pass before the network.
         time_budget: as typed; a planned run holds the result in `steps` and `validation_limit`.
 
     Raises:
@@ -160,7 +162,8 @@ class FinetuneSettings:
     loss: Annotated[
         str,
         Option(
-            "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, local-lip."
+            "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; "
+            "chains: bcp, local-lip."
         ),
     ] = "margin"
     epsilon: Annotated[
@@ -178,8 +181,8 @@ class FinetuneSettings:
     epochs: Annotated[
         int,
         _length(
-            "Passes over the training images; the schedule ends with them. Default: 40; of a network that is trained "
-            "already 3, of a small one 10."
+            "Passes over the training images. Default: 40; 3 for a network that is "
+            "trained already (10 if it is small)."
         ),
     ] = None  # type: ignore[assignment]
     steps: Annotated[int | None, _length("Optimiser steps in all, in place of --epochs.")] = None
@@ -188,21 +191,23 @@ class FinetuneSettings:
         _length("Train as long as fits, the final proof included: 90s, 10m, 1h.", metavar="TIME"),
     ] = None
     patience: Annotated[
-        int | None, _length("Stop after this many epochs that fall short of the best one.")
+        int | None, _length("Stop after this many epochs without a better one.")
     ] = None
 
     optimiser: Annotated[
         str,
         _optimiser(
-            "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses that need a bound).",
+            "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses "
+            "that need a bound).",
             ("--optimiser", "--optimizer"),
         ),
     ] = None  # type: ignore[assignment]
     lr: Annotated[
         float,
         _optimiser(
-            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), otherwise 0.001; for a network that "
-            "is trained already 5e-5, for a small one 5e-4."
+            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, "
+            "head), otherwise 0.001; 5e-5 for a network that is trained already (5e-4 "
+            "if it is small)."
         ),
     ] = None  # type: ignore[assignment]
     stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
@@ -210,7 +215,8 @@ class FinetuneSettings:
     schedule: Annotated[
         str,
         _optimiser(
-            "cosine, steps (a tenth after 7/8 of the run, a hundredth after 19/20), or one-cycle (Smith and Topin)."
+            "cosine, steps (a tenth after 7/8 of the run, a hundredth after 19/20), or "
+            "one-cycle (Smith and Topin)."
         ),
     ] = "cosine"
     warmup: Annotated[float, _optimiser("Share of the steps with a rising learning rate.")] = 0.02
@@ -250,7 +256,8 @@ class FinetuneSettings:
     augment: Annotated[
         tuple[str, ...] | None,
         _augmentation(
-            "Any of crop,flip,shift,warp,cutout:2x128; parts of images: bands:3,cutout-random:2x96,cutout-greedy:2x96.",
+            "Any of crop,flip,shift,warp,cutout:2x128; parts of images: "
+            "bands:3,cutout-random:2x96,cutout-greedy:2x96.",
             metavar="LIST",
             read=lambda text: tuple(name for name in text.split(",") if name) or None,
         ),
@@ -270,14 +277,15 @@ class FinetuneSettings:
     enclosure_penalty: Annotated[
         float,
         _enclosure(
-            "Penalty on what an enclosure of the network loses, for certify --method local: 0.3.",
+            "Weight of a penalty that lets certify --method local prove more: 0.3.",
             metavar="W",
         ),
     ] = 0.0
     penalty_places: Annotated[
         tuple[float, float, float] | None,
         _enclosure(
-            "Its factors for norms, softmax, activations (all 1); 1,0.03,3 keeps attention at work.",
+            "Factors of --enclosure-penalty for norms, softmax, activations. Default: "
+            "1,1,1; 1,0.03,3 keeps attention at work.",
             metavar="N,S,A",
             read=_factors_of_places,
         ),
@@ -324,15 +332,13 @@ class FinetuneSettings:
     ard: Annotated[
         float,
         _attack(
-            "At first, the attack misses the gradient of each attention with probability P.",
+            "Drop the attack's gradient through each attention with probability P, at first.",
             metavar="P",
         ),
     ] = 0.0
     prm: Annotated[
         float,
-        _attack(
-            "At first, the attack loses its perturbation on a share P of the patches.", metavar="P"
-        ),
+        _attack("Drop the attack's change on a share P of the patches, at first.", metavar="P"),
     ] = 0.0
     mask_decay: Annotated[
         float, _attack("Share of the steps in which --ard and --prm fall to 0; 0: they stay.")
@@ -351,6 +357,7 @@ class FinetuneSettings:
         ),
     ] = False
     teacher: str | None = None
+    denoiser: str | None = None
     batch_size: int = 128
     seed: int = 0
 
@@ -431,7 +438,8 @@ class FinetuneSettings:
             )
         if self.freeze is not None and (self.project is not None or self.optimiser == "stiefel"):
             raise UsageError(
-                "--freeze does not go with what rewrites the weights after a step (stiefel, --project)",
+                "--freeze does not go with what rewrites the weights after a step "
+                "(stiefel, --project)",
                 "--optimiser adamw, and no --project",
             )
         if self.precision == "fp16" and self.sam > 0:
@@ -489,5 +497,7 @@ class FinetuneSettings:
             if switch not in hidden:
                 hidden -= set(dependants)
         return {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in hidden
         }

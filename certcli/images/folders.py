@@ -54,18 +54,21 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     for path in paths:
         if not path.exists():
             raise DataError(f"no file {one_line(path)}", "name image files, or folders of them")
+        if not path.is_dir():
+            files.append(path)
+            continue
         inside = sorted(
             Path(parent, name)
             for parent, _, names in os.walk(path, onerror=note)
             for name in names
             if _is_image(name)
         )
-        if path.is_dir() and not inside:
+        if not inside:
             raise DataError(
                 f"{one_line(path)} holds no images{' that can be read' if unreadable else ''}",
                 f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
             )
-        files += inside if path.is_dir() else [path]
+        files += inside
     return files, unreadable
 
 

@@ -1,5 +1,8 @@
-"""The names of datasets, without torch: a wrong one is refused before anything is loaded."""
+"""The names of datasets, without torch: a wrong one is refused before anything is loaded. The names
+of classes.
+"""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from certcli.system.errors import DataError, one_line
@@ -34,3 +37,30 @@ def require_named(name: str) -> None:
             f"unknown dataset '{name}'",
             f"{one_of(name, (DIGITS, PHOTOGRAPHS, *TORCHVISION))}, or a folder of class folders",
         )
+
+
+def class_names(
+    classes: int, in_record: Sequence[str] | None, of_dataset: Sequence[str] = ()
+) -> list[str]:
+    """Return a name for each of the k classes; their numbers where nobody names them."""
+    names = known_class_names(classes, in_record, of_dataset)
+    return names or [str(number) for number in range(classes)]
+
+
+def known_class_names(
+    classes: int, in_record: Sequence[str] | None, of_dataset: Sequence[str] = ()
+) -> list[str] | None:
+    """Return a name for each of the k classes: as the checkpoint states, else ImageNet's, else the
+    dataset's; None where nobody names them.
+    """
+    if in_record is not None and len(in_record) == classes:
+        return list(in_record)
+    if classes == 1000:
+        import certcli.system.compat  # noqa: F401
+
+        # isort: split
+        from timm.data import ImageNetInfo
+
+        info = ImageNetInfo("imagenet-1k")
+        return [info.index_to_description(number).split(",")[0] for number in range(classes)]
+    return list(of_dataset) if len(of_dataset) == classes else None

@@ -6,7 +6,7 @@ value that leaves the function as it is.
 A field that is unknown here is refused: it may change the function.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.schema import convert, decode
+from certcli.models.hub import DIFFUSERS as WEIGHTS
 from certcli.models.weights import load_weights
 from certcli.nn.schedules import BETAS, alpha_bars
 from certcli.nn.unet import UNet, UNetShape
@@ -23,7 +24,6 @@ from certcli.system.errors import ArchitectureError, CheckpointError, Refused, o
 
 T = TypeVar("T")
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 EPSILON = "epsilon"
 SAMPLE = "sample"
 VELOCITY = "v_prediction"
@@ -62,6 +62,10 @@ FIXED_OF_SCHEDULE: Mapping[str, tuple[Any, ...]] = {
     "thresholding": (False,),
     "clip_sample_range": (1.0,),
 }
+LATENT = ("vae", "vqvae", "text_encoder")
+"""Parts of a pipeline whose UNet takes no pixels, or texts beside them."""
+_PIXELS = "certvit reads unconditional diffusion models of pixels"
+_UNET = "a UNet2DModel; models of text or of latent images are no denoisers of pixels"
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Linear maps of an attention in files of 2022 -> their names today."""
 
@@ -88,12 +92,16 @@ class Schedule:
             betas = shape(self.beta_start, self.beta_end, self.num_train_timesteps)
         return alpha_bars(betas, self.rescale_betas_zero_snr)
 
+    @property
+    def name(self) -> str:
+        """Return the schedule's name, for a person."""
+        if self.trained_betas is not None:
+            return "trained"
+        return self.beta_schedule.replace("squaredcos_cap_v2", "cosine").replace("_", " ")
 
-def is_diffusers(path: Path) -> bool:
-    """Tell whether a folder is one of diffusers: a UNet, or a pipeline that holds one."""
-    return path.is_dir() and any(
-        (path / name).exists() for name in ("model_index.json", "unet", WEIGHTS, "config.json")
-    )
+    def time_of(self, step: int) -> float:
+        """Return the number by which the network is told the step."""
+        return step
 
 
 def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
@@ -106,31 +114,72 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
     """
     inner = path / "unet" if (path / "unet").is_dir() else path
     scheduler_folder = path / "scheduler" if (path / "scheduler").is_dir() else path
-    shape = _shape(_fields(inner / "config.json"), inner / "config.json")
-    schedule = _schedule(
-        _fields(scheduler_folder / "scheduler_config.json"),
-        scheduler_folder / "scheduler_config.json",
-    )
-    if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
-        raise ArchitectureError(
-            f"the denoiser {path} is for {shape.in_channels} channels (and gives {shape.out_channels}), "
-            f"the network for {channels}"
-        )
-    file = inner / WEIGHTS
-    if not file.exists() and file.with_suffix(".bin").exists():
-        raise CheckpointError(
-            f"{inner} holds its weights as a pickle",
-            "diffusers writes safetensors: UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
-        )
-    tensors = {_new_name(name): value for name, value in read_tensors(file)[0].items()}
+    _require_pixels(path)
+    config = _fields(inner / "config.json")
+    rule = _fields(scheduler_folder / "scheduler_config.json")
+
+    def stored() -> dict[str, Tensor]:
+        file = inner / WEIGHTS
+        if not file.exists() and file.with_suffix(".bin").exists():
+            raise CheckpointError(
+                f"{inner} holds its weights as a pickle",
+                "diffusers writes safetensors: "
+                "UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
+            )
+        return read_tensors(file)[0]
+
+    return assembled(config, rule, stored, channels, str(path))
+
+
+def _require_pixels(path: Path) -> None:
+    """Raise ArchitectureError for a pipeline of latent images, or one without a UNet."""
+    index = path / "model_index.json"
+    if not index.is_file():
+        return
+    parts = _fields(index)
+    latent = [part for part in LATENT if part in parts]
+    name = one_line(str(parts.get("_class_name", "pipeline")))
+    if latent or (not (path / "unet").is_dir() and not (path / "config.json").exists()):
+        why = f"it has a {latent[0]}" if latent else "it has no UNet"
+        raise ArchitectureError(f"{path} is a {name} ({why}): {_PIXELS}", _UNET)
+
+
+def assembled(
+    config: Mapping[str, Any],
+    rule: Mapping[str, Any],
+    tensors_of: Callable[[], Mapping[str, Tensor]],
+    channels: int,
+    where: str,
+) -> tuple[UNet, Schedule, str]:
+    """Return the UNet of a config and its tensors, the schedule of a rule, and the digest.
+
+    Args:
+        config, rule: as `config.json` and `scheduler_config.json` hold them.
+        tensors_of: reads the tensors, once both are understood.
+        where: names the denoiser in a message.
+    """
+    shape = _shape(config, where)
+    schedule = _schedule(rule, where)
+    require_channels(shape, channels, where)
+    tensors = {_new_name(name): value for name, value in tensors_of().items()}
     try:
         with torch.device("meta"):
             net = UNet(shape)
     except (ValueError, RuntimeError) as failure:
-        reason = one_line(str(failure))
-        raise ArchitectureError(f"{inner / 'config.json'} is no UNet: {reason}") from failure
+        raise ArchitectureError(f"{where} is no UNet: {one_line(str(failure))}") from failure
     load_weights(net, tensors)
     return net.eval().requires_grad_(False), schedule, tensors_digest(tensors)
+
+
+def require_channels(shape: UNetShape, channels: int, where: str) -> None:
+    """Raise ArchitectureError unless the UNet takes such images and gives them, alone or beside
+    their variance.
+    """
+    if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
+        raise ArchitectureError(
+            f"the denoiser {where} is for {shape.in_channels} channels "
+            f"(and gives {shape.out_channels}), the network for {channels}"
+        )
 
 
 def _new_name(name: str) -> str:
@@ -152,13 +201,10 @@ def _fields(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no JSON object: {one_line(str(failure))}") from failure
 
 
-def _shape(config: Mapping[str, Any], path: Path) -> UNetShape:
+def _shape(config: Mapping[str, Any], path: str) -> UNetShape:
     name = config.get("_class_name", "UNet2DModel")
     if name != "UNet2DModel":
-        raise ArchitectureError(
-            f"{path} is a {one_line(str(name))}: certvit reads unconditional diffusion models of pixels",
-            "a UNet2DModel; models of text or of latent images are no denoisers of pixels",
-        )
+        raise ArchitectureError(f"{path} is a {one_line(str(name))}: {_PIXELS}", _UNET)
     shape = _closed(config, UNetShape, FIXED, IDLE, path)
     levels = len(shape.block_out_channels)
     sound = (
@@ -187,7 +233,7 @@ def _shape(config: Mapping[str, Any], path: Path) -> UNetShape:
     return shape
 
 
-def _schedule(config: Mapping[str, Any], path: Path) -> Schedule:
+def _schedule(config: Mapping[str, Any], path: str) -> Schedule:
     name = config.get("_class_name", SCHEDULERS[0])
     if name not in SCHEDULERS:
         raise ArchitectureError(
@@ -219,7 +265,7 @@ def _closed(
     kind: type[T],
     fixed: Mapping[str, tuple[Any, ...]],
     idle: tuple[str, ...],
-    path: Path,
+    path: str,
 ) -> T:
     """Return the fields as the dataclass; every other one is fixed, idle, private or refused."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]

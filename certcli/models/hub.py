@@ -4,7 +4,7 @@ minute.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +13,8 @@ from certcli.checkpoint.shards import INDEX, named
 from certcli.models.converters.transformers_config import PIXELS
 from certcli.system.errors import CheckpointError, one_line
 
+DIFFUSERS = "diffusion_pytorch_model.safetensors"
+"""The weights of a network of diffusers."""
 SECONDS = 5.0
 """Seconds to wait for a connection."""
 
@@ -62,8 +64,49 @@ def fetched(name: str) -> Path:
     Args:
         name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
     """
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
+
+    with _fetching(name, "config.json and model.safetensors") as fetch:
+        fetch("config.json")
+        with suppress(EntryNotFoundError):  # only transformers' repositories have it
+            fetch(PIXELS)
+        try:
+            return fetch("model.safetensors")
+        except EntryNotFoundError:
+            path = fetch(INDEX)
+            for part in named(path):
+                fetch(part.name)
+            return path
+
+
+def fetched_diffusers(name: str) -> Path:
+    """Fetch UNet and schedule of a hub's repository, and return the folder that holds both; name as
+    for `fetched`.
+    """
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def first(fetch: Callable[[str], Path], folder: str, file: str) -> str:
+        """Fetch a file in the folder or beside it, and return where it lay."""
+        try:
+            fetch(f"{folder}/{file}")
+        except EntryNotFoundError:
+            fetch(file)
+            return ""
+        return f"{folder}/"
+
+    with _fetching(name, f"config.json, {DIFFUSERS} and scheduler_config.json") as fetch:
+        with suppress(EntryNotFoundError):
+            fetch("model_index.json")
+        place = first(fetch, "unet", "config.json")
+        first(fetch, "scheduler", "scheduler_config.json")
+        weights = fetch(f"{place}{DIFFUSERS}")
+    return weights.parent.parent if place else weights.parent
+
+
+@contextmanager
+def _fetching(name: str, needs: str) -> Iterator[Callable[[str], Path]]:
+    """Yield what fetches a file of a repository; CheckpointError for what the library raises."""
+    from huggingface_hub import hf_hub_download
 
     repository, _, revision = name.partition("@")
 
@@ -72,23 +115,14 @@ def fetched(name: str) -> Path:
 
     with cache_if_unreachable() as offline:
         try:
-            fetch("config.json")
-            with suppress(EntryNotFoundError):  # only transformers' repositories have it
-                fetch(PIXELS)
-            try:
-                path = fetch("model.safetensors")
-            except EntryNotFoundError:
-                path = fetch(INDEX)
-                for part in named(path):
-                    fetch(part.name)
+            yield fetch
         except CheckpointError:
             raise
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
                 f"cannot fetch '{one_line(name)}' from the hub ({offline or reason_of(failure)})",
-                "check the name and the network; the repository needs config.json and model.safetensors",
+                f"check the name and the network; the repository needs {needs}",
             ) from failure
-    return path
 
 
 def reason_of(failure: Exception) -> str:

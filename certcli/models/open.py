@@ -22,6 +22,7 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
 from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
+from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
 from certcli.models.advice import advice
 from certcli.models.appearance import appearance
@@ -110,6 +111,9 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
         return _from_file(weights_of(path, hints.weights), hints)
     if exists:
         return _from_file(path, hints)
+    shipped = shipped_path(source)
+    if shipped is not None:
+        return _from_file(shipped, hints)
     if source.startswith(("hf-hub:", "hf_hub:")):
         return _from_file(fetched(source.partition(":")[2]), hints)
     if is_name(source) and timm.is_model(source):

@@ -55,6 +55,15 @@ class UNetShape:
         """
         return self.resnet_time_scale_shift == "scale_shift"
 
+    @property
+    def waves(self) -> int:
+        """Return the number of waves of t, from which its embedding is computed."""
+        return self.block_out_channels[0]
+
+    def head_width(self, width: int) -> int:
+        """Return the width of one head of attention over maps of this width."""
+        return self.attention_head_dim or width
+
 
 class Attention(nn.Module):
     """Attention over all pixels of one image, added to its input: (x + out(attention(norm(x)))) /
@@ -65,7 +74,7 @@ class Attention(nn.Module):
         self, width: int, shape: UNetShape, groups: int | None, scale: float = 1.0
     ) -> None:
         super().__init__()
-        head = shape.attention_head_dim or width
+        head = shape.head_width(width)
         self.heads = width // head
         self.scale = scale
         self.group_norm = None if groups is None else nn.GroupNorm(groups, width, shape.norm_eps)
@@ -264,7 +273,7 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, shape: UNetShape, width: int) -> None:
         super().__init__()
-        self.waves = shape.block_out_channels[0]
+        self.waves = shape.waves
         self.freq_shift = shape.freq_shift
         self.flip_sin_to_cos = shape.flip_sin_to_cos
         self.linear_1 = nn.Linear(self.waves, width)

@@ -27,7 +27,7 @@ WORDS = [
     ),
     ("proven", "no changed copy within the radius has another answer: a mathematical statement"),
     (
-        "with noise",
+        "with smoothing",
         "of a majority vote over noisy copies, another classifier than the network itself",
     ),
     ("behind masks", "of a vote over masked copies, another classifier than the network itself"),
@@ -35,6 +35,17 @@ WORDS = [
     ("not decided", "the interval of a share holds the demand of its gate: more images decide it"),
 ]
 """What the page's words mean."""
+PURPOSES = {
+    "certvit audit": "Judge your images, or more of them:",
+    "--method smoothing": "Certify more images, deployed with smoothing:",
+    "certvit certify": "Write down which images are certified, and how far:",
+    "certvit attack": "Try to break these certificates:",
+    "--noise": "Train under noise: smoothing then certifies more images:",
+    "certvit finetune": "Train for a proof:",
+    "certvit adapt": "Make a copy that proofs can reach:",
+    "certvit constrain": "Make a copy with a smaller bound:",
+}
+"""What a command is for, by words in it; the first that match."""
 Pictures = Mapping[str, Gallery]
 """One fooled image under "first", a patch under "patch", more fooled images under "fooled"."""
 
@@ -48,7 +59,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
     images = (
         "no images"
         if dataset is None
-        else f"{dataset.images} images at most of {dataset.name} ({dataset.split})"
+        else f"up to {dataset.images} images of {dataset.name} ({dataset.split})"
     )
     return HtmlPage(
         title=f"Audit of {network.name}",
@@ -59,7 +70,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         points=audit.points,
         first=pictures["first"].figures[0] if "first" in pictures else None,
         about=[line for line in (audit.scale, audit.reference) if line],
-        next=audit.next,
+        next=[Command(purpose(line), line) for line in audit.next],
         examples=[pictures["patch"]] if "patch" in pictures else [],
         verdict=[*([audit.headline] if audit.points else []), *audit.verdict],
         words=WORDS,
@@ -96,6 +107,11 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",
         ],
     )
+
+
+def purpose(line: str) -> str:
+    """Return what a command of `next` is for; nothing is said of other words."""
+    return next((why for words, why in PURPOSES.items() if words in line), "")
 
 
 def _chip(audit: Audit) -> tuple[str, str]:
@@ -226,7 +242,7 @@ def _commands(audit: Audit) -> Iterator[Command]:
         yield Command(what, certify_again(audit, shares.method))
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
-        "certvit log FILE.safetensors --verify",
+        "certvit verify FILE.safetensors",
     )
 
 

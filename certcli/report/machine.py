@@ -1,9 +1,11 @@
-"""An audit for other programs: SARIF 2.1.0 (code scanning) and JUnit XML (test reports). Every
-string is escaped.
+"""An audit for other programs: SARIF 2.1.0 (code scanning), JUnit XML (test reports), and GitHub's
+annotations. Every string is escaped.
 """
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +15,7 @@ from certcli.evaluation.intervals import part_of
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.report.document import Audit
 from certcli.report.shares import share_rows
+from certcli.system.errors import plain_lines
 
 ROOT = "%SRCROOT%"
 """Base of addresses in the file: code scanning takes it for the repository."""
@@ -26,30 +29,71 @@ RULES = {
 
 LEVELS = {"passed": "none", "not decided": "warning", "failed": "error"}
 """SARIF's level of a gate, by its verdict."""
+ANNOTATIONS = {"none": "notice", "note": "notice", "warning": "warning", "error": "error"}
+"""GitHub's command, by SARIF's level."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an audit tells another program. subject: what stays the same from run to run.
+
+    Args:
+        level: SARIF's; "none": a requirement that was met.
+    """
+
+    rule: str
+    text: str
+    subject: str
+    level: str = "note"
+
+
+def outcomes(audit: Audit) -> Iterator[Outcome]:
+    """Yield each gate by its verdict, then what an audit warns of as notes."""
+    for row in audit.gate.judged:
+        yield Outcome("certvit/gate", row.reason, row.fail_on, LEVELS[row.verdict])
+    proofs = [shares.certified for shares in audit.certificates if shares.failure == 0]
+    proofs += [] if audit.patched is None else [audit.patched.certified]
+    certified = any(share.hits for shares in proofs for share in shares.values())
+    if audit.bound is not None and not certified:
+        yield Outcome("certvit/no-usable-proof", audit.verdict[0], "proof")
+    if audit.attack is not None:
+        names = ", ".join(audit.attack.attacks)
+        for radius, count in audit.attack.fooled.items():
+            fooled = part_of(count, audit.attack.clean.hits, "correct images")
+            if count:
+                text = f"{names} fooled {fooled} at l2 {radius}"
+                yield Outcome("certvit/fooled", text, f"{names}@{radius}")
+    for item in audit.skipped:
+        yield Outcome("certvit/not-done", f"{item.stage}: {item.why}", item.stage)
+
+
+def as_annotations(audit: Audit) -> str:
+    """Return a GitHub workflow command a line: failed gates are errors, open ones warnings.
+
+    Source: GitHub, *Workflow commands for GitHub Actions*; the escapes are those of
+    `@actions/core`: %, CR and LF everywhere, `:` and `,` in properties.
+    """
+    return "".join(_annotation(outcome, audit.network.path) for outcome in outcomes(audit))
+
+
+def _annotation(outcome: Outcome, path: str | None) -> str:
+    properties = {} if path is None else {"file": path}
+    properties["title"] = outcome.rule.replace("/", ": ")
+    written = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+    return f"::{ANNOTATIONS[outcome.level]} {written}::{_message(outcome.text)}\n"
+
+
+def _message(text: str) -> str:
+    return plain_lines(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _message(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def as_sarif(audit: Audit) -> str:
     """Return one run: each gate a result (kind pass or fail), what an audit warns of as notes."""
-    results = [
-        _result("certvit/gate", row.reason, row.fail_on, LEVELS[row.verdict])
-        for row in audit.gate.judged
-    ]
-    proofs = [shares.certified for shares in audit.certificates if shares.failure == 0]
-    proofs += [] if audit.patched is None else [audit.patched.certified]
-    if audit.bound is not None and not any(
-        share.hits for shares in proofs for share in shares.values()
-    ):
-        results.append(_result("certvit/no-usable-proof", audit.verdict[0], "proof"))
-    if audit.attack is not None:
-        for radius, count in audit.attack.fooled.items():
-            names = ", ".join(audit.attack.attacks)
-            correct = audit.attack.clean.hits
-            message = f"{names} fooled {part_of(count, correct, 'correct images')} at l2 {radius}"
-            results += [_result("certvit/fooled", message, f"{names}@{radius}")] if count else []
-    results += [
-        _result("certvit/not-done", f"{item.stage}: {item.why}", item.stage)
-        for item in audit.skipped
-    ]
+    results = [_result(outcome) for outcome in outcomes(audit)]
     where = {"uri": quote(audit.network.path or audit.network.name)}
     where |= {} if audit.network.path is None else {"uriBaseId": ROOT}
     for row in results:
@@ -77,17 +121,15 @@ def as_sarif(audit: Audit) -> str:
     return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _result(rule: str, text: str, subject: str, level: str = "note") -> dict[str, Any]:
-    """Return a result; level "none": a requirement that was met. subject: what stays the same from
-    run to run.
-    """
+def _result(outcome: Outcome) -> dict[str, Any]:
+    subject = f"{outcome.rule}\n{outcome.subject}".encode()
     return {
-        "ruleId": rule,
-        "ruleIndex": list(RULES).index(rule),
-        "kind": "pass" if level == "none" else "fail",
-        "level": level,
-        "message": {"text": text},
-        "partialFingerprints": {"certvit/v1": sha256(f"{rule}\n{subject}".encode()).hexdigest()},
+        "ruleId": outcome.rule,
+        "ruleIndex": list(RULES).index(outcome.rule),
+        "kind": "pass" if outcome.level == "none" else "fail",
+        "level": outcome.level,
+        "message": {"text": outcome.text},
+        "partialFingerprints": {"certvit/v1": sha256(subject).hexdigest()},
     }
 
 

@@ -120,7 +120,7 @@ class HtmlPage:
     first: Figure | None = None
     words: Sequence[tuple[str, str]] = ()
     about: Sequence[str] = ()
-    next: Sequence[str] = ()
+    next: Sequence[Command] = ()
     examples: Sequence[Gallery] = ()
     doubts: Sequence[str] = ()
     gates: Sequence[tuple[str, str]] = ()
@@ -144,9 +144,9 @@ def render(page: HtmlPage) -> str:
 
 def _shown(value: Any) -> Any:
     """Spell out terminal escapes and text directions: they would be obeyed, or make the file
-    invalid.
+    invalid. A percent sign stays on the line of its number.
     """
-    return plain_lines(value) if type(value) is str else value
+    return plain_lines(value).replace(" %", "\u00a0%") if type(value) is str else value
 
 
 def ticks(end: float) -> list[float]:

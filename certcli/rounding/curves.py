@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
+from certcli.engine import curves
 from certcli.engine.table import NoRule
+from certcli.rounding.algorithms import covers
 from certcli.rounding.running import ROUNDED, Found, Operation, put_together, rule
 from certcli.rounding.sums import UNIT, total
 
@@ -19,6 +21,7 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
     """
 
     @rule(*names)
+    @covers("function")
     def passed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
         value = op.run()
         size = op.size(x)
@@ -31,22 +34,34 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
         ]
 
 
-# x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings
-_curve("gelu", slope=1.13, rounding=lambda x, value, root: x * (2 * FUNCTION))
-_curve("silu", slope=1.1, rounding=lambda x, value, root: x * (2 * FUNCTION))
-_curve("mish", slope=1.09, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
-_curve("hardswish", slope=1.5, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+# x times a factor of size 1 that is off by FUNCTION, its argument by a few roundings. The slope of
+# tanh-GELU is above that of GELU.
+_curve("gelu", slope=curves.GELU_TANH.slope, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("silu", slope=curves.SILU.slope, rounding=lambda x, value, root: x * (2 * FUNCTION))
+_curve("mish", slope=curves.MISH.slope, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION))
+_curve(
+    "hardswish",
+    slope=curves.HARD_SWISH.slope,
+    rounding=lambda x, value, root: (x + root) * (4 * FUNCTION),
+)
 _curve(
     "log_sigmoid_forward", slope=1.0, rounding=lambda x, value, root: (x + root) * (4 * FUNCTION)
 )
 _curve("tanh", "atan", slope=1.0, rounding=lambda x, value, root: value * FUNCTION)
-_curve("erf", slope=1.1284, rounding=lambda x, value, root: value * FUNCTION)
+_curve("erf", slope=curves.ERF.slope, rounding=lambda x, value, root: value * FUNCTION)
 _curve("sin", "cos", slope=1.0, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
-_curve("sigmoid", slope=0.25, rounding=lambda x, value, root: value * (2 * FUNCTION))
-_curve("hardsigmoid", slope=0.17, rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root))
+_curve(
+    "sigmoid", slope=curves.SIGMOID.slope, rounding=lambda x, value, root: value * (2 * FUNCTION)
+)
+_curve(
+    "hardsigmoid",
+    slope=curves.HARD_SIGMOID.slope,
+    rounding=lambda x, value, root: x.new_tensor(2 * FUNCTION * root),
+)
 
 
 @rule("leaky_relu")
+@covers("entries")
 def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
     value = op.run()
     size = op.size(x)
@@ -57,6 +72,7 @@ def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
 
 
 @rule("elu")
+@covers("entries", "function")
 def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
     value = op.run()
     size = op.size(x)
@@ -68,6 +84,7 @@ def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: A
 
 
 @rule("exp")
+@covers("function")
 def exponential(op: Operation, x: Tensor) -> Found:
     value = op.run()
     size = op.size(x)
@@ -78,6 +95,7 @@ def exponential(op: Operation, x: Tensor) -> Found:
 
 
 @rule("sqrt", "rsqrt")
+@covers("function")
 def root(op: Operation, x: Tensor) -> Found:
     """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
     value = op.run()
@@ -91,16 +109,13 @@ def root(op: Operation, x: Tensor) -> Found:
 
 
 @put_together("reciprocal")
+@covers("entries")
 def reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
-@put_together("square")
-def square(x: Tensor) -> Tensor:
-    return x * x
-
-
 @put_together("pow")
+@covers("entries", "function")
 def power(x: Any, exponent: Any) -> Any:
     """Small whole powers as products, and roots."""
     if isinstance(x, Tensor) and exponent in (0.5, -0.5, -1):
@@ -117,7 +132,8 @@ def power(x: Any, exponent: Any) -> Any:
     return squared if exponent == 2 else squared * (x if exponent == 3 else squared)
 
 
-@rule("_softmax", "_safe_softmax", "softmax")
+@rule("_softmax", "_safe_softmax")
+@covers("softmax")
 def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
     relative to the result.
@@ -134,6 +150,7 @@ def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
 
 
 @rule("linalg_vector_norm")
+@covers("any order", "function")
 def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
     """The length of the error, by the triangle inequality."""
     op.require(order == 2, f"a norm of order {order}")
@@ -178,12 +195,14 @@ def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shap
 
 
 @rule("native_layer_norm")
+@covers("two passes")
 def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
     normalised, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
     return _scaled(op, normalised.view(x.shape), size, weight, bias, shape)
 
 
 @rule("native_group_norm")
+@covers("two passes")
 def group_norm(
     op: Operation,
     x: Tensor,
@@ -201,6 +220,7 @@ def group_norm(
 
 
 @put_together("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
+@covers("entries", "function")
 def batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any
 ) -> tuple[Any, ...]:
@@ -223,6 +243,7 @@ def _variance(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> Tensor:
 
 
 @put_together("var")
+@covers("two passes")
 def variance(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
@@ -230,6 +251,7 @@ def variance(
 
 
 @put_together("std")
+@covers("two passes")
 def deviation(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Tensor:
@@ -237,6 +259,7 @@ def deviation(
 
 
 @put_together("var_mean")
+@covers("two passes")
 def variance_and_mean(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:

@@ -25,6 +25,7 @@ from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.lipschitz.rules.repeat_pad import pair
 from certcli.models.build import PixelNormalize
 from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.rounding.algorithms import covers
 from certcli.rounding.computed import error_of
 from certcli.rounding.moves import overlap, windows_of_entry
 from certcli.rounding.precisions import FLOAT64, Precision, compounded
@@ -158,16 +159,30 @@ class Operation:
 
 
 @rules.module(nn.Linear)
+@covers("any order")
 def linear(op: Operation, module: nn.Linear, x: Followed) -> Rounding:
     layer = op.map(module.weight, module.bias)
     return lambda sizes: layer.rounding(sizes(x).total, x.rows)
+
+
+def _runs_nnpack() -> bool:
+    """Return whether torch may convolve batches of 16 and more by NNPACK on this processor."""
+    nnpack, onednn = torch.backends.nnpack, torch.backends.mkldnn
+    replaced = onednn.is_available() and onednn.enabled
+    return not replaced and nnpack.is_available() and torch._C._get_nnpack_enabled()
 
 
 @rules.module(
     nn.Conv2d,
     when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
 )
+@covers("any order")
 def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
+    op.require(
+        not (op.precision.dtype == torch.float32 and _runs_nnpack()),
+        "NNPACK's convolutions by Winograd's and Fourier's transforms, which torch runs without "
+        "oneDNN; torch.backends.nnpack.set_flags(False) ends them",
+    )
     padding: Any = tuple((int(p), int(p)) for p in module.padding)
     options: Any = module.stride, padding, module.dilation, module.groups, tuple(x.shape[-2:])
     layer = op.map(module.weight, module.bias, Geometry(*options))
@@ -175,6 +190,7 @@ def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
 
 
 @rules.module(PixelNormalize)
+@covers("entries")
 def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
     """(x - mean) / std: the difference and the quotient are rounded, mean and std are stored."""
     mean, std = (Stored.of(part, op.precision) for part in (module.mean, module.std))
@@ -192,6 +208,7 @@ def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
 
 @rules.method("add", "add_", "sub", "sub_")
 @rules.function(operator.add, operator.iadd, torch.add, operator.sub, operator.isub, torch.sub)
+@covers("entries")
 def added(op: Operation, a: Any, b: Any) -> Rounding:
     """The result is rounded; a constant is stored first."""
     error = ZERO
@@ -225,11 +242,14 @@ def scaled(op: Operation, x: Followed, factor: Stored) -> Rounding:
     return lambda sizes: sizes(x).total * root * relative + op.underflow()
 
 
-rules.module(LayerScale)(lambda op, module, x: scaled(op, x, op.stored(module.gamma)))
+rules.module(LayerScale)(
+    covers("entries")(lambda op, module, x: scaled(op, x, op.stored(module.gamma)))
+)
 
 
 @rules.method("div", "div_")
 @rules.function(operator.truediv, operator.itruediv, torch.div)
+@covers("entries")
 def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
     """x / d, or x times a rounded 1 / d: |1/d' - 1/d| <= |d' - d| / (|d'| |d|)."""
     op.require(not isinstance(divisor, Followed), "a division by what depends on the image")
@@ -242,6 +262,7 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
 
 
 @rules.module(nn.AvgPool2d)
+@covers("any order")
 def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
     kernel = pair(module.kernel_size)
     stride = pair(module.stride)
@@ -256,6 +277,7 @@ def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
 @rules.function(
     functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, torch.adaptive_avg_pool1d
 )
+@covers("any order")
 def averaged_adaptively(op: Operation, x: Followed, output_size: Any) -> Rounding:
     assert op.call is not None
     axes = int(op.call.kind[-2])  # adaptive_avg_pool2d
@@ -285,6 +307,7 @@ def _means(op: Operation, x: Followed, fewest: int, entries: int, windows: float
 
 @rules.method("mean", "sum")
 @rules.function(torch.mean, torch.sum)
+@covers("any order")
 def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
     """gamma sum |x_i|, divided by n for a mean, is at most gamma |x| sqrt(n) or gamma |x| / sqrt(n)
     of n terms.
@@ -306,6 +329,7 @@ def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
 
 
 @rules.module(ConvexResidual)
+@covers("entries", "function")
 def convex_residual(
     op: Operation, module: ConvexResidual, x: Followed, branch: Followed
 ) -> Rounding:
@@ -319,6 +343,7 @@ def convex_residual(
 
 
 @rules.module(WeightedResidual)
+@covers("entries")
 def weighted_residual(
     op: Operation, module: WeightedResidual, x: Followed, branch: Followed
 ) -> Rounding:

@@ -20,6 +20,7 @@ from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.scsa_attention import CosineAttention
+from certcli.rounding.algorithms import covers
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import Precision, compounded
 from certcli.rounding.stored import LinearMap, largest
@@ -82,6 +83,7 @@ def _heads(op: Operation, weight: Tensor, bias: Tensor | None, count: int) -> li
 
 
 @attention_module(rules)
+@covers("any order", "softmax")
 def dot_product(
     op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False
 ) -> Rounding:
@@ -155,6 +157,7 @@ def _attended(
 
 
 @rules.module(L2Attention)
+@covers("any order", "softmax")
 def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
        mask: Any = None) -> Rounding:  # fmt: skip
     """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q|
@@ -202,6 +205,7 @@ def _placed(
 
 
 @rules.module(CosineAttention)
+@covers("any order", "function", "softmax")
 def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
            mask: Any = None) -> Rounding:  # fmt: skip
     """Rows w / sqrt(|w|^2 + 1) are within 1, of slope 1 in w = W x, and lose a few roundings; tau

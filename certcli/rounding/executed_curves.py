@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, Real, as_real
+from certcli.rounding.algorithms import covers
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import compounded
 
@@ -30,13 +31,14 @@ def _curve(
     is above two units.
     """
 
+    @covers("function")
     def rounding(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
         fixed = as_real(float(x.entries)).sqrt() * float(of_one)
         return lambda sizes: (
             (sizes(x).total * float(of_x) + fixed) * op.precision.function + op.underflow() * 2.0
         )
 
-    rules.module(*modules)(lambda op, module, x: rounding(op, x))
+    rules.module(*modules)(covers("function")(lambda op, module, x: rounding(op, x)))
     rules.function(*functions)(rounding)
     rules.method(*methods)(rounding)
 
@@ -76,6 +78,7 @@ _curve(
 
 
 @rules.function(functional.gelu)
+@covers("function")
 def gelu(op: Operation, x: Followed, approximate: str = "none") -> Rounding:
     """x times a number of [0, 1] that is off by at most 4 `function`; the tanh form makes cubes on
     its way.
@@ -91,11 +94,12 @@ def gelu(op: Operation, x: Followed, approximate: str = "none") -> Rounding:
 
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
-rules.module(TimmGELU)(lambda op, module, x: gelu(op, x))
-rules.module(GELUTanh)(lambda op, module, x: gelu(op, x, "tanh"))
+rules.module(TimmGELU)(covers("function")(lambda op, module, x: gelu(op, x)))
+rules.module(GELUTanh)(covers("function")(lambda op, module, x: gelu(op, x, "tanh")))
 
 
 @rules.function(functional.leaky_relu)
+@covers("entries")
 def leaky_relu(
     op: Operation, x: Followed, negative_slope: float = 0.01, inplace: bool = False
 ) -> Rounding:
@@ -109,6 +113,7 @@ rules.module(nn.LeakyReLU)(with_attributes(leaky_relu, "negative_slope"))
 
 @rules.method("square", "pow")
 @rules.function(torch.square, torch.pow, operator.pow)
+@covers("entries")
 def squared(op: Operation, x: Followed, exponent: Any = 2) -> Rounding:
     """|x^2| <= max |x_i| |x|; a power of 1 is the tensor itself."""
     op.require(exponent in (1, 2), f"the power {exponent}")

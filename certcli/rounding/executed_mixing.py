@@ -12,12 +12,14 @@ from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, Real, as_real
 from certcli.nn.activations import SoftMaxMin
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
+from certcli.rounding.algorithms import covers
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, added, rules
 from certcli.rounding.precisions import compounded
 from certcli.rounding.stored import BlockMap, largest, length
 
 
 @rules.module(OrthogonalMixing)
+@covers("any order")
 def orthogonal_mixing(op: Operation, module: OrthogonalMixing, x: Followed) -> Rounding:
     """[M_h x_h]_h + p: linear maps of disjoint parts of x, of which the largest norms count; then
     the sum is rounded.
@@ -37,6 +39,7 @@ def orthogonal_mixing(op: Operation, module: OrthogonalMixing, x: Followed) -> R
 
 
 @rules.module(TokenMaxMin)
+@covers("entries", "function")
 def token_max_min(op: Operation, module: TokenMaxMin, x: Followed) -> Rounding:
     """x + p is rounded. Sorting moves entries; the soft form has slope 1 and roundings of its own."""
     shifted, shift = added(op, x, Constant(module.shift)), op.stored(module.shift)

@@ -17,10 +17,12 @@ from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import ZERO, as_real
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
+from certcli.rounding.algorithms import covers
 from certcli.rounding.executed import Followed, Operation, Rounding, rules
 from certcli.rounding.stored import Stored
 
 
+@covers("moves")
 def exact(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved, chosen or compared."""
     for place in _constants_in((args, named)):
@@ -39,6 +41,7 @@ def _constants_in(x: Any) -> list[Tensor]:
 
 
 @rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
+@covers("moves")
 def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved; those of constants are stored."""
     error = ZERO
@@ -49,6 +52,7 @@ def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
 
 @rules.method("maximum", "minimum")
 @rules.function(torch.maximum, torch.minimum)
+@covers("moves")
 def larger(op: Operation, a: Any, b: Any) -> Rounding:
     """Entries are compared; those of a constant, which may be repeated, are stored."""
     error = ZERO
@@ -84,6 +88,7 @@ rules.function(
 
 
 @rules.function(functional.pad)
+@covers("moves")
 def padded(
     op: Operation, x: Followed, padding: Any, mode: str = "constant", value: float | None = None
 ) -> Rounding:
@@ -94,6 +99,7 @@ def padded(
 
 @rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
 @rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
+@covers("moves")
 def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
     """Entries are compared with limits that are stored."""
     farthest = [
@@ -104,6 +110,7 @@ def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
 
 
 @rules.module(nn.ReLU6, nn.Hardtanh)
+@covers("moves")
 def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
     """Entries are compared with limits that are stored."""
     limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
@@ -112,6 +119,7 @@ def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
 
 
 @rules.module(ClippedReLU)
+@covers("moves")
 def clipped_at_thresholds(op: Operation, module: ClippedReLU, x: Followed) -> Rounding:
     """Entries are compared with thresholds that are stored: each image's have the same error."""
     images = as_real(float(max(1, x.entries // max(1, module.threshold.numel())))).sqrt()

@@ -16,6 +16,7 @@ from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.nn.heads import L2Pool
 from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.rounding.algorithms import covers
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import FLOAT32, compounded
 from certcli.rounding.stored import largest, length
@@ -104,6 +105,7 @@ def _least_deviation(op: Operation, eps: float, d: int) -> float:
 
 
 @rules.function(functional.layer_norm, torch.layer_norm)
+@covers("two passes", "Welford")
 def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
                *_: Any) -> Rounding:  # fmt: skip
     op.require(
@@ -120,6 +122,7 @@ rules.module(nn.LayerNorm, TimmLayerNorm)(
 
 
 @rules.function(functional.group_norm, torch.group_norm)
+@covers("two passes", "Welford", "one pass")
 def group_norm(op: Operation, x: Followed, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,
                *_: Any) -> Rounding:  # fmt: skip
     """A LayerNorm of each group, which is no longer than the whole tensor, by one pass or by two.
@@ -167,6 +170,7 @@ rules.module(nn.GroupNorm)(with_attributes(group_norm, "num_groups", "weight", "
 
 
 @rules.function(functional.rms_norm, torch.rms_norm)
+@covers("any order", "function")
 def rms_norm(
     op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Rounding:
@@ -202,6 +206,7 @@ rules.module(nn.RMSNorm)(with_attributes(rms_norm, "normalized_shape", "weight",
 
 
 @rules.function(functional.normalize)
+@covers("any order", "function")
 def normalize(
     op: Operation, x: Followed, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Rounding:
@@ -233,6 +238,7 @@ def normalize(
 
 
 @rules.module(L2Pool)
+@covers("any order", "function")
 def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
     """Sums of squares, where nothing cancels, and their roots: relative errors of lengths, and what
     underflows.
@@ -251,6 +257,7 @@ def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
 
 
 @rules.module(FloorNorm)
+@covers("two passes", "Welford")
 def floor_norm(op: Operation, module: FloorNorm, x: Followed) -> Rounding:
     floor = op.stored(module.floor)
     smallest = float(module.floor) - float(floor.farthest)
@@ -265,6 +272,7 @@ def floor_norm(op: Operation, module: FloorNorm, x: Followed) -> Rounding:
 
 
 @rules.module(GlobalResponseNorm)
+@covers("any order", "function")
 def global_response_norm(op: Operation, module: GlobalResponseNorm, x: Followed) -> Rounding:
     """x + b + w x n with n_c = |x_c| / (mean_c |x_c| + eps) <= C: nothing cancels in n, whose
     underflow counts beside eps.
@@ -302,6 +310,7 @@ def global_response_norm(op: Operation, module: GlobalResponseNorm, x: Followed)
 
 
 @rules.module(CenterNorm)
+@covers("any order")
 def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
     d = module.width
     relative = op.precision.products(d) + 2 * op.precision.unit
@@ -319,6 +328,7 @@ def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
 
 
 @rules.function(functional.batch_norm)
+@covers("entries", "function")
 def batch_norm(
     op: Operation,
     x: Followed,

@@ -14,6 +14,7 @@ from certcli.engine.attention import CAUSAL, fused_attention
 from certcli.engine.table import with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.rounding.algorithms import covers
 from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules, scaled
 from certcli.rounding.executed_attention import Rows, averaged, softmax_error
 from certcli.rounding.precisions import compounded
@@ -22,6 +23,7 @@ from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
 
 @rules.method("mul", "mul_")
 @rules.function(operator.mul, operator.imul, torch.mul)
+@covers("entries")
 def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     """A rounding of each product: |a b| <= max |a_i| |b| of two tensors, of which one may be
     repeated.
@@ -43,6 +45,7 @@ def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 @rules.function(functional.linear)
+@covers("any order")
 def linear(op: Operation, x: Followed, weight: Any, bias: Any = None) -> Rounding:
     layer = op.map(op.tensor(weight), None if bias is None else op.tensor(bias))
     return lambda sizes: layer.rounding(sizes(x).total, x.rows)
@@ -50,6 +53,7 @@ def linear(op: Operation, x: Followed, weight: Any, bias: Any = None) -> Roundin
 
 @rules.method("matmul", "bmm", "mm")
 @rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
+@covers("any order")
 def matrices(op: Operation, a: Any, b: Any) -> Rounding:
     """gamma | |A| |B| |, at most |A|_F times the norm of |B|, which is sqrt(k) times its longest
     row of k rows at most.
@@ -100,6 +104,7 @@ def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
 
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
+@covers("softmax")
 def softmax(
     op: Operation, x: Followed, dim: int, _stacklevel: int = 3, dtype: Any = None
 ) -> Rounding:
@@ -114,6 +119,7 @@ rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 
 
 @fused_attention(rules)
+@covers("any order", "softmax")
 def fused(
     op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Rounding:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.rounding.algorithms import covers
 from certcli.rounding.running import Error, Found, Operation, Piece, Sorted, rule
 
 
@@ -26,8 +27,9 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
 @rule(
     "view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "slice", "select", "squeeze", "unsqueeze",
     "clone", "roll", "flip", "rot90", "detach", "alias", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-    "native_channel_shuffle", "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
+    "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
 )  # fmt: skip
+@covers("moves")
 def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
     """Every entry goes to one place at most: what was a piece of a tensor stays one. `copy` takes
     the second tensor's.
@@ -41,6 +43,7 @@ def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
 
 
 @rule("split", "split_with_sizes", "unbind")
+@covers("moves")
 def cut(op: Operation, x: Tensor, *_: Any) -> Found:
     value = op.run()
     size = op.size(x)
@@ -69,6 +72,7 @@ def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 @rule("cat", "stack")
+@covers("moves")
 def joined(op: Operation, tensors: Sequence[Tensor], *_: Any) -> Found:
     """Of max(a, b) and min(a, b) the error of a and b: sorting has slope 1."""
     value = op.run()
@@ -85,6 +89,7 @@ def joined(op: Operation, tensors: Sequence[Tensor], *_: Any) -> Found:
 
 
 @rule("maximum", "minimum")
+@covers("moves")
 def larger(op: Operation, a: Tensor, b: Tensor) -> Found:
     value = op.run()
     if op.exact:
@@ -98,6 +103,7 @@ def larger(op: Operation, a: Tensor, b: Tensor) -> Found:
 
 
 @rule("expand", "repeat")
+@covers("moves")
 def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
     value = op.run()
     return value, spread(op, x, value.numel())
@@ -106,8 +112,9 @@ def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
 @rule(
     "index", "gather", "index_select", "unfold", "im2col", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d", "upsample_nearest1d", "upsample_nearest2d",
-    "upsample_nearest3d", "take_along_dim", "embedding",
+    "upsample_nearest3d", "embedding",
 )  # fmt: skip
+@covers("moves")
 def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Found:
     """sqrt of how often an entry appears at most, counted by running the operation on the entries'
     numbers.
@@ -125,6 +132,7 @@ def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Foun
 
 
 @rule("where", "masked_fill")
+@covers("moves")
 def chosen(op: Operation, *tensors: Any) -> Found:
     """`where` keeps an entry of one or the other, `masked_fill` an entry or a number, by an exact
     mask.
@@ -139,6 +147,7 @@ def chosen(op: Operation, *tensors: Any) -> Found:
 
 
 @rule("_to_copy")
+@covers("moves")
 def copied(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
     """To a type that holds the numbers: floating point from integers, float64 from float32."""
     value = op.run()
@@ -154,6 +163,7 @@ def copied(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
 
 
 @rule("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+@covers("moves")
 def made_of_shape(op: Operation, x: Tensor, *numbers: Any, **_: Any) -> Found:
     op.require(
         not any(isinstance(number, Tensor) for number in numbers), "a number that may be rounded"
@@ -162,12 +172,14 @@ def made_of_shape(op: Operation, x: Tensor, *numbers: Any, **_: Any) -> Found:
 
 
 @rule("_local_scalar_dense")
+@covers("moves")
 def read_back(op: Operation, x: Tensor) -> Found:
     op.require(op.size(x) is None, "a rounded number is read back into Python")
     return op.run(), None
 
 
 @rule("relu", "abs", "neg", "clamp", "clamp_min", "clamp_max", "hardtanh")
+@covers("moves")
 def passed_on(op: Operation, x: Tensor, *limits: Any, **named: Any) -> Found:
     """Slope 1 and no rounding."""
     value = op.run()
@@ -179,12 +191,14 @@ def passed_on(op: Operation, x: Tensor, *limits: Any, **named: Any) -> Found:
 
 
 @rule("amax", "amin")
+@covers("moves")
 def largest(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
     return op.run(), op.size(x)
 
 
 @rule("max", "min", "sort", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool2d_with_indices",
       "max_pool3d_with_indices")  # fmt: skip
+@covers("moves")
 def with_places(op: Operation, x: Tensor, *options: Any, **named: Any) -> Found:
     """Of two results the second one is places, which rounding may change. An entry may lie in
     several windows.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.rounding import TINY, gamma
 from certcli.lipschitz.numerics.spectral import spectral_norms
+from certcli.rounding.algorithms import covers
 from certcli.rounding.moves import overlap, spread, windows_of_entry
 from certcli.rounding.running import ROUNDED, Error, Found, Mean, Operation, Square, rule
 
@@ -68,6 +69,7 @@ def _reach(x: Any, like: Any) -> Any:
 
 
 @rule("add", "sub", "rsub")
+@covers("entries")
 def added(op: Operation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
     """e_a + |alpha| e_b, and the rounding of the result. Where an exact operand is -inf (a mask),
     so is the result.
@@ -108,6 +110,7 @@ def _unmasked(op: Operation, value: Tensor, *operands: Any) -> Tensor:
 
 
 @rule("mul")
+@covers("entries")
 def multiplied(op: Operation, a: Any, b: Any) -> Found:
     """|a| e_b + |b| e_a + e_a e_b, and the rounding of the result."""
     value = op.run()
@@ -129,6 +132,7 @@ def multiplied(op: Operation, a: Any, b: Any) -> Found:
 
 
 @rule("div")
+@covers("entries")
 def divided(op: Operation, a: Any, b: Any, **named: Any) -> Found:
     """(e_a + |a / b| e_b) / (min |b| - e_b), and the rounding of the result; infinite where b may
     be 0.
@@ -153,6 +157,7 @@ def divided(op: Operation, a: Any, b: Any, **named: Any) -> Found:
 
 
 @rule("addcmul")
+@covers("entries")
 def added_product(op: Operation, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Found:
     result = op.run()
     product, error = multiplied(Operation("mul", torch.mul, (a, b), {}, op.running), a, b)
@@ -204,6 +209,7 @@ def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
 
 
 @rule("mm", "bmm", "mv", "dot")
+@covers("any order")
 def matrices(op: Operation, a: Tensor, b: Tensor) -> Found:
     return op.run(), _product(op, a, b, a.shape[-1])
 
@@ -237,6 +243,7 @@ def _same(op: Operation, x: Tensor, view: Tensor) -> Tensor:
 
 
 @rule("addmm", "baddbmm", "addmv")
+@covers("any order")
 def matrices_and_bias(
     op: Operation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Found:
@@ -253,6 +260,7 @@ def _bias(op: Operation, bias: Tensor, value: Tensor, terms: int) -> Tensor:
 
 
 @rule("convolution")
+@covers("any order")
 def convolution(op: Operation, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
                 transposed: bool, *_: Any) -> Found:  # fmt: skip
     """sqrt(windows of an entry) |W|, W of one window; of a transposed one the same, it is the
@@ -273,6 +281,7 @@ def convolution(op: Operation, x: Tensor, weight: Tensor, bias: Any, stride: Any
 
 
 @rule("sum", "mean")
+@covers("any order")
 def summed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
     """sqrt(n) times the error of n terms, 1 / sqrt(n) of their mean; 2 |x| times it for sums of
     squares x^2.
@@ -308,6 +317,7 @@ def summed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
 
 
 @rule("cumsum")
+@covers("any order")
 def running_sum(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     value = op.run()
     if _unrounded(op, value):
@@ -318,7 +328,8 @@ def running_sum(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found
     )
 
 
-@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool2d", "avg_pool3d")
+@covers("any order")
 def pooled(op: Operation, x: Tensor, sizes: Any, *options: Any, **named: Any) -> Found:
     """A mean has slope 1 at most, and an entry may lie in several windows."""
     op.require(len(options) < 5 or options[4] is None, "a divisor of its own")

@@ -97,7 +97,6 @@ class Team:
         cached: Callable[[Piece], Found | None] = lambda piece: None,
         pack: Callable[[Found], Any] = lambda result: result,
         unpack: Callable[[Any], Found] = lambda plain: plain,
-        aside: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[bool, Found]]:
         """Yield (whether it is new, the result) of every piece, in order, in the leader; nothing in
         the others.
@@ -106,10 +105,8 @@ class Team:
             known: The result of an earlier run, or None; called in the leader, up to the first
                 piece without one.
             pack, unpack: Turn a result into plain JSON values and back.
-            aside: Work of the leader before its first piece, while the others work on theirs.
         """
         if not self.several:
-            aside()
             for piece in pieces:
                 earlier = cached(piece)
                 yield (True, find(piece)) if earlier is None else (False, earlier)
@@ -125,7 +122,6 @@ class Team:
             yield False, earlier
             start += 1
         self._set(f"{name}/from", start)
-        aside()
         results: dict[int, Found] = {}
         tasks_left = True
         turn = start

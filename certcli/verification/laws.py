@@ -1,40 +1,29 @@
 """A report of `certvit lipschitz --json` by itself: its laws and its headline. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
 from certcli.checkpoint.schema import ReportFields
+from certcli.evaluation.claim import Claim
 from certcli.lipschitz.bound import FEATURES, check_proof
 from certcli.lipschitz.numerics.real import ZERO, Real
 from certcli.system.errors import one_line
 
-
-@dataclass(frozen=True)
-class Verification:
-    """problems: what does not hold, a line each. leaves: whether the theorems about weights were
-    proven again.
-    """
-
-    nodes: int
-    theorems: int
-    leaves: bool
-    problems: tuple[str, ...]
-
-    @property
-    def laws_hold(self) -> bool:
-        return not self.problems
-
-    @property
-    def verified(self) -> bool:
-        """Everything, the leaves too; laws alone verify nothing about a network."""
-        return self.leaves and not self.problems
+LAWS = "the steps of its proof follow from each other"
+WEIGHTS = "its theorems hold of the weights"
 
 
-def verify_laws(report: ReportFields) -> Verification:
-    """Tell whether the report hangs together; its leaves are unchecked."""
-    return Verification(len(report.proof), theorems(report), False, tuple(check_laws(report)))
+def verify_laws(report: ReportFields) -> list[Claim]:
+    """Return the claims of a report by itself: whether it hangs together. Its theorems are unverified."""
+    problems = [Claim(LAWS, "refuted", problem) for problem in check_laws(report)]
+    if problems:
+        return problems
+    why = "nobody checked them here: give the checkpoint too"
+    return [
+        Claim(LAWS, "verified", f"{len(report.proof)} steps"),
+        Claim(WEIGHTS, "unverified", f"{theorems(report)} theorems; {why}", asked=False),
+    ]
 
 
 def theorems(report: ReportFields) -> int:

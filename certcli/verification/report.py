@@ -9,10 +9,11 @@ from msgspec import UNSET
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import LayerFields, ReportFields
+from certcli.evaluation.claim import Claim
 from certcli.lipschitz.bound import FEATURES, LOGITS
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
-from certcli.verification.laws import Verification, check_laws, theorems
+from certcli.verification.laws import WEIGHTS, theorems, verify_laws
 
 SLACK = 1e-6
 """Relative: how far a stated number may lie below the one proven again. A norm is proven from a power iteration and a
@@ -20,12 +21,23 @@ residual, whose last digits differ between BLAS libraries, thread counts and dev
 and far below what a forged number would have to gain."""
 
 
+UNREAD = "lower, attention_weight, formulas, network, gate, shapes"
+"""Fields of a report that nothing recomputes."""
+
+
 def verify(
     report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu"
-) -> Verification:
-    """Check the report's laws and headline, and prove its leaves, root and layers again."""
-    problems = tuple(check_laws(report)) or tuple(check_weights(report, checkpoint, device))
-    return Verification(len(report.proof), theorems(report), True, problems)
+) -> list[Claim]:
+    """Return the claims of a report: its laws and headline, and its leaves, root and layers, proven again."""
+    laws = verify_laws(report)
+    if any(claim.status == "refuted" for claim in laws):
+        return laws
+    problems = [
+        Claim(WEIGHTS, "refuted", problem) for problem in check_weights(report, checkpoint, device)
+    ]
+    why = f"{theorems(report)} theorems are proven again"
+    weights = problems or [Claim(WEIGHTS, "verified", why)]
+    return [laws[0], *weights, Claim(UNREAD, "unverified", "the author's word", asked=False)]
 
 
 def check_weights(

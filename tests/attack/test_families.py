@@ -28,6 +28,7 @@ from tests.helpers.attack_nets import (
     NORMS,
     ROUNDING,
     SHORT,
+    Hole,
     Scaled,
     batches,
     convolution,
@@ -238,15 +239,20 @@ def test_an_attack_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in GENERAL if ATTACKS[name].random and name not in ("margin-pgd", "fab")]
+    ("name", "restart"),
+    [
+        (name, 1 if name in ("pgd", "fab") else 0)
+        for name in GENERAL
+        if ATTACKS[name].random and name != "margin-pgd"
+    ],
 )
-def test_another_seed_is_another_run(name: str) -> None:
-    """margin-pgd and FAB draw in restarts only."""
+def test_another_seed_is_another_run(name: str, restart: int) -> None:
+    """pgd and FAB draw in restarts only, margin-pgd once its targets are used up."""
     model = perceptron(5)
     images = pictures(6)
     labels = labelled(model, images)
     craft = ATTACKS.load(name)
-    settings = replace(SHORT, stop_early=False)
+    settings = replace(SHORT, stop_early=False, restart=restart)
     first, second = (
         craft(model, images, labels, Region("l2", 2.0), replace(settings, seed=s)) for s in (0, 1)
     )
@@ -267,6 +273,31 @@ def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
             model, batch, ["margin-pgd"], Region("l2", 1.02 * radius), AttackSettings(steps=20)
         )
         assert not record.withstood
+
+
+@pytest.mark.parametrize(("norm", "share"), [("l2", 0.02), ("linf", 0.08)])
+def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, share: float) -> None:
+    """The second class wins within a small share of the radius around a point of the ball."""
+    images = pictures(3) * 0.4 + 0.3
+    radius = 0.2
+    target = Region(norm, 0.7 * radius).random_point(images, torch.Generator().manual_seed(3))
+    label = torch.zeros(1, dtype=torch.long)
+    robust = {}
+    for choice in (None, 2.5):
+        settings = AttackSettings(steps=40, relative_step=choice)
+        rows = [
+            record
+            for row in range(len(images))
+            for record in attack_images(
+                Hole(target[row], share * radius).eval(),
+                batches(images[row : row + 1], label, 1),
+                ["pgd"],
+                Region(norm, radius),
+                settings,
+            )
+        ]
+        robust[choice] = sum(record.withstood for record in rows)
+    assert robust[None] < robust[2.5]
 
 
 def test_ascent_returns_the_highest_point_of_its_way() -> None:
@@ -372,7 +403,10 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
             )
         )
         assert summary.robust < summary.clean
-    flags = {flag.check.name: flag.raised for flag in checks.inspect_model(model, images, labels)}
+    first = checks.first_pass(model, images, labels)
+    flags = {
+        flag.check.name: flag.raised for flag in checks.inspect_model(model, images, labels, first)
+    }
     assert flags == {"probabilities": False, "zero gradients": False, "randomness": True}
 
 

@@ -172,6 +172,34 @@ def test_preset_radii_are_the_papers() -> None:
         preset("cifar")
 
 
+def test_preset_steps_are_the_papers() -> None:
+    """2.5 radius / steps where a paper names no size, whatever the default of an attack becomes."""
+    steps = {
+        (name, entry.label, entry.settings.steps): entry.settings.step_size
+        for name, paper in PRESETS.items()
+        for part in paper.parts
+        for entry in part.plan
+        if entry.attack != "cw"
+    }
+    assert steps == {
+        ("certvit", "pgd-50", 50): None,
+        ("specformer-standard", "fgsm", None): None,
+        ("specformer-standard", "pgd-2", 2): None,
+        ("specformer-adversarial", "cw-20", 20): None,
+        ("specformer-adversarial", "pgd-20", 20): None,
+        ("specformer-adversarial", "pgd-100", 100): None,
+        ("cauchy", "fgsm", None): 2 / 255,
+        ("cauchy", "pgd-7", 7): 0.2,
+        ("cauchy", "pgd-20", 20): 0.2,
+    }
+    plans = [part.plan for paper in PRESETS.values() for part in paper.parts]
+    settings = [entry.settings for plan in plans for entry in plan if entry.attack != "cw"]
+    assert {each.relative_step for each in settings} == {2.5}
+    region = Region("l2", 0.5)
+    lengths = [settings[0].step(region, turn, 50, pictures(1)).item() for turn in range(50)]
+    assert lengths == pytest.approx([2.5 * 0.5 / 50] * 50)
+
+
 def test_margin_agrees_with_known_values() -> None:
     logits = torch.tensor([[1.0, 3.0, -2.0], [-1.0, -5.0, -2.0]])
     assert lost_margin(logits, torch.tensor([1, 0])).tolist() == [-2.0, -1.0]
@@ -190,7 +218,9 @@ def test_checks_of_the_model() -> None:
         "rounded": (Stairs(), {"zero gradients"}),
     }
     for name, (model, expected) in cases.items():
-        flags = checks.inspect_model(model.eval(), images, labelled(model.eval(), images))
+        labels = labelled(model.eval(), images)
+        first = checks.first_pass(model, images, labels)
+        flags = checks.inspect_model(model, images, labels, first)
         assert {flag.check.name for flag in checks.raised(flags)} == expected, name
         assert not any(flag.check.fatal for flag in flags)
 
@@ -209,20 +239,24 @@ def test_margin_sees_through_a_saturated_softmax() -> None:
     assert robust["margin-pgd"] < robust["pgd"]
 
 
-def test_checks_of_the_attacks() -> None:
+def flags_of(model: nn.Module, region: Region, settings: AttackSettings) -> list[checks.Flag]:
     images = pictures(40)
-    model = perceptron(4)
-    flags = checks.inspect_attacks(
-        model, images, labelled(model, images), Region("l2", 0.15), AttackSettings()
-    )
+    labels = labelled(model, images)
+    plan = planned_attacks(["pgd"], settings)
+    records = list(attack_images(model, batches(images, labels, 40), plan, region, settings))
+    attacked = checks.Attacked(images, labels, records, plan, region)
+    first = checks.first_pass(model, images, labels)
+    return list(checks.inspect_attacks(model, attacked, first, settings, 1000))
+
+
+def test_checks_of_the_attacks() -> None:
+    flags = flags_of(perceptron(4), Region("l2", 0.15), AttackSettings())
     assert not checks.raised(flags)
     assert [flag.check.name for flag in flags] == ["rising accuracy", "weak iteration"]
     # a step so small that PGD never leaves the neighbourhood of its start, while FGSM goes the
     # whole way
     lame = AttackSettings(step_size=1e-6, steps=2)
-    flags = checks.inspect_attacks(
-        model, images, labelled(model, images), Region("linf", 0.05), lame
-    )
+    flags = flags_of(perceptron(4), Region("linf", 0.05), lame)
     assert "weak iteration" in {flag.check.name for flag in checks.raised(flags)}
     assert checks.rising_accuracy({0.1: 0.5, 0.2: 0.55, 0.4: 0.1}, 100).raised
     assert not checks.rising_accuracy({0.1: 0.5, 0.2: 0.52, 0.4: 0.1}, 100).raised

@@ -353,3 +353,26 @@ def test_a_document_names_date_machine_and_attention(
     assert audit.attention_weight is not None
     assert audit.date[:2] == "20"
     assert certvit("log", folder / "certified.safetensors").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "wanted"),
+    [
+        ((3, 224, 224), {}, True),
+        ((3, 256, 256), {}, True),
+        ((3, 32, 32), {}, False),
+        ((1, 224, 224), {}, False),
+        ((3, 225, 225), {}, False),
+        ((3, 224, 224), {"denoiser": Path("d")}, False),
+        ((3, 224, 224), {"methods": ("local",)}, False),
+    ],
+)
+def test_who_may_not_retrain_is_told_of_a_denoiser_first(
+    size: tuple[int, int, int], changes: dict[str, Any], wanted: bool
+) -> None:
+    findings = found(29, 29)
+    findings.input = size
+    plan = Plan(radii=(0.12,), **changes)
+    said = words.DENOISER in words.verdict(findings, plan)
+    first = next_steps(findings, plan, Typed("net", dataset="d"))[0]
+    assert said == (f"--denoiser {words.UNET}" in first) == wanted

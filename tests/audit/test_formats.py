@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from certcli.evaluation.radii import proven_percent
 from certcli.report import formats
-from certcli.report.document import Audit, from_json, written_schema
+from certcli.report.document import Audit, GateReport, GateResult, from_json, written_schema
+from certcli.report.machine import as_annotations, outcomes
 from certcli.report.page import Figure, Gallery
-from tests.audit.conftest import HOSTILE
+from tests.audit.conftest import HOSTILE, QUICK
 from tests.helpers.commands import certvit, document
 from tests.helpers.schemas import problems
 
@@ -287,3 +289,54 @@ def test_the_first_screen_answers_the_three_questions(folder: Path, certified_au
     assert answers[0] != answers[1]
     for part in ("In detail", "What the words mean", "How to reproduce"):
         assert part in rest
+
+
+def read_annotation(line: str) -> tuple[str, dict[str, str], str]:
+    """Return command, properties and message of a line, as GitHub's runner reads it."""
+    command, _, message = line.removeprefix("::").partition("::")
+    name, _, pairs = command.partition(" ")
+    escapes = (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%"))
+
+    def unescaped(text: str) -> str:
+        for escape, character in escapes:
+            text = text.replace(escape, character)
+        return text
+
+    properties = dict(pair.split("=", 1) for pair in pairs.split(","))
+    return name, {key: unescaped(value) for key, value in properties.items()}, unescaped(message)
+
+
+def test_annotations_are_one_line_an_outcome_and_escaped(folder: Path, hostile: Audit) -> None:
+    nasty = "100 % of it:, done\r\n::error::no"
+    network = msgspec.structs.replace(hostile.network, path="models/a,b:c%d\n.safetensors")
+    judged = [
+        GateResult(fail_on=nasty, passed=False, verdict=verdict, measured=None, reason=nasty)
+        for verdict in ("failed", "not decided", "passed")
+    ]
+    gate = GateReport(passed=False, verdict="failed", reasons=[nasty], judged=judged)
+    audit = msgspec.structs.replace(hostile, network=network, gate=gate)
+    text = as_annotations(audit)
+    lines = text.removesuffix("\n").split("\n")
+    assert "\r" not in text
+    assert len(lines) == len(list(outcomes(audit))) > len(judged)
+    commands = [read_annotation(line) for line in lines]
+    assert [command for command, _, _ in commands[:3]] == ["error", "warning", "notice"]
+    assert {command for command, _, _ in commands[3:]} == {"notice"}
+    for _, properties, message in commands:
+        assert properties["file"] == "models/a,b:c%d\n.safetensors"
+        assert properties["title"].startswith("certvit: ")
+        assert not message.startswith("::")
+    assert commands[0][2].startswith("100 % of it:, done\\r")
+    plain = from_json((folder / "plain.json").read_text())
+    assert "file=" not in as_annotations(plain)  # outside every repository
+
+
+def test_annotations_stand_on_stdout_after_the_answer(workshop: Path) -> None:
+    words = ("audit", workshop / "certified.safetensors", *QUICK, "--fail-on", "upper>1e-3")
+    done = certvit(*words, "--format", "github", code=7)
+    lines = done.stdout.splitlines()
+    (failed,) = [line for line in lines if line.startswith("::error ")]
+    assert read_annotation(failed)[2].startswith("Lipschitz bound: required at most 0.001")
+    assert [line for line in certvit(*words, code=7).stdout.splitlines() if line[:2] == "::"] == []
+    for refused in (("--format", "gitlab"), ("--format", "github", "--json")):
+        certvit(*words, *refused, code=2)

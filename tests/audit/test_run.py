@@ -20,6 +20,7 @@ from certcli.audit.clock import Clock, OutOfTime, StageTime
 from certcli.certify.certificate import Doubt
 from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
+from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import part_of
@@ -29,6 +30,7 @@ from certcli.models import build
 from certcli.system.errors import GateError, UsageError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.diffusion_folder import folder as folder_of_diffusers
 
 
 def test_the_answer_is_what_the_commands_find(
@@ -91,12 +93,12 @@ def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder:
     assert audited.digest == Checkpoint.read(workshop / "certified.safetensors").digest
     fresh = [entry.command for entry in audited.record.evidence if entry.digest == audited.digest]
     assert fresh[-3:] == ["lipschitz", "certify", "attack"]
-    certvit("log", folder / "certified.safetensors", "--verify", "--proven-only")
+    certvit("verify", folder / "certified.safetensors", "--proven-only")
     wrong = {**audited.record.evidence[-2].result}
     wrong["certified"] = {"0.3": min(1.0, wrong["certified"]["0.3"] + 0.1)}
     forged = audited.with_evidence("certify", audited.record.evidence[-2].parameters, wrong)
     forged.write(folder / "forged.safetensors")
-    certvit("log", folder / "forged.safetensors", "--verify", "--proven-only", code=7)
+    certvit("verify", folder / "forged.safetensors", "--proven-only", code=7)
 
 
 def test_what_is_shown_to_be_typed_works_here(
@@ -327,3 +329,50 @@ def test_a_method_that_is_named_is_the_one_that_runs(workshop: Path) -> None:
     assert found["gate"]["judged"][0]["measured"] == 0.0
     assert {item["stage"] for item in found["skipped"]} >= {"local", "smoothing"}
     assert "--method lipschitz" in found["reproduce"]
+
+
+def test_a_denoiser_stands_before_the_smoothed_network(workshop: Path, tmp_path: Path) -> None:
+    model = folder_of_diffusers(tmp_path / "model")
+    words = ("--limit", 3, "-e", 0.05, "--time-budget", "10m", "--method", "smoothing", "--json")
+    audit = document("audit", workshop / "plain.safetensors", *words, "--denoiser", model)
+    (smoothed,) = audit["certificates"]
+    assert smoothed["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.05).digest
+    assert "behind a denoiser (diffusers UNet2DModel" in smoothed["about"]
+    assert "--denoiser model" in audit["reproduce"]
+
+
+def test_a_denoiser_that_is_refused_costs_no_audit(workshop: Path, tmp_path: Path) -> None:
+    net = workshop / "plain.safetensors"
+    for path, code in ((tmp_path / "nowhere", 3), (folder_of_diffusers(tmp_path, {"twist": 1}), 4)):
+        certvit("audit", net, *QUICK, "--denoiser", path, code=code)
+
+
+def test_attacks_among_images_that_a_file_can_hold(workshop: Path) -> None:
+    """Each success survives the file; the document and the command that repeats it say so."""
+    words = ("--limit", 12, "-e", 0.5, "-a", "pgd-10", "--method", "lipschitz", "--json", "-q")
+    audited = document("audit", workshop / "plain.safetensors", *words, "--pixels", "8bit")
+    attack = audited["attack"]
+    assert attack["settings"]["pixels"] == "8bit"
+    assert attack["fooled"]["0.5"] == attack["fooled_8bit"]["0.5"] > 0
+    assert "--pixels 8bit" in audited["reproduce"]
+    certvit("audit", workshop / "plain.safetensors", "--pixels", "16bit", code=2)
+
+
+def test_a_slow_network_is_answered_about_few_images(workshop: Path) -> None:
+    """The first batch is small: where a batch of 128 would never end, 8 images have an answer."""
+    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
+    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
+    model = build.load(checkpoint).eval()
+    sizes: list[int] = []
+
+    def slow(pixels: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(pixels))
+        if len(pixels) > 16:
+            raise OutOfTime("clean")
+        return model(pixels)
+
+    slow.parameters = model.parameters  # type: ignore[attr-defined]
+    classes, seconds = judging.predictions(slow, images, 128, StageTime(1e6))  # type: ignore[arg-type]
+    assert sizes == [8, 16, 32]
+    assert len(classes) == 24
+    assert seconds > 0

@@ -11,8 +11,8 @@ from certcli.certify.executed import as_executed
 from certcli.certify.local_options import Local
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS, REAL
-from certcli.cli.certify import verify
 from certcli.cli.certify.run import PROVING as SPOKEN_OF
+from certcli.cli.verify import records as checks
 from certcli.rounding import PRECISIONS
 from certcli.system.errors import UsageError
 from tests.helpers.commands import certvit, document
@@ -67,7 +67,7 @@ def test_radii_as_executed_are_what_rounding_leaves_of_real_ones() -> None:
 def test_records_of_another_arithmetic_are_refuted(
     method: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "STEPS", 4)  # of attacks inside radii, which find nothing here
+    monkeypatch.setattr(checks, "STEPS", 4)  # of attacks inside radii, which find nothing here
     checkpoint = workshop / "certified.safetensors"
     records = tmp_path / "records.jsonl"
     if method == "bcp":
@@ -89,19 +89,9 @@ def test_records_of_another_arithmetic_are_refuted(
     )
     found = document("certify", checkpoint, "--method", method, *given)
     assert found["arithmetic"] == "float32"
-    certvit("certify", checkpoint, "--dataset", "digits", "--verify", records)
+    certvit("verify", records, checkpoint, "--dataset", "digits")
     header, *rows = records.read_text().splitlines()
     assert '"arithmetic":"float32"' in header.replace(" ", "")
     records.write_text("\n".join([header.replace('"float32"', '"bf16"'), *rows, ""]))
-    certvit("certify", checkpoint, "--dataset", "digits", "--verify", records, code=7)
-    certvit(
-        "certify",
-        checkpoint,
-        "--dataset",
-        "digits",
-        "--verify",
-        records,
-        "--arithmetic",
-        "bf16",
-        code=2,
-    )
+    certvit("verify", records, checkpoint, "--dataset", "digits", code=7)
+    certvit("verify", records, checkpoint, "--arithmetic", "bf16", code=2)

@@ -64,7 +64,7 @@ def test_the_denoiser_is_part_of_what_is_smoothed(workshop: Path, tmp_path: Path
         (("--denoiser", same), 6, "another denoiser"),
         ((), 6, "behind a denoiser"),
     ):
-        done = attempt("certify", net, "--verify", records, *words)
+        done = attempt("verify", records, net, *words)
         assert getattr(done.exception, "code", done.exit_code) in (
             code,
             7 * (code == 0 and not spoilt["average_radius"]),
@@ -140,5 +140,5 @@ def test_a_published_pickle_of_tensors_is_read_and_another_pickle_is_not(tmp_pat
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "d.pth.tar")
     assert read_denoiser(tmp_path / "d.pth.tar", 1).digest == read_denoiser(file, 1).digest
     torch.save({"state_dict": state, "run": Path("x")}, tmp_path / "code.pth.tar")
-    with pytest.raises(CertvitError, match="does not open as tensors alone"):
+    with pytest.raises(CertvitError, match="not tensors alone"):
         read_denoiser(tmp_path / "code.pth.tar", 1)

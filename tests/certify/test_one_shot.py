@@ -2,23 +2,31 @@
 record states.
 """
 
+import json
 import math
+import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.diffusion import Diffusion, OneShot, step_of
+from certcli.checkpoint.file import Checkpoint
 from certcli.models.diffusion import EPSILON, PREDICTIONS, SAMPLE, VELOCITY, Schedule
 from certcli.nn.unet import UNet, UNetShape
-from certcli.system.errors import ArchitectureError, UsageError
-from tests.helpers.commands import attempt, document
+from certcli.system.errors import ArchitectureError, CertvitError, UsageError
+from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.diffusion_cases import SMALL
 from tests.helpers.diffusion_folder import folder
 
-RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "6", "-e", "0.05"]
+RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"
 SIGMAS = (0.06, 0.25, 0.5, 1.0)
 
 
@@ -57,8 +65,8 @@ class Oracle(UNet):
 @pytest.mark.parametrize("kind", PREDICTIONS)
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_a_perfect_prediction_gives_the_clean_image(sigma: float, kind: str, learned: bool) -> None:
-    """t for another sigma, pixels not moved to [-1, 1], no sqrt(alpha_bar), clipped noise or the
-    other half all fail.
+    """t for another sigma, noise of another size and the other half fail; what the network is given
+    is looked at below.
     """
     torch.manual_seed(0)
     clean = torch.rand(2, 3, 8, 8) * 0.8 + 0.1
@@ -149,9 +157,9 @@ def test_a_sigma_outside_the_schedule_is_refused(sigma: float) -> None:
 def test_the_levels_have_to_divide_the_sides(tmp_path: Path) -> None:
     read = read_denoiser(folder(tmp_path), 1)
     assert isinstance(read, Diffusion)
-    read.at(0.25).require_size(8, 6)
+    read.at(0.25).require_size((1, 8, 6))
     with pytest.raises(ArchitectureError, match="multiples of 2"):
-        read.at(0.25).require_size(8, 7)
+        read.at(0.25).require_size((1, 8, 7))
 
 
 @torch.no_grad()
@@ -171,7 +179,7 @@ def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -
     said = document("certify", net, *RUN, *run, "--records", records)
     assert said["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.1).digest
     for path, code in ((model, (0, 7)), (other, (6,))):
-        done = attempt("certify", net, "--verify", records, "--denoiser", path)
+        done = attempt("verify", records, net, "--denoiser", path)
         assert getattr(done.exception, "code", done.exit_code) in code
 
 
@@ -190,3 +198,94 @@ def test_sigma_auto_has_a_denoiser_for_each_sigma(
     net = workshop / "plain.safetensors"
     document("certify", net, *RUN, "--sigma", "auto", "--denoiser", model)
     assert len(steps) == 5
+
+
+def pipeline(path: Path) -> Path:
+    model = folder(path, apart=True)
+    parts = {"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}
+    (model / "model_index.json").write_text(json.dumps(parts))
+    return model
+
+
+def without_schedule(path: Path) -> Path:
+    (folder(path) / "scheduler_config.json").unlink()
+    return path
+
+
+def too_deep(path: Path) -> Path:
+    """Five levels halve an image four times, one of eight pixels three times."""
+    blocks = {"down_block_types": ["DownBlock2D"] * 5, "up_block_types": ["UpBlock2D"] * 5}
+    return folder(path, base={**SMALL, **blocks, "block_out_channels": [8] * 5})
+
+
+def saved(path: Path, content: Any) -> Path:
+    path.mkdir()
+    torch.save(content, path / "d.pt")
+    return path / "d.pt"
+
+
+BAD: dict[str, tuple[Callable[[Path], Path], int, str]] = {
+    "a pipeline": (pipeline, 4, "StableDiffusionPipeline (it has a vae)"),
+    "a conditional UNet": (
+        lambda path: folder(path, {"_class_name": "UNet2DConditionModel"}),
+        4,
+        "UNet2DConditionModel",
+    ),
+    "classes": (lambda path: folder(path, {"num_class_embeds": 10}), 4, "num_class_embeds"),
+    "channels": (lambda path: folder(path, {"in_channels": 3}), 4, "for 3 channels"),
+    "no schedule": (without_schedule, 3, "scheduler_config.json is missing"),
+    "sizes": (too_deep, 4, "multiples of 16"),
+    "NaN": (
+        lambda path: folder(path, spoil=lambda state: state["conv_in.bias"].fill_(torch.nan)),
+        3,
+        "NaN",
+    ),
+    "a pickle": (lambda path: saved(path, {"net": Path("x")}), 3, "not tensors alone"),
+    "another network": (lambda path: saved(path, {"a.weight": torch.ones(2)}), 4, "no denoiser"),
+    "nothing": (lambda path: path, 3, "no denoiser"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_denoiser_is_one_line_and_an_exit_code(
+    workshop: Path, tmp_path: Path, case: str
+) -> None:
+    make, code, words = BAD[case]
+    done = attempt(
+        "certify", workshop / "plain.safetensors", *RUN, "--denoiser", make(tmp_path / "d")
+    )
+    assert isinstance(done.exception, CertvitError)
+    assert done.exception.code == code
+    assert words in done.exception.message
+    assert "\n" not in f"{done.exception.message}{done.exception.hint}"
+
+
+def test_training_behind_a_denoiser_names_it(workshop: Path, tmp_path: Path) -> None:
+    net = workshop / "plain.safetensors"
+    model = folder(tmp_path / "model")
+    tuned = tmp_path / "tuned.safetensors"
+    words = ("finetune", net, "--loss", "ce", "--steps", 2, "--limit", 64, "--validation-limit", 32)
+    noisy = (*words, "--batch-size", 16, "--denoiser", model, "-o", tuned)
+    certvit(*noisy, "--noise", 0.25, "--quiet")
+    step = Checkpoint.read(tuned).record.lineage[-1]
+    assert step.parameters["denoiser"] == read_denoiser(model, 1).at(0.25).digest
+    certvit(*noisy, "--force", code=2)
+
+
+def test_the_example_trains_goes_on_and_is_read(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(seconds: float) -> list[float]:
+        words = ["plain.safetensors", "digits", "--widths", "8", "16", "--batch", "8"]
+        monkeypatch.setattr("sys.argv", ["diffusion.py", *words, "--seconds", str(seconds)])
+        monkeypatch.setattr("sys.argv", [*sys.argv, "-o", str(tmp_path)])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        return load_file(tmp_path / "training.safetensors")["progress"].tolist()
+
+    monkeypatch.chdir(workshop)
+    steps, spent = train(0.3)
+    more_steps, more_spent = train(spent + 0.3)
+    assert more_steps > steps > 0
+    assert more_spent >= spent + 0.3
+    assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")
+    assert not list(tmp_path.glob("*.partial"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from certcli.attack.patch import Target, attack_patches
 from certcli.attack.settings import AttackSettings
-from certcli.certify.certificate import Certificate, Confirmation, Doubt
+from certcli.certify.certificate import Certificate, Doubt
 from certcli.certify.methods import prepare
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
@@ -20,7 +20,8 @@ from certcli.certify.patch.options import Patches
 from certcli.certify.patch.passes import Passes
 from certcli.certify.recheck import recheck
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify.verify import margin_attack
+from certcli.cli.verify.records import margin_attack
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models.seen_part import GreyPixels
@@ -139,14 +140,12 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
 class Credulous(PatchCertifier):
     """It finds every claim again."""
 
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
-        return [Confirmation("verified", "as it says")] * len(claims)
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+        return [claim.checked("verified", "as it says") for claim in claims]
 
 
 def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoint) -> None:
-    """Masks for one pixel, claims about five by five: `certify --verify` attacks inside them."""
+    """Masks for one pixel, claims about five by five: `certvit verify` attacks inside them."""
     honest = prepare("patch", plain, CPU, Patches(["1"], hide="pixels"))
     certifier = Credulous(honest.procedure, honest.passes, honest.patches)
     images = datasets.load("digits", plain.record.input, "test").select(range(12))
@@ -157,6 +156,6 @@ def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoin
     ]
     rows = list(recheck(certifier, claims, images, 5, margin_attack(1), 12))
     assert all(row.attacked for row in rows)
-    refuted = [row for row in rows if row.status == "refuted"]
+    refuted = [row for row in rows if row.claim.status == "refuted"]
     assert refuted
-    assert all("within a patch of 5x5 is of another class" in row.why for row in refuted)
+    assert all("within a patch of 5x5 is of another class" in row.claim.why for row in refuted)

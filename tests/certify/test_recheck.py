@@ -1,4 +1,4 @@
-"""`certify --verify` and `log --verify`: certificates on file, checked against the network; every
+"""`certvit verify`: certificates on file, checked against the network; every
 forgery is found.
 """
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt, _compare
-from certcli.certify.recheck import FALSE_ALARM, recheck
-from certcli.certify.resumed import find_again
+from certcli.certify.certificate import Certificate, Certifier, Doubt, _compare
+from certcli.certify.recheck import FALSE_ALARM, disagreements, recheck
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify import verify
-from certcli.evaluation.resumed import Demanded
+from certcli.cli.verify import records
+from certcli.evaluation.claim import Claim
+from certcli.evaluation.resumed import Piece, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
@@ -66,8 +67,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the attacks inside radii, which find nothing here: a forged record is refuted by what is
     computed again.
     """
-    monkeypatch.setattr(verify, "STEPS", 4)
-    monkeypatch.setattr(verify, "SMOOTH_STEPS", 2)
+    monkeypatch.setattr(records, "STEPS", 4)
+    monkeypatch.setattr(records, "SMOOTH_STEPS", 2)
 
 
 def test_radii_where_none_is_asked_for(workshop: Path, made: Path) -> None:
@@ -89,9 +90,7 @@ def written(path: Path, rows: list[Row]) -> Path:
 
 def verified(workshop: Path, method: str, path: Path, *words: object) -> tuple[int, Row]:
     """Exit code and document."""
-    done = attempt(
-        "certify", workshop / f"{MADE[method][0]}.safetensors", "--verify", path, *words, "--json"
-    )
+    done = attempt("verify", path, workshop / f"{MADE[method][0]}.safetensors", *words, "--json")
     code = getattr(done.exception, "code", done.exit_code)
     return code, json.loads(done.stdout) if done.stdout else {}
 
@@ -101,10 +100,11 @@ def test_honest_records_are_verified_and_attacked(workshop: Path, made: Path, me
     code, told = verified(workshop, method, made / f"{method}.jsonl")
     stated = [row for row in lines(made / f"{method}.jsonl")[1:] if row["prediction"] is not None]
     assert code == 0
-    assert told["verdicts"] == {
+    assert told["counts"] == {
         "verified": len(stated),
         "refuted": 0,
-        "not checked": LIMIT[method] - len(stated),
+        "unverified": LIMIT[method] - len(stated),
+        "stale": 0,
     }
     assert told["attacked"] == sum(row["radius"] > 0 for row in stated) >= 1
     if method == "lipschitz":
@@ -150,7 +150,7 @@ def test_every_forged_record_is_refuted(
                 forged.append(row)
         code, told = verified(workshop, method, written(tmp_path / "f.jsonl", [head, *forged]))
         assert code == 7
-        assert [row["status"] for row in told["rows"]] == ["refuted"] * len(forged), told["rows"]
+        assert [claim["status"] for claim in told["claims"]] == ["refuted"] * len(forged), told
         assert told["gate"]["passed"] is False
 
 
@@ -177,14 +177,14 @@ NO_RECORDS: dict[str, tuple[Callable[[Row], None], str]] = {
 def test_lines_that_are_no_records_of_these_images_are_refused(
     workshop: Path, made: Path, tmp_path: Path, kind: str
 ) -> None:
-    """By --verify, by --resume and by `attack --only-certified`: one line, exit code 6."""
+    """By `verify`, by --resume and by `attack --only-certified`: one line, exit code 6."""
     spoil, named = NO_RECORDS[kind]
     head, first, *rest = lines(made / "lipschitz.jsonl")
     spoil(first)
     path = written(tmp_path / "f.jsonl", [head, first, *rest])
     net = workshop / "certified.safetensors"
     readers: list[tuple[object, ...]] = [
-        ("certify", net, "--verify", path),
+        ("verify", path, net),
         ("certify", net, "--limit", 10, "-e", 0.1, "--records", path, "--resume"),
         ("attack", net, "--limit", 10, "--only-certified", path),
     ]
@@ -216,12 +216,8 @@ def test_headers_that_ask_for_what_no_run_does_are_refused(
     """At once: no file is opened, and nothing is drawn, because a header says so."""
     head, *rows = lines(made / "smoothing.jsonl")
     HEADERS[kind](head)
-    failure = attempt(
-        "certify",
-        workshop / "plain.safetensors",
-        "--verify",
-        written(tmp_path / "f.jsonl", [head, *rows]),
-    ).exception
+    path = written(tmp_path / "f.jsonl", [head, *rows])
+    failure = attempt("verify", path, workshop / "plain.safetensors").exception
     assert getattr(failure, "code", None) == 6, failure
 
 
@@ -249,7 +245,7 @@ def test_records_of_something_else_are_refused(
     head, *rows = lines(made / "smoothing.jsonl")
     spoil(head)
     path = written(tmp_path / "f.jsonl", [head, *rows])
-    done = attempt("certify", workshop / "plain.safetensors", "--verify", path)
+    done = attempt("verify", path, workshop / "plain.safetensors")
     assert getattr(done.exception, "code", 0) == code, done.output
     assert named in str(done.exception)
 
@@ -289,8 +285,8 @@ def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> 
             return super().forward(pixels - 0.5)
 
     class Gullible(SmoothingCertifier):
-        def confirm(self, claims: Any, pixels: Tensor, doubt: Any) -> list[Confirmation]:
-            return [Confirmation("verified", "")] * len(claims)
+        def confirm(self, claims: Any, pixels: Tensor, doubt: Any) -> list[Claim]:
+            return [claim.checked("verified", "") for claim in claims]
 
     image = torch.full((1, 1, 1, 2), 0.5 + 0.3 / math.sqrt(2))
     images = Images(
@@ -304,17 +300,17 @@ def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> 
     certifier = Gullible(Middle(), 2, Smoothing(sigma=0.2, n0=8, samples=400), CPU)
     for radius, status in ((0.2, "verified"), (0.4, "refuted")):
         claim = Certificate(0, 1, 1, radius, "smoothing", 0.001)
-        (found,) = recheck(certifier, [claim], images, 5, verify.margin_attack(10), 8)
-        assert (found.status, found.attacked) == (status, True)
+        (found,) = recheck(certifier, [claim], images, 5, records.margin_attack(10), 8)
+        assert (found.claim.status, found.attacked) == (status, True)
 
 
 def test_all_tests_of_a_file_share_the_chance_of_a_false_alarm() -> None:
     """And a radius that is the largest possible is not beyond it."""
 
     class Noting(SmoothingCertifier):
-        def confirm(self, claims: Any, pixels: Tensor, doubt: Doubt) -> list[Confirmation]:
+        def confirm(self, claims: Any, pixels: Tensor, doubt: Doubt) -> list[Claim]:
             assert 2 * 3 * doubt.level <= FALSE_ALARM
-            return [Confirmation("not checked", "noted")] * len(claims)
+            return [claim.checked("unverified", "noted") for claim in claims]
 
     settings = Smoothing(sigma=0.2, n0=8, samples=400)
     certifier = Noting(Plane(), 2, settings, CPU)
@@ -331,8 +327,8 @@ def test_all_tests_of_a_file_share_the_chance_of_a_false_alarm() -> None:
         Certificate(index, 1, 1, settings.radius(400, 400), "smoothing", 0.001)
         for index in range(3)
     ]
-    estimates = list(recheck(certifier, claims, images, 5, verify.margin_attack(10), 8))
-    assert [one.why for one in estimates] == ["noted"] * 3
+    estimates = list(recheck(certifier, claims, images, 5, records.margin_attack(10), 8))
+    assert [one.claim.why for one in estimates] == ["noted"] * 3
 
 
 @pytest.mark.parametrize("false", [None, 0, 19])
@@ -340,23 +336,20 @@ def test_every_record_that_is_drawn_is_found_again(false: int | None) -> None:
     asked: list[int] = []
 
     class Finding(SmoothingCertifier):
-        def repeat(self, claims: Any, pixels: Tensor) -> list[Confirmation]:
+        def repeat(self, claims: Any, pixels: Tensor) -> list[Claim]:
             asked.extend(claim.index for claim in claims)
             return [
-                Confirmation("refuted" if claim.index == false else "verified", "")
+                claim.checked("refuted" if claim.index == false else "verified", "")
                 for claim in claims
             ]
 
     certifier = Finding(Plane(), 2, Smoothing(), CPU)
-    demanded = Demanded(every=True)
     certifier.at_once = None
     claims = [Certificate(index, 1, 1, 0.1, "smoothing", 0.001) for index in range(20)]
     images: Any = SimpleNamespace(fetch=lambda places: torch.ones(len(places), 1, 1, 2))
     with nullcontext() if false is None else pytest.raises(DataError, match=f"image {false} "):
-        assert (
-            find_again(certifier, claims, images, Threat("l2", 0.1), demanded, 8, "r.jsonl").again
-            == 20
-        )
+        repeat = partial(disagreements, certifier, claims, images, 8, "r.jsonl")
+        assert compute_again([Piece(1, 1)] * 20, repeat, gate=False, every=True).repeated == 20
         assert asked == list(range(20))
 
 
@@ -459,10 +452,8 @@ def test_log_certifies_smoothing_evidence_again(
         told = fresh[-2]
         result = {**told.result, "average_radius": told.result["average_radius"] * factor}
         checkpoint.with_evidence("certify", told.parameters, result).write(kept, force=True)
-    done = attempt("log", kept, "--verify", "--json")
+    done = attempt("verify", kept, "--json")
     assert getattr(done.exception, "code", 0) == code, done.output
-    claims = [
-        claim for claim in json.loads(done.stdout)["verification"] if "certify" in claim["entry"]
-    ]
+    claims = [claim for claim in json.loads(done.stdout)["claims"] if "certify" in claim["entry"]]
     assert len(claims) == 8  # of each: images, clean, certified, mean radius
     assert sum(claim["status"] == "refuted" for claim in claims) == (factor is not None)

@@ -495,3 +495,11 @@ def test_a_network_that_mixes_its_batch_is_refused() -> None:
     for mixing in (nn.BatchNorm2d(1, track_running_stats=False), slightly):
         with pytest.raises(UsageError, match="beside it"):
             ready(mixing)
+
+
+@pytest.mark.parametrize("command", ["certify", "audit"])
+def test_two_sigmas_are_two_networks(workshop: Path, command: str) -> None:
+    """The last one would win in silence; the larger of two radii would be of neither network."""
+    done = attempt(command, workshop / "plain.safetensors", "--sigma", 0.25, "--sigma", 0.5)
+    assert getattr(done.exception, "code", done.exit_code) == 2
+    assert "--sigma is given 2 times" in str(done.exception)

@@ -198,7 +198,7 @@ PAIRS = [
     for name in COMMANDS
     for output, _ in options_marked(name, Writes)
     for source, note in options_marked(name, Reads)
-    if not note.folder and source != "--verify"
+    if not note.folder
 ]
 
 

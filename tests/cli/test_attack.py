@@ -190,6 +190,8 @@ def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
             net,
             "-a",
             "pgd-2",
+            "--step-size",
+            0.2,
             "-e",
             0.3,
             "--no-checks",

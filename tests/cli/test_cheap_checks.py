@@ -16,7 +16,7 @@ from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt
 
 JUDGING = ("audit", "certify", "attack", "finetune", "adapt", "constrain", "lipschitz")
-READING = (*JUDGING, "predict", "log")
+READING = (*JUDGING, "verify", "predict", "log")
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "dataset": (JUDGING, ("--dataset", "nosuch"), 6),
     "output": (
@@ -93,7 +93,7 @@ def test_the_law_covers_every_command_that_reads_a_network() -> None:
     "words",
     [("audit", "modle.safetensors"), ("certify", "model.safetensors", "--dataset", "nosuch")],
 )
-def test_a_mistyped_file_or_dataset_imports_no_torch(
+def test_a_mistyped_file_or_dataset_imports_no_torch_and_no_other_command(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "model.safetensors").touch()
@@ -101,10 +101,13 @@ def test_a_mistyped_file_or_dataset_imports_no_torch(
     program = (
         "import sys\nfrom certcli.cli.main import run\nsys.argv = ['certvit', *sys.argv[1:]]\n"
         "try:\n    run()\nexcept SystemExit as stop:\n    code = stop.code\n"
-        "print(code, 'torch' in sys.modules)"
+        "others = [name for name in sys.modules if name.startswith('certcli.cli.')]\n"
+        "others = [name for name in others if name.endswith('.command') and '.shared.' not in name]\n"
+        "print(code, 'torch' in sys.modules, *others)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
-    assert done.stdout.split() == ["3" if words[0] == "audit" else "6", "False"], done.stderr
+    code = "3" if words[0] == "audit" else "6"
+    assert done.stdout.split() == [code, "False", f"certcli.cli.{words[0]}.command"], done.stderr

@@ -10,14 +10,14 @@ import pytest
 
 from certcli.attack.torchattacks_spec import library
 from certcli.cli.doctor import command
-from certcli.cli.main import COMMANDS, app
+from certcli.cli.main import COMMANDS, program
 from certcli.system.errors import UsageError
 from tests.helpers.commands import console, document
 
 
 def test_audit_comes_first() -> None:
     assert next(iter(COMMANDS)) == "audit"
-    assert COMMANDS.keys() == {command.name for command in app.registered_commands}
+    assert COMMANDS.keys() == {command.name for command in program().registered_commands}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

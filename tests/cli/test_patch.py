@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+import certvit as in_python
 from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
@@ -18,6 +19,7 @@ from certcli.evaluation.intervals import share_text
 from certcli.evaluation.record_lines import PatchCertificateFields
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
+from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, Refused, UsageError
 from tests.helpers.commands import attempt, certvit, document, record_lines
 from tests.helpers.workshop import shape
@@ -81,11 +83,11 @@ def test_the_command_its_records_and_their_check(
         assert all(
             sum(row["counts"].values()) == len(row["votes"]) == found["passes"] for row in rows
         )
-    certvit("certify", network, "--dataset", "digits", "--verify", records)
+    certvit("verify", records, network, "--dataset", "digits")
     forged = records.read_text().replace('"proven": []', '"proven": ["2x1", "1x1"]')
     assert forged != records.read_text()
     records.write_text(forged)
-    certvit("certify", network, "--dataset", "digits", "--verify", records, code=7)
+    certvit("verify", records, network, "--dataset", "digits", code=7)
     certvit(*words, "--min-certified", "0.99@2x1", code=7)
 
 
@@ -173,9 +175,20 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     assert [row["proven"] for row in rows] == [
         list(one.proven) for one in certifier.batch(range(6), stored, predictions)
     ]
-    bare = document("predict", network, tmp_path / "0.png")["predictions"]
-    assert bare[0].keys() >= {"image", "prediction"}
-    assert "proven" not in bare[0]
+    found = document("predict", network, tmp_path / "0.png", "--top", 3)
+    assert "unreadable" not in found
+    (bare,) = found["predictions"]
+    assert "proven" not in bare
+    assert "top" not in rows[0]  # a vote has no probabilities
+    logits = build.load(Checkpoint.read(network))(stored[:1]).double()[0]
+    likely = logits.softmax(0).topk(3)
+    assert [one["class"] for one in bare["top"]] == likely.indices.tolist()
+    assert bare["top"][0]["class"] == bare["prediction"]
+    shares = [one["probability"] for one in bare["top"]]
+    assert shares == pytest.approx(likely.values.tolist(), rel=1e-5)
+    (one,) = in_python.predict(network, stored[:1], top=20)
+    assert len(one.top) == 10  # all classes
+    assert sum(choice.probability for choice in one.top) == pytest.approx(1)
 
 
 def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> None:
@@ -310,7 +323,7 @@ def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Pa
     )
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["robust"] == {"1x1": 1.0}
-    checked = document("certify", *base, "--verify", certificates)
+    checked = document("verify", certificates, *base)
     rows = record_lines(certificates)
     assert checked["attacked"] == sum(bool(row["proven"]) for row in rows) > 0
     for wrong in (

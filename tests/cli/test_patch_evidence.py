@@ -97,9 +97,9 @@ def test_evidence_is_shown_and_certified_again(honest: Path) -> None:
     shown = certvit("log", honest / "e.safetensors").stdout
     assert "patches, pixels" in shown
     assert "average radius" not in shown
-    found = document(
-        "log", honest / "e.safetensors", "--verify", "--dataset", "digits", "--proven-only"
-    )["evidence"][-1]
+    found = document("verify", honest / "e.safetensors", "--dataset", "digits", "--proven-only")[
+        "evidence"
+    ][-1]
     assert (found["command"], found["status"]) == ("certify", "verified")
     assert "1x1" in certvit("log", honest / "e.safetensors", honest / "e.safetensors").stdout
 
@@ -127,9 +127,8 @@ def test_edited_evidence_is_refused_or_refuted(honest: Path, tmp_path: Path, kin
         return
     forged.write(tmp_path / "f.safetensors")
     certvit(
-        "log",
+        "verify",
         tmp_path / "f.safetensors",
-        "--verify",
         "--dataset",
         "digits",
         "--proven-only",
@@ -148,7 +147,7 @@ def test_the_page_speaks_of_patches(honest: Path) -> None:
     [
         ("attack", "m.safetensors", "--dataset", "digits", "--norm", "patch", "--patch", 1),
         ("predict", "m.safetensors", "folder", "--defence", "patch", "--patch", 1),
-        ("certify", "m.safetensors", "--dataset", "digits", "--verify", "r.jsonl"),
+        ("verify", "r.jsonl", "m.safetensors", "--dataset", "digits"),
     ],
     ids=lambda refused: refused[0],
 )

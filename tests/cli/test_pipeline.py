@@ -106,13 +106,13 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(
     by_command = {entry["command"]: entry["stale"] for entry in evidence}
     assert by_command == {"adapt": True, "constrain": True, "finetune": False, "lipschitz": False}
     assert Checkpoint.read(audited).digest == Checkpoint.read(source).digest
-    certvit("log", audited, "--verify")
+    certvit("verify", audited)
     forged = Checkpoint.read(audited)
     wrong = {**forged.record.evidence[-1].result, "log10_upper": -3.0}
     forged.with_evidence("lipschitz", forged.record.evidence[-1].parameters, wrong).write(
         tmp_path / "forged.safetensors"
     )
-    outcome = attempt("log", tmp_path / "forged.safetensors", "--verify")
+    outcome = attempt("verify", tmp_path / "forged.safetensors")
     assert isinstance(outcome.exception, GateError)
     changed = tmp_path / "changed.safetensors"
     certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
@@ -149,13 +149,13 @@ def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(
     assert report["upper"] < 1e4
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
-    assert document("lipschitz", "--verify", path)["laws_hold"] is True
+    assert document("verify", path)["counts"]["refuted"] == 0
     report["proof"][-1]["value"][1] -= 1  # half the bound
     path.write_text(json.dumps(report))
-    certvit("lipschitz", "--verify", path, code=7)
+    certvit("verify", path, code=7)
     for broken in ("", "[]", '{"proof": [{"value": 3}]}'):
         path.write_text(broken)
-        outcome = attempt("lipschitz", "--verify", path)
+        outcome = attempt("verify", path)
         assert outcome.exit_code == 1
         assert isinstance(outcome.exception, CertvitError)
 

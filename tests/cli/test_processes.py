@@ -123,22 +123,6 @@ def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, store
     assert sorted(found) == list(range(stored, pieces))
 
 
-def test_the_others_begin_while_the_leader_is_busy() -> None:
-    begun = threading.Event()
-
-    def find(piece: int) -> int:
-        begun.set()
-        return piece
-
-    def aside() -> None:
-        begun.wait()
-
-    def work(team: Team) -> list[tuple[bool, int]]:
-        return list(team.deal(range(3), find, aside=aside))
-
-    assert together(2, work) == [[(True, 0), (True, 1), (True, 2)], []]
-
-
 def test_the_first_to_fail_speaks_and_all_end_with_its_code() -> None:
     def work(team: Team) -> int | None:
         if team.rank == 1:

@@ -46,19 +46,19 @@ def test_spectral_prox_reaches_the_pareto_front(shape: tuple[int, int, int], eta
     that norm.
     """
     statistics, _ = layer(*shape)
-    result = constrain_matrix(statistics, ConstrainSettings(eta=eta, iterations=2000))
+    result = constrain_matrix(statistics, ConstrainSettings(eta=eta, iterations=2000, ridge=None))
     assert result.feasible
     assert (
         result.lower <= result.objective <= (1 + 1e-3) * result.lower
     )  # the tolerance that was asked for
-    ball = METHODS.load("ball")(statistics, ConstrainSettings(eta=eta))
+    ball = METHODS.load("ball")(statistics, ConstrainSettings(eta=eta, ridge=None))
     assert ball.feasible
     # ball bisects the radius to 1e-3, Douglas-Rachford stops at a gap of 1e-3; neither passes the
     # other's lower limit
     assert ball.objective == pytest.approx(result.objective, rel=3e-3)
     assert ball.objective >= result.lower * (1 - ROUNDING)
     assert result.objective >= ball.lower * (1 - ROUNDING)
-    clipped = METHODS.load("clip")(statistics, ConstrainSettings(eta=eta))
+    clipped = METHODS.load("clip")(statistics, ConstrainSettings(eta=eta, ridge=None))
     assert clipped.feasible
     assert result.objective <= clipped.objective * (1 + 2e-3)
 
@@ -92,9 +92,10 @@ def test_a_converged_result_does_not_depend_on_beta(
 ) -> None:
     statistics, _ = layer()
     penalty = PENALTIES.load(name)
-    reference = constrain_matrix(statistics, ConstrainSettings(name, iterations=3000))
+    reference = constrain_matrix(statistics, ConstrainSettings(name, iterations=3000, ridge=None))
     result = constrain_matrix(
-        statistics, ConstrainSettings(name, beta, relaxation=relaxation, iterations=3000)
+        statistics,
+        ConstrainSettings(name, beta, relaxation=relaxation, iterations=3000, ridge=None),
     )
     assert result.objective == pytest.approx(reference.objective, rel=2e-3)  # two gaps of 1e-3
     for seed in range(20):
@@ -162,7 +163,9 @@ def test_what_is_written_is_feasible_for_every_group(
 @pytest.mark.parametrize("name", PENALTIES.names())
 def test_several_groups_come_close_to_their_lower_limit(name: str) -> None:
     statistics, _ = layer(tokens=40, groups=4)
-    result = constrain_matrix(statistics, ConstrainSettings(name, eta=0.2, iterations=1000))
+    result = constrain_matrix(
+        statistics, ConstrainSettings(name, eta=0.2, iterations=1000, ridge=None)
+    )
     assert result.feasible
     assert (
         result.lower * (1 - ROUNDING) <= result.objective <= 1.005 * result.lower
@@ -265,7 +268,7 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
     assert list(side_by_side(work, layers, 2)) == [1] * 4
     assert torch.get_num_threads() == threads
     calibration = LayerCalibration(small_net(), PATHS, IMAGES.split(4))
-    options = ConstrainSettings()
+    options = ConstrainSettings(ridge=None)
     alone = list(constrain_to(calibration, options))
     etas = dict.fromkeys(PATHS, 0.0) | {"head": 0.3, "fc1": 0.1}
     some = list(constrain_to(calibration, options, etas))
@@ -323,9 +326,9 @@ def test_heads_are_constrained_one_by_one() -> None:
     assert attention_blocks(model) == {"0.qkv": 6}
     statistics, _ = layer(24, 8, 100)
     penalty = PENALTIES.load("spectral")
-    whole = constrain_matrix(statistics, ConstrainSettings(eta=0.3))
+    whole = constrain_matrix(statistics, ConstrainSettings(eta=0.3, ridge=None))
     heads = constrain_matrix(
-        replace(statistics, blocks=6), ConstrainSettings(eta=0.3, per_head=True)
+        replace(statistics, blocks=6), ConstrainSettings(eta=0.3, per_head=True, ridge=None)
     )
 
     def sums(weight: Tensor) -> float:

@@ -193,7 +193,7 @@ def test_where_it_applies_is_read_from_the_graph(net: Net) -> None:
         list(
             constrain_to(
                 LayerCalibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])),
-                ConstrainSettings("ball"),
+                ConstrainSettings("ball", ridge=None),
             )
         )
 

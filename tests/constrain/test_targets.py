@@ -70,7 +70,9 @@ def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
     reaches.
     """
     statistics, _ = layer(groups=groups)
-    curve = pareto(statistics, ConstrainSettings(name, iterations=1000), (0.05, 0.2, 0.6))
+    curve = pareto(
+        statistics, ConstrainSettings(name, iterations=1000, ridge=None), (0.05, 0.2, 0.6)
+    )
     assert [point.error for point in curve] == [0.0, 0.05, 0.2, 0.6]
     assert curve[0].norm == spectral_norm(statistics.weight)
     for point in curve[1:]:
@@ -83,7 +85,7 @@ def test_a_curve_promises_what_its_layer_keeps(name: str, groups: int) -> None:
 def test_layers_run_at_their_share_meet_the_target() -> None:
     statistics = collect(small_net(), IMAGES.split(4), PATHS)
     curves = {
-        path: pareto(one, ConstrainSettings(), (0.02, 0.1, 0.3, 0.7))
+        path: pareto(one, ConstrainSettings(ridge=None), (0.02, 0.1, 0.3, 0.7))
         for path, one in statistics.items()
     }
     for curve in curves.values():
@@ -113,7 +115,7 @@ def chain() -> nn.Sequential:
 def search(model: nn.Module, target: float) -> list[LayerResult]:
     images = torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     calibration = LayerCalibration(model, ["1", "3"], images.split(20))
-    options = ConstrainSettings()
+    options = ConstrainSettings(ridge=None)
     return meet_target(
         calibration, (1, 4, 4), 3, dict(curves(calibration, options)), target, options
     )

@@ -80,7 +80,7 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
 ) -> None:
     checkpoint = workshop / "certified.safetensors"
     rows = rows_of(records)
-    verify = ("certify", checkpoint, "--dataset", pictures, "--verify")
+    about = (checkpoint, "--dataset", pictures)
     assert all(
         pictures.joinpath(row["file"]).is_file()
         for row in rows
@@ -89,8 +89,8 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
     assert {row["file"].rpartition("/")[2] for row in rows} >= set(SHOWN)
     named = {row["index"]: row["file"] for row in rows}
     assert all(
-        row["file"] == named[row["index"]]
-        for row in document(*verify, records, "--sample", 2)["rows"]
+        named[claim["number"]] in claim["entry"]
+        for claim in document("verify", records, *about, "--sample", 2)["claims"]
     )
     attacked = tmp_path / "attacked.jsonl"
     words = (
@@ -126,9 +126,9 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
     edited.write_text(records.read_text().replace(rows[9]["file"], "test/0/other.png"))
     old.write_text("".join(json.dumps({k: v for k, v in json.loads(line).items() if k != "file"}) + "\n"
                            for line in records.read_text().splitlines()))  # fmt: skip
-    failure = attempt(*verify, edited).exception
+    failure = attempt("verify", edited, *about).exception
     assert "image 9 is test/0/other.png; its pixels are those of test/" in str(failure)
-    assert document(*verify, old, "--sample", 1)["verdicts"]["refuted"] == 0
+    assert document("verify", old, *about, "--sample", 1)["counts"]["refuted"] == 0
 
 
 def test_an_audit_names_files_and_hostile_names_stay_text(

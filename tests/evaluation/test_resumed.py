@@ -3,9 +3,7 @@ result.
 """
 
 import json
-import math
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +16,27 @@ from certcli.evaluation.evidence import OPTIONS
 from tests.helpers.commands import attempt, document
 
 
-@pytest.mark.parametrize(("count", "false"), [(1, 1), (20, 1), (20, 20), (300, 7), (5000, 500)])
-def test_draws_miss_no_more_often_than_stated(count: int, false: int) -> None:
-    """Exactly: C(count - false, n) / C(count, n) <= 10^-6, and one draw fewer misses more often."""
-    n = resumed.draws(count, false)
-
-    def missed(n: int) -> Fraction:
-        return Fraction(math.comb(count - false, n), math.comb(count, n))
-
-    assert missed(n) <= resumed.MISSED < missed(n - 1)
-
-
-ALMOST = 0.996
-"""Of 1,000 images 1,000 show it, 999 do not."""
-
-
 @pytest.mark.parametrize(
-    ("held", "share", "elsewhere", "every", "least"),
+    ("hits", "gate", "every", "repeated"),
     [
-        ([1] * 1000, 0.0, 0, False, 20),
-        ([1] * 10, 0.0, 0, False, 10),
-        ([1] * 1000, 0.0, 0, True, 1000),
-        ([1] * 1000, 1.0, 0, False, 20),  # no sample shows all: the gate never passes
-        ([1] * 1000, ALMOST, 0, False, 1000),  # one false record turns it: none may be left out
-        ([1] * 1000, 0.5, 0, False, resumed.draws(1000, 469)),  # it passes from 532 on
-        ([1] * 1000, 0.5, 532, False, 20),  # held by what this run found itself
-        ([1] * 400 + [0] * 600, 0.5, 0, False, 20),  # fails, whether the file is true or not
-        ([90, 1, 1, 1, 1, 0, 0], 0.04, 0, False, 5),  # its largest piece alone turns it
-        ([90] + [1] * 40, 0.5, 0, False, 41),  # and so it does here
+        ([1] * 1000, False, False, 20),
+        ([1] * 10, False, False, 10),
+        ([1] * 10_000, False, False, resumed.ENOUGH),
+        ([1] * 1000, False, True, 1000),
+        ([0] * 1000, False, True, 1000),
+        ([1] * 1000, True, False, 1000),
+        ([0] * 1000, True, False, 20),
+        ([90, 1, 1, 1, 1, 0, 0], True, False, 7),
     ],
 )
-def test_as_much_is_computed_again_as_the_demand_takes(
-    held: list[int], share: float, elsewhere: int, every: bool, least: int
+def test_what_a_gate_or_an_output_rests_on_is_computed_again(
+    hits: list[int], gate: bool, every: bool, repeated: int
 ) -> None:
-    total = max(len(held), sum(held))
-    demanded = resumed.Demanded(share, total, elsewhere, every)
-    chosen = resumed.to_compute_again(held, demanded, resumed.usual(len(held)))
-    assert chosen == sorted(set(chosen))
-    assert least <= len(chosen) <= least + resumed.usual(len(held))
-    if share == ALMOST:
-        assert chosen == list(range(len(held)))
+    places = resumed.places_to_repeat(hits, gate, every)
+    assert places == sorted(set(places))
+    assert len(places) == repeated
+    resting = [place for place, count in enumerate(hits) if every or (gate and count)]
+    assert set(resting) <= set(places)
 
 
 def test_every_method_states_known_parameters(certified: Checkpoint) -> None:

@@ -4,6 +4,8 @@ survives a full disk.
 
 import errno
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import certcli.checkpoint.file
+from certcli.checkpoint import writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
 from certcli.evaluation.seen import seen_by, shares
@@ -26,6 +29,7 @@ from certcli.finetune.budget import (
     measure_steps,
     parse_duration,
     share_done,
+    shortened_total,
 )
 from certcli.finetune.evaluate import Quality
 from certcli.finetune.loop import Trainer
@@ -36,6 +40,7 @@ from certcli.finetune.step import Diverged
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import CheckpointError, DataError, OutputError, UsageError
+from certcli.system.files import atomic_file
 from tests.helpers.commands import attempt
 
 LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
@@ -242,6 +247,36 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     assert Checkpoint.read(ends).digest == made.digest
 
 
+@pytest.mark.parametrize("step", [1, 20, 36, 37, 40])
+@pytest.mark.parametrize("total", [41, 74, 370])
+def test_an_epoch_is_cut_where_its_rest_has_no_time(step: int, total: int) -> None:
+    batches = 37
+    rest = min(total - step, -step % batches)
+    for fitting in (0, 1, rest // 2, rest, 2 * rest, 1000):
+        time_left = (fitting + 0.5) / MARGIN
+        steps = shortened_total(step, total, 1.0, time_left, batches)
+        assert steps == total or steps - step == fitting < rest
+        if fitting < rest * (1 - TOLERANCE) and total - step == rest:
+            assert steps == step + fitting
+
+
+def test_a_budget_ends_within_an_epoch_where_the_machine_slows_down(
+    start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps an epoch. After the second of three nothing more fits; the state is that of two."""
+    monkeypatch.setattr(training, "LONGEST_START", 0.0)
+    monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: budget.Plan(3, None))
+    monkeypatch.setattr(
+        budget, "changed_total", lambda step, total, *rest: 2 if step == 2 else total
+    )
+    out = start.parent / "o.safetensors"
+    records = finetune(start, "--time-budget", "1s", "-o", out)
+    assert [record["step"] for record in records[:-1]] == [2]
+    parameters = Checkpoint.read(out).record.lineage[-1].parameters
+    assert parameters["steps"] == records[-1]["steps"] == 2
+    assert parameters["plan_changes"] == [[2, 3]]
+
+
 @pytest.mark.parametrize("changes", [[[0, 0]], [[5, 5]], [[4, 2]], [[9, 16]], [[3, 9], [2, 9]]])
 def test_a_state_with_plans_that_no_run_makes_is_refused(
     start: Path, monkeypatch: pytest.MonkeyPatch, changes: list[list[int]]
@@ -410,14 +445,16 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
         self.left = allowed
-        self.save = certcli.checkpoint.file.save_file
-        monkeypatch.setattr(certcli.checkpoint.file, "save_file", self)
+        for module in (certcli.checkpoint.file, writer):
+            monkeypatch.setattr(module, "atomic_file", self.opened)
 
-    def __call__(self, *arguments: Any) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.save(*arguments)
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[Path]:
+        with atomic_file(path) as temporary:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield temporary
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])

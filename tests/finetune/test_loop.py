@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from certcli.checkpoint.file import Checkpoint, tensors_digest
+from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.settings import FinetuneSettings
@@ -227,6 +228,65 @@ def test_resuming_continues_bit_for_bit(lipschitz: Checkpoint, tmp_path: Path) -
     for name, value in whole.best_net.items():
         assert torch.equal(value, second.best_net[name]), name
     assert tensors_digest(lipschitz.tensors) == digest
+
+
+def test_under_noise_the_epoch_is_chosen_by_accuracy_under_that_noise(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clean accuracy falls and accuracy under noise rises: the later epoch is what smoothing needs."""
+    shares = {0.0: iter([0.9, 0.5]), 0.25: iter([0.1, 0.8])}
+
+    def judged(*_: object, noise: float = 0.0, **__: object) -> Quality:
+        return Quality(next(shares[noise]), None, None)
+
+    monkeypatch.setattr("certcli.finetune.loop.evaluate", judged)
+    run = trainer(tiny, loss="ce", optimiser="adamw", noise=0.25, batch_size=128)
+    epochs = list(run.run(*small_sets(tiny)))
+    assert [epoch.best for epoch in epochs] == [True, True]
+    assert [epoch.noisy for epoch in epochs] == [0.1, 0.8]
+    assert run.best_epoch == 2
+
+
+def test_accuracy_under_noise_is_of_noisy_images_and_the_same_each_time(tiny: Checkpoint) -> None:
+    _, validation = small_sets(tiny)
+    batches = []
+
+    def network(pixels: torch.Tensor) -> torch.Tensor:
+        batches.append(pixels)
+        return torch.eye(10)[:1].expand(len(pixels), -1)
+
+    device = torch.device("cpu")
+    for noise in (0.0, 0.5, 0.5):
+        evaluate(network, None, validation, 0.1, 32, device, noise=noise)
+    clean, first, second = (torch.cat(batches[start : start + 2]) for start in (0, 2, 4))
+    assert torch.equal(first, second)
+    spread = float((first - clean).std())
+    assert 0.45 < spread < 0.55  # 60 x 64 draws: 0.5 to 2 %
+    assert not torch.equal((first - clean)[:28], (first - clean)[32:])
+
+
+def test_noisy_images_pass_the_denoiser_in_training_and_in_the_choice(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Grey(torch.nn.Module):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(pixels)
+
+    inputs: list[torch.Tensor] = []
+    for noise in (0.0, 0.25):
+        settings = FinetuneSettings(loss="ce", optimiser="adamw", noise=noise)
+        model = build.load(tiny, writable=True)
+        run = Trainer(model, settings, 10, "test", denoiser=Grey())
+        train, validation = small_sets(tiny)
+        batch = run.objective.prepare(train, torch.arange(8), 0.0)
+        assert bool((batch.images == 0).all()) == (noise > 0)
+        inputs.clear()
+        monkeypatch.setattr(
+            model.net, "forward", lambda x: (inputs.append(x), x.new_zeros(len(x), 10))[1]
+        )
+        run.evaluate(validation)
+        grey = [bool((pixels == pixels[:1, :, :1, :1]).all()) for pixels in inputs]
+        assert grey == ([False, True] if noise else [False])
 
 
 def test_a_state_of_another_run_is_refused(lipschitz: Checkpoint, tmp_path: Path) -> None:

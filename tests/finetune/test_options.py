@@ -3,7 +3,7 @@ bit.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -494,3 +494,8 @@ def test_one_cycle_is_that_of_torch() -> None:
         optimiser.step()
         if step < steps - 1:
             schedule.step()
+
+
+def test_the_lineage_holds_settings_alone():
+    names = {field.name for field in fields(FinetuneSettings)}
+    assert set(FinetuneSettings().parameters()) <= names

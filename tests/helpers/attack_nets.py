@@ -110,6 +110,19 @@ class Scaled(nn.Module):
         return self.net(images) * self.factor
 
 
+class Hole(nn.Module):
+    """Logits (0, width - |x - target|_2): the second class within `width` of one image."""
+
+    def __init__(self, target: Tensor, width: float) -> None:
+        super().__init__()
+        self.target = target
+        self.width = width
+
+    def forward(self, images: Tensor) -> Tensor:
+        distance = (images - self.target).flatten(1).norm(dim=1)
+        return torch.stack([torch.zeros_like(distance), self.width - distance], dim=1)
+
+
 class Stairs(nn.Module):
     """x -> z(round(4 x) / 4), its backward pass that of the identity bent sideways: an FGSM trap
     for small steps.

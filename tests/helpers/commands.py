@@ -15,7 +15,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from certcli.cli.main import app, run
+from certcli.cli.main import program, run
 
 # typer builds all commands anew for each call of the program, which takes as long as many a command
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
@@ -38,7 +38,8 @@ def attempt(*words: object) -> Result:
     """Run a command that may fail; `exception` of the result is the error before it becomes a
     message.
     """
-    return CliRunner().invoke(app, [str(word) for word in words])
+    texts = [str(word) for word in words]
+    return CliRunner().invoke(program(texts), texts)
 
 
 def certvit(*words: object, code: int = 0) -> Result:

@@ -58,7 +58,7 @@ def collect(
 
 
 def constrain(statistics: LayerStatistics, **options: Any) -> LayerResult:
-    return constrain_layer(statistics, ConstrainSettings(**options))
+    return constrain_layer(statistics, ConstrainSettings(**{"ridge": None, **options}))
 
 
 def constrainable(model: nn.Module) -> list[str]:

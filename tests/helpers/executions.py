@@ -2,6 +2,7 @@
 
 import copy
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from certcli.rounding import PRECISIONS, NeighbourErrors
+from tests.helpers.grids import EVERY
+from tests.helpers.layouts import surroundings
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -78,7 +81,10 @@ def representable(x: Tensor, arithmetic: str) -> Tensor:
 @torch.no_grad()
 def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Tensor]:
     """Yield the logits of `representable` images in several executions, in float64: orders of sums,
-    batches, kernels.
+    batches, kernels, memory formats.
+
+    By default one memory format and choice of kernels, which the network's name decides; under
+    `make soundness` all of them.
     """
     dtype = PRECISIONS[arithmetic].dtype
     net = copy.deepcopy(model).to(dtype).eval()
@@ -91,6 +97,11 @@ def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Te
         torch.set_num_threads(2)
         yield net(images).double()
         torch.set_num_threads(threads)
+        every = list(surroundings())
+        first = zlib.crc32(repr(model).encode()) % len(every)
+        for _, surrounded in every if EVERY else every[first : first + 1]:
+            with surrounded():
+                yield net(images).double()
     for product in products:
         with sdpa_kernel(SDPBackend.MATH), Ordered(product):
             yield net(images).double()

@@ -2,16 +2,20 @@
 test.
 """
 
+import ast
 import re
 import shlex
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from certcli.cli.main import COMMANDS
+from typer.main import get_command
+
+from certcli.cli.main import COMMANDS, program
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
+FIRST_PAGES = (
     "README.md",
     "docs/howto/*.md",
     "docs/tutorial.md",
@@ -19,7 +23,16 @@ PAGES = (
     "docs/patch.md",
     "docs/smoothing.md",
 )
-"""Whose commands are typed end to end; those of the others are parsed (`tests/project/test_docs.py`)."""
+"""Whose commands the quick tests type; `make test-commands` types those of every page."""
+OTHER_PAGES = ("CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md", "docs/**/*.md")
+GENERATED = ("docs/commands.md", "docs/tables.md")
+"""From the commands themselves, and from rows that other tests run."""
+BLOCK = re.compile(
+    r"^```(?:console|bash|sh)?\n(.*?)^```|((?:^ {4}.*\n)+)", re.DOTALL | re.MULTILINE
+)
+INLINE = re.compile(r"(?<!`)`(certvit [a-z]+ [^`]+)`(?!`)")
+COMMAND = re.compile(r"\s*(?:\$ )?(certvit [a-z]+\b[^#|]*)")
+MENTIONED = re.compile(r"certvit ([a-z]+)((?: +[^\s`]+)*)")
 
 
 @dataclass(frozen=True)
@@ -30,19 +43,66 @@ class Printed:
     line: str
 
 
-def of_pages() -> list[Printed]:
-    """Return the commands in the code blocks of PAGES, continued lines joined."""
-    found: dict[str, str] = {}
-    for pattern in PAGES:
-        for page in sorted(ROOT.glob(pattern)):
-            blocks = re.findall(
-                r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
-            )
-            for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-                match = re.match(r"(?:\$ )?(certvit [a-z]+\b[^#]*)", line)
-                if match:
-                    found.setdefault(" ".join(match[1].split()), page.name)
-    return [Printed(where, line) for line, where in found.items()]
+def pages_of(patterns: tuple[str, ...]) -> list[Path]:
+    pages = [page for pattern in patterns for page in sorted(ROOT.glob(pattern))]
+    return [page for page in pages if page.relative_to(ROOT).as_posix() not in GENERATED]
+
+
+def of_pages(pages: list[Path]) -> list[Printed]:
+    """Return the commands in code blocks, continued lines joined, and those between backticks."""
+    lines: dict[str, str] = {}
+    for page in pages:
+        text = page.read_text()
+        blocks = "\n".join("".join(block) for block in BLOCK.findall(text))
+        commands = map(COMMAND.match, blocks.replace("\\\n", " ").splitlines())
+        found = [match[1] for match in commands if match]
+        found += [line.partition("|")[0] for line in INLINE.findall(BLOCK.sub("", text))]
+        for line in found:
+            lines.setdefault(" ".join(line.split()), page.name)
+    lines = {line: where for line, where in lines.items() if line.split()[1] in COMMANDS}
+    return [Printed(where, line) for line, where in lines.items()]
+
+
+def of_code() -> list[Printed]:
+    """Return the commands that strings of the code name (hints, notes, messages), as far as they are
+    words of a command: prose may follow.
+    """
+    commands = get_command(program()).commands
+    lines: dict[str, str] = {}
+    for path in sorted((ROOT / "certcli").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            if "(?P<" in node.value:  # a pattern, no sentence
+                continue
+            for name, words in MENTIONED.findall(" ".join(node.value.split())):
+                if name in commands:
+                    typed = words_of(words.split(), commands[name])
+                    lines.setdefault(" ".join(["certvit", name, *typed]), path.name)
+    return [Printed(where, line) for line, where in lines.items() if len(line.split()) > 2]
+
+
+PLACES = ("...", "CKPT", "OUTPUT", "FOLDER", "PHOTOS")
+
+
+def words_of(words: list[str], command: Any) -> list[str]:
+    """Return the first words that are a command's: names of files, options and their values."""
+    flags = {
+        name: getattr(option, "is_flag", False) for option in command.params for name in option.opts
+    }
+    taken: list[str] = []
+    value = False
+    for word in words:
+        bare = word.rstrip(",.;:)'\"")
+        place = bare in PLACES or bare.endswith((".safetensors", ".jsonl", ".jpg"))
+        quoted = any(mark in word for mark in "\"'")
+        if quoted or not (value or word.startswith("-") or place or word == "..."):
+            break
+        taken.append(word if word == "..." else bare)
+        value = bare.startswith("-") and not flags.get(bare, False)
+        if bare != word and word != "...":
+            break
+    return taken[:-1] if value else taken
 
 
 def of_helps() -> list[Printed]:
@@ -62,15 +122,21 @@ def of_ci() -> list[Printed]:
     return [Printed("github.yml", " ".join(line.split())) for line in lines]
 
 
-PHOTO = ("vit_tiny_patch16_224", "tuned.safetensors", "small_photo")
+PHOTO = ("vit_tiny_patch16_224", "vit_cifar10_p4_d128_l6_h4", "tuned.safetensors", "small_photo")
 CERTIFIED = ("certified", "audited", "constrain")
 NOT_HERE = {
     "--member": "needs two trained networks (tests/nn/test_mean_network.py)",
     "--pretrained": "fetches weights from the hub",
-    "--arch": "a downloaded file (tests/models/test_open.py)",
+    "--arch ": "a downloaded file (tests/models/test_open.py)",
     "--norm patch": "looks for patches at many places (tests/cli/test_patch.py)",
     "--target": "searches for a minute (tests/constrain/test_targets.py)",
     "doctor": "looks at the whole installation (tests/cli/test_help.py)",
+    "--denoiser": "needs a denoiser (tests/certify/test_denoiser.py)",
+    "--shard-size": "a folder of shards (tests/checkpoint/test_shards.py)",
+    "--device cuda": "needs a GPU",
+    "local-lip": "a chain of layers (tests/cli/test_pipeline.py)",
+    "bcp": "a chain of layers (tests/cli/test_pipeline.py)",
+    "ibp_3_3_8": "a file of VNN-COMP (tests/nn/test_published_networks.py)",
 }
 """What is parsed only, with its reason."""
 SHORT = {
@@ -82,7 +148,13 @@ SHORT = {
     "attack": ("--limit", "2", "--no-checks"),
 }
 """Options that make a command short, in place of its own."""
-GIVEN = {"--dataset": "", "--band-width": "1", "--precision": "float32", "--head": "8,8"}
+GIVEN = {
+    "--dataset": "",
+    "--enough": "0.1",
+    "--band-width": "1",
+    "--precision": "float32",
+    "--head": "8,8",
+}
 """Options with another value here; the images of the network's kind where it is empty."""
 SMALLER = {
     "flip,bands:3,cutout-random:2x96": "flip,bands:3,cutout-random:2x16",
@@ -114,6 +186,26 @@ def once(printed: list[Printed]) -> list[Printed]:
     return list(kept.values())
 
 
+def unknown_options(line: str) -> list[str]:
+    """Return the options of a command line that its command does not have."""
+    name, *words = line.replace("[", " ").replace("]", " ").split()[1:]
+    command = get_command(program()).commands[name]
+    options = {opt for option in command.params for opt in (*option.opts, *option.secondary_opts)}
+    named = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    return sorted(set(named) - options - {"-h", "--help"})
+
+
+def is_form(line: str) -> bool:
+    """Whether a line shows how a command is written, with words that stand for others, or names an
+    option without a network.
+    """
+    if line.split()[2:3] != ["--list"] and re.match(r"certvit [a-z]+ -", line):
+        return True
+    return (
+        re.search(r"\[|\b(NAME|N|R|K|A|B|ARCH|FILE|REPORT|LIST|shows)\b|--help", line) is not None
+    )
+
+
 def reason(line: str) -> str | None:
     """Return why a command is not typed here; None where it is."""
     return next((why for words, why in NOT_HERE.items() if words in line), None)
@@ -129,9 +221,15 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     words = shlex.split(line.replace("[", "").replace("]", ""))[1:]
     words = words[: words.index(">")] if ">" in words else words
     command = words[0]
-    photo = any(name in line for name in PHOTO) or "photos/" in line
+    if command != "init" and (len(words) == 1 or words[1].startswith("-")):
+        words.insert(1, "...")
+    if command == "predict" and words[1] == "...":  # a network and images
+        words.insert(2, "PHOTOS")
+    photo = any(name in line for name in PHOTO) or "photos/" in line or "--patch 32" in line
     network = "photo" if photo else "plain"
     if any(name in words[1] for name in CERTIFIED) or "--loss margin" in line:
+        network = "certified"
+    if command == "finetune" and "--loss" not in line:  # whose default needs a finite bound
         network = "certified"
     data = str(files["folder"]) if photo else "digits"
     kept = [command]
@@ -148,13 +246,15 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
             before = words[position - 1]
             if is_network and before not in ("-o", "--output"):
                 word = str(files["plain" if before == "--compare" else network])
+            if word in ("CKPT", "OUTPUT", "..."):
+                word = str(files[network])
             if word in ("PHOTOS", "FOLDER", "photo.jpg"):
                 word = str(files["photos"])
             kept.append(SMALLER.get(word, word))
             position += 1
     if command == "predict" and network == "plain":
         kept = [str(files["photo"]) if word == str(files["plain"]) else word for word in kept]
-    needs = command in ("finetune", "certify", "attack") and "--verify" not in kept
+    needs = command in ("finetune", "certify", "attack")
     if needs and "--dataset" not in kept:
         kept += ["--dataset", data]
     if "smoothing" in kept:
@@ -162,4 +262,4 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     short = SHORT.get(command, ())
     if "local" in kept:
         short = ("--limit", "1")
-    return [*kept, *(() if "--verify" in kept or "--list" in kept else short)]
+    return [*kept, *(() if "--list" in kept else short)]

@@ -6,6 +6,7 @@ them as a node. Rows named "spelled-rounded-..." hold calls whose rounding is kn
 calls whose rounding is refused.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,44 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: torch.layer_norm(x, (8,), eps=0.1),
         lambda m, x: torch.rms_norm(x, (8,), eps=0.1),
         parts=(LayerNorm(8, eps=0.1),),
+    ),
+    "spelled-rounded-enclosed": lambda: on_tokens(
+        lambda m, x: operator.imul(1 * x, m.row),
+        lambda m, x: operator.isub(1 * x, m.row),
+        bare(functional.gelu),
+        bare(functional.relu),
+        bare(torch.relu),
+        bare(torch.clone),
+        lambda m, x: torch.add(x, 2 * x),
+        lambda m, x: x.add(m.row),
+        lambda m, x: torch.sub(x, m.row),
+        lambda m, x: x.sub(2 * x),
+        lambda m, x: (1 * x).sub_(m.row),
+        lambda m, x: torch.mul(x, m.row),
+        lambda m, x: x.mul(m.row),
+        lambda m, x: torch.div(x, 3.0),
+        lambda m, x: x.div(-3.0),
+        lambda m, x: torch.mean(x, 1),
+        lambda m, x: torch.chunk(x, 2, 1)[1],
+        lambda m, x: torch.split(x, 3, 1)[1],
+        lambda m, x: torch.unbind(x, 1)[1],
+        lambda m, x: torch.select(x, 1, 2),
+        lambda m, x: x.select(2, 1),
+        lambda m, x: torch.narrow(x, 1, 1, 2),
+        lambda m, x: x.narrow(2, 1, 3),
+        lambda m, x: torch.concat([x, 2 * x], 1),
+        lambda m, x: torch.flatten(x, 1),
+        lambda m, x: torch.permute(x, (0, 2, 1)),
+        lambda m, x: torch.reshape(x, (1, 32)),
+        lambda m, x: torch.transpose(x, 1, 2),
+        lambda m, x: torch.squeeze(torch.unsqueeze(x, 1), 1),
+        lambda m, x: x.unsqueeze(1).squeeze(1),
+        lambda m, x: x.transpose(1, 2).contiguous(),
+        lambda m, x: x.unflatten(2, (2, 4)),
+        lambda m, x: x.view(1, 2, 16),
+        lambda m, x: x.clone(),
+        lambda m, x: x.unbind(1)[2],
+        parts=(nn.ReLU(), nn.Identity(), nn.Dropout(0.1), DropPath(0.1), LayerNorm(8, eps=0.1)),
     ),
     "spelled-sums": lambda: on_tokens(
         lambda m, x: torch.multiply(x, m.row),

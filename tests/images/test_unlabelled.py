@@ -93,7 +93,7 @@ def test_a_folder_of_photos_is_judged_by_its_own_answers(
     [
         ("finetune", "--loss", "ce"),
         ("attack", "--norm", "patch", "--patch", "4"),
-        ("certify", "--verify", "records.jsonl"),
+        ("verify", "records.jsonl"),
     ],
     ids=lambda words: words[0],
 )
@@ -104,6 +104,7 @@ def test_what_needs_labels_says_so(
     if "records.jsonl" in words:
         words[-1] = str(tmp_path / "records.jsonl")
         certvit("certify", colour, "--dataset", photos, "-e", 0.001, "--records", words[-1])
-    refused = attempt(name, colour, "--dataset", photos, *words)
+    files = [words[-1], colour] if name == "verify" else [colour, *words]
+    refused = attempt(name, *files, "--dataset", photos)
     assert isinstance(refused.exception, DataError)
     assert "no labels" in refused.exception.message

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine import curves
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.measured.formulas import (
     AttentionLayer,
@@ -22,7 +23,6 @@ from certcli.lipschitz.measured.formulas import (
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.lipschitz.rules import activations
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 
@@ -65,7 +65,7 @@ def test_gelu_is_steeper_than_printed() -> None:
     x = torch.tensor(math.sqrt(2), dtype=torch.float64)
     steepest = slope(functional.gelu, x.reshape(1))
     assert steepest > 1.1289
-    assert steepest <= activations.GELU_SLOPE
+    assert steepest <= curves.GELU.slope
 
 
 def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine import curves
 from certcli.engine.pinned import pin
 from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.rules import activations
 from certcli.lipschitz.table import rules
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import CURVES, ROWS, build, f, on_tokens
@@ -88,13 +88,13 @@ def test_linear_maps_are_folded_to_their_exact_norm(name: str) -> None:
 
 
 SLOPES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
-    "gelu": (functional.gelu, activations.GELU_SLOPE),
-    "gelu-tanh": (lambda x: functional.gelu(x, approximate="tanh"), activations.GELU_TANH_SLOPE),
-    "silu": (functional.silu, activations.SILU_SLOPE),
-    "quick-gelu": (lambda x: x * torch.sigmoid(1.702 * x), activations.SILU_SLOPE),
-    "mish": (functional.mish, activations.MISH_SLOPE),
-    "selu": (functional.selu, activations.SELU_SLOPE),
-    "hard-swish": (functional.hardswish, activations.HARD_SWISH_SLOPE),
+    "gelu": (functional.gelu, curves.GELU.slope),
+    "gelu-tanh": (lambda x: functional.gelu(x, approximate="tanh"), curves.GELU_TANH.slope),
+    "silu": (functional.silu, curves.SILU.slope),
+    "quick-gelu": (lambda x: x * torch.sigmoid(1.702 * x), curves.SILU.slope),
+    "mish": (functional.mish, curves.MISH.slope),
+    "selu": (functional.selu, curves.SELU.slope),
+    "hard-swish": (functional.hardswish, curves.HARD_SWISH.slope),
 }
 
 
@@ -108,6 +108,20 @@ def test_slope_constants_are_above_the_largest_slope_and_close_to_it(name: str) 
     # between grid points of distance h = 1e-4 a slope is at most h/2 sup|f''| higher, and sup|f''|
     # < 1 where f is smooth; at a maximum that is smooth the excess is h^2, below 1e-8
     assert largest - 1e-8 <= constant <= largest * 1.0002
+
+
+@pytest.mark.parametrize("shape", [curves.GELU, curves.GELU_TANH])
+def test_further_derivatives_of_gelu_are_bounded(shape: curves.Shape) -> None:
+    """Points lie 1e-4 apart; sup|f''''| is below 4, so that sup|f'''| is 2e-4 higher at most."""
+    point = torch.linspace(-6, 6, 120_001, dtype=torch.float64).requires_grad_(True)
+    values = functional.gelu(point, approximate="none" if shape is curves.GELU else "tanh")
+    largest = []
+    for _ in range(3):
+        (values,) = torch.autograd.grad(values.sum(), point, create_graph=True)
+        largest.append(float(values.detach().abs().max()))
+    assert largest[0] <= shape.slope
+    assert largest[1] <= shape.second
+    assert largest[2] + 2e-4 <= shape.third
 
 
 def cancelling_batch_norm() -> nn.Module:

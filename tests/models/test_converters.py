@@ -5,6 +5,7 @@ refused in one line.
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from torchvision.models.swin_transformer import (
 
 from certcli.lipschitz.network import prove
 from certcli.models import build
+from certcli.models.converters import torchvision
 from certcli.models.converters.base import renamed
+from certcli.models.converters.transformers import FAMILIES, TimmNetwork
 from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import ArchitectureError
@@ -54,17 +57,25 @@ def headless_folder(row: Mapping[str, Any], folder: Path, **more: Tensor) -> str
     )
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
+def require_recorded_logits(name: str, folder: Path) -> None:
+    """Require a row's network, opened here, to compute the logits that transformers did."""
     row = TRANSFORMERS[name]
-    checkpoint = open_checkpoint(transformers_folder(row, tmp_path))
-    model = build.load(checkpoint, dtype=torch.float64)
+    checkpoint = open_checkpoint(transformers_folder(row, folder))
     with torch.no_grad():
+        model = build.load(checkpoint, dtype=torch.float64)
         logits = model(images(checkpoint.record.input.size))
     expected = torch.tensor(row["logits"], dtype=torch.float64)
-    torch.testing.assert_close(
-        logits, expected, rtol=1e-9, atol=1e-9
-    )  # float64 sums in another order
+    # float64 sums in another order
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
+    require_recorded_logits(name, tmp_path)
+    row = TRANSFORMERS[name]
+    checkpoint = open_checkpoint(transformers_folder(row, tmp_path))
+    with torch.no_grad():
+        logits = build.load(checkpoint, dtype=torch.float64)(images(checkpoint.record.input.size))
     assert row["config"]["architectures"][0] in checkpoint.reading.line()
     ends = open_checkpoint(headless_folder(row, tmp_path), Hints(features=True))
     with torch.no_grad():
@@ -78,6 +89,44 @@ def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
     again = build.load(open_checkpoint(str(saved)), dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(again(images(checkpoint.record.input.size)), logits)
+
+
+def without_logits() -> list[str]:
+    """Return the classes that are converted, classifiers and models without a head, of which no
+    logits are recorded.
+    """
+    recorded = {name for row in TRANSFORMERS.values() for name in row["config"]["architectures"]}
+    headless = {name.partition("ForImage")[0] + "Model" for name in recorded}
+    converted = {name for family in FAMILIES.values() for name in family.classes}
+    return sorted(converted - recorded - headless)
+
+
+def test_every_family_has_recorded_logits() -> None:
+    assert without_logits() == []
+    types = {row["config"]["model_type"] for row in TRANSFORMERS.values()}
+    assert types == {*FAMILIES}
+    names = {torchvision.family_of(make().state_dict()) for make, _ in TORCHVISION.values()}
+    assert names == {*torchvision.FAMILIES}
+
+
+VIT = FAMILIES["vit"]
+
+
+def of_clip(config: Any, architecture: str) -> TimmNetwork:
+    """A ViT described as one of CLIP's: all shapes fit, and its GELU is another function."""
+    network = VIT.describe(config, architecture)
+    return replace(network, arguments={**network.arguments, "act_layer": "quick_gelu"})
+
+
+def test_a_family_of_another_network_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = replace(VIT, describe=of_clip)
+    monkeypatch.setitem(FAMILIES, "clip", replace(planted, name="CLIPVision"))  # type: ignore[arg-type]
+    assert without_logits() == ["CLIPVisionForImageClassification", "CLIPVisionModel"]
+    monkeypatch.setitem(FAMILIES, "vit", planted)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="not close"):
+        require_recorded_logits("vit", tmp_path)
 
 
 def test_a_converted_network_has_a_bound(tmp_path: Path) -> None:

@@ -93,6 +93,22 @@ def test_a_missing_or_broken_description_is_refused(tmp_path: Path, name: str) -
         read_diffusers(path, 1)
 
 
+@pytest.mark.parametrize("part", ["vae", "vqvae", "text_encoder"])
+def test_a_pipeline_of_latent_images_is_refused(tmp_path: Path, part: str) -> None:
+    """Its UNet may well be an unconditional one for three channels."""
+    path = folder(tmp_path, apart=True)
+    index = {"_class_name": "LDMPipeline", "unet": ["diffusers", "UNet2DModel"], part: ["a", "b"]}
+    (path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(CertvitError, match=f"LDMPipeline .it has a {part}"):
+        read_diffusers(path, 1)
+
+
+def test_a_pipeline_without_a_unet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(CertvitError, match="FluxPipeline"):
+        read_diffusers(tmp_path, 1)
+
+
 def test_nan_and_pickles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CertvitError, match="NaN"):
         read_diffusers(

@@ -74,7 +74,7 @@ def test_a_file_without_classifier_has_a_bound_of_its_features_alone(
     assert (found["bound_of"], found["proof"][-1]["kind"]) == ("features", "features")
     assert "no classifier" in found["proof"][-1]["why"]
     report.write_text(json.dumps(found))
-    assert document("lipschitz", path, *words, "--verify", report)["verified"]
+    assert document("verify", report, path, *words)["verified"]
 
 
 def test_a_report_that_calls_features_logits_is_refuted(
@@ -89,11 +89,11 @@ def test_a_report_that_calls_features_logits_is_refuted(
         {key: value for key, value in found.items() if key != "bound_of"},
     ):
         report.write_text(json.dumps(edited))
-        certvit("lipschitz", "--verify", report, code=7)
+        certvit("verify", report, code=7)
     cut = {**found, "bound_of": "logits", "proof": found["proof"][:-1]}
     report.write_text(json.dumps(cut))
-    certvit("lipschitz", "--verify", report)  # its laws hold: the weights refute it
-    certvit("lipschitz", path, *words, "--features", "--verify", report, code=7)
+    certvit("verify", report)  # its laws hold: the weights refute it
+    certvit("verify", report, path, *words, code=4)  # the network ends in features
 
 
 def test_evidence_of_features_is_told_apart_and_all_other_commands_refuse(
@@ -111,7 +111,7 @@ def test_evidence_of_features_is_told_apart_and_all_other_commands_refuse(
     assert "upper bound of the features (proven" in shown
     assert "certified within" not in shown
     assert "proven, of features" in certvit("log", kept).stdout
-    certvit("log", kept, "--verify")
+    certvit("verify", kept)
     for command in ("certify", "attack", "audit"):
         refused = attempt(command, kept, "--dataset", "digits").exception
         assert "no classifier" in str(refused)
@@ -123,7 +123,7 @@ def test_evidence_of_features_is_told_apart_and_all_other_commands_refuse(
     entry["result"]["bound_of"] = "logits"
     record = json.loads(checkpoint.record.to_json()) | {"evidence": [entry]}
     write_safetensors(kept, checkpoint.tensors, {KEY: json.dumps(record)}, True)
-    assert "a bound of the logits" in certvit("log", kept, "--verify", code=7).stdout
+    assert "a bound of the logits" in certvit("verify", kept, code=7).stdout
 
 
 @pytest.mark.parametrize("classes", [0, 16])
@@ -162,7 +162,7 @@ def test_a_classifier_has_no_bound_of_features(workshop: Path, tmp_path: Path) -
     assert found["bound_of"] == "logits"
     report = tmp_path / "report.json"
     report.write_text(json.dumps({**found, "bound_of": "features"}))
-    certvit("lipschitz", workshop / "plain.safetensors", "--verify", report, code=7)
+    certvit("verify", report, workshop / "plain.safetensors", code=7)
 
 
 def test_a_config_of_a_parent_with_classes_does_not_add_them(

@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
         "--epsilon",
         0.1,
     ),
-    "log": ("log", "m.safetensors", "--verify"),
+    "verify": ("verify", "m.safetensors"),
     "init": ("init", "certvit_vit_digits", *shape(), "-o", "i.safetensors"),
     "a file of others": ("lipschitz", "f.safetensors", "--arch", "certvit_4c3f", "--no-estimate"),
 }

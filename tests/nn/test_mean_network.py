@@ -23,7 +23,7 @@ from certcli.models.build import (
 from certcli.models.mean import mean_of
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import ArchitectureError
-from certcli.verification.claims import compare_lineages, remake_means
+from certcli.verification.lineage import compare_lineages, remake_means
 from tests.helpers.commands import certvit, document
 
 MEMBERS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {
@@ -150,13 +150,13 @@ def test_the_lineage_of_a_mean_tells_every_members_steps(files: list[Path], tmp_
     told = list(compare_lineages({mean.name: opened[mean.name], "other": other}))
     assert "refuted" in {claim.status for _, claim in told}
     assert (
-        "refuted" not in certvit("log", mean, "--verify", code=7).output
+        "refuted" not in certvit("verify", mean, code=7).output
     )  # 7: a mean has no result yet to verify
     late = Checkpoint(
         opened[mean.name].tensors, replace(record, lineage=(*record.lineage, record.lineage[0]))
     )
     late.write(tmp_path / "late.safetensors")
-    assert "only begins" in certvit("log", tmp_path / "late.safetensors", "--verify", code=7).output
+    assert "only begins" in certvit("verify", tmp_path / "late.safetensors", code=7).output
     certvit(
         "certify", mean, "--dataset", "digits", "--limit", 20, "-e", 0.1, "--arithmetic", "float32"
     )
@@ -206,7 +206,7 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
         ], case
         assert not any(claim.asked for _, claim in claims), "history, which proves no figure"
     found["one bit"][0].write(tmp_path / "bit.safetensors")
-    whole = document("log", tmp_path / "bit.safetensors", *files, "--verify", code=7)
+    whole = document("verify", tmp_path / "bit.safetensors", *files, code=7)
     assert any("not that of this step" in reason for reason in whole["gate"]["reasons"])
 
 

@@ -32,3 +32,20 @@ def test_the_benchmark_of_attacks_runs(
     finally:
         torch.set_num_threads(threads)
     assert first in capsys.readouterr().out
+
+
+def test_the_benchmark_of_strength_runs(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strength = importlib.import_module("benchmarks.strength")
+    source = str(workshop / "plain.safetensors")
+    words = ["strength.py", source, "--limit", "2", "-e", "0.05", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(strength, "REFERENCE", "fgsm")
+    threads = torch.get_num_threads()
+    try:
+        strength.main()
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [row.label for row in strength.rows(2, "l2")] == [line[32:66].strip() for line in lines]

@@ -6,12 +6,13 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
-from certcli.cli.main import app
+from certcli.cli.main import program
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "ci"
@@ -68,6 +69,7 @@ def test_a_failed_gate_leaves_every_report_that_is_kept(place: Path) -> None:
     done = audited(place, "model.safetensors")
     assert done.returncode == 7, done.stderr
     said = " ".join(done.stdout.split())
+    assert "::error " in done.stdout
     assert re.search(r"Lipschitz bound: required at most 0.001, found \S+: failed", said)
     assert sorted(path.suffix for path in (place / "certvit-audit").iterdir()) == [
         ".html", ".json", ".md", ".sarif", ".txt", ".xml",
@@ -84,7 +86,8 @@ def test_a_failed_gate_leaves_every_report_that_is_kept(place: Path) -> None:
 def test_gitlab_runs_the_same_commands() -> None:
     (github,) = [step["run"] for step in STEPS if step.get("name") == "Audit"]
     gitlab = " ".join(GITLAB["script"]).replace("set -o pipefail ", "")  # of GitHub's shell
-    assert sorted(gitlab.split()) == sorted(github.replace("\\\n", " ").split())
+    github = github.replace("\\\n", " ").replace("--format github ", "")  # annotations
+    assert sorted(gitlab.split()) == sorted(github.split())
 
 
 def test_an_audit_that_ends_early_is_the_only_error(place: Path) -> None:
@@ -152,7 +155,7 @@ def test_the_hook(place: Path) -> None:
         "model.safetensors\ncertvit audit model.safetensors --quiet\n",
     )
     assert run(place, [*words[:-2], "good.safetensors"]).returncode == 0
-    with get_command(app).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
+    with get_command(program()).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
         pass
 
 
@@ -168,3 +171,30 @@ def test_torchattacks_and_what_it_pins_are_nobodys_dependency() -> None:
     for file in ("Makefile", "Dockerfile"):
         text = (ROOT / file).read_text().replace("$(ATTACKS)", f'"{needed}"')
         assert re.search(rf'pip install [^&\n]*--no-deps "{re.escape(needed)}"', text), file
+
+
+FIXED = {"requests": "2.32.4", "urllib3": "2.5.0", "idna": "3.7", "chardet": "5.0"}
+"""First versions without the advisories of those that torchattacks pins: CVE-2023-32681,
+CVE-2024-35195, CVE-2024-47081 (requests), CVE-2021-33503, CVE-2023-43804, CVE-2025-50181 (urllib3),
+CVE-2024-3651 (idna)."""
+
+
+def test_nothing_that_certvit_brings_forbids_a_version_without_an_advisory() -> None:
+    """Over the requirements of its requirements, as they are installed here."""
+    requirements = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = [("certvit", line) for line in project["dependencies"]]
+    visited: set[str] = set()
+    while waiting:
+        parent, line = waiting.pop()
+        needed = requirements.Requirement(line)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        fixed = FIXED.get(needed.name.lower())
+        assert fixed is None or needed.specifier.contains(fixed), (parent, line)
+        if needed.name not in visited:
+            visited.add(needed.name)
+            lines = metadata.requires(needed.name) or []
+            waiting += [(needed.name, line) for line in lines]
+    assert visited >= {"torch", "timm", "rich", "numpy"}
+    assert "torchattacks" not in visited

@@ -13,7 +13,7 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.attack.torchattacks_spec import INSTALL, PREFIX
 from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.doctor import command as doctor
-from certcli.cli.main import COMMANDS, app
+from certcli.cli.main import COMMANDS, program
 from certcli.cli.shared.completion import NAMES
 from certcli.cli.shared.reference import reference
 from certcli.constrain.methods import METHODS
@@ -104,7 +104,7 @@ def _typed(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: page.name)
 def test_every_command_that_a_page_types_is_one(page: Path) -> None:
     """It parses: its command, its options and the values that are checked there; nothing is run."""
-    commands = typer.main.get_command(app).commands
+    commands = typer.main.get_command(program()).commands
     for line in _typed(page):
         words = shlex.split(line.replace("[", "").replace("]", "").removesuffix("&"))
         words = words[: words.index(">")] if ">" in words else words
@@ -278,7 +278,7 @@ def _options_with_names() -> list[tuple[str, str, str, list[str]]]:
     names.
     """
     rows = []
-    for command, made in typer.main.get_command(app).commands.items():
+    for command, made in typer.main.get_command(program()).commands.items():
         for parameter in made.params:
             for spelled in parameter.opts:
                 target = NAMES.get(f"{command} {spelled}", NAMES.get(spelled))

@@ -1,5 +1,6 @@
 """Which words of a sentence the documentation site sets as a formula, and how."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -64,3 +65,16 @@ def test_a_long_formula_may_break_before_its_relations() -> None:
 )
 def test_tex(text: str, expected: str) -> None:
     assert formulas.tex(text) == expected
+
+
+def test_no_formula_of_the_pages_has_two_subscripts_at_one_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TeX refuses `alpha_bar_t`, and the site is then not built."""
+    texts: list[str] = []
+    monkeypatch.setattr(formulas, "_mathml", lambda text, display: texts.append(text) or "")
+    for page in Path(formulas.__file__).parent.rglob("*.md"):
+        formulas.inline(formulas.display(page.read_text()))
+    assert len(texts) > 1000
+    twice = re.compile(r"_(?:[A-Za-z0-9]+|\{[^{}]*\})_")
+    assert [text for text in texts if twice.search(text)] == []

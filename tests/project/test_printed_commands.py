@@ -14,13 +14,36 @@ import typer
 from certcli.audit.findings import Findings
 from certcli.audit.plan import Plan, Typed
 from certcli.audit.words import next_steps
-from certcli.cli.main import app
+from certcli.cli.main import program
+from certcli.report.audit_page import purpose
 from certcli.report.document import CertifiedShares, Dataset, Share
 from tests.helpers.commands import attempt, certvit
-from tests.helpers.printed import NOT_HERE, of_ci, of_helps, of_pages, once, reason, shortened
+from tests.helpers.printed import (
+    FIRST_PAGES,
+    NOT_HERE,
+    OTHER_PAGES,
+    is_form,
+    of_ci,
+    of_code,
+    of_helps,
+    of_pages,
+    once,
+    pages_of,
+    reason,
+    shortened,
+    unknown_options,
+)
 
 SHIPPED = Path(__file__).parents[2] / "certcli" / "embedded" / "photographs"
-PRINTED = once([*of_pages(), *of_helps(), *of_ci()])
+FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci()]
+PRINTED = once([printed for printed in FIRST if not is_form(printed.line)])
+EVERYWHERE = [*FIRST, *of_pages(pages_of(OTHER_PAGES)), *of_code()]
+FURTHER = [
+    printed
+    for printed in once([*PRINTED, *(one for one in EVERYWHERE if not is_form(one.line))])
+    if printed not in PRINTED
+]
+"""Which `make test-commands` types; their options are looked at always."""
 DECIDED = (0, 5, 7, 9)
 """Codes of a command that did its work: done, no finite bound, a gate that failed or is open."""
 
@@ -80,9 +103,12 @@ def ready(words: list[str], files: dict[str, Path]) -> None:
     """Make the records and reports that these words read."""
     network = words[1]
     few = ("--dataset", "digits", "--limit", 2)
-    for option, name in (("--only-certified", "certified.jsonl"), ("--verify", "certified.jsonl")):
-        if option in words and name in words:
-            certvit("certify", network, *few, "-e", 0.001, "--records", name)
+    if words[0] == "verify" and words[1] == "report.json":
+        Path("report.json").write_text(certvit("lipschitz", words[2], "--json").stdout)
+    if words[0] == "verify" and len(words) > 2:
+        network = words[2]
+    if "certified.jsonl" in words and "--records" not in words:
+        certvit("certify", network, *few, "-e", 0.001, "--records", "certified.jsonl")
     if "--attack-records" in words:
         certvit("attack", network, *few, "-a", "fgsm", "--no-checks", "--records", "attack.jsonl")
 
@@ -94,7 +120,7 @@ def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], pl
     if reason(printed.line) is not None:
         words = shlex.split(printed.line.replace("[", "").replace("]", "").removesuffix("&"))
         words = words[: words.index(">")] if ">" in words else words
-        commands = typer.main.get_command(app).commands
+        commands = typer.main.get_command(program()).commands
         with commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False):
             return
     words = shortened(printed.line, here(files, place))
@@ -104,21 +130,38 @@ def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], pl
     assert code in DECIDED, (printed, words, done.output[-600:], done.exception)
 
 
+@pytest.mark.skipif("CERTVIT_COMMANDS" not in os.environ, reason="make test-commands types them")
+@pytest.mark.parametrize(
+    "printed", FURTHER, ids=lambda printed: f"{printed.where}: {printed.line}"[:90]
+)
+def test_a_further_command_can_be_typed(printed: Any, files: dict[str, Path], place: Path) -> None:
+    test_a_printed_command_can_be_typed(printed, files, place)
+
+
+def test_every_command_anywhere_has_the_options_that_it_is_printed_with() -> None:
+    assert len(EVERYWHERE) > 120
+    assert [
+        (printed, unknown) for printed in EVERYWHERE if (unknown := unknown_options(printed.line))
+    ] == []
+
+
 def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
-    lines = [printed.line for printed in PRINTED]
+    lines = [printed.line for printed in [*PRINTED, *FURTHER]]
     assert [words for words in NOT_HERE if not any(words in line for line in lines)] == []
     assert sum(reason(line) is None for line in lines) > 0.7 * len(lines)
 
 
+DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
+
+
 def finding(failure: float, hits: int, changed: bool) -> Findings:
     """Findings that lead to each kind of advice."""
-    dataset = Dataset(name="digits", split="test", images=60, digest="0" * 64)
     shares = CertifiedShares(
         method="smoothing" if failure else "lipschitz", promise="", failure=failure, domain="", about="",
         average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
-        parameters={"sigma": 0.12}, dataset=dataset, arithmetic="", title="", statement="", seconds=0.0,
+        parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
-    return Findings(dataset=dataset, clean=Share.of(60, 60), certificates=[shares], changed=changed)
+    return Findings(dataset=DIGITS, clean=Share.of(60, 60), certificates=[shares], changed=changed)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +172,7 @@ def finding(failure: float, hits: int, changed: bool) -> Findings:
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
         ("plain", Findings()),
+        ("plain", Findings(dataset=DIGITS)),
     ],
 )
 def test_what_to_do_next_can_be_typed(
@@ -137,6 +181,7 @@ def test_what_to_do_next_can_be_typed(
     shutil.copy(files[kind], "network.safetensors")
     steps = next_steps(findings, Plan(), Typed("network.safetensors", dataset="digits"))
     assert steps
+    assert all(purpose(line) for line in steps)
     for line in steps:
         words = shlex.split(line.replace("FOLDER", "digits"))[1:]
         short = {

@@ -33,7 +33,8 @@ WITHOUT_ROUNDING = {
     "spelled-at-rest", "spelled-images", "spelled-single", "spelled-single-images",
 }  # fmt: skip
 OTHER_BATCHES = (
-    "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums"
+    "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
+    "spelled-rounded-enclosed",
 )  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [
@@ -51,8 +52,15 @@ QUICK = [
 """They reach every entry of the table; the other rows are other sizes and compositions of the same."""
 
 
-def network(name: str) -> PixelModel:
+def network(name: str, offset: float = 0.0) -> PixelModel:
+    """Return a row's network on pixels; offset: added to its vectors, biases among them, which then
+    cancel.
+    """
     net = build(name)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if offset and parameter.dim() == 1:
+                parameter.add_(offset * (1 + 0.1 * torch.rand_like(parameter)))
     flat = (
         net if net(torch.rand(1, *IMAGE).double()).dim() == 2 else nn.Sequential(net, nn.Flatten())
     )
@@ -63,20 +71,28 @@ def network(name: str) -> PixelModel:
 @pytest.mark.parametrize(
     "name", [name for name in ROWS if name not in WITHOUT_ROUNDING] if EVERY else QUICK
 )
-def test_no_execution_of_a_rule_differs_by_more_than_is_proven(name: str, arithmetic: str) -> None:
-    model = network(name)
+@pytest.mark.parametrize("offset", [0.0, 3e3] if EVERY else [0.0])
+def test_no_execution_of_a_rule_differs_by_more_than_is_proven(
+    name: str, arithmetic: str, offset: float
+) -> None:
+    """In every memory format, choice of kernels and order of sums; under `make soundness` in
+    batches of up to 65, and of large biases.
+    """
+    model = network(name, offset)
     try:
         analysis = NeighbourErrors(model, IMAGE, PRECISIONS[arithmetic])
     except NoRule:
-        if arithmetic in ("float64", "float32"):
+        if arithmetic in ("float64", "float32") and not offset:
             raise
         return  # an eps that vanishes, sizes that overflow
-    noise = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise = torch.rand(
+        63 if EVERY else 3, *IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     pixels = torch.cat([noise, noise[:1].round(), torch.zeros_like(noise[:1])])
     parts = pixels.split(1) if name in OTHER_BATCHES else [pixels]
     bound = max(require_within(analysis, model, part, 0.5, arithmetic) for part in parts)
     if (
-        arithmetic in ("float64", "float32") and name != "attention-windows-cosine"
+        arithmetic in ("float64", "float32") and not offset and name != "attention-windows-cosine"
     ):  # whose slope is 1 / eps = 1e12
         assert bound < 2.0**34 * PRECISIONS[arithmetic].unit  # it says something
 

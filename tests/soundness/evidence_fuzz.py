@@ -1,7 +1,7 @@
 """Edits of honest evidence by the thousand: `python -m tests.soundness.evidence_fuzz --count
 10000`.
 
-Either all that `log` shows of an entry is true, or `log --verify` refutes it or leaves it
+Either all that `log` shows of an entry is true, or `certvit verify` refutes it or leaves it
 unchecked, or the entry is called measured. The oracle computes the truth from the network and its
 images.
 """
@@ -24,11 +24,11 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import view
 from certcli.cli.shared import pages
+from certcli.evaluation.claim import statuses, verdict
 from certcli.evaluation.evidence import COMMANDS, as_json, command_of
 from certcli.report.page import render
 from certcli.system.errors import CertvitError
-from certcli.verification import claims as verification
-from certcli.verification.claims import statuses, verdict
+from certcli.verification import evidence as verification
 from tests.helpers.workshop import Workshop
 from tests.soundness.edits import MARK, VALUES, Case, Raw, edit, main
 from tests.soundness.evidence_oracle import Laboratory, Screen, raw_of, unmarked, untrue

@@ -15,15 +15,16 @@ from scipy.stats import binomtest
 
 from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.log.command import Verification
 from certcli.cli.shared.groups import Evaluation, Machine
 from certcli.cli.shared.output import Sink
-from certcli.cli.shared.verify import certify_again
-from certcli.evaluation.evidence import AUTHORS_WORD
+from certcli.cli.verify.again import certify_again
+from certcli.cli.verify.options import Scope
+from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import UNVERIFIED_FIELDS
 from certcli.evaluation.records import describe
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import CertvitError
-from certcli.verification.claims import Again, Claim, Request, check
+from certcli.verification.evidence import Recertified, Request, check
 from certcli.verification.report import SLACK
 from tests.helpers.commands import certvit
 from tests.soundness.edits import MARK, Raw
@@ -57,7 +58,7 @@ class Laboratory:
     """
 
     def __init__(self, folder: Path, plain: Path, certified: Path) -> None:
-        self.known: dict[str, Again | CertvitError] = {}
+        self.known: dict[str, Recertified | CertvitError] = {}
         digits = ("--dataset", "digits", "--limit")
         local = ("--method", "local", "--effort", "norms")
         noise = (
@@ -142,13 +143,13 @@ class Laboratory:
         return self.truth(number, "digits", about["split"], about["limit"], about["seed"], method)
 
     def claims(self, checkpoint: Checkpoint) -> list[Claim]:
-        """Verify as `log --verify` does; the same thing is certified once."""
+        """Verify as `certvit verify` does; the same thing is certified once."""
         record = checkpoint.record
         certify_request = certify_again(
-            checkpoint, Verification(), Machine(batch_size=64), Screen()
+            checkpoint, Scope(), Evaluation(), Machine(batch_size=64), Screen()
         )
 
-        def remembered(request: Request) -> Again:
+        def remembered(request: Request) -> Recertified:
             key = f"{checkpoint.digest} {record.dataset!r} {record.class_names!r} {request!r}"
             if key not in self.known:
                 try:
@@ -260,7 +261,7 @@ def _percent(share: str, count: int) -> float:
 def unmarked(lab: Laboratory, number: int, entry: Raw, document: Raw) -> str | None:
     """Return the false part of a verified entry's JSON that is not called the author's word."""
     if not document["understood"] or set(document["authors_word"]) != set(
-        AUTHORS_WORD[entry["command"]]
+        UNVERIFIED_FIELDS[entry["command"]]
     ):
         return "it is verified and not understood"
     if entry["command"] != "certify":

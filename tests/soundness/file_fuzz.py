@@ -198,7 +198,7 @@ class Laboratory:
             return 0
         run("lipschitz", "m.safetensors", "--no-estimate")
         run("log", "m.safetensors", "--json")
-        run("log", "m.safetensors", "--verify")
+        run("verify", "m.safetensors")
         return run("certify", "m.safetensors", "--dataset", "digits", "--limit", 4)[0]
 
     def of_index(self, rng: random.Random) -> int:
@@ -213,7 +213,7 @@ class Laboratory:
         place = rng.randrange(len(self.lines))
         lines = [*self.lines[:place], edit_text(self.lines[place], rng), *self.lines[place + 1 :]]
         Path("m.jsonl").write_text("\n".join(lines) + "\n", errors="replace")
-        run(*CERTIFY, "--verify", "m.jsonl")
+        run("verify", "m.jsonl", "m.safetensors")
         return run(*CERTIFY, *RECORDS, "m.jsonl", "--resume")[0]
 
     def of_audit(self, rng: random.Random) -> int:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.attack.campaign import Campaign, run_of, stages_of, tasks_of
-from certcli.attack.findings import findings_of
-from certcli.attack.resumed import attack_again
+from certcli.attack.findings import attack_again, findings_of
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.certify import methods

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from certcli.attack import resumed as attack_resumed
-from certcli.certify import resumed as certify_resumed
 from certcli.certify.methods import METHODS
+from certcli.evaluation import resumed
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence import OPTIONS
-from certcli.verification import claims
-from certcli.verification.claims import Claim
+from certcli.verification import evidence
 from tests.soundness import file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign
 from tests.soundness.evidence_fuzz import edited_evidence, judge, view
@@ -78,11 +77,8 @@ def test_no_edit_of_records_makes_a_network_better(
         report = campaign(case, 60, seed=1)
         assert report["findings"] == []
         assert 30 < ended(report, "refused") < 60
-        for module in (
-            certify_resumed,
-            attack_resumed,
-        ):  # without this check, lies of both commands pass
-            monkeypatch.setattr(module, "to_compute_again", lambda *_: [])
+        # without this check, lies of both commands pass
+        monkeypatch.setattr(resumed, "places_to_repeat", lambda *_: [])
         found = campaign(
             case, 200, seed=1, enough=lambda lies: told(lies) == {"certify", "attack"}
         )["findings"]
@@ -100,10 +96,10 @@ def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:
 def test_a_check_that_is_left_out_is_found(
     lab: Laboratory, monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
-    """Without one of the checks of `log --verify` the same edits pass."""
-    unchecked = Claim("evidence", "anything", "verified", "")
+    """Without one of the checks of `certvit verify` the same edits pass."""
+    unchecked = Claim("anything", "verified", "")
     monkeypatch.setattr(
-        claims, check, lambda *_: unchecked if check == "_named" else ("verified", "")
+        evidence, check, lambda *_: unchecked if check == "_named" else ("verified", "")
     )
     with edited_evidence(lab) as case:
         assert campaign(case, 150, seed=1, enough=bool)["findings"]

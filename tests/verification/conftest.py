@@ -8,7 +8,7 @@ import pytest
 
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.verification import claims
+from certcli.verification import evidence
 from certcli.verification import report as reports
 from tests.helpers.commands import console
 
@@ -42,7 +42,7 @@ def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def proven_once() -> Iterator[None]:
     """Prove each network once: forgeries change what a file says of it."""
     prepared = methods.prepare
-    proven = claims.prove_checkpoint
+    proven = evidence.prove_checkpoint
     known: dict[Any, Any] = {}
 
     def prove(checkpoint: Checkpoint, device: Any) -> Any:
@@ -56,7 +56,7 @@ def proven_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claims, "prove_checkpoint", prove)
+        patch.setattr(evidence, "prove_checkpoint", prove)
         patch.setattr(reports, "prove_checkpoint", prove)
         patch.setattr(methods, "prepare", prepare)
         yield

@@ -1,4 +1,4 @@
-"""`log --verify` refutes evidence that does not follow from the weights and images. The old one
+"""`certvit verify` refutes evidence that does not follow from the weights and images. The old one
 accepted all.
 """
 
@@ -142,7 +142,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("certify mean", change("certify", "average_radius", value=3.0), "refuted"),
     ("certify mean just above", mean_a_little_above, "refuted"),
     ("certify images", change("certify", "images", value=10_000), "refuted"),
-    ("certify dataset", change("certify", "dataset", "digest", value="0" * 64), "not checked"),
+    ("certify dataset", change("certify", "dataset", "digest", value="0" * 64), "unverified"),
     ("certify method", change("certify", "method", value="divination"), "refuted"),
     ("certify type", change("certify", "clean", value="all"), "refuted"),
     ("lipschitz log", change("lipschitz", "log10_upper", value=-1.0), "refuted"),
@@ -156,11 +156,11 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune arithmetic", change("finetune", "arithmetic", value="bf16"), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
     ("finetune images", trained_on_more, "refuted"),
-    ("attack", attacked(0.8), "not checked"),
+    ("attack", attacked(0.8), "unverified"),
     (
         "adapt",
         lambda checkpoint: checkpoint.with_evidence("adapt", {"calibration": "digits"}, KEPT),
-        "not checked",
+        "unverified",
     ),
     ("certify for ever", change("certify", "parameters", value={"samples": 10**12}), "refuted"),
     ("attack above clean", attacked(0.95), "refuted"),
@@ -180,7 +180,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("lipschitz free text", change("lipschitz", "bound", value="0.01 (proven)"), "refuted"),
     ("finetune free text", change("finetune", "upper_text", value="0.01 (proven)"), "refuted"),
     ("finetune half an image", change("finetune", "clean", value=0.97499), "refuted"),
-    ("strange", strange, "not checked"),
+    ("strange", strange, "unverified"),
     ("no evidence", without_evidence, "nothing was verified"),
     ("std", other_std, "refuted"),
     ("stranger", about_a_stranger, "refuted"),
@@ -193,12 +193,12 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
 
 
 def test_honest_evidence_is_verified(lab: Path) -> None:
-    done = console("log", "m.safetensors", "--verify", "--json", folder=lab)
+    done = console("verify", "m.safetensors", "--json", folder=lab)
     told = json.loads(done.out)
     assert done.code == 0, done.err
     assert told["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
-    assert {claim["status"] for claim in told["verification"] if claim["asked"]} == {"verified"}
-    assert {claim["entry"].split(": ")[-1] for claim in told["verification"]} >= {
+    assert {claim["status"] for claim in told["claims"] if claim["asked"]} == {"verified"}
+    assert {claim["entry"].split(": ")[-1] for claim in told["claims"]} >= {
         "lipschitz",
         "certify",
         "finetune",
@@ -210,26 +210,26 @@ def test_forged_evidence_is_not_verified(
     lab: Path, tmp_path: Path, name: str, forge: Callable[[Checkpoint], Checkpoint], said: str
 ) -> None:
     forge(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
-    done = console("log", "f.safetensors", "--verify", "--json", folder=tmp_path)
+    done = console("verify", "f.safetensors", "--json", folder=tmp_path)
     told = json.loads(done.out)
     assert done.code == 7, told
     assert any(said in reason for reason in told["gate"]["reasons"]), told["gate"]
     if said == "refuted":
-        assert any(claim["status"] == "refuted" for claim in told["verification"])
+        assert any(claim["status"] == "refuted" for claim in told["claims"])
 
 
 def test_measured_results_need_not_be_asked_for(lab: Path, tmp_path: Path) -> None:
     attacked(0.8)(Checkpoint.read(lab / "m.safetensors")).write(tmp_path / "f.safetensors")
-    assert console("log", "f.safetensors", "--verify", "--proven-only", folder=tmp_path).code == 0
+    assert console("verify", "f.safetensors", "--proven-only", folder=tmp_path).code == 0
 
 
 def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path) -> None:
-    words = ["--verify", "--sample", "40", "--json"]
-    done = console("log", "m.safetensors", *words, "--proven-only", folder=lab)
+    words = ["--sample", "40", "--json"]
+    done = console("verify", "m.safetensors", *words, "--proven-only", folder=lab)
     assert done.code == 0, done.err  # what no sample can tell (the mean radius) was not asked for
     told = json.loads(done.out)
     shares = [
-        claim for claim in told["verification"] if claim["claim"].startswith(("clean", "certified"))
+        claim for claim in told["claims"] if claim["statement"].startswith(("clean", "certified"))
     ]
     assert shares
     assert all("of a sample of 40 images: between" in claim["why"] for claim in shares)
@@ -237,14 +237,14 @@ def test_a_sample_gives_an_interval_and_still_refutes(lab: Path, tmp_path: Path)
         entry["command"]: entry["status"] for entry in told["evidence"] if not entry["stale"]
     }
     assert statuses.items() >= {
-        ("certify", "not checked"),
-        ("finetune", "not checked"),
+        ("certify", "unverified"),
+        ("finetune", "unverified"),
         ("lipschitz", "verified"),
     }
     change("certify", "certified", "0.3", value=1.0)(Checkpoint.read(lab / "m.safetensors")).write(
         tmp_path / "f.safetensors"
     )
-    assert console("log", "f.safetensors", *words, folder=tmp_path).code == 7
+    assert console("verify", "f.safetensors", *words, folder=tmp_path).code == 7
 
 
 def test_without_a_bound_another_arithmetic_than_real_is_refuted(
@@ -260,9 +260,9 @@ def test_without_a_bound_another_arithmetic_than_real_is_refuted(
         )
         forged.write(tmp_path / f"{arithmetic}.safetensors")
         told = json.loads(
-            console("log", f"{arithmetic}.safetensors", "--verify", "--json", folder=tmp_path).out
+            console("verify", f"{arithmetic}.safetensors", "--json", folder=tmp_path).out
         )
         claims_of = {
-            claim["claim"] for claim in told["verification"] if claim["entry"].endswith("finetune")
+            claim["statement"] for claim in told["claims"] if claim["entry"].endswith("finetune")
         }
         assert ("how it was certified" in claims_of) is (arithmetic == "bf16")

@@ -1,4 +1,4 @@
-"""`log --verify` compares the lineages of the files that it is given."""
+"""`certvit verify` compares the lineages of the files that it is given."""
 
 import json
 from dataclasses import replace
@@ -11,12 +11,10 @@ from tests.helpers.commands import console
 def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
     first = workshop / "constrained.safetensors"
     last = workshop / "certified.safetensors"
-    told = json.loads(
-        console("log", str(first), str(last), "--verify", "--json", folder=tmp_path).out
-    )
+    told = json.loads(console("verify", str(first), str(last), "--json", folder=tmp_path).out)
     links = [
         claim
-        for claim in told["checkpoints"][1]["verification"]
+        for claim in told["checkpoints"][1]["claims"]
         if claim["entry"].startswith("lineage, step")
     ]
     assert [claim["status"] for claim in links] == ["verified"]
@@ -30,15 +28,17 @@ def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_p
         tmp_path / "own.safetensors"
     )
     told = json.loads(
-        console("log", str(first), "own.safetensors", "--verify", "--json", folder=tmp_path).out
+        console("verify", str(first), "own.safetensors", "--json", folder=tmp_path).out
     )
-    links = told["checkpoints"][1]["verification"]
-    assert not any("alchemy" in claim["claim"] for claim in links if claim["status"] == "verified")
+    links = told["checkpoints"][1]["claims"]
+    assert not any(
+        "alchemy" in claim["statement"] for claim in links if claim["status"] == "verified"
+    )
     steps = forged.record.lineage[1:]
     Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(
         tmp_path / "f.safetensors"
     )
-    done = console("log", str(first), "f.safetensors", "--verify", "--json", folder=tmp_path)
+    done = console("verify", str(first), "f.safetensors", "--json", folder=tmp_path)
     assert done.code == 7
     assert any(
         "whose own lineage is another" in reason

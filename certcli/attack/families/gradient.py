@@ -28,20 +28,28 @@ def fgsm(
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(grad CE)) from a random start, 20 steps. (b, c, h, w), (b,) ->
-    (b, c, h, w).
+    """x <- P(x + alpha_t * steepest(grad CE)), 20 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
+    The first run starts at the image, restarts at random. With steps of one length every run starts
+    at random, as Madry et al. do.
     Source: Madry et al. 2018.
     """
     return ascend(
-        model, images, labels, region, settings, cross_entropy, steps=settings.steps or PGD_STEPS
+        model,
+        images,
+        labels,
+        region,
+        settings,
+        cross_entropy,
+        steps=settings.steps or PGD_STEPS,
+        random_start=settings.classical or settings.restart > 0,
     )
 
 
 def eot_pgd(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(mean of `samples` gradients)), 20 steps: (b, c, h, w), (b,) ->
+    """x <- P(x + alpha_t * steepest(mean of `samples` gradients)), 20 steps: (b, c, h, w), (b,) ->
     (b, c, h, w).
 
     10 draws a step unless `samples` says more than 1. One lucky draw is no success of a random net.

@@ -1,4 +1,4 @@
-"""Projected gradient ascent of our own: any loss of the logits, both norms, step sizes that fall."""
+"""Projected gradient ascent of our own: any loss of the logits, both norms, steps that fall."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +48,6 @@ def margin_pgd(
         settings,
         lost_margin,
         steps=settings.steps or MARGIN_STEPS,
-        decay=True,
         random_start=settings.restart > targets,
         target_rank=settings.restart if settings.restart <= targets else 0,
     )
@@ -64,20 +63,17 @@ def ascend(
     *,
     steps: int,
     samples: int = 1,
-    decay: bool = False,
     random_start: bool = True,
     target_rank: int = 0,
     weights: Tensor | None = None,
 ) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad loss)): (b, c, h, w), (b,) -> (b, c, h, w).
 
-    alpha_t is `settings.step`, falling linearly to a tenth of it when `decay`. `samples` gradients
-    are averaged a step. `weights` (b, 1, h, w) multiply the gradient before its steepest step is
-    taken. `target_rank` r > 0 puts z_t - z_y in place of the loss, t the r-th likeliest wrong class
-    at the image. Each row returns the point of its largest loss, or, with `stop_early` and one
-    sample, the first judged success.
+    alpha_t is `settings.step`. `samples` gradients are averaged a step. `weights` (b, 1, h, w)
+    multiply the gradient before its steepest step is taken. `target_rank` r > 0 puts z_t - z_y in
+    place of the loss, t the r-th likeliest wrong class at the image. Each row returns the point of
+    its largest loss, or, with `stop_early` and one sample, the first judged success.
     """
-    alpha = settings.step(region, steps, images)
     generator = torch.Generator().manual_seed(settings.draw)
 
     def climb(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
@@ -109,8 +105,8 @@ def ascend(
             # l2
             blocked = ((point <= 0) & (gradient < 0)) | ((point >= 1) & (gradient > 0))
             gradient = gradient.masked_fill(blocked, 0.0)
-            fall = 1 - 0.9 * turn / steps if decay else 1.0
-            point = region.project(point + alpha * fall * region.steepest(gradient), images)
+            alpha = settings.step(region, turn, steps, images)
+            point = region.project(point + alpha * region.steepest(gradient), images)
         return peak
 
     return craft_with(climb, model, images, labels, region, settings, watch=samples == 1)

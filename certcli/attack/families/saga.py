@@ -24,7 +24,7 @@ FLOOR = 0.05
 def saga(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c, h,
+    """x <- P(x + alpha_t * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c, h,
     w), (b,) -> same.
 
     R = prod_l (A_l / 2 + I / 2), A_l the attention of block l averaged over heads, the row of the

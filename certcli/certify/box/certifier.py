@@ -20,7 +20,6 @@ from certcli.certify.box.geometry import reach
 from certcli.certify.certificate import (
     AGAIN,
     Certificate,
-    Confirmation,
     Doubt,
     require_logits,
     whole_batch,
@@ -31,6 +30,7 @@ from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
 from certcli.images.labelled import sent
 from certcli.lipschitz.network import prove
@@ -142,9 +142,7 @@ class BoxCertifier(LipschitzCertifier):
         """The network in float32, which is enough to search."""
         return copy.deepcopy(self.model).float().eval().requires_grad_(False)
 
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
         """Search again, twice as long where it falls short, and compare with all that is found."""
         margin_kept = self.kept_back
         self.kept_back = 0.0
@@ -155,7 +153,7 @@ class BoxCertifier(LipschitzCertifier):
 
     def _confirmed(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    ) -> list[Claim]:
         first = super().confirm(claims, pixels, doubt)
         confirmations = []
         for claim, image, confirmed in zip(claims, pixels, first, strict=True):
@@ -166,7 +164,7 @@ class BoxCertifier(LipschitzCertifier):
                 if claim.prediction == repeated.prediction and claim.radius <= repeated.radius * (
                     1 + AGAIN
                 ):
-                    confirmed = Confirmation(
+                    confirmed = claim.checked(
                         "verified", f"radius {proven_radius(claim.radius)} is proven again"
                     )
             confirmations.append(confirmed)

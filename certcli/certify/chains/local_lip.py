@@ -15,13 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import AGAIN, Certificate, Confirmation, Doubt
+from certcli.certify.certificate import AGAIN, Certificate, Doubt
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.executed import ProvingCertifier, as_executed
 from certcli.certify.lipschitz import certified_radii
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel, load_double
@@ -115,9 +116,7 @@ class LocalLipCertifier(ProvingCertifier):
         return certified_radii(values.centre[-1], values.error[-1], self._pairs, nearby)
 
     @torch.no_grad()
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
         """Prove the stated radius again itself: a search from elsewhere may end at another radius."""
         pixels, values, top = self._begun(pixels)
         claimed_radii = [claim.radius for claim in claims]
@@ -136,13 +135,13 @@ class LocalLipCertifier(ProvingCertifier):
         for claim, now, good in zip(claims, top.tolist(), verified.tolist(), strict=True):
             if now != claim.prediction:
                 confirmations.append(
-                    Confirmation(
+                    claim.checked(
                         "refuted", f"class {claim.prediction} is stated, the network says {now}"
                     )
                 )
             elif good:
                 confirmations.append(
-                    Confirmation(
+                    claim.checked(
                         "verified", f"radius {proven_radius(claim.radius)} is proven again"
                     )
                 )
@@ -150,7 +149,7 @@ class LocalLipCertifier(ProvingCertifier):
                 said = (
                     f"radius {proven_radius(claim.radius)} is stated, and not proven by this method"
                 )
-                confirmations.append(Confirmation("refuted", said))
+                confirmations.append(claim.checked("refuted", said))
         return confirmations
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:

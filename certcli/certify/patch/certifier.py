@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import VOTING, Patches
 from certcli.certify.patch.passes import NONE, Passes
 from certcli.certify.patch.procedure import Procedure
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.models import build
 from certcli.models.seen_part import AUTO, seen_part
@@ -148,9 +149,7 @@ class PatchCertifier(Certifier):
     def attacked(self) -> nn.Module:
         return self.passes.part.model
 
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
         """The passes are made again."""
         certificates = self.batch(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
@@ -166,20 +165,20 @@ class PatchCertifier(Certifier):
         ]
 
 
-def _compare(claim: Certificate, recomputed: Certificate) -> Confirmation:
+def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
     assert isinstance(claim, PatchCertificate)
     assert isinstance(recomputed, PatchCertificate)
     if claim.prediction != recomputed.prediction:
-        return Confirmation(
+        return claim.checked(
             "refuted",
             f"class {claim.prediction} is stated, the defended network says {recomputed.prediction}",
         )
     if claim.votes != recomputed.votes:
-        return Confirmation("refuted", "the passes vote otherwise than is stated")
+        return claim.checked("refuted", "the passes vote otherwise than is stated")
     unproven = [patch for patch in claim.proven if patch not in recomputed.proven]
     if unproven:
-        return Confirmation("refuted", f"{', '.join(unproven)} is stated and not proven again")
-    return Confirmation("verified", "the passes, made again, prove what is stated")
+        return claim.checked("refuted", f"{', '.join(unproven)} is stated and not proven again")
+    return claim.checked("verified", "the passes, made again, prove what is stated")
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:

@@ -39,19 +39,22 @@ class Patches(Options):
     patches: Annotated[
         list[str],
         Option(
-            "32 (pixels a side), 16x64 (width x height), 2% (of the pixels), 2:32 (two of them); may be repeated.",
+            "32 (pixels a side), 16x64 (width x height), 2% (of the pixels), 2:32 (two "
+            "of them); may be repeated.",
             ("--patch",),
             "SIZE",
         ),
     ] = field(default_factory=list)
     procedure: Annotated[
-        str, Option("double-masking, or voting (over bands): how the defended classifier decides.")
+        str, Option("How the defended classifier decides: double-masking, or voting over bands.")
     ] = DOUBLE_MASKING
     masks: Annotated[
-        int, Option("K x K masks: more cost more passes and hide less.", metavar="K")
+        int, Option("K x K masks. A larger K hides less and takes more passes.", metavar="K")
     ] = 3
     bands: Annotated[str, Option("What a vote sees: columns, rows or blocks.")] = "columns"
-    band_width: Annotated[int, Option("Cells across a band: tokens where tokens are dropped.")] = 3
+    band_width: Annotated[
+        int, Option("Cells across a band. A cell is a token where tokens are dropped.")
+    ] = 3
     hide: Annotated[
         str,
         Option(

@@ -1,5 +1,5 @@
 """A denoiser in front of a classifier that never saw noise: DnCNN, or a diffusion model in a folder
-of diffusers.
+of diffusers or a file of guided-diffusion.
 
 Source: Zhang, Zuo, Chen, Meng & Zhang 2017 (the network); Salman, Sun, Yang, Kapoor & Kolter 2020,
 Denoised smoothing: a provable defense for pretrained classifiers (its use, and the names of the
@@ -9,32 +9,35 @@ tensors as they published them).
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from certcli.certify.smoothing.diffusion import Diffusion
-from certcli.checkpoint.file import read_tensors, require_numbers, tensors_digest
-from certcli.models.diffusion import is_diffusers, read_diffusers
-from certcli.system.errors import ArchitectureError, CheckpointError, one_line
+from certcli.certify.smoothing.pixel_denoiser import DenoiserSource, PixelDenoiser, millions
+from certcli.checkpoint.file import read_tensors, tensors_digest
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch
+from certcli.models.diffusion import read_diffusers
+from certcli.models.guided import MARK, read_guided
+from certcli.models.hub import fetched_diffusers
+from certcli.system.errors import ArchitectureError, CheckpointError
 
 EPS = 1e-4
 """Of the batch normalisations, as published: it is no tensor, so a file cannot say it."""
 DEEPEST = 64
+HUB = "hf-hub:"
 _KIND = "DnCNN: convolutions 3 x 3 and batch normalisations named dncnn.N.weight, ... or dncnn.N.running_mean, ..."
 
 
-class Denoiser(nn.Module):
+class Denoiser(PixelDenoiser):
     """Noisy pixels (b, c, h, w) -> pixels of that shape: x - dncnn(x), dncnn a chain of
     convolutions, norms and ReLUs.
 
     digest: of its tensors, which with this class decide the function.
     """
 
-    digest = ""
-    about: Mapping[str, Any] = {}
-    """Facts for the document."""
+    per_sigma: ClassVar[bool] = False
 
     def __init__(self, channels: int, width: int, depth: int) -> None:
         super().__init__()
@@ -57,16 +60,27 @@ class Denoiser(nn.Module):
         return self
 
 
-def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
-    """Return the denoiser in a file or a folder, for images with this number of channels.
+def read_denoiser(path: Path, channels: int) -> DenoiserSource:
+    """Return the denoiser in a file or a folder, for images with this number of channels; one of
+    the hub is fetched.
 
     Raises:
         ArchitectureError: it is neither a DnCNN nor an unconditional diffusion model.
     """
-    if is_diffusers(path):
+    if str(path).startswith(HUB):
+        path = fetched_diffusers(str(path).removeprefix(HUB))
+    if not path.exists():
+        raise CheckpointError(
+            f"no denoiser {path}",
+            "a DnCNN, a folder of diffusers, a guided-diffusion file, or hf-hub:OWNER/NAME",
+        )
+    if path.is_dir():
         return Diffusion(*read_diffusers(path, channels))
-    tensors = _tensors(path)
-    tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    by_torch = path.suffix in TORCH_SUFFIXES
+    stored = read_torch(path, None).tensors if by_torch else read_tensors(path)[0]
+    tensors = {name.removeprefix("module."): tensor for name, tensor in stored.items()}
+    if MARK in tensors:
+        return Diffusion(*read_guided(tensors, path, channels), "guided-diffusion UNet")
     first = tensors.get("dncnn.0.weight")
     numbers = [
         int(match[1])
@@ -75,40 +89,21 @@ def read_denoiser(path: Path, channels: int) -> Denoiser | Diffusion:
     ]
     depth = 2 + (max(numbers, default=0) - 2) // 3
     if first is None or first.dim() != 4 or not 2 <= depth <= DEEPEST:
-        raise ArchitectureError(f"{path} is no denoiser that certvit knows", f"it knows {_KIND}")
+        raise ArchitectureError(
+            f"{path} is no denoiser that certvit knows",
+            f"it knows {_KIND}; a folder of diffusers; a UNet of guided-diffusion ({MARK}, ...)",
+        )
     if first.shape[1] != channels:
         raise ArchitectureError(
             f"the denoiser {path} is for {first.shape[1]} channels, the network for {channels}"
         )
     with torch.device("meta"):
         net = Denoiser(channels, len(first), depth)
+    net.line = f"DnCNN of {depth} layers, {millions(net)}, one for every sigma"
     net.digest = tensors_digest(_load(net, tensors, path))
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     return net.eval()
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Read safetensors, or the published `.pth.tar`: a pickle of tensors, opened with weights_only."""
-    if not path.name.endswith((".pth", ".pt", ".pth.tar")):
-        return read_tensors(path)[0]
-    if not path.is_file():
-        raise CheckpointError(f"no file {path}")
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as failure:  # the unpickler meets any bytes
-        raise CheckpointError(
-            f"{path} does not open as tensors alone ({one_line(str(failure))[:120]})",
-            "write its state_dict with safetensors",
-        ) from failure
-    if isinstance(stored, dict) and isinstance(stored.get("state_dict"), dict):
-        stored = stored["state_dict"]
-    if not isinstance(stored, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in stored.items()
-    ):
-        raise CheckpointError(f"{path} holds no state_dict")
-    require_numbers(stored, path.name)
-    return stored
 
 
 def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:

@@ -9,11 +9,12 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser, millions
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, SAMPLE, Schedule
 from certcli.nn.schedules import noise_to_signal
@@ -21,7 +22,7 @@ from certcli.nn.unet import UNet
 from certcli.system.errors import ArchitectureError, UsageError
 
 
-class OneShot(nn.Module):
+class OneShot(PixelDenoiser):
     """Noisy pixels x + sigma z, images in [0, 1] -> x0 in [0, 1].
 
     x_t = a (2 (x + sigma z) - 1) with a = 1 / sqrt(1 + 4 sigma^2) and s = 2 sigma a; t is the step
@@ -31,13 +32,24 @@ class OneShot(nn.Module):
 
     Args:
         digest: of the network's tensors. The attribute `digest` also covers shape, schedule and t.
+        kind: the format that it was read from.
     """
 
-    def __init__(self, net: UNet, schedule: Schedule, sigma: float, digest: str) -> None:
+    takes_float32 = True
+
+    def __init__(
+        self,
+        net: UNet,
+        schedule: Schedule,
+        sigma: float,
+        digest: str,
+        kind: str = "diffusers UNet2DModel",
+    ) -> None:
         super().__init__()
         self.net = net
         self.prediction = schedule.prediction_type
         self.step = step_of(schedule, sigma)
+        self.time = schedule.time_of(self.step)
         self.signal = 1 / math.sqrt(1 + 4 * sigma**2)
         self.noise = 2 * sigma * self.signal
         parameters = {
@@ -49,33 +61,35 @@ class OneShot(nn.Module):
         text = json.dumps(parameters, sort_keys=True, separators=(",", ":"))
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
-    @property
-    def about(self) -> dict[str, Any]:
-        """Facts for the document: what the network predicts, and the step that the sigma is."""
-        parameters = sum(value.numel() for value in self.net.parameters())
-        return {
+        self.line = (
+            f"{kind}, {millions(net)}, {schedule.name} schedule, {self.prediction}, "
+            f"t = {self.step} at sigma {sigma:g}"
+        )
+        self.about = {
             "denoiser_step": self.step,
             "denoiser_prediction": self.prediction,
-            "denoiser_parameters": parameters,
+            "denoiser_parameters": sum(value.numel() for value in net.parameters()),
         }
 
-    def require_size(self, height: int, width: int) -> None:
+    def require_size(self, size: tuple[int, int, int]) -> None:
         """Raise ArchitectureError where the levels do not divide a side. Nothing is resized before
         the denoiser.
 
         A resize would mix the noise of neighbouring pixels, and the UNet expects white noise.
         """
+        _, height, width = size
         factor = self.net.shape.factor
         if height % factor or width % factor:
             raise ArchitectureError(
-                f"the denoiser halves its images {factor.bit_length() - 1} times: sides must be multiples of "
-                f"{factor}, the network's are {height} x {width}"
+                f"the denoiser halves its images {factor.bit_length() - 1} times: "
+                f"sides must be multiples of {factor}, the network's are {height} x {width}",
+                "a denoiser with fewer levels; a resize before it would mix the noise of neighbours",
             )
 
     def forward(self, pixels: Tensor) -> Tensor:
         kind = self.net.conv_in.weight.dtype
         noisy = self.signal * (2 * pixels.float() - 1)
-        steps = torch.full((len(pixels),), self.step, device=pixels.device)
+        steps = torch.full((len(pixels),), self.time, device=pixels.device)
         predicted = self.net(noisy.to(kind), steps)[:, : pixels.shape[1]].float()
         return (self._clean(noisy, predicted).clamp(-1, 1) + 1) / 2
 
@@ -93,12 +107,14 @@ class Diffusion:
     tensors.
     """
 
+    per_sigma: ClassVar[bool] = True
     net: UNet
     schedule: Schedule
     digest: str
+    kind: str = "diffusers UNet2DModel"
 
     def at(self, sigma: float) -> OneShot:
-        return OneShot(self.net, self.schedule, sigma, self.digest).eval()
+        return OneShot(self.net, self.schedule, sigma, self.digest, self.kind).eval()
 
 
 def step_of(schedule: Schedule, sigma: float) -> int:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.denoiser import Denoiser
-from certcli.certify.smoothing.diffusion import OneShot
+from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import agree, close, movement_of_margins, noise_like
 from certcli.models import build
@@ -28,14 +27,15 @@ class Classifier(nn.Module):
     """
 
     def __init__(
-        self, model: build.PixelModel, precision: str, denoiser: Denoiser | OneShot | None = None
+        self, model: build.PixelModel, precision: str, denoiser: PixelDenoiser | None = None
     ) -> None:
         super().__init__()
         self.kind = DTYPES[precision]
         self.precision = precision
         self.normalize, self.net = model.normalize, build.converted(model, self.kind).net
         self.denoiser = None if denoiser is None else denoiser.to(self.kind)
-        if self.denoiser is not None:  # two thirds of the time on a CPU
+        if self.denoiser is not None and self.denoiser.channels_last:
+            # two thirds of the time on a CPU
             self.denoiser.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._compared: set[int] = set()
         self.eval()
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
     def prepare(self, noisy: Tensor) -> Tensor:
         """What is done to each pixel on its own: up to the denoiser, or the network."""
-        if isinstance(self.denoiser, OneShot):  # it scales in float32 itself
+        if self.denoiser is not None and self.denoiser.takes_float32:
             return noisy
         return (noisy if self.denoiser is not None else self._normalised(noisy)).to(self.kind)
 
@@ -57,7 +57,7 @@ class Classifier(nn.Module):
         """Return the rest: prepared pixels -> logits. The first batch of each size is compared with
         rows run alone.
         """
-        logits = self._run(prepared)
+        logits = self.logits(prepared)
         if (
             len(prepared) > 1
             and len(prepared) not in self._compared
@@ -76,12 +76,13 @@ class Classifier(nn.Module):
             return  # the caller says so
         rows = sorted({0, len(prepared) // 2, len(prepared) - 1})
         with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
-            alone = torch.cat([self._run(prepared[row : row + 1].clone()) for row in rows])
+            alone = torch.cat([self.logits(prepared[row : row + 1].clone()) for row in rows])
         tolerance = torch.finfo(self.kind).eps ** 0.5 * movement_of_margins(logits)
         if not close(logits[rows], alone, tolerance):
             raise UsageError(BESIDE)
 
-    def _run(self, prepared: Tensor) -> Tensor:
+    def logits(self, prepared: Tensor) -> Tensor:
+        """Return the logits, without a look at what a batch has to do with them."""
         try:
             if self.denoiser is not None:
                 prepared = self._normalised(self.denoiser(prepared).float()).to(self.kind)
@@ -99,12 +100,12 @@ def classifier(
     checkpoint: Checkpoint,
     device: torch.device,
     precision: str,
-    denoiser: Denoiser | OneShot | None = None,
+    denoiser: PixelDenoiser | None = None,
 ) -> Classifier:
     """Return the checkpoint's network as smoothing runs it."""
     model = build.load(checkpoint, device)
-    if isinstance(denoiser, OneShot):
-        denoiser.require_size(*model.input_size[1:])
+    if denoiser is not None:
+        denoiser.require_size(model.input_size)
     require_alone(model)
     return Classifier(model, precision, None if denoiser is None else denoiser.to(device))
 

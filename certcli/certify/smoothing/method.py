@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, Confirmation, Doubt
+from certcli.certify.certificate import Certificate, Certifier, Doubt
 from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.cost import duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier, Smoothed
 from certcli.certify.smoothing.options import SAME, Smoothing, chance
+from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius
 from certcli.images.labelled import sent
 from certcli.system.errors import ArchitectureError, DataError
@@ -71,6 +73,7 @@ class SmoothingCertifier(Certifier):
         self.reach = settings.reach
         self.drawn_to = math.inf if settings.enough is None else settings.enough
         self._drawn = 0
+        self.reading = f"denoiser: {about['denoiser_line']}" if "denoiser_line" in about else ""
         behind = "" if settings.denoiser is None else ", behind a denoiser"
         self.title = f"smoothed with sigma {settings.deviation:g}, n = {settings.samples}{behind}"
         self.statement = (
@@ -145,13 +148,48 @@ class SmoothingCertifier(Certifier):
             for image in everything
         ]
 
+    def expected(self, images: int, size: Sequence[int]) -> str:
+        """Return what these images (c, h, w) will take at most, by two timed batches."""
+        if not isinstance(self._classify, Classifier):
+            return ""
+        try:
+            each = self.seconds_a_draw(size)
+        except (MemoryError, RuntimeError) as failure:  # the run itself finds a smaller batch
+            if not out_of_memory(failure):
+                raise
+            return ""
+        draws = self.settings.n0 + self.settings.samples
+        stops = "" if self.settings.enough is None else ", fewer where it stops early"
+        return (
+            f"{duration(each)} a draw on {self._device.type}: "
+            f"at most {duration(each * draws)} an image ({draws:,} draws{stops}), "
+            f"{duration(each * draws * images)} for {images:,} images"
+        )
+
+    @torch.inference_mode()
+    def seconds_a_draw(self, size: Sequence[int]) -> float:
+        """Return the seconds of one draw of an image (c, h, w).
+
+        The draws have a purpose of their own and count nowhere; no check of the run is spared.
+        """
+        classify = self._classify
+        assert isinstance(classify, Classifier)
+        pixels = torch.full((1, *size), 0.5, device=self._device)
+
+        def run(rows: int) -> float:
+            prepared = noise.noisy(
+                pixels, self.settings.deviation, 0, [0] * rows, range(rows), noise.TIMED, [0] * rows,
+                classify.prepare,
+            )  # fmt: skip
+            return float(classify.logits(prepared).sum())
+
+        return seconds_a_draw(run, self._batch_size)
+
     @property
     def attacked(self) -> nn.Module:
         return Smoothed(self._classify, self.settings.deviation, self.settings.seed)
 
-    def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
-    ) -> list[Confirmation]:
+    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
         """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at
         most the chance `level`.
         """
@@ -168,19 +206,18 @@ class SmoothingCertifier(Certifier):
                 message = (
                     f"no count of hits gives the radius {claim.radius!r} with these parameters"
                 )
-                confirmations.append(Confirmation("refuted", message))
+                confirmations.append(claim.checked("refuted", message))
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
             probability = chance(claim.radius / self.settings.deviation)
             if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
-                confirmations.append(
-                    Confirmation("refuted", f"{message}, {probability:.4f} of all are stated")
-                )
+                message = f"{message}, {probability:.4f} of all are stated"
+                confirmations.append(claim.checked("refuted", message))
             else:
-                confirmations.append(Confirmation("verified", message))
+                confirmations.append(claim.checked("verified", message))
         return confirmations
 
-    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Confirmation]:
+    def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
         """The run's own draws, made again: radius and class are those of the record, but for draws
         at a tie (`TIES`).
         """
@@ -193,15 +230,14 @@ class SmoothingCertifier(Certifier):
             shift = abs(claim.radius - now.radius) / self.settings.deviation
             few = abs(claimed - drawn) <= 1 / self.settings.samples or shift <= SHIFT
             if claim.prediction == now.prediction and few and abs(claimed - drawn) <= TIES + SAME:
-                confirmations.append(
-                    Confirmation("verified", f"radius {proven_radius(now.radius)} is found again")
-                )
+                message = f"radius {proven_radius(now.radius)} is found again"
+                confirmations.append(claim.checked("verified", message))
             else:
                 said = (
                     f"class {claim.prediction} and radius {proven_radius(claim.radius)} are stated"
                 )
                 confirmations.append(
-                    Confirmation(
+                    claim.checked(
                         "refuted",
                         f"{said}, {now.prediction} and {proven_radius(now.radius)} found again",
                     )

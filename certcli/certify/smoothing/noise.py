@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 VERSION = "philox4x64-10/1"
-CERTIFY, TUNE, CONFIRM, ATTACK, NEARBY = range(5)
+CERTIFY, TUNE, CONFIRM, ATTACK, NEARBY, TIMED = range(6)
 """Purposes: noise that chooses a sigma, or that an attack climbs on, must not be the noise that certifies or judges."""
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)

@@ -54,6 +54,7 @@ class Smoothing(Options):
         seed: of all noise.
         batch_size: noisy images at a time.
         denoiser: digest of the denoiser that records state; `denoiser_file` must hold that one.
+        denoiser_module: in place of a file, from Python.
 
     Raises:
         UsageError: a value has another type, or no meaning.
@@ -72,7 +73,9 @@ class Smoothing(Options):
     samples: Annotated[
         int, Option("Draws that bound its probability: more, larger radii.", ("--samples", "-n"))
     ] = 1000
-    alpha: Annotated[float, Option("Chance that a certificate is wrong, each.")] = 0.001
+    alpha: Annotated[float, Option("Probability that a certificate is wrong, for each image.")] = (
+        0.001
+    )
     enough: Annotated[
         float | None,
         Option("Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius),
@@ -80,18 +83,23 @@ class Smoothing(Options):
     decide: Annotated[
         bool,
         Option(
-            "With --enough R: also stop on images that will probably (99 %) not reach R. Only the share at R is then "
+            "With --enough R: also stop on images that will probably (99 %) not reach "
+            "R. Only the share at R is then "
             "meaningful.",
             ("--decide",),
         ),
     ] = False
     precision: Annotated[
-        str, Option("float32 or bf16: of the network as it runs, which the statement is about.")
+        str,
+        Option(
+            "Precision in which the network runs, float32 or bf16; the certificate is "
+            "about the network in it."
+        ),
     ] = "float32"
     denoiser_file: Annotated[
         Path | None,
         Option(
-            "Noisy images pass it first, for plain networks: a DnCNN's file, or diffusers' folder.",
+            "Denoise the noisy images first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
             ("--denoiser",),
             "PATH",
         ),
@@ -100,6 +108,7 @@ class Smoothing(Options):
     batch_size: int = 128
     denoiser: str | None = None
     tuning: Tuning | None = None
+    denoiser_module: Any = None
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {

@@ -10,11 +10,12 @@ from torch import nn
 from certcli.certify.certificate import certified_accuracy
 from certcli.certify.methods import certify
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.denoiser import Denoiser, read_denoiser
-from certcli.certify.smoothing.diffusion import Diffusion, OneShot
+from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import classifier
+from certcli.certify.smoothing.in_memory import from_memory
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import AUTO, Smoothing
+from certcli.certify.smoothing.pixel_denoiser import DenoiserSource, PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
@@ -66,18 +67,21 @@ def choose_sigma(
     return best, {sigma: share for sigma, (share, _) in shares.items()}
 
 
-def _denoiser(checkpoint: Checkpoint, options: Smoothing) -> Denoiser | Diffusion | None:
+def _denoiser(checkpoint: Checkpoint, options: Smoothing) -> DenoiserSource | None:
     """Read the denoiser that is named; DataError where records are of one and none is named."""
+    channels = checkpoint.record.input.size[0]
+    if options.denoiser_module is not None:
+        return from_memory(options.denoiser_module, channels)
     file = options.denoiser_file
     if file is None:
         if options.denoiser is None:
             return None
         message = f"these certificates are of the network behind a denoiser, digest {options.denoiser[:16]}"
         raise DataError(message, "name its file: --denoiser FILE")
-    return read_denoiser(file, checkpoint.record.input.size[0])
+    return read_denoiser(file, channels)
 
 
-def _require_stated(denoiser: Denoiser | OneShot, options: Smoothing) -> None:
+def _require_stated(denoiser: PixelDenoiser, options: Smoothing) -> None:
     """Where records state a digest, raise DataError unless it is of this denoiser at this sigma."""
     if options.denoiser not in (None, denoiser.digest):
         raise DataError(
@@ -101,7 +105,8 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) ->
 
     if options.sigma == AUTO and options.tuning is not None:
         images = options.tuning.images()
-        alike = None if isinstance(denoiser, Diffusion) else classify_at(SIGMAS[0])
+        differ = denoiser is not None and denoiser.per_sigma
+        alike = None if differ else classify_at(SIGMAS[0])
         sigma, shares = choose_sigma(
             (lambda sigma: alike) if alike is not None else classify_at,
             checkpoint.record.classes,
@@ -118,5 +123,6 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) ->
         _require_stated(exact, options)
         options = replace(options, denoiser=exact.digest)
         about |= exact.about
+        about["denoiser_line"] = exact.line
     classify = classify_at(options.deviation)
     return SmoothingCertifier(classify, checkpoint.record.classes, options, device, about=about)

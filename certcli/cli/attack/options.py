@@ -61,7 +61,8 @@ class Attacks:
         typer.Option(
             "--attack",
             "-a",
-            help="fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, and all that --list shows; may be "
+            help="fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, and "
+            "all that --list shows; may be "
             "repeated. Default: pgd.",
         ),
     ] = field(default_factory=list)
@@ -105,23 +106,27 @@ class Attacks:
         typer.Option(
             parser=options.fraction,
             metavar="A",
-            help="Step in pixel units. Default: 2.5 radius / steps.",
+            help="Every step, in pixel units. Default: falls from 2 radii to 0.",
         ),
     ] = None
     samples: Annotated[
         int,
-        typer.Option(min=1, help="Draws that verdict and eot-pgd average, for random networks."),
+        typer.Option(
+            min=1, help="Draws that the judge and eot-pgd average, for networks with randomness."
+        ),
     ] = 1
     precision: Annotated[
         str,
         typer.Option(
-            help="float32 or bf16, of the attack's own passes; verdicts keep the network's own."
+            help="Precision of the attack's own passes, float32 or bf16; the network's own "
+            "judges the result."
         ),
     ] = "float32"
     pixels: Annotated[
         str,
         typer.Option(
-            help="float, or 8bit: rounds the images, and counts only adversarial images that a file can hold."
+            help="float, or 8bit: rounds the images, and counts only adversarial images that "
+            "a file can hold."
         ),
     ] = "float"
     independent: Annotated[
@@ -132,7 +137,11 @@ class Attacks:
         ),
     ] = False
     refine: Annotated[
-        int, typer.Option(min=0, help="Halvings of each success towards its image: minimal norms.")
+        int,
+        typer.Option(
+            min=0,
+            help="Bisection steps that shorten each successful change, towards minimal norms.",
+        ),
     ] = 0
     crafted_on: Annotated[
         str | None,
@@ -203,7 +212,8 @@ class AttackOutput:
             "--min-robust",
             parser=options.share,
             metavar="A",
-            help="Exit 7 below this share at the smallest radius, 9 if its interval holds it.",
+            help="Least share that withstands the attacks at the smallest radius: exit 7 "
+            "where it is missed, 9 where the images do not decide.",
         ),
     ] = None
     records: options.Records = None

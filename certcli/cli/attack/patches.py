@@ -138,7 +138,7 @@ def attack(
                     f"no image is certified against {patch}", "leave out --only-certified"
                 )
     every = output.output is not None
-    resumed = _compute_again(read, rows_of[spelled[0]], results, every) if read else None
+    resumed = _compute_again(read, spelled[0], results, every) if read else None
     parts = [_part(patch, rows) for patch, rows in rows_of.items()]
     first = parts[0]
     gate = Gate()
@@ -231,31 +231,26 @@ class _Batch:
 
 
 def _compute_again(
-    read: Sequence[_Batch], first: Sequence[Row], results: AttackOutput, every: bool
+    read: Sequence[_Batch], patch: str, results: AttackOutput, every: bool
 ) -> Resumed:
-    """Attack some of the batches that were read again, or all; DataError when one does not agree.
+    """Attack batches that were read again; DataError when one does not agree.
 
-    first: records at the size of which the gate speaks.
+    patch: the size of which the gate speaks.
     """
-    from certcli.evaluation.resumed import Demanded, Resumed, to_compute_again, usual
+    from certcli.evaluation.resumed import Piece, compute_again
 
-    patch = first[0]["patch"]
-    hits = [
-        sum(row["robust"][ATTACK] for row in batch.rows if row["patch"] == patch) for batch in read
-    ]
-    elsewhere = sum(row["robust"][ATTACK] for row in first) - sum(hits)
-    demanded = Demanded(results.minimum or 0.0, len(first), elsewhere, every)
-    recomputed = [read[place] for place in to_compute_again(hits, demanded, usual(len(read)))]
-    for batch in recomputed:
-        for row, now in zip(batch.rows, batch.find(), strict=True):
-            if any(row[name] != value for name, value in now.items()):
-                raise DataError(
-                    f"the record of image {row['index']} at {row['patch']} in {results.records} does not agree",
-                    "it was edited, or written on a machine that computes otherwise: leave out --resume",
-                )
-    return Resumed(
-        sum(len(batch.rows) for batch in read), sum(len(batch.rows) for batch in recomputed)
-    )
+    def disagreements(places: Sequence[int]) -> Iterator[str]:
+        for batch in (read[place] for place in places):
+            for row, now in zip(batch.rows, batch.find(), strict=True):
+                if any(row[name] != value for name, value in now.items()):
+                    which = f"image {row['index']} at {row['patch']}"
+                    yield f"the record of {which} in {results.records} does not agree"
+
+    def hits(rows: Sequence[Row]) -> int:
+        return sum(row["robust"][ATTACK] for row in rows if row["patch"] == patch)
+
+    pieces = [Piece(len(batch.rows), hits(batch.rows)) for batch in read]
+    return compute_again(pieces, disagreements, gate=bool(results.minimum), every=every)
 
 
 def _attacked(

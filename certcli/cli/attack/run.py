@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 _BUG = (
-    "a certificate and a counterexample cannot both be right: certify --verify checks the file; if it is verified, report "
+    "a certificate and a counterexample cannot both be right: certvit verify checks the file; if it is verified, report "
     "the bug with --save-examples"
 )
-WORTH_A_LINE = 10.0
-"""Seconds beyond which checks that take longer than the attacks are mentioned."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ class Session:
         """
         from certcli.attack.campaign import RECORD_KEYS, Campaign, run_of
         from certcli.attack.checks import raised
-        from certcli.attack.findings import findings_of, inspect
-        from certcli.attack.resumed import attack_again
+        from certcli.attack.findings import attack_again, findings_of, inspect
         from certcli.evaluation.records import RecordFile
 
         batch_size = self.machine.batch_size
@@ -104,30 +101,19 @@ class Session:
             if results.resume:
                 self.sink.note(f"{results.records} holds {file.earlier} records of this run")
             flags: tuple[Flag, ...] = ()
-
-            spent, started = 0.0, self.sink.clock()
-
-            def check() -> None:
-                nonlocal flags, spent
-                if not checks:
-                    return
-                started = self.sink.clock()
-                work.stage = "checks of the attacks"
-                flags = inspect(model, crafter, self.tasks[0], self.settings)
-                work.stage = "attacks"
-                spent = self.sink.clock() - started
-                for flag in raised(flags):
-                    self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
-
             total = sum(map(len, self.tasks))
             with self.sink.progress("attack", total=total) as bar, Passes(model, bar) as work:
-                for number, rows in campaign.run(file, team(), check):
+                for number, rows in campaign.run(file, team()):
                     records_of.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
-            if spent > max(WORTH_A_LINE, 0.5 * (self.sink.clock() - started)):
-                self.sink.note(
-                    f"{spent:.0f} s of this went into checks of the attacks; --no-checks leaves them out"
-                )
+                    if checks and not flags:
+                        passes = work.rows * total // len(rows)
+                        work.stage = "checks of the attacks"
+                        flags = inspect(
+                            model, crafter, self.tasks[number], rows, self.settings, passes
+                        )
+                        work.stage = "attacks"
+                        self._warn(raised(flags))
         findings = findings_of(self.tasks, records_of, flags, self.certificates)
         if file.taken:
             resumed = attack_again(
@@ -135,6 +121,10 @@ class Session:
             )
             findings = replace(findings, resumed=resumed)
         return findings, records_of
+
+    def _warn(self, flags: Sequence[Flag]) -> None:
+        for flag in flags:
+            self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
 
     def document(self, findings: Findings) -> dict[str, Any]:
         """What was attacked and what was found."""
@@ -153,8 +143,9 @@ class Session:
     ) -> None:
         """The adversarial images: as tensors, as a gallery."""
         from certcli.attack.examples import collect
-        from certcli.attack.showcase import beside, choose, class_names
+        from certcli.attack.showcase import beside, choose
         from certcli.checkpoint.file import write_safetensors
+        from certcli.images.names import class_names
 
         fallen = [row for rows in records_of.values() for row in rows if row.fell]
         if results.keeps_images and not fallen:
@@ -172,7 +163,7 @@ class Session:
             second = beside(shown, self.load(compared), stem, stage, self.settings.seed)
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = class_names(self.images, record.classes, record.class_names)
+        names = class_names(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
             names,
@@ -191,6 +182,7 @@ class Passes:
     def __init__(self, model: Any, bar: Bar) -> None:
         self.stage = "attacks"
         self.count = 0
+        self.rows = 0
         self._bar = bar
         self._hook = model.register_forward_hook(self._note)
 
@@ -200,8 +192,9 @@ class Passes:
     def __exit__(self, *failure: object) -> None:
         self._hook.remove()
 
-    def _note(self, *call: object) -> None:
+    def _note(self, model: Any, arguments: Any, logits: object) -> None:
         self.count += 1
+        self.rows += len(arguments[0])
         self._bar.advance(0, f"{self.stage}, {self.count} passes")
 
 
@@ -270,7 +263,7 @@ def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified
                 *(proven_radius(radius, 4) for radius in part.own)
             )
             sink.text(
-                f"each image at the radius that its record states (certify --verify checks them): {summary_text}"
+                f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
             )
 
 

@@ -35,7 +35,6 @@ def audit(
     talk: Talk = Talk(),
 ) -> None:
     """Is it robust? Bound, slope, certificates and attacks within a time budget, answered in words."""
-    from certcli.attack.showcase import class_names
     from certcli.audit.clock import Clock
     from certcli.audit.compose import compose
     from certcli.audit.plan import Typed, reproduce
@@ -44,13 +43,14 @@ def audit(
     from certcli.cli.audit import view
     from certcli.evaluation.records import digested
     from certcli.evaluation.seen import doubts
+    from certcli.images.names import class_names
     from certcli.models.open import open_checkpoint
     from certcli.report.compare import changes
 
     plan = options.plan(data.seed, machine.batch_size, data.limit)
     clock = Clock(plan.budget, Sink.invocation.started or time.perf_counter(), team())
-    output.claim(source, data, reports)
-    view.require_formats(reports.report)
+    output.claim(source, data, reports, options)
+    view.require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else view.earlier(reports.compare)
     sink, device = talk.sink(), machine.pick()
     checkpoint = open_checkpoint(source.ckpt, source.hints())
@@ -82,11 +82,9 @@ def audit(
     further = next_steps(findings, plan, typed)
     reproduction = reproduce(plan, findings.precision, typed)
     view.show(document, further, reproduction, checkpoint.reading.line(), sink)
-    names = (
-        []
-        if images is None
-        else class_names(images, checkpoint.record.classes, checkpoint.record.class_names)
-    )
+    record = checkpoint.record
+    of_dataset = () if images is None else images.classes
+    names = class_names(record.classes, record.class_names, of_dataset)
     view.write(document, findings, checkpoint, reports, output, names, plan, sink)
     gate.enforce()
 

@@ -16,6 +16,9 @@ from certcli.system.registry import one_of
 if TYPE_CHECKING:
     from certcli.audit.plan import Plan
 
+TEXT = "text"
+STDOUT = (TEXT, "github")
+"""Formats of the answer on stdout."""
 METHODS = ("lipschitz", "local", "patch", "smoothing")
 
 
@@ -40,12 +43,13 @@ class AuditOptions:
             help="pgd, margin-pgd, autoattack, and all that certvit attack --list shows; "
             "repeated: in turn.",
         ),
-    ] = field(default_factory=lambda: ["pgd"])
+    ] = field(default_factory=lambda: ["pgd-10", "margin-pgd-10"])
     methods: Annotated[
         list[str],
         typer.Option(
             "--method",
-            help="lipschitz, local, patch, smoothing; several; else those that make sense for the network.",
+            help="lipschitz, local, patch or smoothing; may be repeated. Default: those that "
+            "suit the network.",
         ),
     ] = field(default_factory=list)
     patches: Annotated[
@@ -53,7 +57,8 @@ class AuditOptions:
         typer.Option(
             "--patch",
             metavar="SIZE",
-            help="Patch that must not change the answer behind masks: 32, 16x64, 2%; several.",
+            help="Prove against patches of this size, behind masks: 32, 16x64, 2%; may be "
+            "repeated.",
         ),
     ] = field(default_factory=list)
     sigma: Annotated[
@@ -61,22 +66,42 @@ class AuditOptions:
         typer.Option(
             parser=options.fraction,
             metavar="S",
-            help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least R / 1.5 for certified@R.",
+            help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least "
+            "R / 1.5 for certified@R.",
         ),
+    ] = None
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(
+            "--denoiser",
+            metavar="PATH",
+            help="Before a smoothed network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+        ),
+        options.Reads(),
     ] = None
     precision: Annotated[
         str,
         typer.Option(
-            help="float32 or bf16, of smoothing and the attack's own passes; auto: bf16 for a million parameters and more, "
-            "where the machine multiplies matrices in it."
+            help="Precision of smoothing and of the attacks' own passes: float32, bf16, or "
+            "auto (bf16 for a million parameters and more, where the machine multiplies "
+            "matrices in it)."
         ),
     ] = "auto"
+    pixels: Annotated[
+        str,
+        typer.Option(
+            help="Where attacks search: float, or 8bit (images that a file can hold; the images "
+            "are rounded)."
+        ),
+    ] = "float"
     fail_on: Annotated[
         list[str],
         typer.Option(
             "--fail-on",
             metavar="GATE",
-            help="Exit 7 if so, 9 if not decided: certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, "
+            help="Gate, may be repeated: exit 7 where it is true, 9 where the images do not "
+            "decide. certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, "
+            "patched@32<0.1, "
             "clean<0.9, upper>100.",
         ),
     ] = field(default_factory=list)
@@ -103,16 +128,19 @@ class AuditOptions:
             raise UsageError(
                 f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS))
             )
-        stages_of(self.attacks, None, "l2", radii, AttackSettings(seed=seed))
+        settings = AttackSettings(seed=seed, pixels=self.pixels)
+        stages_of(self.attacks, None, "l2", radii, settings)
         return Plan(
             radii=radii,
             sigma=self.sigma,
+            denoiser=self.denoiser,
             attacks=tuple(self.attacks),
             methods=tuple(self.methods),
             patches=tuple(self.patches),
             seed=seed,
             batch_size=batch_size,
             precision=self.precision,
+            pixels=self.pixels,
             gates=tuple(parse(text) for text in self.fail_on),
             budget=parse_duration(self.time_budget),
             limit=limit,
@@ -133,6 +161,14 @@ class Reports:
         options.Writes(),
     ] = field(default_factory=list)
     html: options.Html = None
+    written: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
+        ),
+    ] = TEXT
     compare: Annotated[
         Path | None,
         typer.Option(

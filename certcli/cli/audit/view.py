@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from certcli.cli.audit.options import STDOUT, TEXT
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.evaluation.verdicts import UNDECIDED
@@ -27,9 +28,16 @@ LARGEST_SHOWN = 6
 """Blocks of the bound that a terminal shows; a page shows all."""
 
 
-def require_formats(paths: Sequence[Path]) -> None:
-    """UsageError on a suffix that no format has."""
-    for path in paths:
+def require_formats(reports: Reports, as_json: bool) -> None:
+    """UsageError on a suffix or a name that no format has, and on two formats for stdout."""
+    if reports.written not in STDOUT:
+        raise UsageError(f"--format {reports.written}", one_of(reports.written, STDOUT))
+    if as_json and reports.written != TEXT:
+        raise UsageError(
+            f"--json and --format {reports.written} both write to stdout",
+            "certvit audit ... --report FILE.json writes the document to a file",
+        )
+    for path in reports.report:
         if path.suffix.lower() not in FORMATS:
             raise UsageError(
                 f"--report {path}: no format has the suffix '{path.suffix}'",
@@ -170,6 +178,7 @@ def write(
     """
     from certcli.audit.exhibits import pictures_of
     from certcli.report import formats
+    from certcli.report.machine import as_annotations
 
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
@@ -177,6 +186,8 @@ def write(
         pictures = {} if suffix != ".html" else pictures_of(findings, names)
         formats.save(path, formats.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
+    if reports.written != TEXT:
+        sink.commands(as_annotations(document))
     if output.output is not None:
         from certcli.audit.evidence import with_evidence
 

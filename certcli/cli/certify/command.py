@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
-    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma 0.12 -e 0.12 --limit 50",
+    "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma "
+    "0.12 -e 0.12 --limit 50",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
-    "certvit certify m.safetensors --verify certified.jsonl --sample 100",
     page="certify.md",
 )
 def certify(
@@ -41,18 +41,12 @@ def certify(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Share of the images that are classified correctly, certified, within each pixel l2 radius (or
-    against each patch).
-    """
-    from certcli.cli.certify import run, verify, view
+    """Certified accuracy at each pixel l2 radius, or against each patch."""
+    from certcli.cli.certify import run, view
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
     options = Options(source, target, proof, smoothing, local, patches, data, machine, output)
-    if target.verify is not None or target.sample is not None:
-        require_one("records are verified", "certvit certify ... --verify, without torchrun")
-        verify.verify_records(options, talk.sink())
-        return
     gate = Gate()
     chooses = run.AUTO in target.methods or smoothing.sigma == run.AUTO
     demand, threats = run.require_compatible(options)

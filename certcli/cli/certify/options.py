@@ -29,17 +29,18 @@ class Target:
             "-e",
             parser=options.fraction,
             metavar="R",
-            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, 1; in linf 1, 2, 4, 8 / 255.",
+            help="Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, "
+            "1; in linf 1, 2, 4, 8 / 255.",
         ),
     ] = field(default_factory=list)
     methods: Annotated[
         list[str],
         typer.Option(
             "--method",
-            help="lipschitz (global bound, proof), box (the same, more where pixels are 0 or 1, proof), "
-            "local (each image on its own, small networks, proof), local-lip or bcp "
-            "(the same for chains of layers), smoothing (any network, probability), patch (any network behind masks, against "
-            "patches, proof), auto (says which is worth having); several: side by side.",
+            help="lipschitz (proof, global bound), box (proof, larger radii where pixels are 0 or 1), "
+            "local (proof image by image, small networks), local-lip or bcp (proof, chains of "
+            "layers), smoothing (any network, with a probability), patch (proof against patches, "
+            "any network behind masks), auto (says which is worth having); several: side by side.",
         ),
     ] = field(default_factory=lambda: ["lipschitz"])
     minimum: Annotated[
@@ -47,7 +48,8 @@ class Target:
         typer.Option(
             "--min-certified",
             metavar="SHARE[@R]",
-            help="Exit 7 below this share at radius (or patch) R (default: the smallest), 9 if its interval holds it.",
+            help="Least certified share at radius (or patch) R, by default the smallest: "
+            "exit 7 where it is missed, 9 where the images do not decide.",
         ),
     ] = None
     records: options.Records = None
@@ -56,21 +58,10 @@ class Target:
         Path | None,
         typer.Option(
             "--attack-records",
-            help="Records of `attack`, shown beside the certificates and above the curve of --plot.",
+            help="Records of `attack`, shown beside the certificates and above the curve of "
+            "--plot.",
         ),
         options.Reads(),
-    ] = None
-    verify: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Check these --records: certify again with other noise, attack inside each radius; exit 7 if refuted.",
-        ),
-        options.Reads(),
-    ] = None
-    sample: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="With --verify: check N records, drawn afresh."),
     ] = None
     plot: options.Plot = None
     html: options.Html = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -111,9 +112,9 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
             f"--arithmetic is of --method {', '.join(PROVING)}: {reason}", "leave out --arithmetic"
         )
     for method, values in (("smoothing", options.smoothing), ("local", options.local)):
-        if method not in methods and AUTO not in methods and (given := _given(values)):
+        if method not in methods and AUTO not in methods and (unused := _given(values)):
             raise UsageError(
-                f"{given} is of --method {method}, not of {', '.join(methods)}",
+                f"{unused} is of --method {method}, not of {', '.join(methods)}",
                 f"leave it out, or --method {method}",
             )
     if target.records is not None and len(methods) > 1:
@@ -319,13 +320,13 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     """Certify all images by one method, each record written as it is found; None where another
     process leads.
 
-    Of the records that were read instead, some are found again: as many as the demand rests on.
+    Of the records that were read instead, those that the demand rests on are computed again.
     """
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
-    from certcli.certify.resumed import find_again
+    from certcli.certify.recheck import disagreements
     from certcli.evaluation.records import RecordFile
-    from certcli.evaluation.resumed import Demanded
+    from certcli.evaluation.resumed import Piece, compute_again
     from certcli.evaluation.threat import one_norm
 
     images = task.images
@@ -337,6 +338,8 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
         certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
     _require_reach(certifier, task.threats, demand, sink)
+    if certifier.reading:
+        sink.note(certifier.reading)
     if not team().leads:
         list(certify(certifier, images, batch_size, team=team()))
         return None
@@ -348,6 +351,12 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     with RecordFile(records, run, images, resume=resume, force=force, network=sink.network) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
+        new_images = (len(images) - file.earlier + team().size - 1) // team().size
+        cost = (
+            "" if sink.quiet else certifier.expected(new_images, task.checkpoint.record.input.size)
+        )
+        if cost:
+            sink.note(f"{method}: {cost}")
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
@@ -357,11 +366,13 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     spent = time.perf_counter() - started
     resumed = None
     if file.taken:
-        new = sum(row.holds_at(demand.threat) for row in rows[file.taken :])
-        demanded = Demanded(demand.share, len(rows), new, demand.every)
         claims = rows[: file.taken]
-        where = str(records)
-        resumed = find_again(certifier, claims, images, demand.threat, demanded, batch_size, where)
+        resumed = compute_again(
+            [Piece(1, int(claim.holds_at(demand.threat))) for claim in claims],
+            partial(disagreements, certifier, claims, images, batch_size, str(records)),
+            gate=demand.share > 0,
+            every=demand.every,
+        )
     accuracy = certified_accuracy(rows, task.threats)
     if certifier.remark:
         sink.warn(certifier.remark)

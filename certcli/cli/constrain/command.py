@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,8 @@ class Aim:
     keep: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of top-1 predictions to preserve on held-out images (default 0.98; 0.95 on synthetic images). "
+            help="Fraction of top-1 predictions to preserve on held-out images (default "
+            "0.98; 0.95 on synthetic images). "
             "Sets --eta."
         ),
     ] = None
@@ -36,7 +37,8 @@ class Aim:
     preset: Annotated[
         str | None,
         typer.Option(
-            help="certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, all tokens, no ridge); "
+            help="certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, "
+            "all tokens, no ridge); "
             "certvit-paper-tables: eta 0.01 and beta 0.1, as its Tables 9 and 10 have."
         ),
     ] = None
@@ -49,7 +51,8 @@ class Aim:
     distance: Annotated[
         str,
         typer.Option(
-            help="plain, relu (the paper's one-sided one; layers followed by ReLU), auto (relu where it may)."
+            help="Distance of outputs: plain, relu (one-sided, as in the paper, for layers "
+            "before a ReLU), auto (relu where it applies)."
         ),
     ] = "plain"
     groups: Annotated[
@@ -67,15 +70,12 @@ def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
     """Return the preset's settings; UsageError where an option says something else."""
     assert aim.preset is not None
     settled = aim.keep is not None or aim.eta is not None or aim.target is not None
-    if settled or settings != DEFAULTS:
+    if settled or settings != ConstrainSettings():
         raise UsageError(
             "--preset settles the method and the error",
             "leave out --eta, --keep, --target and the options under Method, or --preset",
         )
     return preset_of(aim.preset)
-
-
-DEFAULTS = ConstrainSettings(ridge=0.3)
 
 
 @group("Layers")
@@ -106,7 +106,7 @@ class Layers:
 )
 def constrain(
     source: Source,
-    settings: ConstrainSettings = DEFAULTS,
+    settings: ConstrainSettings = ConstrainSettings(),
     aim: Aim = Aim(),
     layers: Layers = Layers(),
     data: Calibration = Calibration(limit=300),
@@ -118,15 +118,9 @@ def constrain(
     (Douglas-Rachford).
     """
     from certcli.checkpoint.record import SEEN
+    from certcli.cli.constrain import run
     from certcli.constrain import network
-    from certcli.constrain.keep import (
-        ROUNDS,
-        START,
-        TRIALS,
-        check_keep,
-        constrain_keeping,
-        usual_share,
-    )
+    from certcli.constrain.keep import START, check_keep, usual_share
     from certcli.evaluation.fidelity import MANY_JUDGES
     from certcli.evaluation.seen import kept_of
     from certcli.images.calibration import hold_out
@@ -174,37 +168,15 @@ def constrain(
             model, used, unseen, record, machine.batch_size, sink
         )
     before = network.network_upper(model, size, classes) if team().leads else None
-    curves_of: dict[str, Any] = {}
-    if aim.target is not None or layers.plot is not None:
-        with sink.progress("Pareto curves", total=len(paths)) as bar:
-            for name, curve in network.curves(calibration, settings):
-                curves_of[name] = curve
-                bar.advance(remark=name)
-    results: list[Any] = []
+    job = run.Job(calibration, settings, size, classes, sink)
+    curves_of = {} if aim.target is None and layers.plot is None else job.curves()
     judged = None
     if aim.target is not None:
-        results = network.meet_target(calibration, size, classes, curves_of, aim.target, settings)
+        results = job.to_target(curves_of, aim.target)
     elif aim.eta is not None or aim.preset is not None:
-        with sink.progress("constrain", total=len(paths)) as bar:
-            for result in network.constrain_to(calibration, settings):
-                results.append(result)
-                bar.advance(remark=result.path)
-        network.write(model, {result.path: result.weight for result in results})
+        results = job.to_error()
     else:
-        with sink.progress("constrain", total=len(paths) * (TRIALS + ROUNDS)) as bar:
-            kept_result = constrain_keeping(
-                calibration,
-                settings,
-                keep,
-                reference,
-                lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
-            )
-        results = list(kept_result.results)
-        judged = kept_result.fidelity
-        if not results:
-            sink.warn(
-                f"no eta that was tried keeps {100 * keep:g} % of the first choices: nothing is changed"
-            )
+        results, judged = job.to_agreement(keep, reference)
     if not team().leads:
         return
     view.remarks(results, sorted(set(paths) - calibration.called), refused, sink)

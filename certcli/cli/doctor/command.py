@@ -29,9 +29,7 @@ class Finding:
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
 def doctor(talk: Talk = Talk()) -> None:
-    """Check that the installed packages fit together, and say what this machine has; exit 7 where
-    something is broken.
-    """
+    """Check that the installed packages fit together, and describe this machine; exit 7 where something is broken."""
     sink = talk.sink()
     gate = Gate()
     findings = [
@@ -77,7 +75,8 @@ def _torchvision() -> Finding:
     if "torchvision::" in reason:
         public = installed.partition("+")[0]
         remark += (
-            "; certvit itself works. This torchvision was built for another torch; take both from one index: "
+            "; certvit itself works. This torchvision was built for another torch; take "
+            "both from one index:"
             f"pip install --force-reinstall --no-deps torchvision=={public} --index-url {CPU_WHEELS}"
         )
     return Finding("torchvision", installed, remark, broken=True)
@@ -92,7 +91,8 @@ def _torchattacks() -> list[Finding]:
     if not requests.startswith("2.25"):
         return [Finding("torchattacks", version_here)]
     remark = (
-        "torchattacks asks for 2.25 and never imports it; this one and its urllib3 and idna have known "
+        "torchattacks asks for 2.25 and never imports it; this one and its urllib3 and "
+        "idna have known "
         "vulnerabilities: pip install --upgrade requests urllib3 idna breaks nothing"
     )
     return [Finding("torchattacks", version_here), Finding("requests", requests, remark)]

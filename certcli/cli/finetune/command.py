@@ -44,9 +44,7 @@ OFTEN = (
     often=OFTEN,
 )
 def finetune(order: Order, talk: Talk = Talk()) -> None:
-    """Train on --dataset; choices are made on its validation split, and the bound at the end is
-    proven.
-    """
+    """Train on --dataset, choose by its validation images, and prove the bound of the result."""
     from certcli.cli.finetune.run import Training
 
     if order.settings.time_budget is not None and order.settings.steps is not None:

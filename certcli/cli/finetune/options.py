@@ -2,6 +2,7 @@
 that it works with.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -56,6 +57,15 @@ class Order:
             rich_help_panel="Teacher",
         ),
         options.Reads(),
+    ] = None
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(
+            "--denoiser",
+            metavar="PATH",
+            help="With --noise: noisy images pass it first, as in certify --denoiser.",
+            rich_help_panel="Augmentation",
+        ),
     ] = None
     data: Data = Data()
     machine: TrainingMachine = TrainingMachine()

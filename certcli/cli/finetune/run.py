@@ -15,7 +15,7 @@ from certcli.checkpoint.outputs import (
     remove,
     require_own_state,
 )
-from certcli.cli.finetune import ending, proof
+from certcli.cli.finetune import denoiser, ending, proof
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
+LOOKS = 20
+"""Times in a planned run, at least, that its pace is looked at within an epoch."""
 LONGEST_START = 10.0
 """Most seconds of start-up (the interpreter, its imports) that a time budget pays for."""
 
@@ -59,6 +61,7 @@ class Training:
         self.begin = start.start_of(self.checkpoint.record)
         self.defaulted = False
         self.proof_costs = 0.0, 0.0
+        self.epoch_end = 0.0
         self.before: ending.Accuracy | None = None
         self.savable = True
         self.remarked = 0.0
@@ -92,6 +95,10 @@ class Training:
             teacher = Teacher(build.load(teaching, device), teaching.record, student, train.classes)
             if teacher.note:
                 sink.note(f"the teacher: {teacher.note}")
+        size = self.checkpoint.record.input.size
+        before = denoiser.read(order.denoiser, self.settings.noise, size, device, sink)
+        if before is not None:
+            self.settings = replace(self.settings, denoiser=before.digest)
         # sharded weights stay in the file until each process takes its rows
         model = build.load(
             self.checkpoint,
@@ -112,6 +119,7 @@ class Training:
             teacher,
             team(),
             order.shard_weights,
+            before,
         )
         if self.before is not None and self.begin.trained and trainer.orthogonal:
             ending.warn_of_orthogonal(self.before, ending.accuracy(model, validation), sink)
@@ -222,7 +230,9 @@ class Training:
         end = self.ends
         self.proof_costs = bound, certificate
         remaining = end - time.perf_counter()
-        trainer.plan(train, validation, remaining, Costs(0.0, 0.0, saving, bound, certificate))
+        costs = trainer.plan(
+            train, validation, remaining, Costs(0.0, 0.0, saving, bound, certificate)
+        )
         epochs = trainer.total_steps(train) / trainer.batches(train)
         limit = trainer.settings.validation_limit
         self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
@@ -231,7 +241,9 @@ class Training:
         if limit is not None and limit < len(validation):
             self.sink.note(f"validating on {limit} of {len(validation)} images, to save time")
         self._save_state(trainer)  # a resumed run must keep to the plan
-        return end - bound - (len(validation) if limit is None else limit) * certificate
+        judged = len(validation) if limit is None else limit
+        self.epoch_end = judged * costs.image + saving
+        return end - bound - judged * certificate
 
     def _learn(
         self, trainer: Trainer, train: Images, validation: Images, end: float | None
@@ -241,7 +253,7 @@ class Training:
 
         end: when the steps of a time budget should end; each epoch's pace corrects their number.
         """
-        from certcli.finetune.budget import changed_total
+        from certcli.finetune.budget import changed_total, shortened_total
 
         started = time.perf_counter()
         first = trainer.step
@@ -254,6 +266,16 @@ class Training:
                 nonlocal done
                 bar.advance(step - done, remark or f"loss {loss:.3f}")
                 done = step
+                total = trainer.total_steps(train)
+                if end is None or step >= total or step % max(1, total // LOOKS):
+                    return
+                now = time.perf_counter()
+                pace = (now - started) / (step - first)
+                time_left = end - now - self.epoch_end
+                steps = shortened_total(step, total, pace, time_left, trainer.batches(train))
+                if steps != total:
+                    trainer.change_plan(train, steps)
+                    bar.aim(steps)
 
             for epoch in trainer.run(train, validation, watch):
                 total = trainer.total_steps(train)
@@ -274,7 +296,10 @@ class Training:
                 estimate = epoch.certified_estimate
                 certified = "" if estimate is None else f", about {percent(estimate)} certified"
                 masked = "" if epoch.masked is None else f", in part {percent(epoch.masked)}"
-                remark = f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{masked}{certified}"
+                noisy = "" if epoch.noisy is None else f", under noise {percent(epoch.noisy)}"
+                remark = (
+                    f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{noisy}{masked}{certified}"
+                )
                 bar.advance(0, remark)
                 if (
                     not sys.stderr.isatty()

@@ -1,16 +1,13 @@
 """`certvit lipschitz`: the proven upper bound, layer by layer, beside a measured lower bound."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from certcli.cli.lipschitz import run, view
 from certcli.cli.lipschitz.options import Network, Options, SlopeSearch, Views
-from certcli.cli.shared import options
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Calibration, Machine, Output, Talk
-from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
 
 EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_of")
@@ -23,19 +20,12 @@ EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_o
     page="bounds.md",
 )
 def lipschitz(
-    source: Network = Network(ckpt=""),
+    source: Network,
     maximum: Annotated[
         float | None,
         typer.Option(
             "--max", min=0, help="Exit 7 when the bound exceeds this; 5 if there is none."
         ),
-    ] = None,
-    verify: Annotated[
-        Path | None,
-        typer.Option(
-            help="Check a report of --json: with CKPT from its weights; without, its laws only."
-        ),
-        options.Reads(),
     ] = None,
     show: Views = Views(),
     slope: SlopeSearch = SlopeSearch(),
@@ -48,22 +38,6 @@ def lipschitz(
     has slope >= lower.
     """
     sink = talk.sink()
-    if verify is not None:
-        from certcli.cli.shared.verify import verify_report
-
-        require_one("reports are verified", "certvit lipschitz --verify, without torchrun")
-        if output.output is not None:
-            raise UsageError(
-                "--verify checks a report and writes nothing: -o does not go with it",
-                "leave it out",
-            )
-        verify_report(verify, source, machine, sink)
-        return
-    if not source.ckpt:
-        raise UsageError(
-            "no checkpoint given",
-            "certvit lipschitz CKPT, or certvit lipschitz --verify REPORT.json",
-        )
     from certcli.cli.shared.inputs import return_large_blocks
 
     show.require_agreement()

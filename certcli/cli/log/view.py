@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NOT_UNDERSTOOD = "not understood, not shown"
 STALE = "STALE: about another network, not these weights; nothing recomputes it, all of it is the author's word"
-AS_STATED = "as the file states it; --verify recomputes what is proven, measured figures are the author's word"
+AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 
 def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
@@ -89,6 +89,31 @@ def _number(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(_number, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what the file tells, for programs. Until `certvit verify` nothing of it is checked."""
+    from dataclasses import asdict
+
+    from certcli.evaluation.evidence import as_json
+
+    record = checkpoint.record
+    return {
+        "file": path.name,
+        "digest": checkpoint.digest,
+        "lineage": [
+            {**asdict(step), "parameters": step.shown, "authors_word": True}
+            for step in record.lineage
+        ],
+        "evidence": [
+            {
+                **as_json(entry, checkpoint.digest),
+                "stale": entry.digest != checkpoint.digest,
+                "status": "unverified",
+            }
+            for entry in record.evidence
+        ],
+    }
 
 
 # ---- an entry of evidence as a sentence

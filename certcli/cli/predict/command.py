@@ -1,7 +1,10 @@
 """certvit predict: classes of image files, by the network as it is or behind a defence."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,8 +12,16 @@ from certcli.certify.patch.options import Patches
 from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Machine, Source, Talk
+from certcli.cli.shared.output import percent
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one
+
+if TYPE_CHECKING:
+    from certcli.certify.predicting import Choice
+
+
+COLOURS = 3
+"""Channels of ImageNet's images."""
 
 
 @group()
@@ -28,6 +39,10 @@ class Pictures:
             help="patch: the classifier that certify --method patch is about, with the same options."
         ),
     ] = "none"
+    top: Annotated[
+        int,
+        typer.Option(min=1, metavar="K", help="List the K most likely classes, without a defence."),
+    ] = 5
     prove: Annotated[
         bool,
         typer.Option(
@@ -38,6 +53,7 @@ class Pictures:
 
 
 @command(
+    "certvit predict m.safetensors photo.jpg",
     "certvit predict m.safetensors FOLDER --defence patch --patch 32",
     "certvit predict m.safetensors photo.jpg --defence patch --patch 2% --prove",
     page="patch.md",
@@ -49,13 +65,14 @@ def predict(
     machine: Machine = Machine(),
     talk: Talk = Talk(),
 ) -> None:
-    """The class of each image, by the network as it is, or by the classifier that was certified
+    """The class of each image, by the network itself or by the classifier that is certified
     against patches.
     """
     import torch
 
     from certcli.certify.predicting import NO_DEFENCE, Predictor
     from certcli.images.folders import Decoder, image_files
+    from certcli.images.names import known_class_names
 
     if pictures.defence == NO_DEFENCE and (patches.patches or pictures.prove):
         raise UsageError(
@@ -73,8 +90,13 @@ def predict(
     checkpoint = source.open(sink)
     record = checkpoint.record
     decode = Decoder(checkpoint.record.input)
-    names = record.class_names if len(record.class_names or ()) == record.classes else None
-    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches)
+    names = known_class_names(record.classes, record.class_names)
+    if record.class_names is None and names is not None:
+        if record.input.size[0] == COLOURS:
+            sink.note("the classes are named as those of ImageNet, since there are 1,000")
+        else:
+            names = None
+    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches, pictures.top)
     defended = predictor.defended
     rows: list[dict[str, Any]] = []
     with sink.progress("predict", total=len(files)) as bar:
@@ -85,6 +107,8 @@ def predict(
                 row: dict[str, Any] = {"image": str(file), "prediction": one.prediction}
                 if names and one.prediction is not None:
                     row["name"] = names[one.prediction]
+                if one.top:
+                    row["top"] = [_choice(choice, names) for choice in one.top]
                 rows.append({**row, "proven": list(one.proven)} if pictures.prove else row)
             bar.advance(len(part))
     about = {} if defended is None else {**defended.about, "parameters": dict(defended.parameters)}
@@ -94,7 +118,7 @@ def predict(
     )
     shown = [
         name
-        for name in ("image", "prediction", "name", "proven")
+        for name in ("image", "prediction", "name", "top", "proven")
         if any(name in row for row in rows)
     ]
     title = "the network as it is" if defended is None else defended.title
@@ -103,11 +127,17 @@ def predict(
         sink.text(defended.statement)
 
 
+def _choice(choice: Choice, names: Sequence[str] | None) -> dict[str, Any]:
+    words = {} if names is None else {"name": names[choice.prediction]}
+    return {"class": choice.prediction, **words, "probability": choice.probability}
+
+
 def _cell(value: Any) -> str:
-    return (
-        " ".join(value) or "nothing"
-        if isinstance(value, list)
-        else "-"
-        if value is None
-        else str(value)
-    )
+    if value is None:
+        return "-"
+    if not isinstance(value, list):
+        return str(value)
+    if value and isinstance(value[0], dict):
+        parts = [f"{one.get('name', one['class'])} {percent(one['probability'])}" for one in value]
+        return ", ".join(parts)
+    return " ".join(value) or "nothing"

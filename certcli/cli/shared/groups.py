@@ -4,9 +4,9 @@ describe.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,8 @@ from certcli.system.files import is_stream
 from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from certcli.checkpoint.file import Checkpoint
@@ -29,10 +31,9 @@ if TYPE_CHECKING:
 
 
 @group("Checkpoints of others")
-class Source:
-    """The network that a command reads, and the statements that its file lacks."""
+class Reading:
+    """The statements that a checkpoint's file lacks."""
 
-    ckpt: options.CheckpointArgument
     arch: options.Arch = None
     arch_arg: options.ArchArg = field(default_factory=list)
     mean: options.Mean = None
@@ -64,6 +65,27 @@ class Source:
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
         return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated
 
+    def read_file(self, ckpt: str, sink: Sink, *, features: bool = False) -> OpenCheckpoint:
+        """Return the checkpoint with its assumptions, which the caller prints after other lines.
+
+        Args:
+            features: the network may end in features.
+        """
+        from certcli.models.open import open_checkpoint
+
+        hints = self.hints()
+        checkpoint = open_checkpoint(ckpt, replace(hints, features=features or hints.features))
+        for doubt in checkpoint.reading.doubts:
+            sink.warn(doubt)
+        return checkpoint
+
+
+@group("Checkpoints of others")
+class Source(Reading):
+    """The network that a command reads, and the statements that its file lacks."""
+
+    ckpt: options.CheckpointArgument
+
     def open(self, sink: Sink) -> OpenCheckpoint:
         """Return the checkpoint; the assumptions of its reading are printed, and stand in the
         document.
@@ -74,12 +96,7 @@ class Source:
 
     def read(self, sink: Sink) -> OpenCheckpoint:
         """Return the checkpoint with its assumptions, which the caller prints after other lines."""
-        from certcli.models.open import open_checkpoint
-
-        checkpoint = open_checkpoint(self.ckpt, self.hints())
-        for doubt in checkpoint.reading.doubts:
-            sink.warn(doubt)
-        return checkpoint
+        return self.read_file(self.ckpt, sink)
 
 
 @group("Images")
@@ -304,6 +321,34 @@ class Output:
             for name in value if isinstance(value, list) else [value]:
                 (outputs.reads_folder if source.folder else outputs.reads)(option, Path(name))
         return outputs
+
+
+@group("Output")
+class Page:
+    """What is written."""
+
+    html: options.Html = None
+    force: options.Force = False
+
+    def claim(self, files: Sequence[Path | None], folders: Sequence[Any]) -> None:
+        """Refuse, before any work, a page that is there already (but for --force) or that is read as well."""
+        from certcli.checkpoint.outputs import Outputs
+
+        outputs = Outputs(self.force)
+        for path in filter(None, files):
+            outputs.reads("CKPT", path)
+        for folder in filter(None, folders):
+            outputs.reads_folder("--dataset or --data-dir", Path(folder))
+        if self.html is not None:
+            outputs.writes("--html", self.html)
+        outputs.check()
+
+    def write(self, read: Sequence[tuple[Path, Any]], claims: Sequence[Any], sink: Sink) -> None:
+        if self.html is not None:
+            from certcli.cli.shared import pages
+
+            pages.write(pages.log_page(read, claims), self.html)
+            sink.note(f"wrote {self.html}")
 
 
 def beside(path: Path, word: str) -> Path:

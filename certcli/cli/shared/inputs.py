@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.images.names import require_named
 from certcli.system.errors import CheckpointError, UsageError, one_line
 
@@ -63,12 +64,12 @@ def _require_file(source: str) -> None:
     looks = path.suffix in FILES or (
         os.sep in source and not source.startswith(("hf-hub:", "hf_hub:"))
     )
-    if not looks or os.path.lexists(source):
+    if not looks or os.path.lexists(source) or shipped_path(source):
         return
-    near = get_close_matches(
-        path.name, [file.name for file in path.parent.glob("*.safetensors")], 1
-    )
-    meant = f"did you mean '{path.parent / near[0]}'? " if near else ""
+    candidates = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
+    candidates |= {name: name for name in shipped_names()}
+    near = get_close_matches(path.name, candidates, 1) or get_close_matches(source, candidates, 1)
+    meant = f"did you mean '{candidates[near[0]]}'? " if near else ""
     hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
     raise CheckpointError(f"no file {source}", f"{meant}{hint}")
 

@@ -203,6 +203,12 @@ class Sink:
             self._begun = bool(line)
             self._print(self._out, line)
 
+    def commands(self, lines: str) -> None:
+        """Write lines to the program that runs a workflow; the caller has escaped them."""
+        if not Sink.invocation.silent:
+            sys.stdout.write(lines)
+            sys.stdout.flush()
+
     def note(self, line: str) -> None:
         """Print a remark on stderr, such as the place of a file."""
         if not self.quiet:
@@ -279,9 +285,11 @@ class Bar:
         self._progress = progress
         self._task = task
         self._lines = lines
+        self._completed = 0
 
     def advance(self, steps: int = 1, remark: str = "") -> None:
-        self._progress.update(self._task, advance=steps, remark=plain(remark))
+        self._completed += steps
+        self._progress.update(self._task, completed=self._completed, remark=plain(remark))
         if self._lines is not None:
             self._lines.done += steps
             self._lines.show()
@@ -292,15 +300,17 @@ class Bar:
             self._lines.total = total
 
     def reach(self, completed: int, remark: str = "") -> None:
+        self._completed = completed
         self._progress.update(self._task, completed=completed, remark=plain(remark))
         if self._lines is not None:
             self._lines.done = completed
             self._lines.show()
 
     def within(self, part: float) -> None:
-        """Say how far work on the next steps has come: a line that is due need not wait for their
-        end.
+        """Say how far work on the next steps has come: neither the bar nor a line that is due need
+        wait for their end.
         """
+        self._progress.update(self._task, completed=self._completed + part)
         if self._lines is not None:
             self._lines.show(part)
 

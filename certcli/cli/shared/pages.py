@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Evidence
     from certcli.cli.certify.run import Result
+    from certcli.evaluation.claim import Claim
     from certcli.evaluation.threat import Threat
     from certcli.images.labelled import Images
     from certcli.report.page import HtmlPage, PlotLine, Table
-    from certcli.verification.claims import Claim
 
 
 def write(page: HtmlPage, path: Path) -> None:
@@ -151,13 +151,15 @@ def _lineage(checkpoint: Checkpoint, *title: str) -> list[Table]:
 def log_page(
     read: Sequence[tuple[Path, Checkpoint]], claims: Sequence[Sequence[Claim]]
 ) -> HtmlPage:
-    """Return the page of each file's lineage and fresh evidence, without refuted entries. claims:
-    of --verify, by file.
+    """Return the page of each file's lineage and fresh evidence, without refuted entries.
+
+    Args:
+        claims: by file, where `certvit verify` checked them.
     """
     from certcli.cli.log.view import AS_STATED, sentence
+    from certcli.evaluation.claim import statuses
     from certcli.evaluation.evidence import command_of
     from certcli.report.page import Command, HtmlPage, Table
-    from certcli.verification.claims import statuses
 
     verdict = []
     tables = []
@@ -186,14 +188,16 @@ def log_page(
                 Table(f"Evidence of {path.name}", columns, rows, note=f"Evidence: {AS_STATED}.")
             )
         if claims:
-            rows = [[claim.entry, claim.claim, claim.status, claim.why] for claim in claims[number]]
+            rows = [
+                [claim.entry, claim.statement, claim.status, claim.why] for claim in claims[number]
+            ]
             tables.append(
                 Table(f"Verification of {path.name}", ["entry", "claim", "status", "why"], rows)
             )
         tables += _lineage(checkpoint, f"{path.name}: lineage, as the file tells it")
         shown = [entry for entry, status in fresh if status != "refuted"]
         curves += _evidence_curves(path.name if len(read) > 1 else "", shown)
-        line = shlex.join(["certvit", "log", path.name, "--verify"])
+        line = shlex.join(["certvit", "verify", path.name])
         commands.append(Command("This proves and certifies the evidence again:", line))
     first = read[0][1].record
     return HtmlPage(
@@ -204,7 +208,7 @@ def log_page(
         verdict=verdict,
         tables=tables,
         curves=curves,
-        curve_note="From the evidence: shares at the radii that were asked for. Whether they hold, `log --verify` says.",
+        curve_note="From the evidence: shares at the radii that were asked for. Whether they hold, `certvit verify` says.",
         commands=commands,
         facts=[
             f"{path.name} (digest of its function): {checkpoint.digest}"

@@ -5,7 +5,7 @@ The documentation site has such a page for each command, too.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from typer.models import ArgumentInfo
@@ -13,7 +13,7 @@ from typer.models import ArgumentInfo
 from certcli.cli.shared.command import info_of, spelling
 
 
-def reference(commands: dict[str, Callable[..., None]]) -> str:
+def reference(commands: Mapping[str, Callable[..., None]]) -> str:
     """Return the page: a section for each command, and in it a table for each panel of its options."""
     lines = [
         "# Commands",

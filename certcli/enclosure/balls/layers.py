@@ -17,18 +17,13 @@ from certcli.enclosure.zonotopes.functions import GELU
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
 from certcli.enclosure.zonotopes.rules.shapes import register_moves
+from certcli.engine import curves
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import frobenius_norm
 from certcli.models.build import PixelNormalize
 from certcli.nn.activations import ClippedReLU
-
-GELU_SLOPE = 1.12890415
-"""Above sup |GELU'|, at sqrt(2); 1.12901 for the tanh form (an interval sweep)."""
-GELU_TANH_SLOPE = 1.12901
-GELU_BEND = 0.7978846
-"""Above sup |GELU''| = 2 phi(0)."""
 
 
 def fibres(t: Tensor) -> Tensor:
@@ -138,12 +133,13 @@ def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
     """|f'(z)| <= |f'(c)| + sup |f''| r, and never above sup |f'|."""
     x = settled(x)
     centre = F.gelu(x.centre, approximate=approximate)
-    slope = torch.full_like(x.fibre, GELU_SLOPE if approximate == "none" else GELU_TANH_SLOPE)
+    shape = curves.GELU if approximate == "none" else curves.GELU_TANH
+    slope = torch.full_like(x.fibre, shape.slope)
     if approximate == "none":
         steepest = ctx.at_centre(
             "slope", lambda: GELU.first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
         )
-        slope = torch.minimum(slope, up(steepest + GELU_BEND * x.fibre))
+        slope = torch.minimum(slope, up(steepest + shape.second * x.fibre))
     return x.moved(centre, slope, 2 * FUNCTION * x.size)  # x Phi(x) cancels for x far below 0
 
 
@@ -160,7 +156,7 @@ def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
 def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
     """A clipped entry is at most 0, at least theta, or moves as the input does."""
     x = settled(x)
-    return Near.of(module(x.centre), x.fibre, x.whole)
+    return Near.of(x.centre.minimum(module.threshold).clamp_min(0.0), x.fibre, x.whole)
 
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certcli.engine import curves
+
 Scalar = Callable[[Tensor], Tensor]
 
 
@@ -72,8 +74,12 @@ GELU = Function(
     lambda x: x * _cumulative(x),
     lambda x: _cumulative(x) + x * _density(x),
     lambda x: _density(x) * (2 - x * x),
-    0.78,  # GELU''' = phi(x) (x^3 - 4x), at most 0.7796
+    curves.GELU.third,
 )
 GELU_TANH = Function(
-    "tanh GELU", lambda x: 0.5 * x * (1 + _tanh_parts(x)[0]), _tanh_first, _tanh_second, 0.9
+    "tanh GELU",
+    lambda x: 0.5 * x * (1 + _tanh_parts(x)[0]),
+    _tanh_first,
+    _tanh_second,
+    curves.GELU_TANH.third,
 )

@@ -16,6 +16,7 @@ from timm.layers import activations as timm_activations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine import curves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
@@ -23,15 +24,6 @@ from certcli.lipschitz.numerics.spectral import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.activations import ClippedReLU
-
-# sup |f'|, rounded up. GELU: Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518..., 1.12 (as
-# published) is below it.
-GELU_SLOPE = 1.12890415
-GELU_TANH_SLOPE = 1.12901
-SILU_SLOPE = 1.0998394
-MISH_SLOPE = 1.0886
-SELU_SLOPE = 1.7580994
-HARD_SWISH_SLOPE = 1.5
 
 
 @dataclass(frozen=True)
@@ -130,9 +122,9 @@ def activation(
 @activation(nn.GELU, functions=(functional.gelu,))
 def gelu(approximate: str = "none") -> Curve:
     if approximate == "tanh":
-        return Curve(GELU_TANH_SLOPE, "largest slope of tanh-GELU, at x = 1.4185")
+        return Curve(curves.GELU_TANH.slope, "largest slope of tanh-GELU, at x = 1.4185")
     _need(approximate == "none", f"GELU approximation {approximate}")
-    return Curve(GELU_SLOPE, "largest slope of GELU, at x = sqrt 2")
+    return Curve(curves.GELU.slope, "largest slope of GELU, at x = sqrt 2")
 
 
 @activation(timm_layers.GELU)
@@ -150,17 +142,17 @@ def timm_gelu_tanh() -> Curve:
 )
 def silu() -> Curve:
     """x sigmoid(a x) has the same slopes for every a > 0."""
-    return Curve(SILU_SLOPE, "largest slope of x sigmoid(a x)")
+    return Curve(curves.SILU.slope, "largest slope of x sigmoid(a x)")
 
 
 @activation(nn.Mish, timm_activations.Mish, functions=(functional.mish,))
 def mish() -> Curve:
-    return Curve(MISH_SLOPE, "largest slope of x tanh(softplus(x))")
+    return Curve(curves.MISH.slope, "largest slope of x tanh(softplus(x))")
 
 
 @activation(nn.Hardswish, timm_activations.HardSwish, functions=(functional.hardswish,))
 def hard_swish() -> Curve:
-    return Curve(HARD_SWISH_SLOPE, "largest slope of x relu6(x + 3) / 6, at x = 3")
+    return Curve(curves.HARD_SWISH.slope, "largest slope of x relu6(x + 3) / 6, at x = 3")
 
 
 @activation(
@@ -187,7 +179,7 @@ def cosine() -> Curve:
 
 @activation(functions=(torch.erf,), methods=("erf", "erf_"))
 def error_function() -> Curve:
-    slope = up(2 / math.sqrt(math.pi), 2)
+    slope = curves.ERF.slope
     return Curve(slope, "largest slope of erf, 2 / sqrt(pi), at 0", growth=slope, most=1.0)
 
 
@@ -258,7 +250,7 @@ def celu(alpha: float = 1.0) -> Curve:
 
 @activation(nn.SELU, functions=(functional.selu, torch.selu, functional.selu_, torch.selu_))
 def selu() -> Curve:
-    return Curve(SELU_SLOPE, "SELU: scale times alpha", SELU_SLOPE)
+    return Curve(curves.SELU.slope, "SELU: scale times alpha", curves.SELU.slope)
 
 
 @activation(nn.Softshrink, functions=(functional.softshrink,))
@@ -274,12 +266,14 @@ def soft_shrink(lambd: float = 0.5) -> Curve:
     methods=("sigmoid", "sigmoid_"),
 )
 def sigmoid() -> Curve:
-    return Curve(0.25, "slope of sigmoid at most 1/4", growth=math.inf, most=1.0)
+    return Curve(curves.SIGMOID.slope, "slope of sigmoid at most 1/4", growth=math.inf, most=1.0)
 
 
 @activation(nn.Hardsigmoid, timm_activations.HardSigmoid, functions=(functional.hardsigmoid,))
 def hard_sigmoid() -> Curve:
-    return Curve(up(1 / 6), "slope of hard sigmoid at most 1/6", growth=math.inf, most=1.0)
+    return Curve(
+        curves.HARD_SIGMOID.slope, "slope of hard sigmoid at most 1/6", growth=math.inf, most=1.0
+    )
 
 
 @activation(nn.Softplus, functions=(functional.softplus,))

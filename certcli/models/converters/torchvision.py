@@ -102,9 +102,7 @@ class SizedNetwork:
 
 
 def family_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return "vit", "swin", "swin_v2" or "convnext" where the names are those of torchvision's
-    network, else None.
-    """
+    """Return the one of `FAMILIES` whose names the tensors have, or None."""
     if "encoder.layers.encoder_layer_0.ln_1.weight" in tensors:
         return "vit"
     if "features.1.0.attn.qkv.weight" in tensors:
@@ -119,9 +117,7 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
         ArchitectureError: its sizes are of no published network, and the options do not say what
         its tensors cannot.
     """
-    network = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}[family](
-        tensors, hints
-    )
+    network = FAMILIES[family](tensors, hints)
     spec, origins = _input(network, hints)
     arguments = {**network.arguments, **hints.arch_args}
     if family == "convnext":
@@ -258,6 +254,9 @@ def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     return SizedNetwork(
         "convnext", "convnext_tiny", arguments, network_tensors, (channels, side, side), published
     )
+
+
+FAMILIES = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}
 
 
 def _side(hints: Hints, usual: int) -> int:

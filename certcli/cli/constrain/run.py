@@ -1,0 +1,76 @@
+"""The work of `certvit constrain`: to a target for the bound, to an error, or to an agreement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from certcli.cli.shared.output import Sink
+    from certcli.constrain.network import LayerCalibration
+    from certcli.constrain.settings import ConstrainSettings
+
+
+@dataclass(frozen=True)
+class Job:
+    """One network whose layers are constrained in place."""
+
+    calibration: LayerCalibration
+    settings: ConstrainSettings
+    size: tuple[int, int, int]
+    classes: int
+    sink: Sink
+
+    def curves(self) -> dict[str, Any]:
+        """Return the Pareto curve of each layer, by its path."""
+        from certcli.constrain import network
+
+        curves = {}
+        with self.sink.progress("Pareto curves", total=len(self.calibration.paths)) as bar:
+            for name, curve in network.curves(self.calibration, self.settings):
+                curves[name] = curve
+                bar.advance(remark=name)
+        return curves
+
+    def to_target(self, curves: dict[str, Any], target: float) -> list[Any]:
+        """Bring the network's proven bound to the target."""
+        from certcli.constrain import network
+
+        return network.meet_target(
+            self.calibration, self.size, self.classes, curves, target, self.settings
+        )
+
+    def to_error(self) -> list[Any]:
+        """Constrain each layer to the output error of the settings."""
+        from certcli.constrain import network
+
+        results = []
+        with self.sink.progress("constrain", total=len(self.calibration.paths)) as bar:
+            for result in network.constrain_to(self.calibration, self.settings):
+                results.append(result)
+                bar.advance(remark=result.path)
+        weights = {result.path: result.weight for result in results}
+        network.write(self.calibration.model, weights)
+        return results
+
+    def to_agreement(self, share: float, reference: Any) -> tuple[list[Any], Any]:
+        """Search the largest error at which this share of top-1 predictions is preserved.
+
+        Returns:
+            The layers' results, empty where no error is small enough; the measured fidelity.
+        """
+        from certcli.constrain.keep import ROUNDS, TRIALS, constrain_keeping
+
+        total = len(self.calibration.paths) * (TRIALS + ROUNDS)
+        with self.sink.progress("constrain", total=total) as bar:
+            outcome = constrain_keeping(
+                self.calibration,
+                self.settings,
+                share,
+                reference,
+                lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
+            )
+        if not outcome.results:
+            message = f"no eta that was tried keeps {100 * share:g} % of the first choices"
+            self.sink.warn(f"{message}: nothing is changed")
+        return list(outcome.results), outcome.fidelity

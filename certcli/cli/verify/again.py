@@ -1,0 +1,72 @@
+"""Certificates of evidence and of reports: certified again by their method, on the images that they name."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from certcli.cli.shared.groups import Evaluation, Machine
+from certcli.cli.shared.output import Sink
+from certcli.system.errors import DataError, NoBoundError
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.verify.options import Scope
+    from certcli.images.labelled import Images
+    from certcli.verification.evidence import Certified, Certify, Recertified, Request
+
+WITHOUT_BOUND = {"promise": "proof", "failure": 0.0, "arithmetic": "real", "parameters": {}}
+
+
+def certify_again(
+    checkpoint: Checkpoint, scope: Scope, data: Evaluation, machine: Machine, sink: Sink
+) -> Certify:
+    """Return a function that certifies the images of an entry again, all or a sample."""
+    from certcli.certify.methods import certify, options_of, prepare
+    from certcli.evaluation.doubts import right_of
+    from certcli.models.build import load_double
+    from certcli.verification.evidence import Recertified
+
+    def recertify(request: Request) -> Recertified:
+        named = Evaluation(dataset=data.dataset, data_dir=data.data_dir, split=request.split)
+        named = replace(named, limit=request.limit, seed=request.seed, workers=data.workers)
+        images = named.images(checkpoint.record, sink)
+        if request.digest is not None and images.digest != request.digest:
+            raise DataError("these are other images than those of the evidence: name its --dataset")
+        chosen = _chosen(images, scope.sample, sink)
+        device = machine.pick()
+        batch = machine.batch_size
+        registered = images.ahead is None
+        result = Recertified([], len(images), images.name, images.split, registered)
+        values = {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser}
+        try:
+            certifier = prepare(
+                request.method, checkpoint, device, options_of(request.method, values)
+            )
+        except NoBoundError:
+            if request.method != "lipschitz":
+                raise
+            correct = right_of(load_double(checkpoint, device), chosen, batch)
+            return replace(result, rows=[(right, 0.0) for right in correct], stated=WITHOUT_BOUND)
+        certifier.kept_back = 0.0
+        rows: list[tuple[bool, Certified]] = []
+        with sink.progress("certify again", total=len(chosen)) as bar:
+            for certificates in certify(certifier, chosen, batch):
+                rows += [(one.correct, one.held) for one in certificates]
+                bar.advance(len(certificates))
+        fields = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic")}
+        parameters = json.loads(json.dumps(dict(certifier.parameters)))
+        return replace(result, rows=rows, stated={**fields, "parameters": parameters})
+
+    return recertify
+
+
+def _chosen(images: Images, sample: int | None, sink: Sink) -> Images:
+    """Return a sample that the author of the file cannot have known; all images where none is asked for."""
+    if sample is None or sample >= len(images):
+        return images
+    seed = int.from_bytes(os.urandom(4), "little")
+    sink.note(f"a sample of {sample} of {len(images)} images, drawn with seed {seed}")
+    return images.limit(sample, seed)

@@ -1,0 +1,28 @@
+"""certvit verify: what a file states, checked again from the weights."""
+
+from certcli.cli.shared.command import command
+from certcli.cli.shared.groups import Evaluation, Machine, Page, Reading, Talk
+from certcli.cli.verify.options import Files, Options, Scope
+
+
+@command(
+    "certvit verify report.json m.safetensors",
+    "certvit verify certified.jsonl m.safetensors --sample 100",
+    "certvit verify m.safetensors --proven-only",
+    page="verify.md",
+)
+def verify(
+    files: Files,
+    scope: Scope = Scope(),
+    data: Evaluation = Evaluation(),
+    reading: Reading = Reading(),
+    machine: Machine = Machine(),
+    page: Page = Page(),
+    talk: Talk = Talk(),
+) -> None:
+    """Check what a file states, again from the weights; exit 7 unless all that was asked for is
+    verified.
+    """
+    from certcli.cli.verify import run
+
+    run.verify(Options(files, scope, data, reading, machine, page), talk.sink())

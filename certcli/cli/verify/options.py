@@ -1,0 +1,96 @@
+"""The options of `certvit verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from certcli.cli.shared import options
+from certcli.cli.shared.command import group
+from certcli.cli.shared.groups import Evaluation, Machine, Page, Reading
+from certcli.cli.shared.output import Sink
+from certcli.evaluation.claim import MOST_DRAWS
+from certcli.system.errors import UsageError
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
+
+
+@group()
+class Files:
+    """What is checked, and against which network."""
+
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A report (--json) of lipschitz, certify, attack or audit, records of certify (.jsonl), or a checkpoint.",
+        ),
+        options.Reads(),
+    ]
+    ckpts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CKPT",
+            help="The network that a report or records are about; further checkpoints beside a checkpoint.",
+        ),
+        options.Reads(),
+    ] = field(default_factory=list)
+
+
+@group()
+class Scope:
+    """How much of it is checked."""
+
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Check N images, drawn afresh: each record, or shares with an interval.",
+        ),
+    ] = None
+    proven_only: Annotated[
+        bool,
+        typer.Option("--proven-only", help="Do not ask for measured results, which prove nothing."),
+    ] = False
+    draws: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Random draws of an image that records may ask for."),
+    ] = MOST_DRAWS
+    denoiser: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The denoiser that smoothing used."),
+        options.Reads(),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of one call."""
+
+    files: Files
+    scope: Scope
+    data: Evaluation
+    reading: Reading
+    machine: Machine
+    page: Page
+
+    @property
+    def file(self) -> Path:
+        return self.files.file
+
+    def open(self, sink: Sink, *, features: bool = False) -> Checkpoint:
+        """Return the network that a report or records are about. UsageError unless one is named."""
+        ckpts = self.files.ckpts
+        if len(ckpts) != 1:
+            raise UsageError(
+                f"{self.file} is about one network, and {len(ckpts) or 'none'} is named",
+                f"certvit verify {self.file.name} CKPT",
+            )
+        checkpoint = self.reading.read_file(ckpts[0], sink, features=features)
+        sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
+        return checkpoint

@@ -1,0 +1,204 @@
+"""Records of `certify`: certificates on file, found again and attacked inside what they claim."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.output import Sink
+from certcli.cli.verify.view import Checked
+from certcli.evaluation.threat import Patch, Threat
+from certcli.system.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from certcli.certify.certificate import Certificate, Certifier
+    from certcli.certify.recheck import Attack
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.shared.groups import Evaluation
+    from certcli.cli.verify.options import Options
+    from certcli.evaluation.records import Run
+    from certcli.images.labelled import Images
+
+COMMON = ("promise", "arithmetic", "domain")
+"""Parameters of every method; whether they are so, `require_same_way` finds."""
+STEPS = 40
+SMOOTH_STEPS = 10
+PATCH_STEPS = 3
+"""Of margin PGD: on a network; on a smoothed one, each of whose steps costs sixteen passes; behind masks up to 32."""
+
+
+def check_records(options: Options, sink: Sink) -> Checked:
+    """Check every record, or a sample."""
+    from certcli.certify.recheck import FALSE_ALARM, recheck
+    from certcli.evaluation.records import read_records, require_same_images, require_same_network
+
+    path = options.file
+    run, rows = read_records(path, "certify")
+    checkpoint = options.open(sink)
+    require_same_network(run, checkpoint.digest, path)
+    method = _method_of(run, path, options.scope.draws)
+    images = _images(run, checkpoint, options.data, path, sink)
+    require_same_images(rows, images, path)
+    certifier, certificates = _ready(run, rows, checkpoint, images, options)
+    if certifier.reading:
+        sink.note(certifier.reading)
+    seed = int.from_bytes(os.urandom(6), "little")  # nobody who wrote the file can have known it
+    chosen = certificates
+    sample = options.scope.sample
+    if sample is not None and sample < len(certificates):
+        drawn = random.Random(seed).sample(certificates, sample)
+        chosen = sorted(drawn, key=lambda certificate: certificate.index)
+        sink.note(f"a sample of {sample} of {len(certificates)} records, drawn with seed {seed}")
+    if len(certificates) < len(images):
+        missing = f"{len(certificates)} of its {len(images)} images: the rest is unknown"
+        sink.warn(f"{path} holds records of {missing}")
+    attack = margin_attack(STEPS if certifier.promise == "proof" else SMOOTH_STEPS)
+    claims = []
+    attacked = 0
+    with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
+        for row in recheck(certifier, chosen, images, seed, attack, options.machine.batch_size):
+            number = row.certificate.index
+            abstains = row.claim.status == "unverified"
+            name = images.named(number)
+            claims.append(replace(row.claim, entry=name, number=number, asked=not abstains))
+            attacked += row.attacked
+            bar.advance()
+    about = {
+        "checkpoint": checkpoint.digest,
+        "method": method,
+        "promise": certifier.promise,
+        "records": len(certificates),
+        "checked": len(claims),
+        "attacked": attacked,
+        "seed": seed,
+        "false_alarm": FALSE_ALARM,
+    }
+    counts = Counter(claim.status for claim in claims)
+    verdicts = ", ".join(f"{counts[name]} {name}" for name in ("verified", "refuted", "unverified"))
+    words = (
+        f"{len(claims)} of {len(certificates)} records ({method}): {verdicts}; "
+        f"{attacked} attacked inside what they claim (margin PGD)"
+    )
+    if certifier.promise != "proof":
+        words += (
+            f"\nwith fresh noise (seed {seed}): true statements are refuted with probability {FALSE_ALARM:g} at most, "
+            f"all together; each statement itself is wrong with probability {certifier.failure:g}"
+        )
+    return Checked(claims, words, about=about)
+
+
+def _ready(
+    run: Run,
+    rows: Sequence[Mapping[str, Any]],
+    checkpoint: Checkpoint,
+    images: Images,
+    options: Options,
+) -> tuple[Certifier, list[Certificate]]:
+    """Return the method that the header names, made ready, and the certificates. DataError where they disagree."""
+    from certcli.certify.methods import options_of, prepare, run_of
+    from certcli.certify.recheck import read_claims, require_same_way
+
+    values = {
+        **run.parameters,
+        "batch_size": options.machine.batch_size,
+        "denoiser_file": options.scope.denoiser,
+    }
+    try:
+        settings = options_of(run.method, values)
+        certifier = prepare(run.method, checkpoint, options.machine.pick(), settings)
+    except UsageError as failure:
+        message = f"{options.file} states parameters that mean nothing: {failure.message}"
+        raise DataError(message) from failure
+    require_same_way(run, run_of(certifier, checkpoint, images), str(options.file))
+    return certifier, read_claims(rows, images, certifier, str(options.file))
+
+
+def _method_of(run: Run, path: Path, allowed: int) -> str:
+    """Return the method of the header. DataError for parameters that no method has, or that ask for too many draws."""
+    from certcli.checkpoint.schema import convert
+    from certcli.evaluation.evidence import OPTIONS
+    from certcli.system.errors import Refused
+
+    if not isinstance(run.method, str) or run.method not in OPTIONS:
+        raise DataError(
+            f"{path} names no method of certify", "certvit certify ... --records FILE writes them"
+        )
+    parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
+    try:
+        convert(parameters, OPTIONS[run.method])
+    except Refused as refusal:
+        message = f"{path} states parameters that no {run.method} has: {refusal}"
+        raise DataError(message) from refusal
+    draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
+    if draws > allowed:
+        raise DataError(
+            f"{path} states {draws:,} draws an image; a file alone may ask for {allowed:,}",
+            f"--draws {draws} allows them",
+        )
+    return run.method
+
+
+def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
+    """The images of the records: by --dataset, in the split and the number that the header states. DataError for others."""
+    split = run.dataset["split"]
+    count = run.dataset["images"]
+    named = data if data.split is not None else replace(data, split=split)
+    images = named.images(checkpoint.record, sink)
+    if count < len(images):
+        images = images.limit(count, data.seed)
+    here = (images.name, images.split)
+    recorded = (run.dataset["name"], split)
+    other = here != recorded and images.ahead is None  # a folder has any name
+    if other or images.digest != run.dataset["digest"]:
+        raise DataError(
+            f"{path} is about other images than these {len(images)} of {images.name} ({images.split})",
+            "give the --dataset, --data-dir, --split, --limit and --seed that the records were made with",
+        )
+    return images
+
+
+def margin_attack(steps: int) -> Attack:
+    """Return margin PGD: from the image itself, then towards the likeliest other class; of patches at one drawn place."""
+    from certcli.attack.families.margin import margin_pgd
+    from certcli.attack.judge import judge, tuck_in
+    from certcli.attack.settings import AttackSettings
+    from certcli.certify.patch.certifier import PatchCertifier
+    from certcli.certify.patch.climbed import TouchedPasses
+    from certcli.evaluation.region import Region
+
+    def in_patch(
+        certifier: PatchCertifier, image: Tensor, classes: Tensor, patch: Patch, seed: int
+    ) -> Tensor:
+        draw = random.Random(seed)
+        sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
+        top, left = (draw.randint(0, side - inner) for side, inner in sides)
+        region = Region.within(patch, [(top, left)], image)
+        settings = AttackSettings(
+            steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed
+        )  # a random start
+        net = TouchedPasses(certifier, patch, (top, left))
+        return region.project(margin_pgd(net, image, classes, region, settings), image)
+
+    def attack(
+        certifier: Certifier, image: Tensor, classes: Tensor, threat: Threat, seed: int
+    ) -> Tensor:
+        if isinstance(threat.size, Patch):
+            assert isinstance(certifier, PatchCertifier)
+            return in_patch(certifier, image, classes, threat.size, seed)
+        model, region, point = certifier.attacked.eval(), Region(threat.norm, threat.radius), image  # type: ignore[arg-type]
+        for restart in range(2):
+            settings = AttackSettings(steps=steps, restart=restart)
+            point = tuck_in(margin_pgd(model, image, classes, region, settings), image, region)
+            if bool(judge(model, image, classes, point, region, prediction=classes).success):
+                break
+        return point
+
+    return attack

@@ -1,0 +1,175 @@
+"""The work of `certvit verify`: what kind of file it is, its claims, and the document about them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.shared.output import Gate, Sink
+from certcli.cli.verify import view
+from certcli.system.errors import CheckpointError, GateError, UsageError
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.checkpoint.record import Evidence
+    from certcli.cli.verify.options import Options
+    from certcli.evaluation.claim import Claim
+
+LARGEST_REPORT = 256 * 2**20
+
+
+def verify(options: Options, sink: Sink) -> None:
+    """Check the file. GateError (exit 7) unless all that was asked for is verified."""
+    from certcli.checkpoint.shards import is_index
+
+    file = options.file
+    if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
+        verify_checkpoints(options, sink)
+        return
+    if options.page.html is not None:
+        raise UsageError("--html is for checkpoints", "--json describes every other check")
+    if file.suffix == ".jsonl":
+        from certcli.cli.verify.records import check_records
+
+        view.conclude(options.file, check_records(options, sink), view.RECORDS, sink)
+    else:
+        kind, checked = check_report(options, sink)
+        view.conclude(options.file, checked, f"{kind} report", sink)
+
+
+def check_report(options: Options, sink: Sink) -> tuple[str, view.Checked]:
+    """Check a report: of lipschitz by its proof, of the others as the evidence of their run."""
+    from certcli.checkpoint.schema import decode
+    from certcli.system.errors import Refused
+    from certcli.verification.documents import kind_of
+
+    file = options.file
+    try:
+        if not file.is_file() or file.stat().st_size > LARGEST_REPORT:
+            raise Refused("no regular file of a report's size")
+        text = file.read_bytes()
+        kind = kind_of(decode(text, dict[str, Any]))
+        if kind == "lipschitz":
+            return kind, check_proof(options, text, sink)
+        return kind, check_results(options, text, kind, sink)
+    except (OSError, Refused) as failure:
+        raise CheckpointError(
+            f"{file} is not a report of certvit ({failure})",
+            "lipschitz, certify, attack and audit write one with --json; records end in .jsonl",
+        ) from failure
+
+
+def check_proof(options: Options, text: bytes, sink: Sink) -> view.Checked:
+    """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
+    from certcli.checkpoint.schema import ReportFields, decode
+    from certcli.verification.laws import theorems, verify_laws
+
+    report = decode(text, ReportFields)
+    facts = {"nodes": len(report.proof), "theorems": theorems(report)}
+    if not options.files.ckpts:
+        words = (
+            f"laws only: {facts['nodes']} steps follow from {facts['theorems']} statements about weights that nobody "
+            "checked here. This verifies no bound: certvit verify REPORT CKPT proves them again"
+        )
+        return view.Checked(verify_laws(report), words, whole=False, about=facts)
+    from certcli.verification import report as reports
+
+    of_features = report.bound_of == "features"
+    checkpoint = options.open(sink, features=of_features)
+    claims = reports.verify(report, checkpoint, options.machine.pick())
+    words = (
+        f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
+        f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({reports.UNREAD}) was checked"
+    )
+    return view.Checked(claims, words, about=facts)
+
+
+def check_results(options: Options, text: bytes, kind: str, sink: Sink) -> view.Checked:
+    """Check a report of certify, attack or audit as the evidence that its run would have written."""
+    from certcli.cli.verify.again import certify_again
+    from certcli.evaluation.claim import Claim
+    from certcli.verification.documents import entries_of
+    from certcli.verification.evidence import check_entries
+
+    checkpoint = options.open(sink)
+    seed = options.data.seed
+    if kind == "audit":
+        entries = _audited(checkpoint, text, seed)
+    else:
+        entries = entries_of(json.loads(text), seed)
+    claims = check_entries(
+        checkpoint,
+        entries,
+        certify_again(checkpoint, options.scope, options.data, options.machine, sink),
+        options.machine.pick(),
+        measured=not options.scope.proven_only,
+    )
+    rest = Claim("all other fields", "unverified", "the author's word", asked=False)
+    words = "verified: the bounds, shares and certificates above; all other fields of the report are the author's word"
+    return view.Checked([*claims, rest], words)
+
+
+def _audited(checkpoint: Checkpoint, text: bytes, seed: int) -> list[Evidence]:
+    """Return what the audit would have written, about the network that the audit names."""
+    from certcli.audit.evidence import with_evidence
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.report.document import from_json
+
+    audit = from_json(text)
+    bare = Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=()))
+    entries = with_evidence(bare, audit, seed).record.evidence
+    return [replace(entry, digest=audit.checkpoint) for entry in entries]
+
+
+def verify_checkpoints(options: Options, sink: Sink) -> None:
+    """Check the evidence of checkpoints, and compare their lineages with each other."""
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.log.command import files_of
+    from certcli.cli.log.view import document_of
+    from certcli.evaluation.claim import statuses
+    from certcli.verification.lineage import compare_lineages, remake_means
+
+    paths = files_of([options.file, *map(Path, options.files.ckpts)])
+    folders = (options.data.dataset, options.data.data_dir)
+    options.page.claim([*paths, options.scope.denoiser], folders)
+    checkpoints = {path: Checkpoint.read(path) for path in paths}
+    by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
+    linked = [*compare_lineages(by_name), *remake_means(by_name)]
+    gate = Gate()
+    documents = []
+    all_claims = []
+    for path, checkpoint in checkpoints.items():
+        claims = check_evidence(checkpoint, options, sink)
+        claims += [claim for name, claim in linked if name == str(path)]
+        all_claims.append(claims)
+        reason = view.failure(path, claims)
+        gate.demand(not reason, GateError(reason))
+        view.table(path, claims, sink)
+        document = document_of(path, checkpoint)
+        entries = document["evidence"]
+        for entry, status in zip(entries, statuses(claims, len(entries)), strict=True):
+            entry["status"] = status
+        documents.append({**document, **view.summary(claims)})
+    sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
+    options.page.write(list(checkpoints.items()), all_claims, sink)
+    gate.enforce()
+    sample = options.scope.sample
+    by = "" if sample is None else f" (shares by samples of {sample} images)"
+    sink.text(
+        f"verified{by}: all that the evidence states as proven of this network; measured figures, lineage and results "
+        "about other networks are the author's word"
+    )
+
+
+def check_evidence(checkpoint: Checkpoint, options: Options, sink: Sink) -> list[Claim]:
+    """Return the claims of one checkpoint's record."""
+    from certcli.cli.verify.again import certify_again
+    from certcli.models.build import with_network
+    from certcli.verification.evidence import check
+
+    checkpoint = with_network(checkpoint)
+    certify = certify_again(checkpoint, options.scope, options.data, options.machine, sink)
+    measured = not options.scope.proven_only
+    return check(checkpoint, certify, options.machine.pick(), measured=measured)

@@ -1,0 +1,41 @@
+"""What is known of the curves of activations. Every domain reads it here.
+
+Proofs: docs/bounds.md, section 3. `tests/lipschitz/test_rules.py` sweeps each derivative.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Bounds on the derivatives of a curve f, rounded up.
+
+    Args:
+        slope: at least sup |f'|.
+        second: at least sup |f''|; inf where no domain needs it.
+        third: at least sup |f'''|; inf where no domain needs it.
+    """
+
+    slope: float
+    second: float = math.inf
+    third: float = math.inf
+
+
+def _above(value: float, steps: int) -> float:
+    for _ in range(steps):
+        value = math.nextafter(value, math.inf)
+    return value
+
+
+# GELU' = Phi + x phi is Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518... at most; 1.12, as
+# published, is below it. GELU'' is 2 phi(0) = 0.79788456... at most, GELU''' 0.7796.
+GELU = Shape(1.12890415, second=0.7978846, third=0.78)
+GELU_TANH = Shape(1.12901, third=0.9)
+SILU = Shape(1.0998394)
+MISH = Shape(1.0886)
+SELU = Shape(1.7580994)
+HARD_SWISH = Shape(1.5)
+SIGMOID = Shape(0.25)
+HARD_SIGMOID = Shape(_above(1 / 6, 1))
+ERF = Shape(_above(2 / math.sqrt(math.pi), 2))

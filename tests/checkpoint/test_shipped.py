@@ -1,0 +1,60 @@
+"""Networks that come with the package: each is described, opens by its name, and holds its bound."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from certcli.checkpoint.shipped import shipped_names, shipped_path
+from certcli.cli.main import app
+from certcli.lipschitz.network import prove_checkpoint
+from certcli.models.open import open_checkpoint
+from certcli.system.errors import CheckpointError
+
+LARGEST = 6 * 2**20
+"""Bytes of one file: a clone and a wheel stay small."""
+BOUND = 3
+"""Column of the bound in the README's table."""
+
+
+def described() -> dict[str, list[str]]:
+    """Return the cells of each network's row in the README beside the files."""
+    path = shipped_path(shipped_names()[0])
+    assert path is not None
+    table = (path.parent / "README.md").read_text().splitlines()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table
+        if "`certvit/" in line
+    ]
+    return {row[0].strip("`"): row for row in rows if row[0].startswith("`certvit/")}
+
+
+def test_the_readme_describes_every_shipped_network_and_no_other():
+    assert shipped_names()
+    assert sorted(described()) == shipped_names()
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_shipped_network_is_small_and_holds_the_bound_of_its_row(name):
+    path = shipped_path(name)
+    assert path is not None
+    assert path.stat().st_size < LARGEST
+    assert prove_checkpoint(open_checkpoint(name)).upper <= float(described()[name][BOUND])
+
+
+def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = shipped_names()[0]
+    Path(name).parent.mkdir()
+    Path(name).write_bytes(b"no checkpoint")
+    assert shipped_path(name) is None
+    with pytest.raises(CheckpointError):
+        open_checkpoint(name)
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest_one():
+    name = shipped_names()[0]
+    answer = CliRunner().invoke(app, ["lipschitz", f"{name}x"], standalone_mode=False)
+    assert isinstance(answer.exception, CheckpointError)
+    assert f"did you mean '{name}'?" in answer.exception.hint

@@ -1,0 +1,127 @@
+"""Every rule of the zonotopes and of the balls, as laws: a row reaches it, and no run of a row
+leaves what the rules enclose.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.balls import table as balls
+from certcli.enclosure.balls.ball import Near, settled
+from certcli.enclosure.zonotopes import table as zonotopes
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.products import TIMES, product
+from certcli.engine.pinned import pin
+from certcli.engine.table import ModuleRule, RuleTable
+from certcli.models.build import PixelModel
+from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed, Walked, images
+from tests.helpers.grids import EVERY
+from tests.helpers.lipschitz_cases import build, on_tokens
+from tests.helpers.reached import Entry, title, without_a_row
+from tests.helpers.slopes import IMAGE
+
+QUICK = [
+    "conv-after-norm", "clipped-relu", "layer-norm-linear", "rms-norm-torch", "layer-scale", "mean-linear",
+    "in-place-residual", "two-names", "expand", "split-heads", "chunks", "attention-bare", "attention-fused",
+    "gelu-tanh", "spelled-rounded-enclosed",
+]  # fmt: skip
+"""They reach every entry of both tables; the other rows are other sizes and compositions of the
+same.
+"""
+ROWS = [
+    *QUICK,
+    *("linear", "linear-twice", "normalize", "conv-3", "conv-groups", "layer-norm", "rms-norm", "gelu"),
+    *("layer-scale-of-one", "layer-scale-2d", "residual", "gain-after-linear", "gain-before-linear"),
+    *("negative-scale", "mixed-tokens", "attention", "attention-qk-norm", "parts", "convex", "weighted"),
+]  # fmt: skip
+RADII = (1e-6, 0.02, 0.3) if EVERY else (0.05,)
+PLACES = 8 if EVERY else 2
+WALKS = ZONOTOPES | BALLS
+
+
+def pixel_model(net: nn.Module) -> PixelModel:
+    flat = (
+        net if net(torch.rand(1, *IMAGE).double()).dim() == 2 else nn.Sequential(net, nn.Flatten())
+    )
+    return PixelModel(InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2), flat).double().eval()
+
+
+@functools.cache
+def enclosed(name: str) -> Enclosed:
+    return Enclosed(pixel_model(build(name)))
+
+
+def variants(number: int) -> list[str]:
+    """Return the walks of a row: all of them, or one of zonotopes and one of balls in turn."""
+    if EVERY:
+        return list(WALKS)
+    return [list(table)[number % len(table)] for table in (ZONOTOPES, BALLS)]
+
+
+@functools.cache
+def walked(name: str, kind: str) -> list[Walked]:
+    """Return the walks of a row, one an image and radius."""
+    pictures = images(3 if EVERY else 1)
+    return [
+        WALKS[kind](enclosed(name), pixels, radius, PLACES)
+        for pixels in pictures
+        for radius in RADII
+    ]
+
+
+CASES = [(name, kind) for number, name in enumerate(ROWS if EVERY else QUICK) for kind in variants(number)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_no_run_leaves_what_a_rule_encloses(name: str, kind: str) -> None:
+    """Of every node, at points of the ball, on its boundary and at corners; and of the margins."""
+    for walk in walked(name, kind):
+        assert list(walk.faults(enclosed(name).model)) == []
+
+
+def reached_by_rows(table: RuleTable) -> set[Entry]:
+    for name, kind in CASES:
+        walked(name, kind)
+    return {entry for name, _ in CASES for entry in enclosed(name).reached[table.domain]}
+
+
+@pytest.mark.parametrize("table", [zonotopes.rules, balls.rules], ids=["zonotopes", "balls"])
+def test_a_row_reaches_every_entry_of_the_table(table: RuleTable) -> None:
+    assert without_a_row(table, reached_by_rows(table)) == []
+
+
+def hardswish_of_one_piece(ctx: object, module: nn.Module, x: Form) -> Form:
+    """x (x + 3) / 6 of the piece that the image lies on: true beside it, and wrong across a kink."""
+    middle = product(x, x.shift(torch.tensor(3.0).double()), TIMES, 1).scale(
+        torch.tensor(1 / 6).double()
+    )
+    inside = (x.centre.abs() < 3).double()
+    return middle.scale(inside) + x.scale((x.centre >= 3).double())
+
+
+def hardswish_of_slope_one(ctx: object, module: nn.Module, x: object) -> Near:
+    near = settled(x)
+    return Near.of(functional.hardswish(near.centre), near.fibre, near.whole)
+
+
+PLANTED = {
+    "zonotopes": (zonotopes.rules, hardswish_of_one_piece, "l2 with squares"),
+    "balls": (balls.rules, hardswish_of_slope_one, "l2 ball"),
+}
+
+
+@pytest.mark.parametrize("domain", PLANTED)
+def test_a_wrong_rule_that_is_added_is_caught(domain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, rule, kind = PLANTED[domain]
+    pin(nn.Hardswish)
+    planted = ModuleRule(nn.Hardswish, rule, lambda module: True)
+    monkeypatch.setitem(table.modules, nn.Hardswish, planted)
+    assert without_a_row(table, reached_by_rows(table)) == [title(("modules", nn.Hardswish))]
+    row = Enclosed(pixel_model(on_tokens(nn.Hardswish(), scale=8.0)))
+    walk = WALKS[kind](row, images(1)[0], 0.02, 8)
+    assert ("modules", nn.Hardswish) in row.reached[table.domain]
+    assert list(walk.faults(row.model)) != []

@@ -1,0 +1,191 @@
+"""What the enclosures claim about every node of a network near an image, and runs of its graph that
+measure it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from certcli.enclosure.balls import table as balls
+from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes import table as zonotopes
+from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.margins import nothing_further, optimised
+from certcli.engine.replay import executed
+from certcli.evaluation.region import Norm
+from certcli.models.build import PixelModel
+from tests.helpers.reached import Entry, recorded
+from tests.helpers.slopes import IMAGE
+
+ROUNDED = 1e-13
+"""Rounding of the measured tensor and of the form's middle, in float64: 500 units of their sizes."""
+FEW = 64
+"""Margins up to this number are bounded by search as well; of more logits these are looked at for slopes."""
+
+
+@dataclass
+class Walked:
+    """One walk: the values of its nodes, and its bounds on margins (None: no finite enclosure).
+
+    `far` says of a value, a place of the neighbourhood and the tensor there how far the tensor lies
+    outside; `bounds` has one number for each class but `label`.
+    """
+
+    label: int
+    places: list[tuple[Any, Tensor]]
+    trace: Any
+    values: dict[fx.Node, tuple[Any, int | None]] = field(default_factory=dict)
+    bounds: Tensor | None = None
+
+    def watch(self, node: fx.Node, value: Any, token: int | None) -> None:
+        self.values[node] = (value, token)
+
+    @torch.no_grad()
+    def faults(self, model: PixelModel) -> Iterator[str]:
+        """Yield each claim that a run of the network at one of the places refutes."""
+        for place, pixels in self.places:
+            for node, result in executed(self.trace, pixels):
+                if node in self.values:
+                    yield from self._refuted(node, place, result)
+            if self.bounds is None:
+                continue
+            logits = model(pixels)[0]
+            others = torch.cat([logits[: self.label], logits[self.label + 1 :]])
+            margins = logits[self.label] - others
+            below = self.bounds - margins - 10 * ROUNDED * (1 + float(logits.abs().max()))
+            if bool((below > 0).any()):
+                yield f"a margin of {float(margins[below.argmax()]):.6g} is {float(below.max()):.3g} less than proven"
+
+    def _refuted(self, node: fx.Node, place: Any, result: Any) -> Iterator[str]:
+        value, token = self.values[node]
+        several = isinstance(value, (list, tuple))
+        pairs = zip(value, result, strict=True) if several else [(value, result)]
+        for part, tensor in pairs:
+            if not hasattr(part, "farthest"):
+                continue
+            truth = tensor if token is None else tensor[:, token : token + 1]
+            size = part.size if isinstance(part, Form) else part.centre.norm()
+            far = part.farthest(place, truth) - ROUNDED * (1 + truth.norm() + size.max())
+            if bool((far > 0).any()):
+                yield f"{node.meta['path']} {node.name}: {float(far.max()):.3g} outside"
+
+
+@torch.no_grad()
+def directions(count: int, norm: Norm, seed: int) -> Tensor:
+    """Return places of the unit ball, (n, pixels): its middle, axes, its boundary, and inside.
+
+    The boundary of the linf ball is its corners.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.Size(IMAGE).numel()
+    random = torch.randn(count, pixels, generator=generator, dtype=torch.float64)
+    ends = random.sign() if norm == "linf" else random / random.norm(dim=1, keepdim=True)
+    ends = torch.cat([ends, -ends])
+    inside = ends[:2] * torch.rand(2, 1, generator=generator, dtype=torch.float64)
+    axes = torch.eye(pixels, dtype=torch.float64)[:: pixels // 2]
+    return torch.cat([torch.zeros(1, pixels, dtype=torch.float64), axes, ends, inside])
+
+
+def steepest(model: PixelModel, pixels: Tensor, norm: Norm, count: int = 2) -> Tensor:
+    """Return the places towards which the steepest logits grow and fall most, (2 count, pixels)."""
+    start = pixels.clone().requires_grad_(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        logits = model(start)[0][:FEW]
+        rows = torch.eye(len(logits), dtype=torch.float64)
+        (slopes,) = torch.autograd.grad(logits, start, rows, is_grads_batched=True)
+    flat = slopes.flatten(1)
+    up = flat[flat.norm(dim=1).topk(min(count, len(flat))).indices]
+    up = up.sign() if norm == "linf" else up / up.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    return torch.cat([up, -up])
+
+
+def places_of(model: PixelModel, pixels: Tensor, norm: Norm, count: int) -> Tensor:
+    return torch.cat([directions(count, norm, count), steepest(model, pixels, norm)])
+
+
+class Enclosed:
+    """A network with both of its enclosures, traced once.
+
+    Attributes:
+        reached: For each of the two domains the entries of its table whose rules have returned a
+            value.
+    """
+
+    def __init__(self, model: PixelModel) -> None:
+        self.model = model
+        self.reached: dict[str, set[Entry]] = defaultdict(set)
+        self.networks: dict[type, Any] = {}
+
+    def network(self, kind: type) -> Any:
+        if kind not in self.networks:
+            self.networks[kind] = kind(self.model, IMAGE)
+        return self.networks[kind]
+
+
+Walk = Callable[[Enclosed, Tensor, float, int], Walked]
+"""Of the network, the image (1, c, h, w), a radius and the number of random places."""
+
+
+def _zonotopes(norm: Norm, squares: int = 0, limit: int = 4000, in_box: bool = False) -> Walk:
+    def walk(row: Enclosed, pixels: Tensor, radius: float, count: int) -> Walked:
+        if norm == "linf":
+            start = linf_ball(pixels, radius, limit=limit, in_box=in_box)
+        else:
+            start = l2_ball(pixels, radius, squares_up_to=squares, limit=limit, in_box=in_box)
+        every = places_of(row.model, pixels, norm, count)
+        if start.space.reach is not None:
+            fall, rise = start.space.reach
+            every = torch.maximum(torch.minimum(every, rise), -fall)
+        local = row.network(LocalNetwork)
+        logits = row.model(pixels)[0]
+        places = [(e, start.at(e)) for e in every]
+        walked = Walked(int(logits.argmax()), places, local.ending.trace)
+        further = optimised if len(logits) <= FEW else nothing_further
+        with suppress(Unbounded), recorded(zonotopes.rules) as reached:
+            walked.bounds = local.margins(start, walked.label, walked.watch, further)
+        row.reached[zonotopes.rules.domain] |= reached
+        return walked
+
+    return walk
+
+
+def _balls(norm: Norm) -> Walk:
+    def walk(row: Enclosed, pixels: Tensor, radius: float, count: int) -> Walked:
+        every = places_of(row.model, pixels, norm, count)
+        near = row.network(NormsNetwork)
+        places = [(0, pixels + radius * e.view_as(pixels)) for e in every]
+        label = row.model(pixels).argmax(1)
+        walked = Walked(int(label), places, near.ending.trace)
+        radii = torch.tensor([radius], dtype=torch.float64)
+        with recorded(balls.rules) as reached:
+            bounds = near.margins(pixels, radii, label, watch=walked.watch, norm=norm)[0]
+        row.reached[balls.rules.domain] |= reached
+        walked.bounds = bounds.nan_to_num(nan=-torch.inf)
+        return walked
+
+    return walk
+
+
+ZONOTOPES: dict[str, Walk] = {
+    "l2 with squares": _zonotopes("l2", squares=128),
+    "linf": _zonotopes("linf"),
+    "l2 in the box": _zonotopes("l2", squares=128, in_box=True),
+    "l2": _zonotopes("l2"),
+    "linf in the box": _zonotopes("linf", in_box=True),
+    "l2 with few symbols": _zonotopes("l2", squares=128, limit=100),
+}
+BALLS: dict[str, Walk] = {"l2 ball": _balls("l2"), "linf ball": _balls("linf")}
+
+
+def images(count: int) -> list[Tensor]:
+    """Return one image of noise, then one with pixels at 0 and 1, then more noise."""
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.rand(count, 1, *IMAGE, generator=generator, dtype=torch.float64)
+    return [x.round() if number == 1 else x for number, x in enumerate(noise)]

@@ -1,0 +1,94 @@
+"""Write docs/rounding.md: python -m tests.rounding.coverage > docs/rounding.md."""
+
+import inspect
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from certcli.rounding import PRECISIONS
+from certcli.rounding.algorithms import ALGORITHMS, covered
+from certcli.rounding.executed import rules
+from certcli.rounding.running import PUT_TOGETHER, RULES
+from tests.helpers.layouts import FORMATS, KERNELS
+
+HEAD = """# Which executions a rounding bound covers
+
+A certificate with `--arithmetic` speaks of the network as it is executed. A library may compute one operation by several
+algorithms, and chooses by memory format, batch, processor and switches. So each rule of `certcli/rounding` states
+which algorithms its bound holds for, and laws execute a row of every rule in all of these ways. This page is written by
+`python -m tests.rounding.coverage`; a test compares it.
+
+| algorithm | |
+|---|---|
+"""
+RUNS = """**What is run.** `tests/rounding/test_every_rule.py` runs networks of the rules at neighbours, in
+{precisions} (tf32 with factors that are cut off by hand), in batches of one and of several (65 under `make soundness`),
+with sums in turn, backwards and in blocks, and of biases of 3,000 that cancel. `tests/rounding/test_every_operation.py`
+runs the rules of errors that are followed, in float32 against the same formulas in float32's units, of numbers about 0
+and about 3,000, and in float64 against another execution. Both run in each of these memory formats, of every tensor
+that a function gets: {formats}; and with these kernels: {kernels}. The default suite takes them in turn,
+`make soundness` takes every pair."""
+REFUSED = """
+**What is refused.** An operation without a rule, by name. A convolution in float32 where oneDNN is off and NNPACK is on:
+torch then runs batches of 16 and more by Winograd's and Fourier's transforms, which lost 1.4 times the bound of sums of
+products. In channels-last batches torch computes GroupNorm in one pass; the bound has it.
+"""
+TABLE = """
+## {title}
+
+| rule | entries | algorithms | precisions run |
+|---|---|---|---|
+"""
+
+
+def _entries_of_neighbours() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for kind, module_rule in rules.modules.items():
+        yield kind.__name__, module_rule.apply
+    for function, rule in rules.functions.items():
+        yield getattr(function, "__name__", str(function)), rule
+    for method, rule in rules.methods.items():
+        yield f".{method}", rule
+
+
+def _entries_of_followed() -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield from RULES.items()
+    yield from PUT_TOGETHER.items()
+
+
+def _rows(entries: Iterator[tuple[str, Callable[..., Any]]], precisions: str) -> Iterator[str]:
+    grouped: dict[tuple[str, str, tuple[str, ...]], set[str]] = defaultdict(set)
+    for name, rule in entries:
+        function = inspect.unwrap(rule)
+        file = Path(inspect.getfile(function)).stem
+        title = function.__name__
+        if title in ("<lambda>", "rounding", "passed"):
+            title = "curve" if "curve" in file else name
+        grouped[file, title, covered(rule)].add(name)
+    for (file, title, algorithms), names in sorted(grouped.items()):
+        listed = ", ".join(f"`{name}`" for name in sorted(names))
+        yield f"| `{file}`: {title} | {listed} | {', '.join(algorithms)} | {precisions} |"
+
+
+def page() -> str:
+    """Return the page, from the registries."""
+    every = ", ".join(PRECISIONS)
+    runs = RUNS.format(
+        precisions=every, formats="as they are, " + ", ".join(FORMATS), kernels=", ".join(KERNELS)
+    )
+    lines = [HEAD + "\n".join(f"| {name} | {says} |" for name, says in ALGORITHMS.items())]
+    lines += [
+        "",
+        *textwrap.wrap(runs, 120, break_long_words=False, break_on_hyphens=False),
+        REFUSED,
+    ]
+    lines.append(TABLE.format(title="At an image's neighbours").strip("\n"))
+    lines += _rows(_entries_of_neighbours(), every)
+    lines.append(TABLE.format(title="At the image itself").rstrip("\n"))
+    lines += _rows(_entries_of_followed(), "float64, float32")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

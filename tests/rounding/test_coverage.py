@@ -1,0 +1,22 @@
+"""Which algorithms a rule of rounding covers: every rule says it, and the page of it is the registry's."""
+
+from pathlib import Path
+
+from certcli.rounding.algorithms import ALGORITHMS, covered
+from certcli.rounding.executed import rules
+from certcli.rounding.running import PUT_TOGETHER, RULES
+from tests.rounding.coverage import page
+
+PAGE = Path(__file__).parents[2] / "docs/rounding.md"
+
+
+def test_every_rule_states_what_it_covers() -> None:
+    stated = {title: covered(rule.apply) for title, rule in rules.modules.items()}
+    for table in (rules.functions, rules.methods, rules.settlers, RULES, PUT_TOGETHER):
+        stated |= {title: covered(rule) for title, rule in table.items()}
+    assert [title for title, names in stated.items() if not names] == []
+    assert {name for names in stated.values() for name in names} == {*ALGORITHMS}
+
+
+def test_the_page_is_that_of_the_registry() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.rounding.coverage > docs/rounding.md"

@@ -1,0 +1,107 @@
+"""`certvit verify` of reports of certify and attack, and the old `--verify` that points to it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certcli.cli.verify.alias import moved
+from certcli.verification.documents import kind_of
+from tests.helpers.commands import attempt, certvit, document
+
+Raw = dict[str, Any]
+CERTIFY = ("--dataset", "digits", "--limit", 12, "-e", 0.1, "-e", 0.3)
+
+
+@pytest.fixture(scope="module")
+def certified(workshop: Path) -> Raw:
+    return document("certify", workshop / "certified.safetensors", *CERTIFY)
+
+
+def checked(workshop: Path, folder: Path, report: Raw, code: int) -> Raw:
+    path = folder / "r.json"
+    path.write_text(json.dumps(report))
+    return document(
+        "verify", path, workshop / "certified.safetensors", "--dataset", "digits", code=code
+    )
+
+
+def test_an_honest_report_of_certify_is_verified(
+    workshop: Path, tmp_path: Path, certified: Raw
+) -> None:
+    found = checked(workshop, tmp_path, certified, 0)
+    assert found["verified"]
+    assert found["kind"] == "certify report"
+    assert found["counts"] == {"verified": 5, "refuted": 0, "unverified": 1, "stale": 0}
+    assert [claim["statement"] for claim in found["claims"] if not claim["asked"]] == [
+        "all other fields"
+    ]
+
+
+FORGERIES: dict[str, Callable[[Raw], object]] = {
+    "share": lambda report: report["certified"].update({"0.3": report["clean"]}),
+    "clean": lambda report: report.update(clean=1.0),
+    "mean": lambda report: report.update(average_radius=9.0),
+    "promise": lambda report: report.update(promise="probability 1"),
+    "network": lambda report: report.update(checkpoint="0" * 64),
+    "dataset": lambda report: report["dataset"].update(name="ImageNet-1k"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_report_of_certify_is_refuted(
+    workshop: Path, tmp_path: Path, certified: Raw, kind: str
+) -> None:
+    forged = json.loads(json.dumps(certified))
+    FORGERIES[kind](forged)
+    assert forged != certified, "the forgery changes nothing"
+    assert checked(workshop, tmp_path, forged, 7)["counts"]["refuted"] >= 1
+
+
+def test_a_report_of_attack_is_never_verified(workshop: Path, tmp_path: Path) -> None:
+    words = ("--dataset", "digits", "--limit", 4, "-a", "fgsm", "-e", 0.2, "--no-checks")
+    report = document("attack", workshop / "certified.safetensors", *words)
+    found = checked(workshop, tmp_path, report, 7)
+    assert found["counts"] == {"verified": 0, "refuted": 0, "unverified": 2, "stale": 0}
+
+
+def test_a_document_of_nobody_is_refused(workshop: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    for report in (
+        {},
+        {"proof": []},
+        {"method": "lipschitz", "certified": {}},
+        {"command": "audit"},
+    ):
+        path.write_text(json.dumps(report))
+        done = attempt("verify", path, workshop / "certified.safetensors")
+        assert getattr(done.exception, "code", 0) == 3, (report, done.exception)
+    assert kind_of({"attacks": {}, "robust": 1.0}) == "attack"
+
+
+MOVED = {
+    "lipschitz m.st --verify r.json": "verify r.json m.st",
+    "lipschitz --verify=r.json": "verify r.json",
+    "lipschitz m.st --features --verify r.json --json": "verify r.json m.st --json",
+    "certify m.st --dataset digits --verify r.jsonl --sample 3": "verify r.jsonl m.st --dataset digits --sample 3",
+    "certify m.st --verify r.jsonl --samples 9": "verify r.jsonl m.st --draws 9",
+    "log a.st b.st --verify --proven-only": "verify a.st b.st --proven-only",
+    "log a.st": "log a.st",
+    "audit a.st --verify": "audit a.st --verify",
+}
+
+
+@pytest.mark.parametrize("line", MOVED)
+def test_the_old_option_is_the_new_command(line: str) -> None:
+    assert moved(line.split()) == MOVED[line].split()
+
+
+def test_the_old_option_says_where_it_went(workshop: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    report = document("lipschitz", workshop / "certified.safetensors", "--no-estimate")
+    path.write_text(json.dumps(report))
+    done = certvit("lipschitz", workshop / "certified.safetensors", "--verify", path)
+    assert "is a command now: certvit verify" in done.output
+    assert "steps hold" in done.output
