@@ -299,8 +299,8 @@ def movement_of_margins(logits: Tensor) -> float:
     if logits.shape[1] < 2 or len(logits) < 2:
         return 0.0
     top = logits.topk(2, dim=1)
-    beside = logits - top.values.mean(1, keepdim=True)
-    moves = (beside - beside.roll(-1, 0)).abs()
+    centred = logits - top.values.mean(1, keepdim=True)
+    moves = (centred - centred.roll(-1, 0)).abs()
     deciding = torch.cat([top.indices, top.indices.roll(-1, 0)], dim=1)
     return float(moves.gather(1, deciding).amax(1).median())
 

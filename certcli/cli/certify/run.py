@@ -112,9 +112,9 @@ def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
             f"--arithmetic is of --method {', '.join(PROVING)}: {reason}", "leave out --arithmetic"
         )
     for method, values in (("smoothing", options.smoothing), ("local", options.local)):
-        if method not in methods and AUTO not in methods and (given := _given(values)):
+        if method not in methods and AUTO not in methods and (unused := _given(values)):
             raise UsageError(
-                f"{given} is of --method {method}, not of {', '.join(methods)}",
+                f"{unused} is of --method {method}, not of {', '.join(methods)}",
                 f"leave it out, or --method {method}",
             )
     if target.records is not None and len(methods) > 1:

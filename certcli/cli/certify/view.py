@@ -131,8 +131,9 @@ def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: S
     def row(
         name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True
     ) -> tuple[str, ...]:
+        shown = percent if key == "clean" else attacked_percent
         interval = percent_ends(accuracy.intervals[key]) if drawn else "-"
-        return name, *([attacked_percent(after_attacks)] if attacked else []), share, interval
+        return name, *([shown(after_attacks)] if attacked else []), share, interval
 
     untouched = next((share for threat, share in attacked.items() if threat.size == 0), None)
     rows = [
