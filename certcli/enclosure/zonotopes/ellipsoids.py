@@ -69,8 +69,8 @@ def factor(gram: Tensor, terms: int) -> Tensor:
     raised = gram + room * eye
     lower, failed = torch.linalg.cholesky_ex(raised)
     residue = torch.linalg.matrix_norm(raised - lower @ lower.mT)[..., None, None]
-    lost = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
-    proven = (failed == 0)[..., None, None] & (up(residue + lost, width * width) <= room)
+    lost_in_factor = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
+    proven = (failed == 0)[..., None, None] & (up(residue + lost_in_factor, width * width) <= room)
     return torch.where(proven, lower, up(trace.sqrt(), 4) * eye)
 
 

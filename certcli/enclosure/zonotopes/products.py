@@ -105,8 +105,8 @@ def scaled(x: Form, y: Form) -> Form:
     slack = up(fibres(x.slack[None])[0] * by_rest)
     spread = root(parts, slack)
     # <|w|, this> is above what rounding moves |R^T w|_2 by
-    lost = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
-    node = _paired(x, y, TIMES, 1, lost)
+    rounding = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
+    node = _paired(x, y, TIMES, 1, rounding)
     node = None if node is None else replace(node, spread=spread)
     return grouped(_up_to_rest(x, y, TIMES, 1), spread).known_as(node)
 

@@ -22,12 +22,12 @@ def reduced(x: Form) -> Form:
         return x.worked()
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])
-    kept = Form(x.space, x.centre, gens, torch.zeros_like(x.slack), blocks)
-    return grouped(kept, root(dropped, fibres(x.slack[None])[0])).known_as(x.node)
+    reduced = Form(x.space, x.centre, gens, torch.zeros_like(x.slack), blocks)
+    return grouped(reduced, root(dropped, fibres(x.slack[None])[0])).known_as(x.node)
 
 
-def _sorted_out(x: Form, most: int) -> tuple[tuple[Block, ...], list[Tensor], list[Part]]:
-    """Return blocks and columns of at most `most` symbols of x that are kept, and the parts that
+def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor], list[Part]]:
+    """Return blocks and columns of at most `capacity` symbols of x that are kept, and the parts that
     are not.
 
     What is kept has new names: a column that another form still holds is treated as independent of
@@ -40,7 +40,7 @@ def _sorted_out(x: Form, most: int) -> tuple[tuple[Block, ...], list[Tensor], li
     widths = torch.cat([torch.full((len(groups),), width) for groups, width in places])
     order = torch.argsort(torch.cat(losses), descending=True, stable=True).cpu()
     keep = torch.zeros(len(widths), dtype=torch.bool)
-    keep[order[widths[order].cumsum(0) <= most]] = True
+    keep[order[widths[order].cumsum(0) <= capacity]] = True
     blocks = []
     columns = []
     dropped = []
