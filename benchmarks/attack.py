@@ -30,7 +30,7 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, robust_accuracy
 from certcli.attack.torchattacks_spec import library
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build

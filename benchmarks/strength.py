@@ -22,7 +22,7 @@ from certcli.attack.presets import MADRY
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, Planned
 from certcli.attack.summary import robust_accuracy
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from certcli.certify.smoothing.denoiser import Denoiser
 from certcli.images.datasets import load
 from certcli.models.build import load as build
-from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 
 CROP = 64
 CROPS = 16

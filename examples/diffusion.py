@@ -23,8 +23,8 @@ from torch import Tensor
 
 from certcli.images.datasets import load
 from certcli.models.diffusion import WEIGHTS, Schedule
-from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 from certcli.nn.unet import UNet, UNetShape
 
 EVERY = 200

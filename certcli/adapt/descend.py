@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.lots import Lots
+from certcli.adapt.calibration_shards import Lots
 from certcli.adapt.settings import AdaptSettings
 from certcli.models.build import multiplies_bf16
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from certcli.adapt.calibration_shards import Lots
 from certcli.adapt.descend import COMPARED, make_optimiser, mixed_precision, set_gradients, state_of
-from certcli.adapt.lots import Lots
 from certcli.adapt.pixels import as_pixels, augment, draw_augmentation
 from certcli.adapt.settings import AdaptSettings
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.carry import heads
 from certcli.adapt.descend import descend
 from certcli.adapt.families import end
 from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
 from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
+from certcli.adapt.weight_transfer import heads
 from certcli.nn.heads import FlatHead
 
 _HEAD_RIDGE = 0.05

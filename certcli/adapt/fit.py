@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.carry import HalfScale, Scales, input_maps, output_map
+from certcli.adapt.calibration_shards import Lots
 from certcli.adapt.descend import descend
 from certcli.adapt.ending import EndFitter
 from certcli.adapt.families import Family, Half, Section, attention_input, run_half
-from certcli.adapt.lots import Lots
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
 from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
+from certcli.adapt.weight_transfer import HalfScale, Scales, input_maps, output_map
 
 HALVES: tuple[Half, Half] = (1, 2)
 RIDGE = 1e-4

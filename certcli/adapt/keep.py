@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.adapt.bound_tradeoff import Trade, search_moves
 from certcli.adapt.candidates import FLOOR
 from certcli.adapt.floors import least_floors
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.state import identity
 from certcli.adapt.streams import AdaptedPart
-from certcli.adapt.trade import Trade, search_moves
 from certcli.adapt.trials import Trials
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record, Replacement

@@ -21,7 +21,7 @@ from certcli.models import build
 
 
 @dataclass(frozen=True)
-class Change:
+class ModuleChange:
     """One module: its path, its type before and after."""
 
     path: str
@@ -47,7 +47,7 @@ class Preview:
     fitting.
     """
 
-    changes: tuple[Change, ...]
+    changes: tuple[ModuleChange, ...]
     before: Cost
     after: Cost
 
@@ -65,13 +65,13 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
         before, after = (
             type(net.get_submodule(path)).__name__ for net in (teacher.net, student.net)
         )
-        changes.append(Change(path, before, after))
+        changes.append(ModuleChange(path, before, after))
     return Preview(
         tuple(changes), _cost(teacher, checkpoint, bounds), _cost(student, checkpoint, bounds)
     )
 
 
-def grouped(changes: Sequence[Change]) -> list[tuple[str, int, str, str]]:
+def grouped(changes: Sequence[ModuleChange]) -> list[tuple[str, int, str, str]]:
     """Return (path with block numbers as *, count, before, after), in the order of first
     appearance.
     """

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.carry import Scales, carry_over, input_maps, reads_linearly
+from certcli.adapt.bound_tradeoff import Trade
+from certcli.adapt.calibration_shards import FEW, LOTS, Lots
 from certcli.adapt.distil import Distiller
 from certcli.adapt.families import Half, family_of, token_counts
 from certcli.adapt.fit import Fitter
-from certcli.adapt.lots import FEW, LOTS, Lots
 from certcli.adapt.pixels import photograph_sized
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
 from certcli.adapt.streams import AdaptedPart
-from certcli.adapt.trade import Trade
+from certcli.adapt.weight_transfer import Scales, carry_over, input_maps, reads_linearly
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
@@ -34,7 +34,7 @@ class Adapter:
     """Own the original network (teacher) and the new one (student); `run` fits it, `result` is its
     checkpoint.
 
-    Several processes share the images by lots (`lots.py`) and end with the same networks.
+    Several processes share the images by lots (`calibration_shards.py`) and end with the same networks.
 
     Args:
         images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.

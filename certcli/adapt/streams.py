@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from certcli.adapt.calibration_shards import Lots
 from certcli.adapt.descend import mixed_precision
 from certcli.adapt.families import Family, part_at
-from certcli.adapt.lots import Lots
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import CenterStart, deviations, floor_start
 from certcli.nn.norms import CenterNorm, FloorNorm

@@ -20,28 +20,28 @@ from certcli.api.data import images_of
 from certcli.api.door import speaks_python
 from certcli.api.errors import in_python, require_known
 from certcli.api.results import AttackCurve, AuditReport, Certificates, ProvenBound
-from certcli.attack.campaign import stages_of
 from certcli.attack.examples import collect
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
+from certcli.attack.stages import stages_of
 from certcli.attack.summary import curve
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
-from certcli.audit.compose import compose
+from certcli.audit.document_builder import compose
 from certcli.audit.gates import parse
-from certcli.audit.plan import Plan, Typed
+from certcli.audit.plan import AuditPlan, Typed
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.logit_bounds import LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import options_of, prepare
-from certcli.certify.options import Options
+from certcli.certify.options import CertifierOptions
 from certcli.certify.patch.options import Patches
-from certcli.certify.predicting import MOST_LIKELY, Prediction, Predictor
+from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
+from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import Norm
-from certcli.evaluation.region import growing
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.images.calibration import calibration_images
@@ -51,9 +51,9 @@ from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.build import OpenCheckpoint, PixelModel
-from certcli.models.hints import Hints
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
 from certcli.models.open import open_checkpoint, require_classifier, require_features
+from certcli.models.overrides import Hints
 from certcli.system.errors import UsageError, plain
 
 FUNCTIONS = (
@@ -67,7 +67,7 @@ Data = Any
 """A str, Images, or what `data.images_of` takes: arrays, tensors, loaders, data sets, generators."""
 Labels = Any
 """None, or (n,) whole numbers: a tensor, an array or a sequence."""
-_Kind = TypeVar("_Kind", bound=Options)
+_Kind = TypeVar("_Kind", bound=CertifierOptions)
 
 
 @speaks_python
@@ -365,12 +365,12 @@ def audit(
     """
     checkpoint = _classifier(source)
     written = {"gates": "fail_on", "budget": "seconds"}
-    option_names = arguments.names_of(Plan) - written.keys() | set(written.values())
+    option_names = arguments.names_of(AuditPlan) - written.keys() | set(written.values())
     require_known(settings, option_names, "audit", written)
-    plan = Plan(
+    plan = AuditPlan(
         gates=tuple(parse(text) for text in fail_on),
         budget=seconds,
-        **arguments.options(Plan, settings, "audit"),
+        **arguments.options(AuditPlan, settings, "audit"),
     )
     judged = None if data is None else _images(checkpoint, data, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)

@@ -95,8 +95,9 @@ class Certificates(Shown, list[Certificate]):
 class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
     """The accuracy that the attacks leave, one entry a radius, ascending.
 
-    examples: tensors by name (`attack.examples.collect`), a row for each image that fell; None
-        unless asked for.
+    Attributes:
+        examples: tensors by name (`attack.examples.collect`), a row for each image that fell; None
+            unless asked for.
     """
 
     examples: dict[str, Tensor] | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from certcli.attack.run import AttackRecord
+from certcli.evaluation.perturbation import Norm
 from certcli.evaluation.radii import confidence
 from certcli.evaluation.records import (
     PIXELS,
@@ -15,7 +16,6 @@ from certcli.evaluation.records import (
     require_same_images,
     require_same_network,
 )
-from certcli.evaluation.region import Norm
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError, one_line
 
@@ -36,9 +36,8 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
     """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions.
 
     DataError when they are no such records, or of another network than `checkpoint` (its digest).
-    UsageError for statements
-    with a chance of failure (smoothing): they speak of the smoothed classifier, which is not the
-    network that is attacked.
+    UsageError for statements with a chance of failure (smoothing): they speak of the smoothed
+    classifier, which is not the network that is attacked.
     """
     run, rows = read_records(path, "certify")
     require_same_network(run, checkpoint, path)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.attack.crafting import undisturbed
 from certcli.attack.eight_bit import nearest_within, rounded
 from certcli.attack.judge import judge
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned
+from certcli.attack.watched_model import undisturbed
+from certcli.evaluation.perturbation import Region, per_image
 from certcli.evaluation.radii import attacked_radius, proven_radius
-from certcli.evaluation.region import Region, per_image
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class Rows:
 class First:
     """The first pass of an ascent: logits (b, k), and the slope of the cross entropy (b, c, h, w).
 
-    slope: None where no gradient leads from the logits to the pixels.
+    Attributes:
+        slope: None where no gradient leads from the logits to the pixels.
     """
 
     logits: Tensor
@@ -190,7 +191,9 @@ def _randomness(logits: Tensor, repeated: Tensor) -> Flag:
 class Attacked:
     """Images that were attacked at one radius, (b, c, h, w), (b,), and what came of them.
 
-    records: of the same images, in order. plan: the attacks that ran.
+    Attributes:
+        records: of the same images, in order.
+        plan: the attacks that ran.
     """
 
     images: Tensor

@@ -5,7 +5,7 @@ attacks among them.
 import torch
 from torch import Tensor
 
-from certcli.evaluation.region import Region, along
+from certcli.evaluation.perturbation import Region, along
 
 LEVELS = 255
 HALVINGS = 16

@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from certcli.attack import checks
-from certcli.attack.campaign import Campaign, Stage, Task, pixels_of
 from certcli.attack.certified_radii import CertifiedImage
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
+from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
 from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.radii import radius_key
-from certcli.evaluation.region import Region
-from certcli.evaluation.resumed import Piece, Resumed, compute_again
+from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
 
 CHECKED = (4, 32)
 """Images that the checks look at, at least and at most."""
@@ -35,7 +35,7 @@ them.
 def inspect(
     model: nn.Module,
     source: nn.Module | None,
-    task: Task,
+    task: StageTask,
     records: Sequence[AttackRecord],
     settings: AttackSettings,
     passes: int,
@@ -105,7 +105,7 @@ class TaskSummary:
         ]
 
 
-def summary_of(task: Task, records: Sequence[AttackRecord]) -> TaskSummary:
+def summary_of(task: StageTask, records: Sequence[AttackRecord]) -> TaskSummary:
     """Records of one task -> its shares. DataError when there is none."""
     if task.own is None:
         return TaskSummary(task.stage, curve(records))
@@ -115,7 +115,7 @@ def summary_of(task: Task, records: Sequence[AttackRecord]) -> TaskSummary:
 
 
 @dataclass(frozen=True)
-class Findings:
+class AttackFindings:
     """The whole evaluation; `first` is what a gate and the short keys of the document speak of."""
 
     parts: tuple[TaskSummary, ...]
@@ -167,11 +167,11 @@ class Findings:
 
 
 def findings_of(
-    tasks: Sequence[Task],
+    tasks: Sequence[StageTask],
     records: Mapping[int, Sequence[AttackRecord]],
     flags: Sequence[checks.Flag],
     certificates: Mapping[int, CertifiedImage] | None = None,
-) -> Findings:
+) -> AttackFindings:
     """Records by number of the task -> the outcome; with certificates, their records may hold no
     success at all.
     """
@@ -179,7 +179,7 @@ def findings_of(
         every = [record for rows in records.values() for record in rows]
         radii = {index: certificate.radius for index, certificate in certificates.items()}
         flags = [*flags, checks.certified_above_attacked(every, radii)]
-    return Findings(
+    return AttackFindings(
         tuple(summary_of(task, records[number]) for number, task in enumerate(tasks)), tuple(flags)
     )
 
@@ -228,7 +228,7 @@ def attack_again(
                     yield f"the record of {which} does not agree: {outcomes}"
 
     pieces = [
-        Piece(len(rows), hits(number, rows))
+        RecordBatch(len(rows), hits(number, rows))
         for (number, _), rows in zip(campaign.portions, portions, strict=False)
     ]
     usual = -(-len(pieces) // USUAL)

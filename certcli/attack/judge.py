@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.region import Region, along, image_norms, per_image
+from certcli.evaluation.perturbation import Region, along, image_norms, per_image
 from certcli.system.errors import ArchitectureError, DataError
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie
@@ -21,11 +21,13 @@ _SHRINKS = 16
 class Judgement:
     """What is true of a batch after an attack; every tensor has one row an image.
 
-    success: the image was classified correctly, and a point inside ball and box is not. robust: it
-        was, and none was
-    shown. adversarial: that point, else the image itself. prediction, adversarial_prediction:
-    classes of the image and of `adversarial`. norm: |adversarial - image| in the region's norm,
-    float64; 0 for an image that is misclassified as it stands, inf where nothing was found.
+    Attributes:
+        success: the image was classified correctly, and a point inside ball and box is not.
+        robust: it was, and none was shown.
+        adversarial: that point, else the image itself.
+        prediction, adversarial_prediction: classes of the image and of `adversarial`.
+        norm: |adversarial - image| in the region's norm, float64; 0 for an image that is
+            misclassified as it stands, inf where nothing was found.
     """
 
     success: Tensor

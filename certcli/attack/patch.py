@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from certcli.attack.catalogue import PATCH_ATTACK
 from certcli.attack.families.margin import lost_margin, margin_pgd
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
 
 Corner = tuple[int, int]
@@ -32,7 +32,7 @@ FINALISTS = 3
 
 
 @dataclass(frozen=True)
-class Target:
+class PatchTarget:
     """climbed: corner -> pixels to logits, with gradients. classify: pixels (b, c, h, w) -> the
     classes that count.
     """
@@ -82,7 +82,7 @@ def corners(patch: Patch, image: tuple[int, int]) -> list[Corner]:
 
 
 def attack_patches(
-    target: Target,
+    target: PatchTarget,
     indices: Sequence[int],
     images: Tensor,
     labels: Sequence[int],

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.evaluation.region import Norm, Region
+from certcli.evaluation.perturbation import Norm, Region
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 

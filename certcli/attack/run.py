@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.crafting import seeded
 from certcli.attack.eight_bit import nearest_within, rounded
 from certcli.attack.judge import Judgement, judge, predict, refine
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
+from certcli.attack.watched_model import seeded
+from certcli.evaluation.perturbation import Norm, Region, image_norms
 from certcli.evaluation.radii import attacked_radius
-from certcli.evaluation.region import Norm, Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.system.errors import UsageError
 
@@ -22,14 +22,15 @@ from certcli.system.errors import UsageError
 class AttackRecord:
     """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
 
-    robust: per attack, did the image withstand it? False for a misclassified image; None where the
-        attack was not run,
-    because an earlier one had broken the image. norm: smallest |x' - x| found in the region's norm,
-    None if none; 0 for
-    a misclassified image. l2: the same perturbation in l2. as_8bit: whether the adversarial image
-    still has another class than the label once it is rounded to 8 bits a value, as a file holds it;
-    None where there is none. image,
-    adversarial: (c, h, w) on the CPU, when kept.
+    Attributes:
+        robust: per attack, did the image withstand it? False for a misclassified image; None where
+            the attack was not run, because an earlier one had broken the image.
+        norm: smallest |x' - x| found in the region's norm, None if none; 0 for a misclassified
+            image.
+        l2: the same perturbation in l2.
+        as_8bit: whether the adversarial image still has another class than the label once it is
+            rounded to 8 bits a value, as a file holds it; None where there is none.
+        image, adversarial: (c, h, w) on the CPU, when kept.
     """
 
     index: int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.evaluation.region import Region, per_image
+from certcli.evaluation.perturbation import Region, per_image
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
@@ -22,24 +22,28 @@ class AttackSettings:
     """Budget and choices of one attack; None means the attack's own default, named in its
     docstring.
 
-    steps: gradient steps of one run. restarts: independent runs, made by `run`, on the images that
-        are still unsolved.
-    step_size: length of every step in pixel units. relative_step: every step is `relative_step *
-        radius / steps` long. Neither: the steps fall from 2 radius to 0 (`step`). seed: of every
-        draw.
-    classes: number of classes k; None asks the model. targets: classes tried by targeted attacks,
-        at most k - 1.
-    queries: forward passes of the Square attack. samples: draws averaged by EOT-PGD and by the
-        verdict on random nets.
-    searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa, first
-        c, and Adam's rate.
-    restart: which of the restarts a run is, counted from 0; set by `run`. stop_early: rows that are
-    solved cost nothing more; off for transfer, where the crafting model is not the judge. give_up:
-    AutoAttack's parts leave a run that is
-    less than half way to success at a checkpoint. precision: of the forward and backward passes
-    that craft; the verdict
-    is always taken on the network as it is. pixels: "8bit" rounds the images to 8 bits a value, and
-    counts only adversarial images of that kind.
+    Attributes:
+        steps: gradient steps of one run.
+        restarts: independent runs, made by `run`, on the images that are still unsolved.
+        step_size: length of every step in pixel units.
+        relative_step: every step is `relative_step * radius / steps` long. Neither: the steps fall
+            from 2 radius to 0 (`step`).
+        seed: of every draw.
+        classes: number of classes k; None asks the model.
+        targets: classes tried by targeted attacks, at most k - 1.
+        queries: forward passes of the Square attack.
+        samples: draws averaged by EOT-PGD and by the verdict on random nets.
+        searches, confidence, initial_c, learning_rate: Carlini & Wagner's binary search, kappa,
+            first c, and Adam's rate.
+        restart: which of the restarts a run is, counted from 0; set by `run`.
+        stop_early: rows that are solved cost nothing more; off for transfer, where the crafting
+            model is not the judge.
+        give_up: AutoAttack's parts leave a run that is less than half way to success at a
+            checkpoint.
+        precision: of the forward and backward passes that craft; the verdict is always taken on the
+            network as it is.
+        pixels: "8bit" rounds the images to 8 bits a value, and counts only adversarial images of
+            that kind.
     """
 
     steps: int | None = None

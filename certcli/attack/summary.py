@@ -13,11 +13,14 @@ class RobustAccuracy:
     """Shares of images, as fractions, with 95 % Clopper-Pearson intervals for "clean", "robust" and
     each attack's label.
 
-    robust: withstood every attack. attacks: withstood this one (and, when solved images left the
-        batch, all that ran
-    before it, those at smaller radii among them). median_norm: of the smallest perturbations found
-    among correctly classified images; None when none was found. fooled: of the correct images, how
-    many fell; fooled_8bit: of these, how many adversarial images are some as 8-bit files, too.
+    Attributes:
+        robust: withstood every attack.
+        attacks: withstood this one (and, when solved images left the batch, all that ran before it,
+            those at smaller radii among them).
+        median_norm: of the smallest perturbations found among correctly classified images; None
+            when none was found.
+        fooled: of the correct images, how many fell;
+        fooled_8bit: of these, how many adversarial images are some as 8-bit files, too.
     """
 
     clean: float

@@ -10,18 +10,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from certcli.attack.campaign import stages_of
-from certcli.attack.patch import Target, attack_patches
+from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
+from certcli.attack.stages import stages_of
 from certcli.attack.summary import curve
 from certcli.audit.clock import OutOfTime, StageTime
-from certcli.audit.findings import ROBUST, Findings, Key
+from certcli.audit.findings import ROBUST, AuditFindings, Key
 from certcli.audit.judging import CAREFUL, dataset_of, first, own
 from certcli.audit.shared_stages import together
+from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
-from certcli.evaluation.region import growing
 from certcli.evaluation.threat import Patch
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
@@ -208,7 +208,7 @@ class Attacking:
             seconds=round(self.seconds, 2),
         )
 
-    def write_down(self, findings: Findings) -> None:
+    def write_down(self, findings: AuditFindings) -> None:
         """Add shares, records, and what did not fit into the time."""
         findings.attack = self.shares
         if findings.attack is None:
@@ -241,7 +241,7 @@ def attack_by_patch(
         classes: list[int | None] = model(pixels).argmax(1).tolist()
         return classes
 
-    target = Target(lambda corner: model, classify)
+    target = PatchTarget(lambda corner: model, classify)
     rows = []
     pair = None
     longest = 0.0

@@ -26,17 +26,19 @@ Key = tuple[str, str]
 
 
 @dataclass
-class Findings:
+class AuditFindings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
-    input: channels, height and width of an image.
-    exhibits: fooled images with their pixels. sample: the first image. patched_pair: an image
-        without and with a patch.
-    images: that are judged. samples: of each share the outcome of its images, in the order in which
-        they were judged.
-    failing: why the figures say little about the network, so that the other stages are not worth
-        their time.
-    statistics: options that give the pixel statistics with which it is more often right.
+    Attributes:
+        input: channels, height and width of an image.
+        exhibits: fooled images with their pixels.
+        sample: the first image.
+        patched_pair: an image without and with a patch.
+        images: that are judged.
+        samples: of each share the outcome of its images, in the order in which they were judged.
+        failing: why the figures say little about the network, so that the other stages are not
+            worth their time.
+        statistics: options that give the pixel statistics with which it is more often right.
     """
 
     parameters: int = 0

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from certcli.audit.findings import CLEAN, PATCHED, ROBUST, Findings, Key
+from certcli.audit.findings import CLEAN, PATCHED, ROBUST, AuditFindings, Key
 from certcli.evaluation.intervals import FEW, interval_text
 from certcli.evaluation.radii import proven_percent, radius_key
 from certcli.evaluation.threat import Threat
@@ -139,7 +139,7 @@ def _number(text: str, gate: str) -> float:
     return number
 
 
-def judge(gates: Sequence[FailOn], findings: Findings, image: tuple[int, int]) -> GateReport:
+def judge(gates: Sequence[FailOn], findings: AuditFindings, image: tuple[int, int]) -> GateReport:
     """Compare every gate with the measured figures. image: (height, width), for patches given as a
     share.
     """
@@ -181,7 +181,7 @@ def _key(gate: FailOn, image: tuple[int, int]) -> Key:
     return gate.quantity, "" if gate.radius is None else radius_key(gate.radius)
 
 
-def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateResult:
+def _judged(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
     if gate.quantity == "upper":
         return _judged_bound(gate, findings)
     looks = _looks(gate, findings, image)
@@ -202,7 +202,7 @@ def _judged(gate: FailOn, findings: Findings, image: tuple[int, int]) -> GateRes
     )
 
 
-def _judged_bound(gate: FailOn, findings: Findings) -> GateResult:
+def _judged_bound(gate: FailOn, findings: AuditFindings) -> GateResult:
     bound = findings.bound
     if bound is None:
         missing = [item for item in findings.skipped if item.stage == "bound"]
@@ -243,7 +243,7 @@ def _told(look: Look) -> str:
     return f"{percent}{look.hits} of {look.images} images {between}"
 
 
-def _looks(gate: FailOn, findings: Findings, image: tuple[int, int]) -> list[tuple[Look, str]]:
+def _looks(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> list[tuple[Look, str]]:
     """Return what the images say of the shares that a gate speaks of, and how each share was found."""
     shares: list[tuple[Key, Share | None, str]] = []
     at = radius_key(gate.radius or 0.0)
@@ -274,7 +274,7 @@ def _looks(gate: FailOn, findings: Findings, image: tuple[int, int]) -> list[tup
     ]
 
 
-def _look(findings: Findings, key: Key, share: Share, demand: Demand) -> Look:
+def _look(findings: AuditFindings, key: Key, share: Share, demand: Demand) -> Look:
     """Return the look that decides; the only one at a share whose images have no order."""
     sample = findings.samples.get(key)
     return whole(share.hits, share.images, demand) if sample is None else judged(sample, demand)

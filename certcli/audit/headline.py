@@ -5,9 +5,9 @@ network beside it.
 import math
 from collections.abc import Sequence
 
-from certcli.audit.findings import Findings
-from certcli.audit.plan import Plan
-from certcli.audit.words import CORRECT, best_proof, every_change, magnitude
+from certcli.audit.findings import AuditFindings
+from certcli.audit.plan import AuditPlan
+from certcli.audit.summary_text import CORRECT, best_proof, every_change, magnitude
 from certcli.evaluation.intervals import counted, interval_of_few, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.images.datasets import PHOTOGRAPHS
@@ -18,7 +18,7 @@ INVISIBLE = 1.0
 smallest step of an 8-bit image."""
 
 
-def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
+def headline(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     """Return the answer in one sentence, after what training saw of the images. size: (channels,
     height, width).
     """
@@ -28,7 +28,7 @@ def headline(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     )
 
 
-def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
+def _answer(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     if findings.failing is not None:
         return f"Nothing can be said about robustness yet: {findings.failing}"
     if findings.dataset is None:
@@ -59,7 +59,7 @@ def _answer(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     return f"{_first(findings)}{text}"
 
 
-def _first(findings: Findings) -> str:
+def _first(findings: AuditFindings) -> str:
     """Return what the answer rests on, where the images have no labels or come with certvit."""
     if not findings.own or findings.dataset is None or findings.clean is None:
         return ""
@@ -70,7 +70,7 @@ def _first(findings: Findings) -> str:
     return f"{first} the network's own answers on {which}: "
 
 
-def points(findings: Findings, plan: Plan, size: Sequence[int]) -> list[str]:
+def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> list[str]:
     """Return the answer as three lines: what attacks did, what is proven, and what else holds. None
     where it was stopped.
     """
@@ -86,13 +86,13 @@ def points(findings: Findings, plan: Plan, size: Sequence[int]) -> list[str]:
     return lines
 
 
-def _told(findings: Findings, size: Sequence[int]) -> str:
+def _told(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return what attacks found, without the words around it."""
     text = _attacked(findings, size)
     return text.replace("this network can be fooled by", "fooled by", 1)
 
 
-def _proven(findings: Findings, plan: Plan) -> str:
+def _proven(findings: AuditFindings, plan: AuditPlan) -> str:
     proof = best_proof(findings, plan)
     smallest = radius_key(plan.least)
     if proof is None:
@@ -104,7 +104,7 @@ def _proven(findings: Findings, plan: Plan) -> str:
     return f"{part_of(share.hits, share.images)} keep their class whatever the change, up to l2 {proven_radius(smallest)}"
 
 
-def _attacked(findings: Findings, size: Sequence[int]) -> str:
+def _attacked(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return what attacks found at the largest radius that nobody sees, else at the largest one."""
     attack = findings.attack
     noun = "images" if findings.own else CORRECT
@@ -139,7 +139,7 @@ def _how_many(some: int, of: int) -> str:
     return str(some) if some else "none"
 
 
-def _others(findings: Findings) -> list[str]:
+def _others(findings: AuditFindings) -> list[str]:
     """Return what holds about other classifiers than the network itself: with noise, and behind
     masks.
     """
@@ -169,7 +169,7 @@ def grey_levels(radius: float, size: Sequence[int]) -> float:
     return 255 * radius / math.sqrt(math.prod(size))
 
 
-def scale(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
+def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     """Return how large the radii are; nothing where the audit stopped before them."""
     if findings.stopped:
         return ""
@@ -179,7 +179,7 @@ def scale(findings: Findings, plan: Plan, size: Sequence[int]) -> str:
     return f"How large is that? Spread over all {pixels} pixel values, {levels} of 255 grey levels each."
 
 
-def reference(findings: Findings, size: Sequence[int]) -> str:
+def reference(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return the same figures of a known network; nothing where none sees such images, or the audit
     stopped before them.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from certcli.audit.clock import StageTime
-from certcli.audit.findings import PATCHED, Findings, Key
+from certcli.audit.findings import PATCHED, AuditFindings, Key
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertifier
@@ -102,8 +102,10 @@ def own(team: Team, images: Images, done: int, size: int) -> list[int]:
 class Certifying:
     """Certificates of one method, image after image; `go` continues where the last call ended.
 
-    about: which network the statement is about. longest: seconds of a batch; at first what one may
-    take. broken: whether a batch was broken off, which does not count.
+    Attributes:
+        about: which network the statement is about.
+        longest: seconds of a batch; at first what one may take.
+        broken: whether a batch was broken off, which does not count.
     """
 
     certifier: Certifier
@@ -169,7 +171,7 @@ class Certifying:
     def _fits(self, part: StageTime) -> bool:
         return part.left >= CAREFUL * self.longest or not self.rows
 
-    def write_down(self, findings: Findings) -> None:
+    def write_down(self, findings: AuditFindings) -> None:
         """Add shares, records, and what did not fit into the time."""
         method = self.certifier.method
         rows = self.rows

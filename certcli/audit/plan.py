@@ -17,7 +17,7 @@ FARTHEST = 1.5
 
 
 @dataclass(frozen=True)
-class Plan:
+class AuditPlan:
     """Options of an audit.
 
     Args:
@@ -132,7 +132,7 @@ def _without_folder(typed: str) -> str:
     return Path(typed).resolve().name if Path(typed).exists() else typed
 
 
-def reproduce(plan: Plan, precision: str, typed: Typed) -> str:
+def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in. How many images fit
     depends on the machine.
     """

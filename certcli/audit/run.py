@@ -7,13 +7,13 @@ import torch
 
 from certcli.audit import judging, proving
 from certcli.audit.clock import Clock, OutOfTime, StageTime
-from certcli.audit.findings import CLEAN, Findings
-from certcli.audit.plan import AUTO, Plan
+from certcli.audit.findings import CLEAN, AuditFindings
+from certcli.audit.plan import AUTO, AuditPlan
 from certcli.audit.stages import Stages
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.doubts import better_statistics, chance_doubt, order_doubt
+from certcli.evaluation.image_doubts import better_statistics, chance_doubt, order_doubt
 from certcli.evaluation.verdicts import FEWEST, Sample
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import NetworkBound
@@ -37,11 +37,11 @@ def run(
     checkpoint: Checkpoint,
     images: Images | None,
     calibration: Callable[[], Images],
-    plan: Plan,
+    plan: AuditPlan,
     device: torch.device,
     clock: Clock,
     tell: Callable[[str], None] = lambda stage: None,
-) -> Findings:
+) -> AuditFindings:
     """Return the results of all stages.
 
     Of several processes (`clock.team`) each judges a part of the images; the leader's results are
@@ -57,7 +57,7 @@ def run(
             "the processes did not read the same network",
             "leave the file alone while it is audited",
         )
-    findings = Findings(changed=bool(checkpoint.record.surgery))
+    findings = AuditFindings(changed=bool(checkpoint.record.surgery))
     model = build.load(
         checkpoint, device
     )  # once: the stages share it, and its copies in other dtypes
@@ -99,7 +99,7 @@ def run(
     return findings
 
 
-def _precision(plan: Plan, model: build.PixelModel, parameters: int) -> str:
+def _precision(plan: AuditPlan, model: build.PixelModel, parameters: int) -> str:
     """Return the plan's precision; for "auto" bf16 where it is faster and the network runs in it."""
     if plan.precision != AUTO:
         return plan.precision
@@ -118,7 +118,7 @@ def _precision(plan: Plan, model: build.PixelModel, parameters: int) -> str:
 
 
 def _prove(
-    model: build.PixelModel, classes: int, clock: Clock, findings: Findings
+    model: build.PixelModel, classes: int, clock: Clock, findings: AuditFindings
 ) -> tuple[build.PixelModel, NetworkBound] | None:
     """Return the network in float64 and its bound; None where the time was over, and in processes
     that do not lead.
@@ -141,9 +141,9 @@ def _classify(
     checkpoint: Checkpoint,
     model: build.PixelModel,
     images: Images,
-    plan: Plan,
+    plan: AuditPlan,
     clock: Clock,
-    findings: Findings,
+    findings: AuditFindings,
 ) -> float:
     """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an
     image.

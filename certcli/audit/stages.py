@@ -11,16 +11,16 @@ from certcli.attack.settings import AttackSettings
 from certcli.audit import judging
 from certcli.audit.attacking import Attacking, attack_by_patch
 from certcli.audit.clock import Clock
-from certcli.audit.findings import Findings
+from certcli.audit.findings import AuditFindings
 from certcli.audit.gates import waits_for
-from certcli.audit.plan import Plan
+from certcli.audit.plan import AuditPlan
 from certcli.audit.shared_stages import together
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.choice import USEFUL
 from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
+from certcli.certify.method_choice import USEFUL
 from certcli.certify.patch.certifier import defended
 from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.functions import Classifier, require_alone
@@ -65,10 +65,10 @@ class Stages:
     checkpoint: Checkpoint
     model: build.PixelModel
     images: Images
-    plan: Plan
+    plan: AuditPlan
     device: torch.device
     clock: Clock
-    findings: Findings
+    findings: AuditFindings
     tell: Callable[[str], None]
     image_seconds: float
     denoiser: PixelDenoiser | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import Node
-from certcli.enclosure.zonotopes.branching import Limit, Search
+from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
 from certcli.enclosure.zonotopes.margins import Further
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.enclosure.zonotopes.trees import Tree
@@ -39,7 +39,7 @@ class Splits:
             entries = rows.flatten(1).argmax(1).tolist()
             classes = [entry + (entry >= label) for entry in entries]
             trees = [self.trees.setdefault(other, Tree()) for other in classes]
-            search = Search(node, rows, limit, trees, note)
+            search = BranchSearch(node, rows, limit, trees, note)
             self.open_units |= bool(search.ascent.units)
             return search.prove()
 
@@ -60,7 +60,8 @@ class Branched:
     """The search of one image. radius, splits: the best so far. interrupted: by Ctrl-C, which ends
     it.
 
-    note: told how much of the seconds is over.
+    Attributes:
+        note: told how much of the seconds is over.
     """
 
     label: int

@@ -28,11 +28,11 @@ OPTIONAL = ("rung", "seconds", "splits")
 class Certificate:
     """radius: pixel l2, rounded down. failure: 0.0 for a proof, alpha for a Monte Carlo statement.
 
-    prediction: None when the method abstains. rung: which of a method's ways it was that gave the
-        radius. seconds: what this
-    image took, 0.0 where images are certified a batch at a time. splits: of the neighbourhood, at
-    signs of units, that its
-    proof takes: class -> tree.
+    Attributes:
+        prediction: None when the method abstains.
+        rung: which of a method's ways it was that gave the radius.
+        seconds: what this image took, 0.0 where images are certified a batch at a time.
+        splits: of the neighbourhood, at signs of units, that its proof takes: class -> tree.
     """
 
     index: int
@@ -83,7 +83,7 @@ class Certificate:
 
 
 @dataclass(frozen=True)
-class Doubt:
+class RecheckSettings:
     """How claims are checked. seed: of noise that nobody who wrote them can have known. level:
     chance, at most, that one test of one claim refutes it although it is true.
     """
@@ -95,23 +95,25 @@ class Doubt:
 class Certifier(ABC):
     """A method made ready for one network: images in, certificates out.
 
-    promise: "proof", or "probability 1 - alpha" (with alpha as a number). arithmetic: of the
-    network that the statement is about ("real", "float64", "float32", "tf32", "bf16", "fp16").
-    domain: the images around x it speaks of, "all" or the "box" [0, 1]. failure: of each
-    certificate, as it states it.
-    parameters: what decides its certificates beside network and images. about: facts for the
-        document. title, statement:
-    what a person reads above and below the table. reading: how a file beside the network was
-        understood, to be said before the run. at_once: images it takes together; None leaves
-    that to the caller.
-    norm: of its radii, "patch" where it speaks of patches. certificate: the type of its records.
-        reach: no radius beyond it
-    can be certified, whatever the network. drawn_to: beyond this radius it ends its search, so that
-    a share says nothing.
-    kept_back: relative, how much less than it found a method states, so that a search on another
-        machine finds it; who
-    checks sets it to 0. remark: what happened on the way that a person should know. within: called
-    in a batch, with the images' worth done.
+    Attributes:
+        promise: "proof", or "probability 1 - alpha" (with alpha as a number).
+        arithmetic: of the network that the statement is about ("real", "float64", "float32",
+            "tf32", "bf16", "fp16").
+        domain: the images around x it speaks of, "all" or the "box" [0, 1].
+        failure: of each certificate, as it states it.
+        parameters: what decides its certificates beside network and images.
+        about: facts for the document.
+        title, statement: what a person reads above and below the table.
+        reading: how a file beside the network was understood, to be said before the run.
+        at_once: images it takes together; None leaves that to the caller.
+        norm: of its radii, "patch" where it speaks of patches.
+        certificate: the type of its records.
+        reach: no radius beyond it can be certified, whatever the network.
+        drawn_to: beyond this radius it ends its search, so that a share says nothing.
+        kept_back: relative, how much less than it found a method states, so that a search on
+            another machine finds it; who checks sets it to 0.
+        remark: what happened on the way that a person should know.
+        within: called in a batch, with the images' worth done.
     """
 
     method: ClassVar[str]
@@ -162,7 +164,9 @@ class Certifier(ABC):
     def attacked(self) -> nn.Module:
         """Pixels -> logits, with gradients: what an attack on the certified classifier climbs on."""
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+    ) -> list[Claim]:
         """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w),
         a row a claim.
 
@@ -187,13 +191,15 @@ class Certifier(ABC):
         """Each record of an earlier run of these very parameters, found again: `confirm`, unless
         draws must be the same.
         """
-        return self.confirm(claims, pixels, Doubt(0, 0.0))
+        return self.confirm(claims, pixels, RecheckSettings(0, 0.0))
 
     def representable(self, images: Tensor) -> Tensor:
         """Return the images that the classifier can be given, in place of these (b, c, h, w)."""
         return images
 
-    def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
+    def stands(
+        self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
+    ) -> list[bool]:
         """Tell whether the classifier still gives the claimed class at images (b, c, h, w) within
         the claimed radii.
         """
@@ -275,9 +281,10 @@ class CertifiedAccuracy:
     """Shares of the images: correct, and certified and correct at each radius; mean radius, wrong
     ones counting 0.
 
-    intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample.
-    abstained: share without a prediction. An infinite radius counts in the shares and is left out
-    of the mean; certificates against patches have none.
+    Attributes:
+        intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample.
+        abstained: share without a prediction. An infinite radius counts in the shares and is left
+            out of the mean; certificates against patches have none.
     """
 
     clean: float

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate, require_logits, whole_batch
-from certcli.certify.executed import ProvingCertifier, as_executed
+from certcli.certify.executed_network import ProvingCertifier, as_executed
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import result_of
@@ -20,7 +20,7 @@ from certcli.lipschitz.network import NetworkBound, prove
 from certcli.lipschitz.propagate import trace_network
 from certcli.models.build import PixelModel, load_double
 from certcli.rounding import ErrorAnalysis
-from certcli.rounding.running import written_out
+from certcli.rounding.running_error import written_out
 from certcli.system.errors import NoBoundError
 
 METHOD = "lipschitz"
@@ -43,8 +43,8 @@ def pair_radii(
 
     K_ij bounds the slope of z_i - z_j, so no image within r_ij changes the sign of this margin; 0
     where it is not positive, infinite for j = i. Every step rounds down; the quotient is multiplied
-    by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and
-    a positive margin never changes. Source: Tsuzuku et al. 2018, Prop. 1, per pair.
+    by 1 - 2^-40. Where w_i = w_j exactly, K_ij = 0 and a positive margin never changes. Source:
+    Tsuzuku et al. 2018, Prop. 1, per pair.
 
     Args:
         errors: How far each logit may lie from that of real arithmetic, (b, k or 1).

@@ -13,11 +13,11 @@ from certcli.certify.branched import Branched, replay
 from certcli.certify.certificate import (
     AGAIN,
     Certificate,
-    Doubt,
+    RecheckSettings,
     require_logits,
     whole_batch,
 )
-from certcli.certify.executed import ProvingCertifier
+from certcli.certify.executed_network import ProvingCertifier
 from certcli.certify.local_options import (
     AUTO,
     BACKWARD,
@@ -63,10 +63,11 @@ Found = tuple[float, str, dict[str, str]]
 class LocalCertifier(ProvingCertifier):
     """What each image's neighbourhood can become, in float64 with every rounding counted.
 
-    symbols: box symbols a tensor may carry from block to block; fewer where memory does not last,
-        which the rung says.
-    steps: radii are tried on a grid of 2^steps points between a radius and its double; 4: 4.4 %
-        from point to point.
+    Attributes:
+        symbols: box symbols a tensor may carry from block to block; fewer where memory does not
+            last, which the rung says.
+        steps: radii are tried on a grid of 2^steps points between a radius and its double; 4: 4.4 %
+            from point to point.
     """
 
     method = METHOD
@@ -273,7 +274,9 @@ class LocalCertifier(ProvingCertifier):
         return torch.cat(parts)
 
     @torch.no_grad()
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+    ) -> list[Claim]:
         """Prove the stated radius again, at once: a search begun elsewhere may end at another
         radius.
         """
@@ -354,7 +357,8 @@ class LocalCertifier(ProvingCertifier):
     ) -> bool:
         """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`.
 
-        further: bounds margins that are not proven without.
+        Args:
+            further: bounds margins that are not proven without.
         """
         try:
             start = self.start(image, radius, in_box=self.domain == "box")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from certcli.certify.options import Options
+from certcli.certify.options import CertifierOptions
 from certcli.certify.proof_options import require_arithmetic
 from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
@@ -22,7 +22,7 @@ SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Local(Options):
+class Local(CertifierOptions):
     """How each image's neighbourhood is enclosed.
 
     Args:

@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.options import Options
-from certcli.certify.recheck import require_possible
+from certcli.certify.options import CertifierOptions
+from certcli.certify.record_check import require_possible
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.records import RecordFile, Run
 from certcli.images.labelled import Images
@@ -66,7 +66,10 @@ METHODS = Registry(
 
 
 def prepare(
-    method: str, checkpoint: Checkpoint, device: torch.device, options: Options | None = None
+    method: str,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    options: CertifierOptions | None = None,
 ) -> Certifier:
     """Return the method of that name, made ready for the checkpoint, by its own options or its
     defaults.
@@ -79,11 +82,11 @@ def prepare(
     return made_ready(checkpoint, device, options_of(method, {}) if options is None else options)
 
 
-def options_of(method: str, values: Mapping[str, Any]) -> Options:
+def options_of(method: str, values: Mapping[str, Any]) -> CertifierOptions:
     """Return the method's options from plain values (`Options.of`): its `prepare` names their
     class.
     """
-    kind: type[Options] = get_type_hints(METHODS.load(method))["options"]
+    kind: type[CertifierOptions] = get_type_hints(METHODS.load(method))["options"]
     return kind.of(values)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 
 @dataclass(frozen=True)
-class Options:
+class CertifierOptions:
     """The options of a method that has none. Another method inherits, and annotates its options
     with `Option`.
     """

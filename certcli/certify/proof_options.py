@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from certcli.certify.options import Options
+from certcli.certify.options import CertifierOptions
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 from certcli.system.registry import one_of
@@ -13,7 +13,7 @@ ARITHMETICS = (REAL, "float64", "float32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Proof(Options):
+class Proof(CertifierOptions):
     """What proven certificates speak of.
 
     Args:

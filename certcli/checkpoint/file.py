@@ -18,7 +18,7 @@ from certcli.checkpoint import shards
 from certcli.checkpoint.git_lfs import require_no_pointer
 from certcli.checkpoint.header import read_safetensors
 from certcli.checkpoint.outputs import orphans
-from certcli.checkpoint.record import KEY, Evidence, Record, Step, versions
+from certcli.checkpoint.record import KEY, Evidence, LineageStep, Record, versions
 from certcli.checkpoint.shipped import shipped_path
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
@@ -80,7 +80,7 @@ class Checkpoint:
         """Return the checkpoint after one more step; `changes` are new values of the record's
         fields.
         """
-        step = Step(command, dict(parameters), seed, versions(), self.digest)
+        step = LineageStep(command, dict(parameters), seed, versions(), self.digest)
         record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
         return Checkpoint(dict(tensors), record)
 

@@ -37,7 +37,7 @@ from certcli.system.errors import CheckpointError, Refused, one_line
 KEY = "certvit"
 SCHEMA = 1
 SEEN = "seen"
-"""The parameter of a step with the digests of the images it used (`certcli.evaluation.seen`)."""
+"""The parameter of a step with the digests of the images it used (`certcli.evaluation.training_images`)."""
 MEAN = "mean"
 """The step that makes one network of several, whose lineages come before it, one after the other."""
 
@@ -72,7 +72,7 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class Step:
+class LineageStep:
     """One command that made these tensors from the parent's."""
 
     command: Name
@@ -112,7 +112,7 @@ class Record:
     class_names: Annotated[tuple[Text, ...], Meta(max_length=MOST_CLASSES)] | None = None
     dataset: Dataset | None = None
     surgery: Annotated[tuple[Replacement, ...], Meta(max_length=4 * MOST_LAYERS)] = ()
-    lineage: Annotated[tuple[Step, ...], Meta(max_length=10_000)] = ()
+    lineage: Annotated[tuple[LineageStep, ...], Meta(max_length=10_000)] = ()
     evidence: Annotated[tuple[Evidence, ...], Meta(max_length=1000)] = ()
     foreign: Mapping[str, str] = field(default_factory=dict)
 

@@ -209,7 +209,8 @@ def run(started: float | None = None) -> None:
     """Run the command line; every failure is one line and a documented exit code
     (docs/exit-codes.md).
 
-    started: the begin of the process, on the clock of `time.perf_counter`.
+    Args:
+        started: the begin of the process, on the clock of `time.perf_counter`.
     """
     Sink.invocation = Invocation(started=started, silent=not _others().leads)
     if sys.__stderr__ is not None:

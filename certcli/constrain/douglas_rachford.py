@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from certcli.constrain.methods import PENALTIES
-from certcli.constrain.one_group import GroupSolution, State, one_group
 from certcli.constrain.projection import ROUNDING, Eigenbasis, eigenbasis, project, pull_inside
 from certcli.constrain.prox import Penalty
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.single_ellipsoid import GroupSolution, State, one_group
 from certcli.constrain.statistics import LayerStatistics, energy
 
 ROUNDS = 15

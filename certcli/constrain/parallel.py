@@ -12,10 +12,10 @@ from torch import Tensor
 
 from certcli.constrain.douglas_rachford import constrain_matrix, penalty_of
 from certcli.constrain.methods import METHODS, PENALTIES
-from certcli.constrain.one_group import roughly
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.relu import RectifiedStatistics
 from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.single_ellipsoid import roughly
 from certcli.constrain.statistics import LayerStatistics
 from certcli.system.errors import UsageError
 

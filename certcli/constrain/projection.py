@@ -64,8 +64,7 @@ def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float
     t = 0 is within.
 
     Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from 0, left of the
-    root, the iterates
-    increase to it. Source: More & Sorensen 1983.
+    root, the iterates increase to it. Source: More & Sorensen 1983.
     """
     if energies.sum() <= radius:
         return 0.0

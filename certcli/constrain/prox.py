@@ -2,9 +2,9 @@
 float64 advised.
 
 prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. Singular values
-come from the Gram matrix
-of the short side: eigenvalues of a 192 x 192 matrix take a fifth of the time of singular values of
-a 192 x 768 matrix, and the singular values above the level, the only ones used, keep full accuracy.
+come from the Gram matrix of the short side: eigenvalues of a 192 x 192 matrix take a fifth of the
+time of singular values of a 192 x 768 matrix, and the singular values above the level, the only
+ones used, keep full accuracy.
 """
 
 from collections.abc import Callable
@@ -42,10 +42,9 @@ class LeadingSpectral:
     """`spectral` for matrices that follow each other closely, by one step of subspace iteration.
 
     Only the singular values above the level matter: 1 to 15 % of them where constraining changes
-    little. Their vectors,
-    and half as many more, start from those of the call before: Z <- W W^T V, orthogonalised, then
-    the exact map on the Rayleigh-Ritz values. The call is exact where the residual of the vectors
-    would move the result by more than 1 % of
+    little. Their vectors, and half as many more, start from those of the call before: Z <- W W^T V,
+    orthogonalised, then the exact map on the Rayleigh-Ritz values. The call is exact where the
+    residual of the vectors would move the result by more than 1 % of
     |W - prox(W)|, or where it needs all vectors or a quarter of the short side. Douglas-Rachford tolerates such an error,
     because its projection is exact and its gap measured: on the layers of a ViT-Tiny it took the
     same number of iterations to objectives equal to 1e-4. Source: Halko, Martinsson & Tropp 2011,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from certcli.constrain.douglas_rachford import ConstrainedMatrix
-from certcli.constrain.one_group import TURNS, State, balance
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.prox import clip, singular_values
 from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.single_ellipsoid import TURNS, State, balance
 from certcli.constrain.statistics import LayerStatistics, energy
 
 RELAXATION = 1.5

@@ -36,7 +36,7 @@ from certcli.constrain.layers import (
     sampled,
     visiting,
 )
-from certcli.constrain.trunk import ResumedStream, Trunk
+from certcli.constrain.resumed_forward import ResumedStream, Trunk
 from certcli.system.errors import DataError, UsageError
 
 MOST_ETA = 0.999

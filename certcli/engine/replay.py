@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.follow import Operation, first_difference, followed, shadowed, steps_of
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
 from certcli.engine.tracer import Untraceable, reason_of
+from certcli.engine.watched_run import Operation, first_difference, followed, shadowed, steps_of
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0

@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _module
 
-from certcli.engine.moves import Moved
+from certcli.engine.derived_constants import Moved
 from certcli.engine.pinned import patched
 from certcli.engine.table import RuleTable
-from certcli.engine.tracer import Scope, Tracer, Untraceable, reason_of
+from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, reason_of
 from certcli.models.build import own_name
 
 
@@ -22,13 +22,14 @@ class Trace:
     """The graph, the values of its constants, the module calls it came from, and the logits of the
     traced example.
 
-    made: how the network made those constants that are not its own.
+    Attributes:
+        made: how the network made those constants that are not its own.
     """
 
     root: nn.Module
     graph: fx.Graph
     constants: Mapping[str, Any]
-    scopes: tuple[Scope, ...]
+    scopes: tuple[ModuleScope, ...]
     result: Tensor
     made: Moved
 

@@ -3,9 +3,8 @@ of one).
 
 timm's control flow on shapes runs as it does in use. A network that reads a value back into Python
 (`.item()`, `bool(tensor)`) is refused, because the graph would hold the example's value. torch's
-version counters track tensors that
-are overwritten in place: a later use of the old value is refused, because the graph would not show
-the change.
+version counters track tensors that are overwritten in place: a later use of the old value is
+refused, because the graph would not show the change.
 """
 
 import operator
@@ -41,7 +40,7 @@ class Untraceable(Exception):
 
 
 @dataclass(frozen=True)
-class Scope:
+class ModuleScope:
     """A call of a module that is not a leaf: the nodes that enter and leave it, for the per-block
     report.
     """
@@ -127,7 +126,7 @@ def _holds_proxy(value: Any) -> bool:
 class _State:
     constants: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
-    scopes: list[Scope] = field(default_factory=list)
+    scopes: list[ModuleScope] = field(default_factory=list)
     stack: list[str] = field(default_factory=list)
     entered: bool = False
     recording: bool = False
@@ -208,7 +207,7 @@ class Tracer(fx.Tracer):
             ) from failure
         self.state.stack.pop()
         leave = result.node if isinstance(result, Proxy) else None
-        self.state.scopes.append(Scope(name, type(m).__name__, entry, leave))
+        self.state.scopes.append(ModuleScope(name, type(m).__name__, entry, leave))
         return result
 
     def create_proxy(

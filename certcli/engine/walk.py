@@ -32,11 +32,13 @@ class Unproven:
 class Call:
     """One node of the graph as its rule sees it.
 
-    path: the module at hand, by its name in the checkpoint (for an operation: the module in whose
-        forward it stands).
-    kind: the module's type, or the operation's name. shape, dtype: of the result in the traced
-    forward pass, which had a batch of one; shape is a list of shapes for an operation that returns
-    several tensors. node: the node itself.
+    Attributes:
+        path: the module at hand, by its name in the checkpoint (for an operation: the module in
+            whose forward it stands).
+        kind: the module's type, or the operation's name.
+        shape, dtype: of the result in the traced forward pass, which had a batch of one; shape is a
+            list of shapes for an operation that returns several tensors.
+        node: the node itself.
     """
 
     path: str

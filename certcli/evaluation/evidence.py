@@ -351,8 +351,9 @@ def count_of(share: float, images: int) -> int:
 def as_json(entry: Evidence, network: str) -> Json:
     """An entry for programs: its closed structure, and which of its fields nothing recomputes.
 
-    network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry about
-        another network.
+    Args:
+        network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry
+            about another network.
     """
     about: Json = {"command": command_of(entry), "digest": entry.digest}
     try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.record import Record
-from certcli.evaluation.doubts import image_doubts
+from certcli.evaluation.image_doubts import image_doubts
 from certcli.evaluation.intervals import share_interval, upper_confidence
 from certcli.images import datasets
 from certcli.images.calibration import DIGITS, PHOTOGRAPHS

@@ -32,10 +32,12 @@ NETWORK = "network"
 class Run:
     """All that decides the records of a file: two runs that are equal write the same records.
 
-    checkpoint: digest of the network's function. method: of certificates, or the attacks in order.
+    Attributes:
+        checkpoint: digest of the network's function.
+        method: of certificates, or the attacks in order.
         norm: of the radii;
-    radii: at which images were attacked, empty for certificates, which find their own. parameters:
-        of the method.
+        radii: at which images were attacked, empty for certificates, which find their own.
+        parameters: of the method.
     """
 
     command: str
@@ -129,10 +131,9 @@ class RecordFile:
 
     keys: the fields that say which record a line is. With `resume` the lines of an existing file
     are handed out again by `take`; from the first one that is missing on, the file is written anew.
-    UsageError when the file exists (without force
-    or resume) or belongs to another run: the difference is named. network: what was assumed in
-    reading the checkpoint, for the header; it decides nothing, since the digest says which function
-    was judged.
+    UsageError when the file exists (without force or resume) or belongs to another run: the
+    difference is named. network: what was assumed in reading the checkpoint, for the header; it
+    decides nothing, since the digest says which function was judged.
 
     Attributes:
         taken: records that `take` handed out again.
@@ -292,7 +293,8 @@ def require_same_images(
     """DataError when a record speaks of other pixels, another label or another file than the image
     with its index.
 
-    all_of_them: also when it speaks of an image that is not among these.
+    Args:
+        all_of_them: also when it speaks of an image that is not among these.
     """
     labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
     for row in rows:

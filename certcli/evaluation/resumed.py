@@ -35,7 +35,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RecordBatch:
     """Records of a file that are computed together. hits: how many of them meet the gate."""
 
     records: int
@@ -43,7 +43,7 @@ class Piece:
 
 
 def compute_again(
-    pieces: Sequence[Piece],
+    pieces: Sequence[RecordBatch],
     disagreements: Callable[[Sequence[int]], Iterable[str]],
     *,
     gate: bool,

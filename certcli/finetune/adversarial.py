@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.finetune.settings import FinetuneSettings
 from certcli.models.build import PixelModel
 from certcli.system.errors import UsageError

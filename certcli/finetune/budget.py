@@ -39,7 +39,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The optimiser steps of the whole run, and the number of validation images; None: all."""
 
     steps: int
@@ -72,7 +72,7 @@ def measure_steps(step: Callable[[], object], budget: float) -> float:
     return statistics.fmean(seconds)
 
 
-def affordable_steps(available: float, costs: Costs, batches: int, validation: int) -> Plan:
+def affordable_steps(available: float, costs: Costs, batches: int, validation: int) -> TrainingPlan:
     """Return the most steps with steps * step + epochs * (evaluation + saving) + proof <= MARGIN *
     available, at least 1.
 
@@ -95,7 +95,9 @@ def affordable_steps(available: float, costs: Costs, batches: int, validation: i
     whole = int(max(0.0, time_left) // (batches * costs.step + around))
     rest = time_left - whole * (batches * costs.step + around) - around
     first_steps = min(batches - 1, int(max(0.0, rest) / costs.step))
-    return Plan(max(1, whole * batches + first_steps), None if images == validation else images)
+    return TrainingPlan(
+        max(1, whole * batches + first_steps), None if images == validation else images
+    )
 
 
 def changed_total(step: int, total: int, pace: float, time_left: float, batches: int) -> int:
@@ -133,7 +135,8 @@ def share_done(step: int, total: int, changes: Sequence[tuple[int, int]] = ()) -
     """Return the share of the schedule before a step: linear in the steps, and continuous where the
     plan changed.
 
-    changes: for each earlier plan, the step at which it ended and the total that it had.
+    Args:
+        changes: for each earlier plan, the step at which it ended and the total that it had.
     """
     start = 0
     done = 0.0

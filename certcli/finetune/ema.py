@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from certcli.finetune.shards import Rows, Stored, is_sharded, own, put
+from certcli.finetune.shards import LocalRows, Stored, is_sharded, own, put
 from certcli.finetune.stiefel import retract
 from certcli.system.processes import ALONE, Team
 
@@ -57,7 +57,7 @@ class Average:
 
     def state(self) -> dict[str, Stored]:
         weights = {
-            f"w.{name}": Rows(own(value).cpu(), value.shape) if is_sharded(value) else value
+            f"w.{name}": LocalRows(own(value).cpu(), value.shape) if is_sharded(value) else value
             for name, value in self.weights.items()
         }
         return {"updates": torch.tensor(self.updates), **weights}

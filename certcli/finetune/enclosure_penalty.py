@@ -41,7 +41,7 @@ _CURVED = (nn.GELU, nn.SiLU, nn.Mish, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
 @dataclass(frozen=True)
-class Reading:
+class NonlinearInput:
     """The input of one nonlinear place for both halves of a batch: (2 b, ..., d). eps: a norm's."""
 
     place: str
@@ -87,7 +87,7 @@ class EnclosurePenalty:
         return total
 
 
-def _squared_slopes(reading: Reading, pixels: int) -> Tensor:
+def _squared_slopes(reading: NonlinearInput, pixels: int) -> Tensor:
     """Return n (A e)^2 of each entry; of a norm's input relative to the token's length."""
     values = reading.values
     if reading.place != "activation":
@@ -111,9 +111,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[list[Reading]]:
+def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
     """Record the input of every nonlinear place of the forward passes inside the block."""
-    readings: list[Reading] = []
+    readings: list[NonlinearInput] = []
     hooks = []
     for place, module in _places(model):
         if place == "softmax":
@@ -128,15 +128,17 @@ def _recorded(model: nn.Module) -> Iterator[list[Reading]]:
             hook.remove()
 
 
-def _input_reader(place: str, readings: list[Reading]) -> Callable[[Any, Any], None]:
+def _input_reader(place: str, readings: list[NonlinearInput]) -> Callable[[Any, Any], None]:
     def read(module: Any, arguments: Any) -> None:
         eps = float(module.eps) if place == "norm" else 0.0
-        readings.append(Reading(place, arguments[0], eps))
+        readings.append(NonlinearInput(place, arguments[0], eps))
 
     return read
 
 
-def _score_reader(attention: Any, readings: list[Reading]) -> Callable[[Any, Any, Tensor], None]:
+def _score_reader(
+    attention: Any, readings: list[NonlinearInput]
+) -> Callable[[Any, Any, Tensor], None]:
     """Read what softmax is taken of from the output of timm's `qkv`: (b, n, 3 d) -> (b, h, n, n)."""
 
     def read(module: Any, arguments: Any, output: Tensor) -> None:
@@ -147,6 +149,6 @@ def _score_reader(attention: Any, readings: list[Reading]) -> Callable[[Any, Any
         if isinstance(attention, Attention):
             query = attention.q_norm(query)
             key = attention.k_norm(key)
-        readings.append(Reading("softmax", attention.scale * query @ key.transpose(-1, -2)))
+        readings.append(NonlinearInput("softmax", attention.scale * query @ key.transpose(-1, -2)))
 
     return read

@@ -10,8 +10,8 @@ from torch import Generator, Tensor
 
 from certcli.finetune.settings import BANDS, SQUARES
 from certcli.models.build import PixelModel
-from certcli.models.seen_part import AUTO, seen_part
 from certcli.models.views import band_views, square_views
+from certcli.models.visible_part import AUTO, seen_part
 
 
 class Hiding:

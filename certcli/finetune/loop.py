@@ -68,8 +68,9 @@ class Epoch:
     """One epoch: mean training loss, validation clean accuracy, and the share certified *by the
     estimate*.
 
-    masked: accuracy where a part of each validation image is seen, of runs that train on parts.
-    noisy: accuracy under the noise of the training, of runs under noise.
+    Attributes:
+        masked: accuracy where a part of each validation image is seen, of runs that train on parts.
+        noisy: accuracy under the noise of the training, of runs under noise.
     """
 
     epoch: int

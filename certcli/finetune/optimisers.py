@@ -39,8 +39,7 @@ def make_optimisers(
         return [torch.optim.AdamW(free, lr=settings.lr, weight_decay=settings.weight_decay)]
     # The free part (biases, residual weights, head) carries the network's scale: decay would fight
     # the margin. Residual weights enter the bound as products over all blocks: they must move as
-    # fast as the
-    # margin does.
+    # fast as the margin does.
     groups = [
         {"params": [p for p in free if p.dim() > 0], "lr": settings.lr},
         {"params": [p for p in free if p.dim() == 0], "lr": SCALAR_RATE * settings.lr},

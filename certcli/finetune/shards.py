@@ -3,7 +3,7 @@ optimiser state.
 
 PyTorch's FSDP2 (`fully_shard`) gathers the weights block by block for a pass, and frees them again.
 A sharded parameter is a DTensor, its rows dealt as `torch.chunk` deals them. `own` gives this
-process's rows in the same memory, `Rows` is a copy of them with the shape of the whole.
+process's rows in the same memory, `LocalRows` is a copy of them with the shape of the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIMISERS = ("adamw", "sgd")
 
 
 @dataclass(frozen=True)
-class Rows:
+class LocalRows:
     """This process's rows of a tensor of `shape`, on the CPU."""
 
     rows: Tensor
@@ -39,7 +39,7 @@ class Rows:
         return torch.empty(self.shape, dtype=self.rows.dtype, device="meta")
 
 
-Stored = Tensor | Rows
+Stored = Tensor | LocalRows
 
 
 def require_shardable(settings: FinetuneSettings, team: Team) -> None:
@@ -205,14 +205,14 @@ def let_go(net: nn.Module) -> None:
 def stored_copy(value: Tensor) -> Stored:
     """Return a copy on the CPU; for a sharded tensor, of this process's rows."""
     copy = own(value).detach().cpu().clone()
-    return Rows(copy, value.shape) if is_sharded(value) else copy
+    return LocalRows(copy, value.shape) if is_sharded(value) else copy
 
 
 def stored_as(value: Tensor, stored: Stored, team: Team) -> Stored:
     """Return `stored`, whole or rows, in the form that `stored_copy(value)` has."""
-    if isinstance(stored, Rows) or not is_sharded(value):
+    if isinstance(stored, LocalRows) or not is_sharded(value):
         return stored
-    return Rows(_rows(stored, team).clone(), value.shape)
+    return LocalRows(_rows(stored, team).clone(), value.shape)
 
 
 @torch.no_grad()
@@ -223,7 +223,7 @@ def put(value: Tensor, stored: Stored, team: Team) -> None:
             f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected"
         )
     here = own(value)
-    if isinstance(stored, Rows):
+    if isinstance(stored, LocalRows):
         here.copy_(stored.rows)
     else:
         here.copy_(_rows(stored, team) if is_sharded(value) else stored)
@@ -245,9 +245,9 @@ def whole(
     """
     tensors: dict[str, Tensor] = {}
     for name, value in stored.items():
-        tensor = team.join(value.rows, value.shape) if isinstance(value, Rows) else value
+        tensor = team.join(value.rows, value.shape) if isinstance(value, LocalRows) else value
         if tensor is not None and team.leads:
-            tensors[name] = keep(tensor) if isinstance(value, Rows) else tensor
+            tensors[name] = keep(tensor) if isinstance(value, LocalRows) else tensor
     return tensors
 
 
@@ -288,8 +288,10 @@ class Shares:
             gradient.mul_(factor.to(gradient.dtype))
 
     def stored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimiser's state with `Rows` in place of tensors of rows."""
-        return self._changed(state, lambda tensor, like: Rows(tensor.detach().cpu(), like.shape))
+        """Return the optimiser's state with `LocalRows` in place of tensors of rows."""
+        return self._changed(
+            state, lambda tensor, like: LocalRows(tensor.detach().cpu(), like.shape)
+        )
 
     def own_of(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return this process's part of an optimiser's state with whole tensors. RuntimeError for

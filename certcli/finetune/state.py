@@ -16,7 +16,7 @@ from torch import Tensor
 from certcli.checkpoint.schema import TrainingFields
 from certcli.checkpoint.states import read_state, write_state
 from certcli.checkpoint.writer import in_file_order
-from certcli.finetune.shards import Rows, Stored
+from certcli.finetune.shards import LocalRows, Stored
 from certcli.system.errors import CheckpointError, OutputError
 from certcli.system.processes import ALONE, Team
 
@@ -69,7 +69,7 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
         for index, values in optimiser["state"].items():
             entries[str(index)] = {}
             for name, value in values.items():
-                if isinstance(value, Tensor | Rows):
+                if isinstance(value, Tensor | LocalRows):
                     tensors[f"optimiser.{number}.{index}.{name}"] = value
                 else:
                     entries[str(index)][name] = value
@@ -77,13 +77,14 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
     about = {name: getattr(state, name) for name in PLAIN}
     about |= {"optimisers": structure, "parts": sorted(state.parts)}
     likes = {
-        name: value.like if isinstance(value, Rows) else value for name, value in tensors.items()
+        name: value.like if isinstance(value, LocalRows) else value
+        for name, value in tensors.items()
     }
 
     def joined() -> Iterator[Tensor]:
         for name in in_file_order(likes):
             value = tensors[name]
-            tensor = team.join(value.rows, value.shape) if isinstance(value, Rows) else value
+            tensor = team.join(value.rows, value.shape) if isinstance(value, LocalRows) else value
             yield torch.empty(0) if tensor is None else tensor
 
     coming = joined()

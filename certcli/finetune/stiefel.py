@@ -7,9 +7,8 @@ W (m, n) with m >= n and W^T W = I (else its transpose). One step:
                        Gram matrix, and U <- U - W sym(W^T U), for M Q need not be tangent
   retraction           W <- (W - lr U) / sqrt(1 + lr^2), and every `RETRACT_EVERY`th step W <- W (1.5 I - 0.5 W^T W)
 U is tangent with singular values near 1, so (W - lr U)^T (W - lr U) = I + lr^2 U^T U is near (1 +
-lr^2) I, and the cubic
-step removes the rest. Coefficients of the quintic: Jordan et al. 2024 (Muon). The cubic step is
-Newton-Schulz's for the polar factor.
+lr^2) I, and the cubic step removes the rest. Coefficients of the quintic: Jordan et al. 2024
+(Muon). The cubic step is Newton-Schulz's for the polar factor.
 
 Products of two tall matrices and U are in bfloat16 where the machine multiplies that fastest (AMX,
 AVX512-BF16, tensor cores). Weights, momentum, retractions and the Newton-Schulz steps keep the
@@ -162,8 +161,8 @@ def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
     """Return T Q with Q ~ (T^T T)^(-1/2), whose singular values are near 1: (c, m, n).
 
     The Gram matrix G is divided by its trace and then by ||G^2||_F^(1/2) >= ||G||_2, which bounds
-    the norm far more closely
-    where many singular values are alike: the iteration starts near 1 without another product.
+    the norm far more closely where many singular values are alike: the iteration starts near 1
+    without another product.
 
     Args:
         fast: dtype of the product with Q.

@@ -43,7 +43,9 @@ class Charge:
 class Walk:
     """The state that all calls of one walk share.
 
-    settled: id(value) -> (the value, kept so that no other gets its id; the value after settling).
+    Attributes:
+        settled: id(value) -> (the value, kept so that no other gets its id; the value after
+            settling).
     """
 
     arith: Arithmetic

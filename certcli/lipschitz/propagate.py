@@ -14,7 +14,7 @@ from torch import fx, nn
 import certcli.lipschitz.rules  # noqa: F401 (registers every rule)
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, example_of, trace_model
-from certcli.engine.tracer import Scope
+from certcli.engine.tracer import ModuleScope
 from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.context import Charge, Context, Walk
@@ -36,7 +36,7 @@ class Propagation:
     """
 
     logits: Value
-    scopes: tuple[tuple[Scope, Scalar, Scalar], ...]
+    scopes: tuple[tuple[ModuleScope, Scalar, Scalar], ...]
     context: Context
 
     @property
@@ -86,7 +86,7 @@ class GlobalDomain(Domain):
         if settled is not None:
             self.bases[node] = settled[1].base
 
-    def scopes(self, traced: Trace) -> Iterator[tuple[Scope, Scalar, Scalar]]:
+    def scopes(self, traced: Trace) -> Iterator[tuple[ModuleScope, Scalar, Scalar]]:
         """Yield each call of a module with the constants of its input and output."""
         for scope in traced.scopes:
             if scope.entry is not None and scope.exit is not None:

@@ -19,7 +19,7 @@ from timm.models.vision_transformer import Block, ResPostBlock
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
-from certcli.models.reading import Fact, Reading
+from certcli.models.provenance import Fact, Reading
 from certcli.models.weights import load_weights
 from certcli.system.errors import ArchitectureError
 

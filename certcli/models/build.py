@@ -22,8 +22,8 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
 from certcli.checkpoint.schema import is_name, require_statistics, surgery_arguments
-from certcli.models.limits import Building
-from certcli.models.reading import NOTHING_ASSUMED, Reading
+from certcli.models.build_limits import Building
+from certcli.models.provenance import NOTHING_ASSUMED, Reading
 from certcli.models.weights import load_weights
 from certcli.nn import words
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm

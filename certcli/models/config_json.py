@@ -20,7 +20,7 @@ from certcli.checkpoint.record import Record
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
 from certcli.models.folder import HUB_NAMES
-from certcli.models.hints import Hints
+from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError
 
 CONFIG = "config.json"

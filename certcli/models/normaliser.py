@@ -8,8 +8,8 @@ from pathlib import Path
 
 from certcli.checkpoint.schema import require_statistics
 from certcli.models.converters.wrapping import Normaliser
-from certcli.models.hints import Hints
-from certcli.models.reading import Reading
+from certcli.models.overrides import Hints
+from certcli.models.provenance import Reading
 from certcli.system.errors import ArchitectureError, Refused
 
 

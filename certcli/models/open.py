@@ -25,7 +25,7 @@ from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
 from certcli.models.advice import advice
-from certcli.models.appearance import appearance
+from certcli.models.architecture_clues import appearance
 from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import (
@@ -47,10 +47,10 @@ from certcli.models.converters.wrapping import (
     unwrapped,
 )
 from certcli.models.folder import weights_of
-from certcli.models.hints import Hints
 from certcli.models.hub import cache_if_unreachable, fetched, reason_of
 from certcli.models.normaliser import read_with, with_statistics
-from certcli.models.reading import Fact
+from certcli.models.overrides import Hints
+from certcli.models.provenance import Fact
 from certcli.models.weights import require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,

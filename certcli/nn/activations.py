@@ -17,8 +17,8 @@ class MaxMin(nn.Module):
     2m).
 
     A permutation of coordinates at every point, hence an isometry piece by piece: Lipschitz
-    constant 1 in l2, and no
-    gradient norm is lost. Source: Anil, Lucas, Grosse 2019 (GroupSort with groups of two).
+    constant 1 in l2, and no gradient norm is lost. Source: Anil, Lucas, Grosse 2019 (GroupSort with
+    groups of two).
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ class ConvAttention(AttentionReplacement):
     d).
 
     One kernel (head_dim, d, 3) a head; the heads side by side are one convolution. The class token,
-    where there is one,
-    is the first of the sequence. Source: the token mixing of CoViT as CertViT compares with it.
+    where there is one, is the first of the sequence. Source: the token mixing of CoViT as CertViT
+    compares with it.
     """
 
     title = "a convolution over tokens"

@@ -39,10 +39,9 @@ class FloorNorm(nn.Module):
     (..., d).
 
     A LayerNorm whose deviation never falls below `floor` > 0; above it, LayerNorm with eps = 0. P x
-    / max(s, floor) is
-    the projection of P x to the ball of radius sqrt(d) floor, divided by floor: slope 1 / floor,
-    rows within sqrt(d).
-    The floor is a buffer: stored with the weights, read by the bound, not trained.
+    / max(s, floor) is the projection of P x to the ball of radius sqrt(d) floor, divided by floor:
+    slope 1 / floor, rows within sqrt(d). The floor is a buffer: stored with the weights, read by
+    the bound, not trained.
     """
 
     floor: Tensor

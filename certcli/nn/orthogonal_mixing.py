@@ -95,9 +95,8 @@ class ChannelRoll(nn.Module):
     (b, side^2, d) -> the same.
 
     A permutation of entries: Lipschitz constant 1. A linear layer behind it maps each token's own
-    first quarter, and the
-    other quarters of three neighbours: a window of 2 x 2 tokens. Source: LipNeXt (Hu et al. 2026);
-    here both axes. With `back` the channels move up and left.
+    first quarter, and the other quarters of three neighbours: a window of 2 x 2 tokens. Source:
+    LipNeXt (Hu et al. 2026); here both axes. With `back` the channels move up and left.
     """
 
     def __init__(self, side: int, width: int, back: bool = False) -> None:

@@ -19,8 +19,8 @@
   exchange channels before each layer.
 - `certvit_lip_pyramid_cifar10_small` (1.3 million weights), `_base` (2.2) and `_large` (6.8):
   rolled channels in stages (`widths`, `depths`), 2 x 2 tokens merged between them, and the length
-  of each channel over windows of tokens before the
-  head. Without a size in its name: the one before these, 1.4 million.
+  of each channel over windows of tokens before the head. Without a size in its name: the one before
+  these, 1.4 million.
 - `certvit_lip_attention_mnist`: `certvit_lip_mnist` with hard attention between linear maps of each
   place, and one linear
   layer over all tokens: it needs its attention. `--arch-arg mixing=soft` makes that softmax, `none`

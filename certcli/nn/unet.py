@@ -204,7 +204,8 @@ class DownBlock(nn.Module):
 class UpBlock(nn.Module):
     """Residual blocks, each with a skip beside its input, then a step to twice the resolution.
 
-    skips: widths of the skips, in the order in which they are taken.
+    Attributes:
+        skips: widths of the skips, in the order in which they are taken.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.images.labelled import OWN
 from certcli.report import compare
 from certcli.report.document import Audit, Share
-from certcli.report.page import Command, Constant, Gallery, HtmlPage, Mark, PlotLine, Table
+from certcli.report.page import Command, Gallery, HtmlPage, LayerConstant, Mark, PlotLine, Table
 from certcli.report.shares import COLUMNS, NUMBERS, share_rows
 
 NOTE = (
@@ -82,7 +82,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         curves=list(curves(audit)),
         curve_note=NOTE,
         constants=[
-            Constant(
+            LayerConstant(
                 block.path or "(network)", block.log10, block.text, f"{block.kind}. {block.why}"
             )
             for block in (bound.blocks if bound is not None else [])

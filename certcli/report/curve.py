@@ -17,8 +17,9 @@ def draw_certified(
     """certified: label -> certified radius of each image, negative where it is misclassified, the
     same images for all.
 
-    attacked: radius -> share of these very images that withstood every attack there; radius 0 is
-        the clean share.
+    Args:
+        attacked: radius -> share of these very images that withstood every attack there; radius 0
+            is the clean share.
     """
     count = len(next(iter(certified.values())))
     end = 1.15 * max([farthest, *attacked]) or 1.0

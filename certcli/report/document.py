@@ -3,8 +3,7 @@ docs/schema/audit.json.
 
 Shares carry the number of images they are shares of. A value that was not measured is absent
 (null), never 0; `skipped` says why; `doubts` why its numbers may say little. `upper` is the string
-"inf" where float64 is too small for the bound or where
-there is none: `upper_finite` says which.
+"inf" where float64 is too small for the bound or where there is none: `upper_finite` says which.
 """
 
 import json
@@ -108,8 +107,9 @@ class CertifiedShares(_Part):
     """Certificates of one method on the first images. failure: chance that one certificate is
     wrong; 0 for a proof.
 
-    about: which network the statement is about. parameters, limit, seed: what `certify` needs to
-        find the same again.
+    Attributes:
+        about: which network the statement is about. parameters, limit, seed: what `certify` needs
+            to find the same again.
     """
 
     method: str
@@ -133,8 +133,9 @@ class PatchShares(_Part):
     """Certificates of the classifier that is defended against patches (`certify --method patch`),
     for each size of them.
 
-    clean, certified: of the defended classifier. Its shares are not comparable with those at a
-        radius.
+    Attributes:
+        clean, certified: of the defended classifier. Its shares are not comparable with those at a
+            radius.
     """
 
     procedure: str
@@ -152,7 +153,8 @@ class AttackShares(_Part):
     """What attacks left, in turn, at ascending radii. fooled: of the correct images, how many fell
     at each radius.
 
-    fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
+    Attributes:
+        fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
     """
 
     attacks: list[str]
@@ -264,10 +266,13 @@ class Change(_Part):
 class Audit(_Part):
     """The document of `certvit audit --json` and `--report FILE.json`.
 
-    headline: the answer in one sentence. points: the same in three lines: attacked, proven, and
-        what else holds.
-    scale: how large the radius is. reference: the same figures of a published network.
-    date: UTC, ISO 8601. changes: against the audit of --compare.
+    Attributes:
+        headline: the answer in one sentence.
+        points: the same in three lines: attacked, proven, and what else holds.
+        scale: how large the radius is.
+        reference: the same figures of a published network.
+        date: UTC, ISO 8601.
+        changes: against the audit of --compare.
     """
 
     schema: Literal[1]

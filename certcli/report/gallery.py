@@ -16,7 +16,8 @@ class AttackedImage:
     """One image before one network: images (c, h, w) in [0, 1], c = 1 or 3, and the words below
     them.
 
-    as_file: whether the found class is that of the image as an 8-bit file, too.
+    Attributes:
+        as_file: whether the found class is that of the image as an 8-bit file, too.
     """
 
     image: Tensor

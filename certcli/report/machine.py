@@ -34,7 +34,7 @@ ANNOTATIONS = {"none": "notice", "note": "notice", "warning": "warning", "error"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AuditOutcome:
     """What an audit tells another program. subject: what stays the same from run to run.
 
     Args:
@@ -47,24 +47,24 @@ class Outcome:
     level: str = "note"
 
 
-def outcomes(audit: Audit) -> Iterator[Outcome]:
+def outcomes(audit: Audit) -> Iterator[AuditOutcome]:
     """Yield each gate by its verdict, then what an audit warns of as notes."""
     for row in audit.gate.judged:
-        yield Outcome("certvit/gate", row.reason, row.fail_on, LEVELS[row.verdict])
+        yield AuditOutcome("certvit/gate", row.reason, row.fail_on, LEVELS[row.verdict])
     proofs = [shares.certified for shares in audit.certificates if shares.failure == 0]
     proofs += [] if audit.patched is None else [audit.patched.certified]
     certified = any(share.hits for shares in proofs for share in shares.values())
     if audit.bound is not None and not certified:
-        yield Outcome("certvit/no-usable-proof", audit.verdict[0], "proof")
+        yield AuditOutcome("certvit/no-usable-proof", audit.verdict[0], "proof")
     if audit.attack is not None:
         names = ", ".join(audit.attack.attacks)
         for radius, count in audit.attack.fooled.items():
             fooled = part_of(count, audit.attack.clean.hits, "correct images")
             if count:
                 text = f"{names} fooled {fooled} at l2 {radius}"
-                yield Outcome("certvit/fooled", text, f"{names}@{radius}")
+                yield AuditOutcome("certvit/fooled", text, f"{names}@{radius}")
     for item in audit.skipped:
-        yield Outcome("certvit/not-done", f"{item.stage}: {item.why}", item.stage)
+        yield AuditOutcome("certvit/not-done", f"{item.stage}: {item.why}", item.stage)
 
 
 def as_annotations(audit: Audit) -> str:
@@ -76,7 +76,7 @@ def as_annotations(audit: Audit) -> str:
     return "".join(_annotation(outcome, audit.network.path) for outcome in outcomes(audit))
 
 
-def _annotation(outcome: Outcome, path: str | None) -> str:
+def _annotation(outcome: AuditOutcome, path: str | None) -> str:
     properties = {} if path is None else {"file": path}
     properties["title"] = outcome.rule.replace("/", ": ")
     written = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
@@ -121,7 +121,7 @@ def as_sarif(audit: Audit) -> str:
     return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _result(outcome: Outcome) -> dict[str, Any]:
+def _result(outcome: AuditOutcome) -> dict[str, Any]:
     subject = f"{outcome.rule}\n{outcome.subject}".encode()
     return {
         "ruleId": outcome.rule,

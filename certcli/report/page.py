@@ -41,7 +41,8 @@ class PlotLine:
     """kind: "proven", "probability" or "attacked". points: (radius, share), ascending; between two
     the curve is constant.
 
-    marks: shares at the radii of the plan, drawn as dots with their intervals.
+    Attributes:
+        marks: shares at the radii of the plan, drawn as dots with their intervals.
     """
 
     label: str
@@ -51,7 +52,7 @@ class PlotLine:
 
 
 @dataclass(frozen=True)
-class Constant:
+class LayerConstant:
     """A part of the network. value: log10 of its proven constant, text: the constant; law: why it
     holds.
     """
@@ -127,7 +128,7 @@ class HtmlPage:
     tables: Sequence[Table] = ()
     curves: Sequence[PlotLine] = ()
     curve_note: str = ""
-    constants: Sequence[Constant] = ()
+    constants: Sequence[LayerConstant] = ()
     constants_note: str = ""
     galleries: Sequence[Gallery] = ()
     commands: Sequence[Command] = ()
@@ -213,7 +214,7 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
     }
 
 
-def bars(rows: Sequence[Constant]) -> list[dict[str, Any]]:
+def bars(rows: Sequence[LayerConstant]) -> list[dict[str, Any]]:
     """Return rows with the length of each bar in percent. Beyond MOST_CONSTANTS the largest are
     kept, in order.
     """

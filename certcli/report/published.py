@@ -26,8 +26,10 @@ class Part(Struct, forbid_unknown_fields=True):
 class Published(Struct, forbid_unknown_fields=True):
     """A network as it is published, or trained without any defence.
 
-    fooled: by PGD, of the correct images. smoothed: that keep their class with noise. command: that
-        measured it.
+    Attributes:
+        fooled: by PGD, of the correct images.
+        smoothed: that keep their class with noise.
+        command: that measured it.
     """
 
     name: str

@@ -15,6 +15,6 @@ from certcli.rounding import (  # noqa: F401 (for their decorators)
 )
 from certcli.rounding.neighbours import NeighbourErrors
 from certcli.rounding.precisions import PRECISIONS
-from certcli.rounding.running import ErrorAnalysis
+from certcli.rounding.running_error import ErrorAnalysis
 
 __all__ = ["PRECISIONS", "ErrorAnalysis", "NeighbourErrors"]

@@ -11,7 +11,7 @@ from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
 from certcli.engine import curves
 from certcli.engine.table import NoRule
 from certcli.rounding.algorithms import covers
-from certcli.rounding.running import ROUNDED, Found, Operation, put_together, rule
+from certcli.rounding.running_error import ROUNDED, ExecutedOperation, Found, put_together, rule
 from certcli.rounding.sums import UNIT, total
 
 
@@ -22,7 +22,7 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
 
     @rule(*names)
     @covers("function")
-    def passed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
+    def passed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
         value = op.run()
         size = op.size(x)
         result = value[0] if isinstance(value, (tuple, list)) else value
@@ -62,7 +62,7 @@ _curve(
 
 @rule("leaky_relu")
 @covers("entries")
-def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
+def leaky_relu(op: ExecutedOperation, x: Tensor, negative_slope: float = 0.01) -> Found:
     value = op.run()
     size = op.size(x)
     rounding_error = op.norm(value) * (2 * UNIT) + TINY
@@ -73,7 +73,9 @@ def leaky_relu(op: Operation, x: Tensor, negative_slope: float = 0.01) -> Found:
 
 @rule("elu")
 @covers("entries", "function")
-def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Found:
+def elu(
+    op: ExecutedOperation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1
+) -> Found:
     value = op.run()
     size = op.size(x)
     slope = abs(scale) * max(1.0, abs(alpha * input_scale)) * ROUNDED
@@ -85,7 +87,7 @@ def elu(op: Operation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: A
 
 @rule("exp")
 @covers("function")
-def exponential(op: Operation, x: Tensor) -> Found:
+def exponential(op: ExecutedOperation, x: Tensor) -> Found:
     value = op.run()
     size = op.size(x)
     rounding_error = op.norm(value) * FUNCTION + TINY
@@ -96,7 +98,7 @@ def exponential(op: Operation, x: Tensor) -> Found:
 
 @rule("sqrt", "rsqrt")
 @covers("function")
-def root(op: Operation, x: Tensor) -> Found:
+def root(op: ExecutedOperation, x: Tensor) -> Found:
     """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
     value = op.run()
     size = op.size(x)
@@ -134,7 +136,7 @@ def power(x: Any, exponent: Any) -> Any:
 
 @rule("_softmax", "_safe_softmax")
 @covers("softmax")
-def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
+def softmax(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
     relative to the result.
 
@@ -151,7 +153,7 @@ def softmax(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
 
 @rule("linalg_vector_norm")
 @covers("any order", "function")
-def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
+def length(op: ExecutedOperation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
     """The length of the error, by the triangle inequality."""
     op.require(order == 2, f"a norm of order {order}")
     value = op.run()
@@ -160,7 +162,7 @@ def length(op: Operation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Foun
     )
 
 
-def _normalised(op: Operation, x: Tensor, size: Any, eps: float) -> tuple[Tensor, Tensor]:
+def _normalised(op: ExecutedOperation, x: Tensor, size: Any, eps: float) -> tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) along the last axis, computed here by two passes, and its
     error.
 
@@ -180,7 +182,9 @@ def _normalised(op: Operation, x: Tensor, size: Any, eps: float) -> tuple[Tensor
     ) + TINY
 
 
-def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shape: Any) -> Found:
+def _scaled(
+    op: ExecutedOperation, x: Tensor, size: Tensor, weight: Any, bias: Any, shape: Any
+) -> Found:
     op.require(
         op.size(weight) is None and op.size(bias) is None, "a norm whose weights were computed"
     )
@@ -196,7 +200,9 @@ def _scaled(op: Operation, x: Tensor, size: Tensor, weight: Any, bias: Any, shap
 
 @rule("native_layer_norm")
 @covers("two passes")
-def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Found:
+def layer_norm(
+    op: ExecutedOperation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float
+) -> Found:
     normalised, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
     return _scaled(op, normalised.view(x.shape), size, weight, bias, shape)
 
@@ -204,7 +210,7 @@ def layer_norm(op: Operation, x: Tensor, shape: Any, weight: Any, bias: Any, eps
 @rule("native_group_norm")
 @covers("two passes")
 def group_norm(
-    op: Operation,
+    op: ExecutedOperation,
     x: Tensor,
     weight: Any,
     bias: Any,

@@ -11,16 +11,17 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
-from certcli.rounding.executed import Executed, Head, Sizes
+from certcli.rounding.operation_errors import Executed, Head, Sizes
 from certcli.rounding.precisions import Precision
 
 
 @dataclass(frozen=True)
-class Step:
+class ErrorStep:
     """One tensor of the graph: slopes in the tensors that it is made of, what rounding adds, its
     sizes on the whole box.
 
-    node: the name of the node that made it.
+    Attributes:
+        node: the name of the node that made it.
     """
 
     node: str
@@ -41,7 +42,7 @@ def carried(factors: Sequence[Real], values: Sequence[Real]) -> Real:
 
 
 def errors_of_pairs(
-    steps: Sequence[Step],
+    steps: Sequence[ErrorStep],
     last: int,
     head: Head | None,
     sizes: Mapping[int, Executed] | Sequence[Executed],
@@ -62,13 +63,14 @@ class EnclosedErrors:
     """What `enclosure.zonotopes.executed.Execution` promises, of a network whose operations were
     followed.
 
-    enclosed: names of the nodes whose executed values a walk encloses; their errors count as 0 in
-    what comes behind them. NoRule where one of them was not followed.
+    Attributes:
+        enclosed: names of the nodes whose executed values a walk encloses; their errors count as 0
+            in what comes behind them. NoRule where one of them was not followed.
     """
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[ErrorStep],
         enclosed: frozenset[str],
         last: int,
         head: Head | None,
@@ -124,7 +126,7 @@ class EnclosedWalk:
             for place in self.errors.places[node]
         ]
 
-    def _lost(self, image: int, step: Step) -> float:
+    def _lost(self, image: int, step: ErrorStep) -> float:
         added = step.rounding(lambda x: self.sizes[image][x.place])
         self.holds[image] &= added.finite
         return float(added) if added.finite else 0.0

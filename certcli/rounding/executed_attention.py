@@ -21,20 +21,20 @@ from certcli.nn.attention import LipschitzAttention
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
+from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import Precision, compounded
 from certcli.rounding.stored import LinearMap, largest
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRow:
     """The longest row of one head's map, as executed, and how far a row is off."""
 
     size: Real
     error: Real
 
     @classmethod
-    def of(cls, layer: LinearMap, token: Real) -> "Rows":
+    def of(cls, layer: LinearMap, token: Real) -> "AttentionRow":
         error = layer.rounding(token)
         return cls(layer.reach(token) + error, error)
 
@@ -51,7 +51,7 @@ def softmax_error(p: Precision, tokens: int, score: Real, score_error: Real) -> 
     return score_error + rounding + p.lost(1, 1.0) * float(tokens)
 
 
-def averaged(p: Precision, tokens: int, probabilities: Real, value: Rows) -> Real:
+def averaged(p: Precision, tokens: int, probabilities: Real, value: AttentionRow) -> Real:
     """Return the error of sum_j p_j v_j."""
     mass = (probabilities + 1.0) * value.size
     rounding = mass * p.products(tokens) + p.lost(tokens, 1.0)
@@ -94,10 +94,10 @@ def dot_product(
     scale = as_real(module.head_dim**-0.5 * (1 + 2.0**-50))
     width = module.head_dim
 
-    def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
+    def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
         facts = []
         for h in range(count):
-            q, k, v = (Rows.of(parts[kind * count + h], token) for kind in range(3))
+            q, k, v = (AttentionRow.of(parts[kind * count + h], token) for kind in range(3))
             product = q.size * k.size
             if not p.fits(product):
                 return None
@@ -132,12 +132,13 @@ def _attended(
     op: Operation,
     x: Followed,
     proj: LinearMap,
-    heads: Callable[[Real], list[tuple[Real, Real, Rows]] | None],
+    heads: Callable[[Real], list[tuple[Real, Real, AttentionRow]] | None],
 ) -> Rounding:
     """Return the rounding of softmax attention behind a rule for its heads.
 
-    heads: from the longest token, of each head the size of its scores, how far they are off, and
-    its values; None where they may overflow.
+    Args:
+        heads: from the longest token, of each head the size of its scores, how far they are off,
+            and its values; None where they may overflow.
     """
     p = op.precision
     tokens = x.shape[-2]
@@ -172,10 +173,10 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
     parts = _heads(op, module.query.weight, module.query.bias, module.num_heads)
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
 
-    def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
+    def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
         facts = []
         for layer in parts:
-            q = Rows.of(layer, token)
+            q = AttentionRow.of(layer, token)
             square = q.size * q.size * 4.0
             if not p.fits(square):
                 return None
@@ -224,15 +225,15 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
         p.products(width) + 2 * p.function + 12 * p.unit
     )  # of |w|^2 + 1, which is no less than 1
 
-    def heads(token: Real) -> list[tuple[Real, Real, Rows]] | None:
+    def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
         facts = []
         for h in range(module.num_heads):
             rows = []
             for layer in (kind[h] for kind in maps):
-                w = Rows.of(layer, token)
+                w = AttentionRow.of(layer, token)
                 if not p.fits(w.size * w.size):
                     return None
-                rows.append(Rows(ONE + relative, w.error + relative + p.lost(width, 1.0)))
+                rows.append(AttentionRow(ONE + relative, w.error + relative + p.lost(width, 1.0)))
             q, k, v = rows
             score = q.size * k.size * largest(tau[h].number)
             rounding = (
@@ -250,7 +251,7 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
             facts.append(
                 (
                     *_placed(p, score + rounding, score_error + rounding, positions),
-                    Rows(size + size * rounded, error),
+                    AttentionRow(size + size * rounded, error),
                 )
             )
         return facts

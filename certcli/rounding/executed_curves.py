@@ -16,7 +16,7 @@ from torch.nn import functional
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, Real, as_real
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
+from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import compounded
 
 

@@ -13,7 +13,7 @@ from certcli.lipschitz.numerics.real import INF, Real, as_real
 from certcli.nn.activations import SoftMaxMin
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, added, rules
+from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, added, rules
 from certcli.rounding.precisions import compounded
 from certcli.rounding.stored import BlockMap, largest, length
 

@@ -18,7 +18,7 @@ from certcli.lipschitz.numerics.real import ZERO, as_real
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed import Followed, Operation, Rounding, rules
+from certcli.rounding.operation_errors import Followed, Operation, Rounding, rules
 from certcli.rounding.stored import Stored
 
 

@@ -17,7 +17,7 @@ from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.nn.heads import L2Pool
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules
+from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules
 from certcli.rounding.precisions import FLOAT32, compounded
 from certcli.rounding.stored import largest, length
 
@@ -61,7 +61,8 @@ def _normalised(
     few roundings of a row that is no longer than sqrt(d) + 5 D / least. Where s is known to be
     larger, least may be s - 4 D.
 
-    group: How many entries are normalised together; by default a row.
+    Args:
+        group: How many entries are normalised together; by default a row.
     """
     p = op.precision
     d = x.shape[-1] if group is None else group

@@ -15,8 +15,8 @@ from certcli.engine.table import with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed import Followed, Operation, Rounding, Sizes, rules, scaled
-from certcli.rounding.executed_attention import Rows, averaged, softmax_error
+from certcli.rounding.executed_attention import AttentionRow, averaged, softmax_error
+from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules, scaled
 from certcli.rounding.precisions import compounded
 from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
 
@@ -151,9 +151,9 @@ def fused(
 
     def rounding(sizes: Sizes) -> Real:
         q = (
-            Rows(sizes(query).fibre, ZERO)
+            AttentionRow(sizes(query).fibre, ZERO)
             if fixed is None
-            else Rows(_longest(fixed.number), _longest(fixed.difference))
+            else AttentionRow(_longest(fixed.number), _longest(fixed.difference))
         )
         k = sizes(key).fibre
         v = sizes(value).fibre
@@ -165,7 +165,7 @@ def fused(
         whole = score + rounding + bias
         rounding = rounding + moved_bias + whole * compounded(as_real(2 * p.unit))
         error = averaged(
-            p, tokens, softmax_error(p, tokens, whole + rounding, rounding), Rows(v, ZERO)
+            p, tokens, softmax_error(p, tokens, whole + rounding, rounding), AttentionRow(v, ZERO)
         )
         return error * as_real(op.entries / value.shape[-1]).sqrt()
 

@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from certcli.rounding.algorithms import covers
-from certcli.rounding.running import Error, Found, Operation, Piece, Sorted, rule
+from certcli.rounding.running_error import (
+    Error,
+    ExecutedOperation,
+    Found,
+    Sorted,
+    TensorPiece,
+    rule,
+)
 
 
-def spread(op: Operation, x: Any, entries: int) -> Tensor | None:
+def spread(op: ExecutedOperation, x: Any, entries: int) -> Tensor | None:
     """Return the size of x's error once x is copied along other axes to `entries` entries."""
     size = op.size(x)
     return None if size is None else size * math.sqrt(max(1.0, entries / max(1, x.numel())))
@@ -30,7 +37,7 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
     "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
 )  # fmt: skip
 @covers("moves")
-def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
+def moved(op: ExecutedOperation, x: Tensor, *others: Any, **named: Any) -> Found:
     """Every entry goes to one place at most: what was a piece of a tensor stays one. `copy` takes
     the second tensor's.
     """
@@ -39,21 +46,21 @@ def moved(op: Operation, x: Tensor, *others: Any, **named: Any) -> Found:
     if op.name == "copy":
         return value, spread(op, others[0], value.numel())
     size = op.size(x)
-    return value, Error(size, note) if size is not None and isinstance(note, Piece) else size
+    return value, Error(size, note) if size is not None and isinstance(note, TensorPiece) else size
 
 
 @rule("split", "split_with_sizes", "unbind")
 @covers("moves")
-def cut(op: Operation, x: Tensor, *_: Any) -> Found:
+def cut(op: ExecutedOperation, x: Tensor, *_: Any) -> Found:
     value = op.run()
     size = op.size(x)
     if size is None:
         return value, None
     whole = object()
-    return value, [Error(size, Piece(whole, place, size)) for place in range(len(value))]
+    return value, [Error(size, TensorPiece(whole, place, size)) for place in range(len(value))]
 
 
-def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
+def _together(op: ExecutedOperation, tensors: Sequence[Tensor]) -> Tensor | None:
     """Error of several tensors: pieces of one tensor have, together, no more than it has."""
     wholes: dict[int, Tensor] = {}
     places = set()
@@ -63,7 +70,7 @@ def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
         note = op.note(x)
         if size is None:
             continue
-        if isinstance(note, Piece) and (id(note.cut), note.place) not in places:
+        if isinstance(note, TensorPiece) and (id(note.cut), note.place) not in places:
             places.add((id(note.cut), note.place))
             wholes[id(note.cut)] = note.whole
         else:
@@ -73,7 +80,7 @@ def _together(op: Operation, tensors: Sequence[Tensor]) -> Tensor | None:
 
 @rule("cat", "stack")
 @covers("moves")
-def joined(op: Operation, tensors: Sequence[Tensor], *_: Any) -> Found:
+def joined(op: ExecutedOperation, tensors: Sequence[Tensor], *_: Any) -> Found:
     """Of max(a, b) and min(a, b) the error of a and b: sorting has slope 1."""
     value = op.run()
     notes = [op.note(x) for x in tensors]
@@ -90,7 +97,7 @@ def joined(op: Operation, tensors: Sequence[Tensor], *_: Any) -> Found:
 
 @rule("maximum", "minimum")
 @covers("moves")
-def larger(op: Operation, a: Tensor, b: Tensor) -> Found:
+def larger(op: ExecutedOperation, a: Tensor, b: Tensor) -> Found:
     value = op.run()
     if op.exact:
         return value, None
@@ -104,7 +111,7 @@ def larger(op: Operation, a: Tensor, b: Tensor) -> Found:
 
 @rule("expand", "repeat")
 @covers("moves")
-def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
+def repeated(op: ExecutedOperation, x: Tensor, *counts: Any, **_: Any) -> Found:
     value = op.run()
     return value, spread(op, x, value.numel())
 
@@ -115,7 +122,7 @@ def repeated(op: Operation, x: Tensor, *counts: Any, **_: Any) -> Found:
     "upsample_nearest3d", "embedding",
 )  # fmt: skip
 @covers("moves")
-def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Found:
+def copied_to_places(op: ExecutedOperation, x: Tensor, *rest: Any, **named: Any) -> Found:
     """sqrt of how often an entry appears at most, counted by running the operation on the entries'
     numbers.
     """
@@ -133,7 +140,7 @@ def copied_to_places(op: Operation, x: Tensor, *rest: Any, **named: Any) -> Foun
 
 @rule("where", "masked_fill")
 @covers("moves")
-def chosen(op: Operation, *tensors: Any) -> Found:
+def chosen(op: ExecutedOperation, *tensors: Any) -> Found:
     """`where` keeps an entry of one or the other, `masked_fill` an entry or a number, by an exact
     mask.
     """
@@ -148,7 +155,7 @@ def chosen(op: Operation, *tensors: Any) -> Found:
 
 @rule("_to_copy")
 @covers("moves")
-def copied(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
+def copied(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
     """To a type that holds the numbers: floating point from integers, float64 from float32."""
     value = op.run()
     size = op.size(x)
@@ -164,7 +171,7 @@ def copied(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
 
 @rule("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 @covers("moves")
-def made_of_shape(op: Operation, x: Tensor, *numbers: Any, **_: Any) -> Found:
+def made_of_shape(op: ExecutedOperation, x: Tensor, *numbers: Any, **_: Any) -> Found:
     op.require(
         not any(isinstance(number, Tensor) for number in numbers), "a number that may be rounded"
     )
@@ -173,14 +180,14 @@ def made_of_shape(op: Operation, x: Tensor, *numbers: Any, **_: Any) -> Found:
 
 @rule("_local_scalar_dense")
 @covers("moves")
-def read_back(op: Operation, x: Tensor) -> Found:
+def read_back(op: ExecutedOperation, x: Tensor) -> Found:
     op.require(op.size(x) is None, "a rounded number is read back into Python")
     return op.run(), None
 
 
 @rule("relu", "abs", "neg", "clamp", "clamp_min", "clamp_max", "hardtanh")
 @covers("moves")
-def passed_on(op: Operation, x: Tensor, *limits: Any, **named: Any) -> Found:
+def passed_on(op: ExecutedOperation, x: Tensor, *limits: Any, **named: Any) -> Found:
     """Slope 1 and no rounding."""
     value = op.run()
     op.require(
@@ -192,14 +199,14 @@ def passed_on(op: Operation, x: Tensor, *limits: Any, **named: Any) -> Found:
 
 @rule("amax", "amin")
 @covers("moves")
-def largest(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
+def largest(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
     return op.run(), op.size(x)
 
 
 @rule("max", "min", "sort", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool2d_with_indices",
       "max_pool3d_with_indices")  # fmt: skip
 @covers("moves")
-def with_places(op: Operation, x: Tensor, *options: Any, **named: Any) -> Found:
+def with_places(op: ExecutedOperation, x: Tensor, *options: Any, **named: Any) -> Found:
     """Of two results the second one is places, which rounding may change. An entry may lie in
     several windows.
     """

@@ -7,7 +7,7 @@ pixels, and e the distance
 An operation f of tensors a, b, ... has the theorem |f(a, b) - f(a', b')| <= k_a |a - a'| + k_b |b -
 b'| of the global domain (`lipschitz.rules`), on tensors of the sizes of the executed ones; so
 
-    c = k_a c_a + k_b c_b,      e = k_a e_a + k_b e_b + (what rounding adds in f, `rounding.executed`).
+    c = k_a c_a + k_b c_b,      e = k_a e_a + k_b e_b + (what rounding adds in f, `rounding.operation_errors`).
 
 Sizes are the lesser of those on the box, |v_A| <= |f| there + e, and of those near the image,
 
@@ -39,11 +39,11 @@ from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules as slopes
 from certcli.lipschitz.value import Value
-from certcli.rounding.as_run import require_same_program
-from certcli.rounding.enclosed import EnclosedErrors, Step, carried, errors_of_pairs
-from certcli.rounding.executed import Executed, Followed, Operation, Sizes, head_of, rules
+from certcli.rounding.enclosed import EnclosedErrors, ErrorStep, carried, errors_of_pairs
+from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, head_of, rules
 from certcli.rounding.precisions import Precision
-from certcli.rounding.running import written_out
+from certcli.rounding.program_comparison import require_same_program
+from certcli.rounding.running_error import written_out
 from certcli.system.memory import out_of_memory
 
 _STEPS = 32
@@ -98,7 +98,7 @@ class _Stepwise(GlobalDomain):
     def __init__(self, operation: Operation) -> None:
         super().__init__(RigorousArithmetic())
         self.operation = operation
-        self.steps: list[Step] = []
+        self.steps: list[ErrorStep] = []
         self.errors: list[Real] = []
         self.rules = _Rules(self)  # type: ignore[assignment]
 
@@ -106,7 +106,7 @@ class _Stepwise(GlobalDomain):
         self.first = super().image(shape)
         size = self.first.size
         box = Executed(shape, size.total, size.fibre, size.peak)
-        return self._kept(Step("", (), (), lambda sizes: ZERO, box, math.prod(shape)), ZERO)
+        return self._kept(ErrorStep("", (), (), lambda sizes: ZERO, box, math.prod(shape)), ZERO)
 
     def result(self, value: Any, call: Call) -> Any:
         return value
@@ -117,7 +117,7 @@ class _Stepwise(GlobalDomain):
     def forget(self, node: fx.Node, value: Any) -> None:
         return
 
-    def _kept(self, step: Step, error: Real) -> Followed:
+    def _kept(self, step: ErrorStep, error: Real) -> Followed:
         self.steps.append(step)
         self.errors.append(error)
         self.walk.settled.clear()
@@ -193,7 +193,7 @@ class _Stepwise(GlobalDomain):
         added = rounding(lambda x: self.steps[x.place].box)
         error = carried(bases, [self.errors[place] for place in places]) + added
         box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
-        return self._kept(Step(node, places, bases, rounding, box, math.prod(shape)), error)
+        return self._kept(ErrorStep(node, places, bases, rounding, box, math.prod(shape)), error)
 
     def shape(self, value: Any) -> Any:
         return value.shape
@@ -305,8 +305,8 @@ class NeighbourErrors:
         (b, k).
 
         They hold at all images of the box within each radius. An image's sizes are rounded up to a
-        multiple of each
-        profile, the one that is less on the whole: images then share one matrix of all pairs.
+        multiple of each profile, the one that is less on the whole: images then share one matrix of
+        all pairs.
         """
         pixels = pixels.detach().double()
         radii = radii.to(pixels).clamp(

@@ -66,8 +66,9 @@ def largest(x: Tensor) -> Real:
 class LinearMap:
     """x -> W x + b on rows as an arithmetic executes it, or a convolution on positions.
 
-    weight: (out, in) of a linear layer, (out, in, ...) of a convolution, whose geometry says where
-        it is applied.
+    Attributes:
+        weight: (out, in) of a linear layer, (out, in, ...) of a convolution, whose geometry says
+            where it is applied.
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class BlockMap(LinearMap):
     """x -> [W_h x_h]_h on the parts x_h of x: linear maps of disjoint parts, so that of each norm
     the largest counts.
 
-    weight: (parts, out, in).
+    Attributes:
+        weight: (parts, out, in).
     """
 
     def __init__(self, weight: Tensor, precision: Precision) -> None:

@@ -12,7 +12,15 @@ from certcli.enclosure.zonotopes.rounding import TINY, gamma
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.rounding.algorithms import covers
 from certcli.rounding.moves import overlap, spread, windows_of_entry
-from certcli.rounding.running import ROUNDED, Error, Found, Mean, Operation, Square, rule
+from certcli.rounding.running_error import (
+    ROUNDED,
+    Error,
+    ExecutedOperation,
+    Found,
+    Mean,
+    Square,
+    rule,
+)
 
 UNIT = gamma(0)
 """Above the relative error of a few roundings."""
@@ -33,7 +41,7 @@ def _of_number(x: float) -> float | None:
     return None if few else UNIT * abs(float(x))
 
 
-def _spread(op: Operation, x: Any, entries: int) -> Any:
+def _spread(op: ExecutedOperation, x: Any, entries: int) -> Any:
     """Return the size of an operand's error, copied to `entries` entries."""
     if isinstance(x, Tensor):
         return spread(op, x, entries)
@@ -41,7 +49,7 @@ def _spread(op: Operation, x: Any, entries: int) -> Any:
     return None if number_error is None else number_error * math.sqrt(entries)
 
 
-def _unrounded(op: Operation, value: Tensor) -> bool:
+def _unrounded(op: ExecutedOperation, value: Tensor) -> bool:
     """Tell whether this is made of exact numbers and integers, or small integers itself: then
     nothing was rounded.
     """
@@ -70,7 +78,7 @@ def _reach(x: Any, like: Any) -> Any:
 
 @rule("add", "sub", "rsub")
 @covers("entries")
-def added(op: Operation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
+def added(op: ExecutedOperation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
     """e_a + |alpha| e_b, and the rounding of the result. Where an exact operand is -inf (a mask),
     so is the result.
 
@@ -101,7 +109,7 @@ def added(op: Operation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
     return value, total(size, plain, None if scaled is None else scaled * scale)
 
 
-def _unmasked(op: Operation, value: Tensor, *operands: Any) -> Tensor:
+def _unmasked(op: ExecutedOperation, value: Tensor, *operands: Any) -> Tensor:
     """value with 0 where an exact operand is -inf."""
     for x in operands:
         if isinstance(x, Tensor) and op.size(x) is None and bool(x.isneginf().any()):
@@ -111,7 +119,7 @@ def _unmasked(op: Operation, value: Tensor, *operands: Any) -> Tensor:
 
 @rule("mul")
 @covers("entries")
-def multiplied(op: Operation, a: Any, b: Any) -> Found:
+def multiplied(op: ExecutedOperation, a: Any, b: Any) -> Found:
     """|a| e_b + |b| e_a + e_a e_b, and the rounding of the result."""
     value = op.run()
     if _unrounded(op, value):
@@ -133,7 +141,7 @@ def multiplied(op: Operation, a: Any, b: Any) -> Found:
 
 @rule("div")
 @covers("entries")
-def divided(op: Operation, a: Any, b: Any, **named: Any) -> Found:
+def divided(op: ExecutedOperation, a: Any, b: Any, **named: Any) -> Found:
     """(e_a + |a / b| e_b) / (min |b| - e_b), and the rounding of the result; infinite where b may
     be 0.
     """
@@ -158,9 +166,11 @@ def divided(op: Operation, a: Any, b: Any, **named: Any) -> Found:
 
 @rule("addcmul")
 @covers("entries")
-def added_product(op: Operation, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Found:
+def added_product(
+    op: ExecutedOperation, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1
+) -> Found:
     result = op.run()
-    product, error = multiplied(Operation("mul", torch.mul, (a, b), {}, op.running), a, b)
+    product, error = multiplied(ExecutedOperation("mul", torch.mul, (a, b), {}, op.running), a, b)
     size = error.size if isinstance(error, Error) else error
     entries = result.numel()
     size = size * math.sqrt(entries / product.numel()) * abs(value) + op.norm(product) * (
@@ -183,7 +193,7 @@ def _plain_norm(x: Tensor) -> Tensor:
     )
 
 
-def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
+def _norms(op: ExecutedOperation, x: Tensor) -> tuple[Any, Any]:
     """Above |x| and | |x| |, spectral norms, over all matrices of x; of exact ones proven and, for
     weights, kept.
     """
@@ -210,11 +220,11 @@ def _norms(op: Operation, x: Tensor) -> tuple[Any, Any]:
 
 @rule("mm", "bmm", "mv", "dot")
 @covers("any order")
-def matrices(op: Operation, a: Tensor, b: Tensor) -> Found:
+def matrices(op: ExecutedOperation, a: Tensor, b: Tensor) -> Found:
     return op.run(), _product(op, a, b, a.shape[-1])
 
 
-def _product(op: Operation, a: Tensor, b: Tensor, terms: int) -> Tensor:
+def _product(op: ExecutedOperation, a: Tensor, b: Tensor, terms: int) -> Tensor:
     """|b| e_a + |a| e_b + e_a e_b, and gamma | |a| |b| |_2."""
     one = op.size(a)
     other = op.size(b)
@@ -235,7 +245,7 @@ def _product(op: Operation, a: Tensor, b: Tensor, terms: int) -> Tensor:
     return size if one is None or other is None else size + one * other
 
 
-def _same(op: Operation, x: Tensor, view: Tensor) -> Tensor:
+def _same(op: ExecutedOperation, x: Tensor, view: Tensor) -> Tensor:
     """Return a view of x, with its error."""
     if x in op.running.errors:
         op.running.errors[view] = op.running.errors[x]
@@ -245,7 +255,7 @@ def _same(op: Operation, x: Tensor, view: Tensor) -> Tensor:
 @rule("addmm", "baddbmm", "addmv")
 @covers("any order")
 def matrices_and_bias(
-    op: Operation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+    op: ExecutedOperation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Found:
     value = op.run()
     terms = a.shape[-1] + 4
@@ -253,7 +263,7 @@ def matrices_and_bias(
     return value, size if beta == 0 else size + _bias(op, bias, value, terms) * abs(beta)
 
 
-def _bias(op: Operation, bias: Tensor, value: Tensor, terms: int) -> Tensor:
+def _bias(op: ExecutedOperation, bias: Tensor, value: Tensor, terms: int) -> Tensor:
     copies = math.sqrt(value.numel() / max(1, bias.numel()))
     size: Tensor = total(op.norm(bias) * (gamma(terms) * ROUNDED), op.size(bias)) * copies
     return size
@@ -261,7 +271,7 @@ def _bias(op: Operation, bias: Tensor, value: Tensor, terms: int) -> Tensor:
 
 @rule("convolution")
 @covers("any order")
-def convolution(op: Operation, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
+def convolution(op: ExecutedOperation, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
                 transposed: bool, *_: Any) -> Found:  # fmt: skip
     """sqrt(windows of an entry) |W|, W of one window; of a transposed one the same, it is the
     adjoint of another.
@@ -282,7 +292,7 @@ def convolution(op: Operation, x: Tensor, weight: Tensor, bias: Any, stride: Any
 
 @rule("sum", "mean")
 @covers("any order")
-def summed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
+def summed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
     """sqrt(n) times the error of n terms, 1 / sqrt(n) of their mean; 2 |x| times it for sums of
     squares x^2.
     """
@@ -318,7 +328,7 @@ def summed(op: Operation, x: Tensor, *_: Any, **__: Any) -> Found:
 
 @rule("cumsum")
 @covers("any order")
-def running_sum(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
+def running_sum(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
     value = op.run()
     if _unrounded(op, value):
         return value, None
@@ -330,7 +340,7 @@ def running_sum(op: Operation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool2d", "avg_pool3d")
 @covers("any order")
-def pooled(op: Operation, x: Tensor, sizes: Any, *options: Any, **named: Any) -> Found:
+def pooled(op: ExecutedOperation, x: Tensor, sizes: Any, *options: Any, **named: Any) -> Found:
     """A mean has slope 1 at most, and an entry may lie in several windows."""
     op.require(len(options) < 5 or options[4] is None, "a divisor of its own")
     value = op.run()

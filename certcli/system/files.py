@@ -1,8 +1,8 @@
 """Outputs: a regular file is replaced whole or not at all, a stream is written in one piece.
 
 Links are followed: their target is replaced in its own folder, and the links stay. A pipe, a
-character device and an open
-descriptor (/dev/stdout, /dev/fd/3, a link to one) are streams: no file is renamed over them.
+character device and an open descriptor (/dev/stdout, /dev/fd/3, a link to one) are streams: no file
+is renamed over them.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ steps.
 from collections.abc import Iterator, Mapping, Sequence
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import MEAN, Step
+from certcli.checkpoint.record import MEAN, LineageStep
 from certcli.evaluation.claim import Claim, Status
 from certcli.models.build import with_network
 from certcli.models.mean import mean_of
@@ -69,7 +69,9 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
             yield name, _step(number, "what came before", same, why)
 
 
-def _agree(steps: Sequence[Step], lineage: Sequence[Step], number: int, joined: int) -> bool:
+def _agree(
+    steps: Sequence[LineageStep], lineage: Sequence[LineageStep], number: int, joined: int
+) -> bool:
     """Tell whether a parent's own steps are what these tell before step `number`. joined: number of
     the first mean.
     """
@@ -107,7 +109,7 @@ def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, C
 
 
 def _remake(
-    arch: str, step: Step, members: Mapping[str, Checkpoint], digest: str | None
+    arch: str, step: LineageStep, members: Mapping[str, Checkpoint], digest: str | None
 ) -> tuple[bool, str]:
     """Return whether the mean of the members has this digest, and what it is."""
     try:
@@ -126,7 +128,7 @@ def _step(number: int, statement: str, same: bool, why: str) -> Claim:
     return Claim(statement, status, why, asked=False, entry=f"lineage, step {number + 1}")
 
 
-def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
+def _origins(steps: Sequence[LineageStep]) -> Iterator[tuple[int, str]]:
     """Yield (number, digest) of each step's parent, and of each member of a mean, as the step tells
     them.
     """
@@ -135,7 +137,7 @@ def _origins(steps: Sequence[Step]) -> Iterator[tuple[int, str]]:
             yield number, digest
 
 
-def _members(step: Step) -> list[str]:
+def _members(step: LineageStep) -> list[str]:
     digests = step.parameters.get("members") if step.command == MEAN else None
     if not isinstance(digests, list | tuple):
         return []

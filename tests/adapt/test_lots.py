@@ -9,7 +9,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from certcli.adapt.lots import LOTS, Lots
+from certcli.adapt.calibration_shards import LOTS, Lots
 from certcli.system.errors import UsageError
 from certcli.system.processes import Team
 

@@ -10,7 +10,7 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families import gradient
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Norm, Region
+from certcli.evaluation.perturbation import Norm, Region
 from tests.helpers.attack_nets import batches, exact_distances, labelled, linear, pictures
 
 REACH = 1.5

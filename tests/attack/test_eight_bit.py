@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from certcli.attack.eight_bit import nearest_within, rounded
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import UsageError

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from certcli.attack import checks
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.crafting import undisturbed
 from certcli.attack.families.carlini import carlini_wagner
 from certcli.attack.families.fab import projection
 from certcli.attack.families.margin import ascend, lost_margin
@@ -20,7 +19,8 @@ from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.attack.summary import curve, robust_accuracy
-from certcli.evaluation.region import Norm, Region, growing, image_norms
+from certcli.attack.watched_model import undisturbed
+from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from tests.helpers.attack_nets import (
     CASES,
     GENERAL,

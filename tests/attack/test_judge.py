@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Watched
 from certcli.attack.judge import judge, predict, refine, tuck_in
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Norm, Region, image_norms
+from certcli.attack.watched_model import Watched
+from certcli.evaluation.perturbation import Norm, Region, image_norms
 from certcli.system.errors import ArchitectureError, DataError
 from tests.helpers.attack_nets import (
     NORMS,

@@ -13,7 +13,7 @@ from certcli.attack.presets import PRESETS, preset
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
 from certcli.attack.summary import curve, robust_accuracy
-from certcli.evaluation.region import Norm, Region, growing, image_norms
+from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from certcli.system.errors import DataError, UsageError
 from tests.helpers.attack_nets import (
     NORMS,

@@ -6,12 +6,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.crafting import Watched
 from certcli.attack.families.saga import FLOOR, rollout
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region
+from certcli.attack.watched_model import Watched
+from certcli.evaluation.perturbation import Region
 from certcli.nn.l2_attention import build
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import NORMS, SHORT, batches, labelled, perceptron, pictures

@@ -16,7 +16,7 @@ from certcli.attack.settings import AttackSettings, planned_attacks
 from certcli.attack.torchattacks_spec import library, names, signature
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
-from certcli.evaluation.region import Norm, Region
+from certcli.evaluation.perturbation import Norm, Region
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import labelled
 from tests.helpers.commands import attempt, certvit, document, record_lines

@@ -10,12 +10,12 @@ import pytest
 import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
 
-from certcli.audit import gates, words
-from certcli.audit.findings import Findings
+from certcli.audit import gates, summary_text
+from certcli.audit.findings import AuditFindings
 from certcli.audit.headline import grey_levels, headline, scale
-from certcli.audit.plan import Plan, Typed
-from certcli.audit.words import next_steps
-from certcli.evaluation.doubts import better_statistics
+from certcli.audit.plan import AuditPlan, Typed
+from certcli.audit.summary_text import next_steps
+from certcli.evaluation.image_doubts import better_statistics
 from certcli.images.labelled import Images
 from certcli.models.build import PixelNormalize
 from certcli.report.compare import changes
@@ -57,7 +57,9 @@ SAME: dict[str, Any] = {
 }
 
 
-def found(fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more: Any) -> Findings:
+def found(
+    fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more: Any
+) -> AuditFindings:
     """Findings of an attack on `correct` images and of certificates for as many."""
     left = {"0.12": Share.of(correct - fooled, correct)}
     attack = AttackShares(
@@ -69,7 +71,7 @@ def found(fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more
         clean=Share.of(correct, correct), certified={"0.12": Share.of(kept, correct)}, abstained=0.0,
         parameters={"sigma": 0.12}, **SAME,
     )  # fmt: skip
-    return Findings(
+    return AuditFindings(
         bound=BOUND,
         dataset=DATASET,
         clean=Share.of(correct, correct),
@@ -115,14 +117,14 @@ SMALL = (1, 8, 8)
             LARGE,
             ["Nothing can be said about robustness yet"],
         ),
-        (Findings(), LARGE, ["No images were judged"]),
-        (Findings(dataset=DATASET), LARGE, ["too short to judge one image"]),
+        (AuditFindings(), LARGE, ["No images were judged"]),
+        (AuditFindings(dataset=DATASET), LARGE, ["too short to judge one image"]),
     ],
 )
 def test_one_sentence_says_it(
-    findings: Findings, size: tuple[int, int, int], said: list[str]
+    findings: AuditFindings, size: tuple[int, int, int], said: list[str]
 ) -> None:
-    sentence = headline(findings, Plan(radii=(0.12,)), size)
+    sentence = headline(findings, AuditPlan(radii=(0.12,)), size)
     assert [words for words in said if words not in sentence] == []
     assert sentence[:1].isupper()
     assert sentence.endswith(".")
@@ -170,14 +172,14 @@ def test_no_share_of_few_images_stands_alone(
         robust=Share.of(kept, correct),
         seconds=0.0,
     )
-    plan = Plan(
+    plan = AuditPlan(
         radii=(0.12,),
         gates=tuple(map(gates.parse, ("certified@0.12<0.5", "robust@0.12<0.5", "clean<1"))),
     )
     judged = gates.judge(plan.gates, findings, (8, 8))
     for text in (
         headline(findings, plan, LARGE),
-        *words.verdict(findings, plan),
+        *summary_text.verdict(findings, plan),
         *(row.reason for row in judged.judged),
     ):
         assert standing_alone(text.rpartition(", found ")[2]) == [], text
@@ -200,7 +202,9 @@ def test_the_scale_is_the_length_of_an_even_change() -> None:
     for size in (LARGE, SMALL):
         change = torch.full(size, grey_levels(0.12, size) / 255, dtype=torch.float64)
         assert float(change.norm()) == pytest.approx(0.12, rel=1e-12)
-    assert "l2 0.12 is 0.079 of 255 grey levels" in scale(found(42, 45), Plan(radii=(0.12,)), LARGE)
+    assert "l2 0.12 is 0.079 of 255 grey levels" in scale(
+        found(42, 45), AuditPlan(radii=(0.12,)), LARGE
+    )
 
 
 def test_published_figures_stand_in_the_docs() -> None:
@@ -254,7 +258,7 @@ def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
 
 def test_statistics_that_fit_better_are_the_next_step() -> None:
     """The options that were wrong go, the images stay."""
-    findings = Findings(
+    findings = AuditFindings(
         dataset=DATASET,
         clean=Share.of(0, 60),
         failing="wrong",
@@ -263,13 +267,13 @@ def test_statistics_that_fit_better_are_the_next_step() -> None:
     typed = Typed(
         "m.pth", ["--arch", "vit", "--mean", "0", "--std", "0.2", "--as-stated"], "my images"
     )
-    (step,) = next_steps(findings, Plan(), typed)
+    (step,) = next_steps(findings, AuditPlan(), typed)
     assert (
         step
         == "certvit audit m.pth --arch vit --as-stated --dataset 'my images' --mean 0.5 --std 0.5"
     )
     findings.statistics = []
-    (step,) = next_steps(findings, Plan(), typed)
+    (step,) = next_steps(findings, AuditPlan(), typed)
     assert step == "certvit audit m.pth --arch vit --as-stated --dataset FOLDER --mean M --std S"
 
 
@@ -372,7 +376,7 @@ def test_who_may_not_retrain_is_told_of_a_denoiser_first(
 ) -> None:
     findings = found(29, 29)
     findings.input = size
-    plan = Plan(radii=(0.12,), **changes)
-    said = words.DENOISER in words.verdict(findings, plan)
+    plan = AuditPlan(radii=(0.12,), **changes)
+    said = summary_text.DENOISER in summary_text.verdict(findings, plan)
     first = next_steps(findings, plan, Typed("net", dataset="d"))[0]
-    assert said == (f"--denoiser {words.UNET}" in first) == wanted
+    assert said == (f"--denoiser {summary_text.UNET}" in first) == wanted

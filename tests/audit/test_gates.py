@@ -8,7 +8,7 @@ import torch
 
 from certcli.audit import gates, judging
 from certcli.audit.clock import StageTime
-from certcli.audit.findings import Findings
+from certcli.audit.findings import AuditFindings
 from certcli.certify.methods import prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.verdicts import Sample
@@ -88,7 +88,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     assert "Without labelled images" in found["verdict"][-1]
     share = Share.of(1, 2)
     judged = gates.judge(
-        [gates.parse("robust@0.5<0"), gates.parse("clean<0")], Findings(clean=share), (8, 8)
+        [gates.parse("robust@0.5<0"), gates.parse("clean<0")], AuditFindings(clean=share), (8, 8)
     )
     assert [row.passed for row in judged.judged] == [False, True]
 
@@ -107,11 +107,17 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     ],
 )
 def test_a_gate_is_read_forwards(gate: str, said: str) -> None:
-    (row,) = gates.judge([gates.parse(gate)], Findings(clean=Share.of(189, 200)), (8, 8)).judged
+    (row,) = gates.judge(
+        [gates.parse(gate)], AuditFindings(clean=Share.of(189, 200)), (8, 8)
+    ).judged
     assert row.reason.startswith(said)
     assert row.reason.endswith(row.verdict)
     assert row.verdict == ("passed" if gate == "clean<0.9" else "not decided")
-    few = gates.judge([gates.parse(gate)], Findings(clean=Share.of(8, 9)), (8, 8)).judged[0].reason
+    few = (
+        gates.judge([gates.parse(gate)], AuditFindings(clean=Share.of(8, 9)), (8, 8))
+        .judged[0]
+        .reason
+    )
     assert "found 8 of 9 images (95 % interval" in few  # no share stands alone where images are few
 
 
@@ -130,7 +136,7 @@ def test_few_images_decide_nothing_and_later_ones_change_nothing(name: str) -> N
     outcomes, available, verdict = SEQUENCES[name]
     share = Share.of(sum(outcomes), len(outcomes))
     sample = Sample(outcomes, available)
-    findings = Findings(clean=share, samples={("clean", ""): sample})
+    findings = AuditFindings(clean=share, samples={("clean", ""): sample})
     report = gates.judge([gates.parse("clean<0.4")], findings, (8, 8))
     assert report.verdict == verdict
     assert report.passed is (verdict == "passed")
@@ -142,7 +148,7 @@ def test_what_time_left_out_is_not_decided() -> None:
     it.
     """
     for for_time, verdict in ((True, "not decided"), (False, "failed")):
-        findings = Findings()
+        findings = AuditFindings()
         findings.skip("attack", "no batch of images was finished in its time", for_time)
         report = gates.judge([gates.parse("robust@0.5<0.1")], findings, (8, 8))
         assert report.verdict == verdict

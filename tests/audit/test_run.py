@@ -17,7 +17,7 @@ from certcli.audit import judging
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, OutOfTime, StageTime
-from certcli.certify.certificate import Doubt
+from certcli.certify.certificate import RecheckSettings
 from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
 from certcli.certify.smoothing.denoiser import read_denoiser
@@ -257,7 +257,7 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
         False,
     ]
     assert len(tried) == 3
-    (confirmed,) = certifier.confirm([found], given[1], Doubt(0, 1e-6))
+    (confirmed,) = certifier.confirm([found], given[1], RecheckSettings(0, 1e-6))
     assert confirmed.status == "verified"
     with pytest.raises(UsageError):
         Local(at=[0.2, 0.1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.executed import as_executed
+from certcli.certify.executed_network import as_executed
 from certcli.certify.local_options import Local
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS, REAL

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certvit
-from certcli.certify.executed import ProvingCertifier
+from certcli.certify.executed_network import ProvingCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.models.build import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.box.climb import climb
 from certcli.certify.box.geometry import distance, reach
-from certcli.certify.certificate import Doubt
+from certcli.certify.certificate import RecheckSettings
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
@@ -203,7 +203,7 @@ def test_radii_are_never_less_and_are_found_again_alone(
         )
         assert arithmetic == "bf16" or gained > len(labels) / 4
         for row, image in list(zip(certificates, images, strict=True))[::3]:
-            (again,) = certifier.confirm([row], image[None], Doubt(0, 0.0))
+            (again,) = certifier.confirm([row], image[None], RecheckSettings(0, 0.0))
             assert again.status == "verified", (row, again)
 
 
@@ -220,7 +220,7 @@ def test_what_is_kept_back_is_for_the_one_who_checks() -> None:
         (1 + 4 * certifier.kept_back, "refuted"),
     ):
         claim = replace(row, radius=row.radius * factor)
-        assert certifier.confirm([claim], image[None], Doubt(0, 0.0))[0].status == status
+        assert certifier.confirm([claim], image[None], RecheckSettings(0, 0.0))[0].status == status
     assert certifier.kept_back == BoxCertifier.kept_back > 0
     assert certifier.batch([row.index], image[None], [row.label])[0].radius == pytest.approx(
         row.radius, rel=1e-6

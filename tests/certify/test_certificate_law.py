@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.methods import METHODS, options_of, prepare
-from certcli.certify.options import Options
+from certcli.certify.options import CertifierOptions
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.certifier import prepare as prepare_patch
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
 from certcli.models import build
 from certcli.nn.activations import MaxMin
@@ -359,11 +359,11 @@ class Chancy(Claiming):
     failure = ALPHA
 
 
-def claiming(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
+def claiming(checkpoint: Checkpoint, device: torch.device, options: CertifierOptions) -> Certifier:
     return Claiming(build.load_double(checkpoint, device))
 
 
-def chancy(checkpoint: Checkpoint, device: torch.device, options: Options) -> Certifier:
+def chancy(checkpoint: Checkpoint, device: torch.device, options: CertifierOptions) -> Certifier:
     return Chancy(build.load_double(checkpoint, device))
 
 

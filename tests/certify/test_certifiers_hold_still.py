@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.certificate import Certificate, Certifier, Doubt
+from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.doubts import right_of
+from certcli.evaluation.image_doubts import right_of
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel
-from certcli.rounding.running import RULES
+from certcli.rounding.running_error import RULES
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError
 
 SIZE = (1, 4, 4)
@@ -79,7 +79,7 @@ def test_no_certificate_of_weights_that_changed(name: str, way: str) -> None:
     with pytest.raises(NoBoundError, match="changed after its proof"):
         certifier.batch([0], pixels[:1], [0])
     with pytest.raises(NoBoundError, match="changed after its proof"):
-        certifier.confirm(claims, pixels, Doubt(0, 1e-4))
+        certifier.confirm(claims, pixels, RecheckSettings(0, 1e-4))
 
 
 class Failing(nn.Linear):
@@ -101,10 +101,10 @@ def test_what_does_not_run_in_its_precision_runs_in_float64_unless_memory_ends()
         Certificate(0, 0, first, 0.1, "", 0.0),
         Certificate(1, 0, (second + 1) % 3, 0.1, "", 0.0),
     ]
-    assert certifier.stands(claims, pixels, Doubt(0, 1e-4)) == [True, False]
+    assert certifier.stands(claims, pixels, RecheckSettings(0, 1e-4)) == [True, False]
     certifier._executed.words = "can't allocate memory"
     with pytest.raises(RuntimeError, match="memory"):
-        certifier.stands(claims, pixels, Doubt(0, 1e-4))
+        certifier.stands(claims, pixels, RecheckSettings(0, 1e-4))
 
 
 def test_an_image_is_right_whose_top_class_is_its_label() -> None:

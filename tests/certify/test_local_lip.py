@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Doubt
+from certcli.certify.certificate import RecheckSettings
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
 from certcli.certify.chains.sequential import Activation, AffineStep, SequentialNetwork
@@ -198,7 +198,7 @@ def test_a_radius_is_proven_again_and_a_forged_one_is_not() -> None:
     pixels = images(4)
     certifier = LocalLipCertifier(model, CLASSES, SIZE)
     rows = certifier.batch(range(4), pixels, model(pixels).argmax(1).tolist())
-    doubt = Doubt(seed=0, level=1e-4)
+    doubt = RecheckSettings(seed=0, level=1e-4)
     assert [said.status for said in certifier.confirm(rows, pixels, doubt)] == ["verified"] * 4
     forged = [replace(row, radius=2 * row.radius) for row in rows]
     assert [said.status for said in certifier.confirm(forged, pixels, doubt)] == ["refuted"] * 4
@@ -224,7 +224,9 @@ def test_a_radius_by_another_bound_on_rounding_is_found_again() -> None:
     rows = certifier.batch(range(2), pixels, model(pixels).argmax(1).tolist())
     claims = [rows[0], replace(rows[1], radius=9.0)]
     assert rows[0].radius > 0
-    assert [said.status for said in certifier.confirm(claims, pixels, Doubt(0, 1e-4))] == [
+    assert [
+        said.status for said in certifier.confirm(claims, pixels, RecheckSettings(0, 1e-4))
+    ] == [
         "verified",
         "refuted",
     ]

@@ -8,23 +8,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.patch import Target, attack_patches
+from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
-from certcli.certify.certificate import Certificate, Doubt
+from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.methods import prepare
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import Patches
-from certcli.certify.patch.passes import Passes
-from certcli.certify.recheck import recheck
+from certcli.certify.patch.passes import MaskedPasses
+from certcli.certify.record_check import recheck
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify.records import margin_attack
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
-from certcli.models.seen_part import GreyPixels
+from certcli.models.visible_part import GreyPixels
 from tests.helpers.patches import GRID, pixel_model, places
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
             if name == "double-masking"
             else Voting(GRID, [patch], "columns", 2, 3)
         )
-        passes = Passes(part, defence.views, 16)
+        passes = MaskedPasses(part, defence.views, 16)
         images = torch.rand(6, 1, 4, 5, generator=torch.Generator().manual_seed(seed))
         labels = [one.prediction for one in defence.predict(passes, images)]
         for image, found in zip(images, defence.certify(passes, images, labels), strict=True):
@@ -96,7 +96,7 @@ def test_a_patch_that_turns_the_network_is_found() -> None:
     net[1].bias.data = torch.tensor([0.0, 8.0])
     model = pixel_model(net, (1, 8, 8))
     images = torch.zeros(2, 1, 8, 8)
-    target = Target(lambda corner: model, lambda x: model(x).argmax(1).tolist())
+    target = PatchTarget(lambda corner: model, lambda x: model(x).argmax(1).tolist())
     rows = attack_patches(target, [5, 6], images, [0, 0], Patch(2, 2), AttackSettings(steps=10))
     for row, image in zip(rows, images, strict=True):
         assert row.corner == (0, 0)
@@ -127,7 +127,7 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     )
     pixels, labels = images.tensors()
     rows = certifier.batch(range(24), pixels, labels.tolist())
-    target = Target(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
+    target = PatchTarget(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
     chosen = places_of(patch, (8, 8))[::9]
     found = attack_patches(
         target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen
@@ -140,7 +140,9 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
 class Credulous(PatchCertifier):
     """It finds every claim again."""
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+    ) -> list[Claim]:
         return [claim.checked("verified", "as it says") for claim in claims]
 
 

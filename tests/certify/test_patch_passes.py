@@ -11,12 +11,12 @@ from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.passes import NONE, Passes
-from certcli.certify.predicting import Prediction, Predictor
+from certcli.certify.patch.passes import NONE, MaskedPasses
+from certcli.certify.predictor import Prediction, Predictor
 from certcli.evaluation.threat import Patch
 from certcli.models import build
-from certcli.models.seen_part import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.models.views import Grid
+from certcli.models.visible_part import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, pixel_model, shown
 
@@ -93,7 +93,7 @@ def test_passes_that_depend_on_their_company_need_a_lead() -> None:
     torch.manual_seed(0)
     part = GreyPixels(pixel_model(Company(), (1, 8, 8)), Grid(8, 8, (1, 1)))
     defence = DoubleMasking(part.grid, [Patch(2, 2)], 2)
-    passes = Passes(part, defence.views, 4)
+    passes = MaskedPasses(part, defence.views, 4)
     assert passes.determinism.difference > 1e-5
     assert "measured" in passes.determinism.told(4)
     pixels = torch.rand(6, 1, 8, 8)
@@ -113,7 +113,7 @@ def test_passes_without_finite_logits_give_no_class() -> None:
         DoubleMasking(GRID, [Patch(1, 1)], 2),
         Voting(GRID, [Patch(1, 1)], "columns", 1, 3),
     ):
-        passes = Passes(part, defence.views, 4)
+        passes = MaskedPasses(part, defence.views, 4)
         (clean,) = defence.certify(passes, ONE_IMAGE, [int(part.model.net[1].bias.argmax())])
         assert clean.proven
         broken = ONE_IMAGE.clone()
@@ -132,7 +132,7 @@ def test_patches_are_proven_where_that_is_asked_for() -> None:
     top = int(part.model.net[1].bias.argmax())
     defence = DoubleMasking(GRID, [patch], 2)
     defended = object.__new__(Predictor)
-    defended.defended = PatchCertifier(defence, Passes(part, defence.views, 4), [patch])
+    defended.defended = PatchCertifier(defence, MaskedPasses(part, defence.views, 4), [patch])
     images = torch.cat([ONE_IMAGE, torch.full_like(ONE_IMAGE, float("nan"))])
     assert defended(images) == [Prediction(top), Prediction(None)]
     assert defended(images, prove=True) == [Prediction(top, (str(patch),)), Prediction(None)]
@@ -150,7 +150,7 @@ class Counting(SeenPart):
 def test_batches_always_have_one_size() -> None:
     part = Counting(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
     defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
-    passes = Passes(part, defence.views, 4)
+    passes = MaskedPasses(part, defence.views, 4)
     defence.certify(passes, torch.rand(3, 1, 4, 5), [0, 1, 2])
     assert set(part.rows) == {4}
 

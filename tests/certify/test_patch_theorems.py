@@ -10,13 +10,13 @@ from torch import Tensor
 from certcli.certify.patch import masks
 from certcli.certify.patch.ablation import stays, winner
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.passes import Answer, Passes
+from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 from tests.helpers.patches import GRID, ONE_IMAGE, places, shown
 
 
-class Told(Passes):
+class Told(MaskedPasses):
     """Answers that are told beforehand: (image, view) -> class."""
 
     def __init__(self, views: Tensor, tell: Callable[[int, int], int], rows: int = 3) -> None:

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, Doubt, _compare
-from certcli.certify.recheck import FALSE_ALARM, disagreements, recheck
+from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare
+from certcli.certify.record_check import FALSE_ALARM, disagreements, recheck
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify import records
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.resumed import Piece, compute_again
+from certcli.evaluation.resumed import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
@@ -308,7 +308,7 @@ def test_all_tests_of_a_file_share_the_chance_of_a_false_alarm() -> None:
     """And a radius that is the largest possible is not beyond it."""
 
     class Noting(SmoothingCertifier):
-        def confirm(self, claims: Any, pixels: Tensor, doubt: Doubt) -> list[Claim]:
+        def confirm(self, claims: Any, pixels: Tensor, doubt: RecheckSettings) -> list[Claim]:
             assert 2 * 3 * doubt.level <= FALSE_ALARM
             return [claim.checked("unverified", "noted") for claim in claims]
 
@@ -349,7 +349,9 @@ def test_every_record_that_is_drawn_is_found_again(false: int | None) -> None:
     images: Any = SimpleNamespace(fetch=lambda places: torch.ones(len(places), 1, 1, 2))
     with nullcontext() if false is None else pytest.raises(DataError, match=f"image {false} "):
         repeat = partial(disagreements, certifier, claims, images, 8, "r.jsonl")
-        assert compute_again([Piece(1, 1)] * 20, repeat, gate=False, every=True).repeated == 20
+        assert (
+            compute_again([RecordBatch(1, 1)] * 20, repeat, gate=False, every=True).repeated == 20
+        )
         assert asked == list(range(20))
 
 
@@ -427,7 +429,7 @@ def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
     pixels = torch.full((600, 1, 1, 2), radius / math.sqrt(2))
     certifier = SmoothingCertifier(Plane(), 2, settings, CPU)
     claims = [Certificate(index, 1, 1, radius, "smoothing", 0.05) for index in range(600)]
-    confirmations = certifier.confirm(claims, pixels, Doubt(3, 0.05))
+    confirmations = certifier.confirm(claims, pixels, RecheckSettings(3, 0.05))
     refuted = sum(one.status == "refuted" for one in confirmations)
     assert 0 < refuted <= stats.binom.ppf(1 - 1e-6, 600, 0.05)
     drawn = noise.normals(3, [7], [5], (1, 1, 2), CPU, noise.CONFIRM)

@@ -15,8 +15,8 @@ from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.shared.output import Bar
 from certcli.models import build
-from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 from tests.helpers.commands import attempt
 
 

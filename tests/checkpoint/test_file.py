@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint.file import LONGEST_NAME, Checkpoint, require_numbers, tensors_digest
-from certcli.checkpoint.record import Evidence, InputSpec, Record, Replacement, Step
+from certcli.checkpoint.record import Evidence, InputSpec, LineageStep, Record, Replacement
 from certcli.models import build
-from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError, OutputError, UsageError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
@@ -92,12 +92,12 @@ def test_a_record_of_an_earlier_version_keeps_its_bytes_and_its_digest() -> None
     assert digest == "9e3104925efba966771a2721e4c5d7784a2e04ecdc05ed9a895b925df838913b"
 
 
-@pytest.mark.parametrize("kind", [Record, InputSpec, Replacement, Step, Evidence])
+@pytest.mark.parametrize("kind", [Record, InputSpec, Replacement, LineageStep, Evidence])
 def test_a_record_has_every_field_and_no_other(kind: type) -> None:
     """A missing field would be read as its default."""
     for spoil in (lambda raw: raw.popitem(), lambda raw: raw.update(surprise=1)):
         raw = json.loads(OLD)
-        spoil({Record: raw, InputSpec: raw["input"], Replacement: raw["surgery"][0], Step: raw["lineage"][0],
+        spoil({Record: raw, InputSpec: raw["input"], Replacement: raw["surgery"][0], LineageStep: raw["lineage"][0],
                Evidence: raw["evidence"][0]}[kind])  # fmt: skip
         with pytest.raises(CheckpointError, match=r"field|Object"):
             Record.from_json(json.dumps(raw))

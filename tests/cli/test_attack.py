@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack import campaign
+from certcli.attack import stages
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.checks import CHECKS
 from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Bar
-from certcli.evaluation.region import Region, image_norms
+from certcli.evaluation.perturbation import Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.models import build
 from certcli.report.gallery import AttackedImage, draw_gallery
@@ -233,7 +233,7 @@ def test_an_interrupted_run_goes_on_to_the_same_file_and_document(
         attacked.append(len(batches[0][0]))
         return attack_images(model, batches, *words, **more)
 
-    monkeypatch.setattr(campaign, "attack_images", counted)
+    monkeypatch.setattr(stages, "attack_images", counted)
     resumed = document("attack", net, *RUN, "--records", parts, "--resume")
     counts = resumed.pop("resumed", {"records": 0, "computed_again": 0})
     assert resumed == expected

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack.campaign import stages_of, tasks_of
 from certcli.attack.certified_radii import CertifiedImage, require_correct
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
+from certcli.attack.stages import stages_of, tasks_of
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.attack_nets import SHORT, batches, labelled, linear, pictures

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from certcli.audit.plan import Plan
+from certcli.audit.plan import AuditPlan
 from certcli.cli.audit import options
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt
@@ -26,7 +26,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Run `certvit audit` in a folder, and return (what it asks for, its gates, its images)."""
     found: dict[str, Any] = {}
 
-    def plan(self: options.AuditOptions, seed: int, batch_size: int, limit: int | None) -> Plan:
+    def plan(
+        self: options.AuditOptions, seed: int, batch_size: int, limit: int | None
+    ) -> AuditPlan:
         found.update(
             radii=self.epsilon,
             sigma=self.sigma,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain.trunk import BEFORE, Trunk
+from certcli.constrain.resumed_forward import BEFORE, Trunk
 from tests.helpers.constrain_layers import collect
 
 WIDTH = 8

@@ -12,12 +12,12 @@ from scipy.optimize import linprog
 from torch import Tensor, nn
 
 from certcli.certify.branched import Branched, Splits, replay
-from certcli.certify.certificate import Certificate, Doubt
+from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.local import NOTHING_OPEN, LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.enclosure.zonotopes.ascent import Ascent
 from certcli.enclosure.zonotopes.backward import Node, descend, least
-from certcli.enclosure.zonotopes.branching import Limit, Search
+from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import Further
@@ -95,7 +95,7 @@ def test_the_tree_is_below_the_true_minimum_and_reaches_it(seed: int) -> None:
     found: list[Tensor] = []
 
     def further(node: Node, rows: Tensor) -> Tensor:
-        found.append(Search(node, rows, Limit()).prove())
+        found.append(BranchSearch(node, rows, Limit()).prove())
         return found[-1]
 
     for gap in (-1e-6, 1e-2):
@@ -205,13 +205,13 @@ def test_a_record_holds_its_tree_and_is_replayed() -> None:
     assert row.rung == "branch"
     assert set(row.splits) == {"1"}
     assert Certificate.from_json(row.to_json()) == row
-    assert certifier.confirm([row], pixels, Doubt(0, 0.0))[0].status == "verified"
+    assert certifier.confirm([row], pixels, RecheckSettings(0, 0.0))[0].status == "verified"
     wrong = replace(
         row, splits={"1": "0.999999 7.0 - - -"}
     )  # of no unit that is open: splits of its own must do
-    assert certifier.confirm([wrong], pixels, Doubt(0, 0.0))[0].status == "verified"
+    assert certifier.confirm([wrong], pixels, RecheckSettings(0, 0.0))[0].status == "verified"
     far = replace(row, radius=row.radius * 1.2)
-    assert certifier.confirm([far], pixels, Doubt(0, 0.0))[0].status == "refuted"
+    assert certifier.confirm([far], pixels, RecheckSettings(0, 0.0))[0].status == "refuted"
     backward = LocalCertifier(certifier.model, SIZE, Local("backward", "linf", arithmetic="real"))
     assert not backward.proven(pixels, 0, 0.4)
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
 from certcli.engine import pinned
-from certcli.engine.follow import steps_of
-from certcli.engine.moves import Moved, place_of
+from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.replay import agree
 from certcli.engine.table import ModuleRule
 from certcli.engine.walk import Constant, Domain, _shaped
+from certcli.engine.watched_run import steps_of
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.table import rules
 from tests.helpers.slopes import IMAGE

@@ -27,6 +27,7 @@ from certcli.evaluation.evidence import (
     _contradictions,
     understood,
 )
+from certcli.evaluation.perturbation import Region, image_norms
 from certcli.evaluation.radii import (
     Norm,
     attacked_radius,
@@ -36,7 +37,6 @@ from certcli.evaluation.radii import (
 )
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse
 from certcli.evaluation.records import _same_file, read_records, require_radii, require_share
-from certcli.evaluation.region import Region, image_norms
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import DataError, Refused, UsageError
 

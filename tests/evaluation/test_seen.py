@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import SEEN, Step
-from certcli.evaluation import seen
+from certcli.checkpoint.record import SEEN, LineageStep
+from certcli.evaluation import training_images
 from certcli.images import datasets
 from certcli.images.labelled import Images
 from tests.helpers.commands import attempt, certvit, document
@@ -104,11 +104,11 @@ def test_calibration_images_are_said(net: Path, folder: Path, tmp_path: Path, co
     assert found["seen"]["training"] == {"images": 108, "exact": True}
 
 
-def spoilt(step: Step, kept: object) -> Step:
+def spoilt(step: LineageStep, kept: object) -> LineageStep:
     return replace(step, parameters={**step.parameters, SEEN: kept})
 
 
-UNREADABLE: dict[str, Callable[[Step], Step]] = {
+UNREADABLE: dict[str, Callable[[LineageStep], LineageStep]] = {
     "an old file": lambda step: replace(
         step, parameters={k: v for k, v in step.parameters.items() if k != SEEN}
     ),
@@ -168,7 +168,7 @@ def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
     """Of 2,000 training images 500 are listed; of 1,000 others, half of them seen, about 500 are
     said to be.
     """
-    monkeypatch.setattr(seen, "LISTED", 500)
+    monkeypatch.setattr(training_images, "LISTED", 500)
     pixels = torch.rand(2500, 1, 2, 2, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(2500) % 10
     every = Images(
@@ -179,13 +179,15 @@ def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
         torch.arange(2500),
         lambda asked: pixels[list(asked)],
     )
-    kept = seen.kept_of(every.select(range(2000)))
+    kept = training_images.kept_of(every.select(range(2000)))
     assert (kept["images"], len(json.dumps(kept)) < 500 * 8 + 100) == (2000, True)
-    step = seen.Seen("finetune", "many", "train", 2000, seen.listed_in(kept["digests"]))
-    (share,) = seen.shares([step], every.select(range(1500, 2500)))
+    step = training_images.Seen(
+        "finetune", "many", "train", 2000, training_images.listed_in(kept["digests"])
+    )
+    (share,) = training_images.shares([step], every.select(range(1500, 2500)))
     assert not share.exactly
     assert (
         abs(share.images - 500) < 150
     )  # 125 of 500 are expected to be found, with a deviation of 9
     assert str(share).startswith("about ")
-    assert seen.shares([step], every.select(range(2000, 2500))) == []
+    assert training_images.shares([step], every.select(range(2000, 2500))) == []

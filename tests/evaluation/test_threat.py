@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from certcli.certify.certificate import Certificate, certified_accuracy
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import Refused, UsageError
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.region import Region, image_norms
+from certcli.evaluation.perturbation import Region, image_norms
 from certcli.finetune import augment as moves
 from certcli.finetune.adversarial import Adversary
 from certcli.finetune.settings import FinetuneSettings

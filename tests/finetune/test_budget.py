@@ -16,7 +16,7 @@ import certcli.checkpoint.file
 from certcli.checkpoint import writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
-from certcli.evaluation.seen import seen_by, shares
+from certcli.evaluation.training_images import seen_by, shares
 from certcli.finetune import budget, loop
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
@@ -220,7 +220,7 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     in the same bytes.
     """
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
-    plan = budget.Plan(8, None)
+    plan = budget.TrainingPlan(8, None)
     monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: plan)
     monkeypatch.setattr(
         budget, "changed_total", lambda step, total, *rest: 16 if step == 4 else total
@@ -265,7 +265,7 @@ def test_a_budget_ends_within_an_epoch_where_the_machine_slows_down(
 ) -> None:
     """Four steps an epoch. After the second of three nothing more fits; the state is that of two."""
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
-    monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: budget.Plan(3, None))
+    monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None))
     monkeypatch.setattr(
         budget, "changed_total", lambda step, total, *rest: 2 if step == 2 else total
     )

@@ -7,7 +7,7 @@ import pytest
 
 from certcli.certify.hopeless import HOPELESS, hopeless
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import InputSpec, Record, Step
+from certcli.checkpoint.record import InputSpec, LineageStep, Record
 from certcli.cli.finetune import ending, proof
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.start import default_batch_size, defaults, start_of
@@ -17,7 +17,7 @@ SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
 
 
 def record(*steps: tuple[str, dict[str, Any]]) -> Record:
-    lineage = tuple(Step(name, parameters, 0, {}, None) for name, parameters in steps)
+    lineage = tuple(LineageStep(name, parameters, 0, {}, None) for name, parameters in steps)
     return Record("certvit_vit_digits", {}, SPEC, 10, lineage=lineage)
 
 

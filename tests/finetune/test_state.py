@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from certcli.adapt import state as adapt_state
 from certcli.checkpoint import schema
-from certcli.finetune.shards import Rows
+from certcli.finetune.shards import LocalRows
 from certcli.finetune.state import KEY, TrainingState, load_state, save_state
 from certcli.system.errors import CheckpointError
 
@@ -25,7 +25,7 @@ Parts = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 def training(sharded: bool) -> TrainingState:
     weights: dict[str, Any] = {"w": torch.arange(6.0)}
-    best_net = {"w": Rows(weights["w"], torch.Size([6]))} if sharded else weights
+    best_net = {"w": LocalRows(weights["w"], torch.Size([6]))} if sharded else weights
     optimiser = {
         "state": {0: {"step": torch.ones(()), "exp_avg": weights["w"]}},
         "param_groups": [],

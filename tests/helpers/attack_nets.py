@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Norm
+from certcli.evaluation.perturbation import Norm
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
 GENERAL = [attack.name for attack in ATTACKS if not attack.needs_attention]

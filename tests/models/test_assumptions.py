@@ -18,13 +18,13 @@ from torch import nn
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.evaluation.doubts import chance_doubt, image_doubts, order_doubt
+from certcli.evaluation.image_doubts import chance_doubt, image_doubts, order_doubt
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
 from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
-from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 from certcli.models.weights import load_weights
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError

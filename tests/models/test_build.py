@@ -10,9 +10,9 @@ import torch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
-from certcli.models.hints import Hints
-from certcli.models.limits import Building
+from certcli.models.build_limits import Building
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console

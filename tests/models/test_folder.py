@@ -12,8 +12,8 @@ from torch import Tensor
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
 from certcli.models.folder import HUB_NAMES
-from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 from certcli.system.errors import CheckpointError
 
 ARCH = "vit_tiny_patch16_224"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
-from certcli.models.hints import Hints
 from certcli.models.in_memory import open_module
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 
 FILE = Path(__file__).with_name("transformers_logits.json")
 PIXELS = {

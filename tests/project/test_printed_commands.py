@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import typer
 
-from certcli.audit.findings import Findings
-from certcli.audit.plan import Plan, Typed
-from certcli.audit.words import next_steps
+from certcli.audit.findings import AuditFindings
+from certcli.audit.plan import AuditPlan, Typed
+from certcli.audit.summary_text import next_steps
 from certcli.cli.main import program
 from certcli.report.audit_page import purpose
 from certcli.report.document import CertifiedShares, Dataset, Share
@@ -154,14 +154,16 @@ def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
 DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
 
 
-def finding(failure: float, hits: int, changed: bool) -> Findings:
+def finding(failure: float, hits: int, changed: bool) -> AuditFindings:
     """Findings that lead to each kind of advice."""
     shares = CertifiedShares(
         method="smoothing" if failure else "lipschitz", promise="", failure=failure, domain="", about="",
         average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
         parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
-    return Findings(dataset=DIGITS, clean=Share.of(60, 60), certificates=[shares], changed=changed)
+    return AuditFindings(
+        dataset=DIGITS, clean=Share.of(60, 60), certificates=[shares], changed=changed
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,15 +173,15 @@ def finding(failure: float, hits: int, changed: bool) -> Findings:
         ("plain", finding(0.001, 30, False)),
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
-        ("plain", Findings()),
-        ("plain", Findings(dataset=DIGITS)),
+        ("plain", AuditFindings()),
+        ("plain", AuditFindings(dataset=DIGITS)),
     ],
 )
 def test_what_to_do_next_can_be_typed(
-    kind: str, findings: Findings, files: dict[str, Path], place: Path
+    kind: str, findings: AuditFindings, files: dict[str, Path], place: Path
 ) -> None:
     shutil.copy(files[kind], "network.safetensors")
-    steps = next_steps(findings, Plan(), Typed("network.safetensors", dataset="digits"))
+    steps = next_steps(findings, AuditPlan(), Typed("network.safetensors", dataset="digits"))
     assert steps
     assert all(purpose(line) for line in steps)
     for line in steps:

@@ -9,8 +9,8 @@ from typing import Any
 
 from certcli.rounding import PRECISIONS
 from certcli.rounding.algorithms import ALGORITHMS, covered
-from certcli.rounding.executed import rules
-from certcli.rounding.running import PUT_TOGETHER, RULES
+from certcli.rounding.operation_errors import rules
+from certcli.rounding.running_error import PUT_TOGETHER, RULES
 from tests.helpers.layouts import FORMATS, KERNELS
 
 HEAD = """# Which executions a rounding bound covers

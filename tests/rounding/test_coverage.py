@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from certcli.rounding.algorithms import ALGORITHMS, covered
-from certcli.rounding.executed import rules
-from certcli.rounding.running import PUT_TOGETHER, RULES
+from certcli.rounding.operation_errors import rules
+from certcli.rounding.running_error import PUT_TOGETHER, RULES
 from tests.rounding.coverage import page
 
 PAGE = Path(__file__).parents[2] / "docs/rounding.md"

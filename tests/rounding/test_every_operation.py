@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from certcli.rounding import curves, running, sums
+from certcli.rounding import curves, running_error, sums
 from certcli.rounding.precisions import PRECISIONS
-from certcli.rounding.running import RULES, Found, Operation
+from certcli.rounding.running_error import RULES, ExecutedOperation, Found
 from tests.helpers.grids import EVERY
 from tests.helpers.layouts import surroundings
 from tests.rounding.test_passing_on import ROWS, allowed, ascended, at, without_a_row
@@ -46,7 +46,7 @@ def units_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gamma", lambda terms: gamma(terms) * WIDER)
         monkeypatch.setattr(module, "TINY", 1e-30)
     monkeypatch.setattr(curves, "FUNCTION", PRECISIONS["float32"].function)
-    monkeypatch.setattr(running, "TINY", 1e-30)
+    monkeypatch.setattr(running_error, "TINY", 1e-30)
 
 
 def lost(
@@ -92,7 +92,7 @@ def test_no_two_executions_in_float64_differ_by_more_than_twice_it(name: str) ->
         assert not float((executed - plain).norm()) > 2 * most, title
 
 
-def steep(op: Operation, x: Tensor) -> Found:
+def steep(op: ExecutedOperation, x: Tensor) -> Found:
     """A curve that is taken for one of slope 1."""
     return op.run(), op.size(x)
 

@@ -14,7 +14,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.engine.table import NoRule
 from certcli.models.build import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
-from certcli.rounding.executed import rules
+from certcli.rounding.operation_errors import rules
 from tests.helpers.executions import require_within
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import ROWS, build, f

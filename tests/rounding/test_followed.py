@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from certcli.enclosure.zonotopes import rounding
 from certcli.engine.table import NoRule
 from certcli.rounding import ErrorAnalysis, curves, sums
-from certcli.rounding.running import ROUNDED, Error, Operation, Running, written_out
+from certcli.rounding.running_error import ROUNDED, Error, ExecutedOperation, Running, written_out
 from tests.helpers.sites import Site, Sites
 from tests.rounding.test_passing_on import ROWS, allowed, draw, ones
 from tests.rounding.test_rounding import Network, W
@@ -217,7 +217,7 @@ def test_norms_of_matrices_have_room_for_roundings(count: int, error: float | No
     matrices = ones(count, 2, 2)
     if error is not None:
         running.errors[matrices] = Error(torch.tensor(error, dtype=torch.float64))
-    op = Operation("mm", torch.mm, (), {}, running)
+    op = ExecutedOperation("mm", torch.mm, (), {}, running)
     norm, plain = sums._norms(op, matrices)
     assert float(norm) >= 2
     assert float(plain) >= 2 * (1 + 2.0**-21)

@@ -15,10 +15,10 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.certificate import Certificate, Doubt
+from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.executed import ProvingCertifier
+from certcli.certify.executed_network import ProvingCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import BACKWARD, EFFORTS, NORMS, ZONOTOPE, Local
@@ -407,7 +407,7 @@ def test_what_an_attack_finds_is_judged_by_the_network_in_the_arithmetic_of_the_
         Certificate(i, top, top, 0.1, "bcp", 0.0) for i, top in enumerate(predictions.tolist())
     ]
     certifier = PROVING["bcp"](model, 4, "float32")
-    stood = certifier.stands(claims, pixels, Doubt(0, 0.0))
+    stood = certifier.stands(claims, pixels, RecheckSettings(0, 0.0))
     assert stood == (predictions == rounded).tolist()
     assert not all(stood)
     assert torch.equal(certifier.representable(pixels), pixels.float().double())

@@ -17,7 +17,7 @@ from timm.layers import GELUTanh, LayerScale
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.engine.moves import Moved
+from certcli.engine.derived_constants import Moved
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.build import PixelNormalize
@@ -29,7 +29,7 @@ from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding import PRECISIONS
 from certcli.rounding.enclosed import carried, errors_of_pairs
-from certcli.rounding.executed import Executed, Followed, Operation, rules
+from certcli.rounding.operation_errors import Executed, Followed, Operation, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.stored import BlockMap, LinearMap, Stored, length
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
-from certcli.engine.moves import Moved
+from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.network import prove
@@ -27,9 +27,9 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
-from certcli.rounding import PRECISIONS, NeighbourErrors, computed
-from certcli.rounding.executed import Followed, Operation, rules
+from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
 from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
+from certcli.rounding.operation_errors import Followed, Operation, rules
 from certcli.rounding.precisions import FLOAT64
 from certcli.rounding.stored import BlockMap, LinearMap, Stored
 from tests.certify.test_local_lip import SIZE
@@ -260,7 +260,9 @@ def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:
     with made:
         computed_of_it = weight * weight.roll(1)
     for precision in (FLOAT64, FP16):
-        exact = sum(computed.error_of(computed_of_it, p, made) for p in (precision, FLOAT64))
+        exact = sum(
+            computed_constants.error_of(computed_of_it, p, made) for p in (precision, FLOAT64)
+        )
         found = Operation(precision, made).operand(computed_of_it)
         assert float(found.difference.max()) == exact > 0
         assert torch.equal(found.number, computed_of_it.abs() + exact)
@@ -268,23 +270,27 @@ def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:
 
 def test_of_several_constants_the_largest_error_counts() -> None:
     own = [torch.tensor([0.0]), torch.tensor([1000.3]), torch.tensor([0.5])]
-    assert computed._error(own, FP16, Moved(own)) == float(Stored.of(own[1], FP16).farthest) > 0
+    assert (
+        computed_constants._error(own, FP16, Moved(own))
+        == float(Stored.of(own[1], FP16).farthest)
+        > 0
+    )
 
 
 @pytest.mark.parametrize("sizes", [[2.0, 300.0], [300.0, 2.0]])
 def test_a_computed_product_is_rounded_where_its_factors_are_exact(sizes: list[float]) -> None:
     for name, size in (("mul", 600.0), ("add", 302.0)):
-        found = computed._RULES[name](
-            FP16, computed.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0]
+        found = computed_constants._RULES[name](
+            FP16, computed_constants.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0]
         )
         assert size * FP16.unit <= found <= 4 * size * FP16.unit
 
 
 def test_a_computed_product_passes_on_the_error_of_each_factor() -> None:
     step, (one, other), (first, second) = (
-        computed.Computed("mul", (), {}, torch.zeros(1)),
+        computed_constants.Computed("mul", (), {}, torch.zeros(1)),
         (2.0, 300.0),
         (0.5, 0.25),
     )
-    found = computed._RULES["mul"](FP16, step, [one, other], [first, second])
+    found = computed_constants._RULES["mul"](FP16, step, [one, other], [first, second])
     assert found == one * second + other * first + 3 * FP16.unit * one * other

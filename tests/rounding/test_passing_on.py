@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.rounding.running import PUT_TOGETHER, ROUNDED, RULES, Error, Running
+from certcli.rounding.running_error import PUT_TOGETHER, ROUNDED, RULES, Error, Running
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.engine.moves import Computed, Moved
+from certcli.engine.derived_constants import Computed, Moved
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import ONE, Real, as_real
@@ -28,8 +28,8 @@ from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.scsa_attention import CosineAttention
-from certcli.rounding import computed
-from certcli.rounding.executed import Executed, Followed, Head, Operation, rules
+from certcli.rounding import computed_constants
+from certcli.rounding.operation_errors import Executed, Followed, Head, Operation, rules
 from certcli.rounding.precisions import FLOAT64, Precision
 from certcli.rounding.stored import BlockMap, LinearMap
 from tests.rounding.test_operations import draw, given
@@ -460,7 +460,7 @@ def test_a_computed_matrix_loses_what_its_rows_say() -> None:
     a = draw(3, 6)
     w = draw(6, 5)
     step = Computed("addmm", (bias, a, w), {}, bias + a @ w)
-    found = computed._RULES["addmm"](
+    found = computed_constants._RULES["addmm"](
         P, step, [float(bias.abs().max()), 0.0, 0.0], [0.5, 0.25, 0.125]
     )
     x = a.abs() + 0.25

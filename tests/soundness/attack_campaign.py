@@ -39,7 +39,7 @@ from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.patch.options import PROCEDURES, Patches
 from certcli.certify.proof_options import ARITHMETICS, REAL, Proof
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
 from certcli.lipschitz.network import prove
 from certcli.models.build import PixelModel

@@ -15,10 +15,10 @@ from scipy.stats import binomtest
 
 from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.shared.groups import Evaluation, Machine
+from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
 from certcli.cli.verify.again import certify_again
-from certcli.cli.verify.options import Scope
+from certcli.cli.verify.options import VerifyScope
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence import UNVERIFIED_FIELDS
 from certcli.evaluation.records import describe
@@ -146,7 +146,7 @@ class Laboratory:
         """Verify as `certvit verify` does; the same thing is certified once."""
         record = checkpoint.record
         certify_request = certify_again(
-            checkpoint, Scope(), Evaluation(), Machine(batch_size=64), Screen()
+            checkpoint, VerifyScope(), Evaluation(), BatchDevice(batch_size=64), Screen()
         )
 
         def remembered(request: Request) -> Recertified:

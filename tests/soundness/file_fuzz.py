@@ -31,8 +31,8 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.images import datasets
 from certcli.models import build
-from certcli.models.hints import Hints
 from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
 from certcli.system.errors import CertvitError
 from certcli.verification.laws import verify_laws
 from tests.helpers.commands import console

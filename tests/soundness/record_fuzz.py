@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from certcli.attack.campaign import Campaign, run_of, stages_of, tasks_of
 from certcli.attack.findings import attack_again, findings_of
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
+from certcli.attack.stages import Campaign, run_of, stages_of, tasks_of
 from certcli.certify import methods
-from certcli.certify.choice import Choice
 from certcli.certify.local_options import Local
+from certcli.certify.method_choice import MethodChoice
 from certcli.certify.patch.options import Patches
 from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify.options import Options, Target
-from certcli.cli.certify.run import Demand, Task, run_all
-from certcli.cli.shared.groups import Evaluation, Machine, Output, Source
+from certcli.cli.certify.options import CertifyOptions, CertifyTarget
+from certcli.cli.certify.run import CertifiedDemand, CertifyTask, run_all
+from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import verdicts
 from certcli.evaluation.records import RecordFile
@@ -121,7 +121,7 @@ class Runs:
         self.net = Checkpoint.read(net)
         self.path = folder / "edited.jsonl"
         self.images = datasets.load("digits", self.net.record.input, "test").limit(IMAGES)
-        self.certifier = methods.prepare("lipschitz", self.net, Machine(device="cpu").pick())
+        self.certifier = methods.prepare("lipschitz", self.net, BatchDevice(device="cpu").pick())
         stages = stages_of(["pgd-3"], None, "l2", RADII, AttackSettings())
         self.settings = AttackSettings()
         drawn = [stage.with_draws(0, self.net.record.classes) for stage in stages]
@@ -132,13 +132,15 @@ class Runs:
         """Return the clean share, and the certified share at each radius."""
         threats = [Threat("l2", radius) for radius in RADII]
         sink = Sink(as_json=True, quiet=True)
-        demand = Demand(threats[0], share, every)
-        target = Target(records=self.path, resume=self.path.exists())
-        machine = Machine(device="cpu", batch_size=BATCH)
+        demand = CertifiedDemand(threats[0], share, every)
+        target = CertifyTarget(records=self.path, resume=self.path.exists())
+        machine = BatchDevice(device="cpu", batch_size=BATCH)
         own = Proof(), Smoothing(), Local(), Patches()
-        options = Options(Source(ckpt=""), target, *own, Evaluation(), machine, Output())
-        choice = Choice("lipschitz", "", ready={"lipschitz": self.certifier})
-        (found,) = run_all(choice, Task(self.net, self.images, threats, demand), options, sink)
+        options = CertifyOptions(Source(ckpt=""), target, *own, Evaluation(), machine, Output())
+        choice = MethodChoice("lipschitz", "", ready={"lipschitz": self.certifier})
+        (found,) = run_all(
+            choice, CertifyTask(self.net, self.images, threats, demand), options, sink
+        )
         return [found.found.clean, *found.found.certified.values()]
 
     def attack(self, share: float, every: bool) -> list[float]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Search, climb_with, count_targets
 from certcli.attack.families.gradient import cross_entropy
 from certcli.attack.families.margin import lost_margin, targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region, along, per_image
+from certcli.attack.watched_model import AttackSearch, climb_with, count_targets
+from certcli.evaluation.perturbation import Region, along, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
 MOMENTUM = 0.75
@@ -69,7 +69,7 @@ def apgd_targeted(
     """
     targets = count_targets(model, images, settings)
 
-    def climb(search: Search) -> Tensor:
+    def climb(search: AttackSearch) -> Tensor:
         best = search.images.clone()
         height = torch.full_like(search.images[:, 0, 0, 0], float("-inf"))
         for _, owner, classes in search.aimed(targets):
@@ -100,7 +100,7 @@ def _untargeted(
     region: Region,
     settings: AttackSettings,
 ) -> Tensor:
-    def climb(search: Search) -> Tensor:
+    def climb(search: AttackSearch) -> Tensor:
         return _ascend(
             search, loss, torch.arange(len(search.images), device=search.images.device), None
         )[0]
@@ -134,7 +134,7 @@ class _Runs:
 
 
 def _ascend(
-    search: Search, loss: TargetLoss, owner: Tensor, targets: Tensor | None
+    search: AttackSearch, loss: TargetLoss, owner: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image,
     and that loss (b,).

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import count_classes, seeded
 from certcli.attack.families.apgd import apgd_ce, apgd_targeted
 from certcli.attack.families.fab import fab_within
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.families.square import square
 from certcli.attack.judge import judge, tuck_in
 from certcli.attack.settings import AttackSettings, Craft
-from certcli.evaluation.region import Region
+from certcli.attack.watched_model import count_classes, seeded
+from certcli.evaluation.perturbation import Region
 
 PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, fab_within, square)
 
@@ -26,9 +26,8 @@ def autoattack(
 
     As `autoattack_full`, but APGD-T leaves a target, and Square an image, that at a checkpoint has
     come less than half the way from its loss at the image to a success, and FAB a target whose
-    boundary is more than twice the radius away
-    after a fifth of its steps. What is left is no proof of anything: the rule is measured, in
-    docs/attack.md.
+    boundary is more than twice the radius away after a fifth of its steps. What is left is no proof
+    of anything: the rule is measured, in docs/attack.md.
     """
     return _ensemble(model, images, labels, region, replace(settings, give_up=True))
 

@@ -2,19 +2,18 @@
 
 Nothing of torchattacks' CW could be kept. It has no search over c. It ends the whole batch when the
 sum of the losses rises once. Its margin masks logits by multiplying them with 0, which is wrong as
-soon as logits are negative. And its
-tanh variable freezes pixels at 0 and 1: atanh is infinite there, and pulling images inside the box
-by 1e-6 leaves a slope of 1e-6. The box is therefore held by projection, the first of the three ways
-in section V-B of the paper.
+soon as logits are negative. And its tanh variable freezes pixels at 0 and 1: atanh is infinite
+there, and pulling images inside the box by 1e-6 leaves a slope of 1e-6. The box is therefore held
+by projection, the first of the three ways in section V-B of the paper.
 """
 
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Watched, craft_with
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region, image_norms
+from certcli.attack.watched_model import Watched, craft_with
+from certcli.evaluation.perturbation import Region, image_norms
 
 CW_STEPS = 100
 _CHECKS = (

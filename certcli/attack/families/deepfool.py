@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Watched, craft_with
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region, image_norms, per_image
+from certcli.attack.watched_model import Watched, craft_with
+from certcli.evaluation.perturbation import Region, image_norms, per_image
 
 DEEPFOOL_STEPS = 50
 OVERSHOOT = 0.02

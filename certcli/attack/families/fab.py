@@ -5,10 +5,10 @@ boundaries.
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Search, climb_with, count_targets
 from certcli.attack.families.margin import targeted_margin
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Norm, Region, along, image_norms, per_image
+from certcli.attack.watched_model import AttackSearch, climb_with, count_targets
+from certcli.evaluation.perturbation import Norm, Region, along, image_norms, per_image
 
 FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
 # eta, beta, alpha_max
@@ -57,7 +57,7 @@ def _run(
 ) -> Tensor:
     targets = count_targets(model, images, settings)
 
-    def climb(search: Search) -> Tensor:
+    def climb(search: AttackSearch) -> Tensor:
         best = search.images.clone()
         smallest = torch.full((len(best),), float("inf"), device=best.device).double()
         for rows, owner, classes in search.aimed(targets):
@@ -73,7 +73,7 @@ def _run(
 
 
 @torch.no_grad()
-def _search(search: Search, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _search(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """One run for each entry of `owner`: the nearest success (r, c, h, w) and its norm (r,), inf
     where there is none.
     """

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from certcli.attack.families.margin import ascend
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region
+from certcli.evaluation.perturbation import Region
 
 PGD_STEPS = 20
 EOT_SAMPLES = 10

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Watched, count_targets, craft_with
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region, along
+from certcli.attack.watched_model import Watched, count_targets, craft_with
+from certcli.evaluation.perturbation import Region, along
 
 MARGIN_STEPS = 40
 RowLoss = Callable[[Tensor, Tensor], Tensor]

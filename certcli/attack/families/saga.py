@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.attack.crafting import seeded
 from certcli.attack.families.gradient import PGD_STEPS, cross_entropy
 from certcli.attack.families.margin import ascend
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region
+from certcli.attack.watched_model import seeded
+from certcli.evaluation.perturbation import Region
 from certcli.system.errors import UsageError
 
 # least weight of a pixel: a patch that nobody attends to keeps a twentieth of its gradient

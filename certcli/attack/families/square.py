@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.crafting import Search, climb_with
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region, image_norms, per_image
+from certcli.attack.watched_model import AttackSearch, climb_with
+from certcli.evaluation.perturbation import Region, image_norms, per_image
 from certcli.system.errors import UsageError
 
 SHARE = 0.8
@@ -38,7 +38,7 @@ def square(
         )
 
     @torch.no_grad()
-    def climb(search: Search) -> Tensor:
+    def climb(search: AttackSearch) -> Tensor:
         net = search.net
         successes = search.successes
         images = search.images

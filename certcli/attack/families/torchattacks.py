@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import OutOfMemoryError, Tensor, nn
 
-from certcli.attack.crafting import Watched, count_classes, craft_with
 from certcli.attack.settings import AttackSettings
 from certcli.attack.torchattacks_spec import BUDGET, Spec, library, signature
-from certcli.evaluation.region import Region
+from certcli.attack.watched_model import Watched, count_classes, craft_with
+from certcli.evaluation.perturbation import Region
 from certcli.system.errors import CertvitError, UsageError, one_line
 
 JSMA_ENTRIES = 4096

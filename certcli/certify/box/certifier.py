@@ -20,11 +20,11 @@ from certcli.certify.box.geometry import reach
 from certcli.certify.certificate import (
     AGAIN,
     Certificate,
-    Doubt,
+    RecheckSettings,
     require_logits,
     whole_batch,
 )
-from certcli.certify.executed import as_executed
+from certcli.certify.executed_network import as_executed
 from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
 from certcli.certify.proof_options import Proof
@@ -142,7 +142,9 @@ class BoxCertifier(LipschitzCertifier):
         """The network in float32, which is enough to search."""
         return copy.deepcopy(self.model).float().eval().requires_grad_(False)
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+    ) -> list[Claim]:
         """Search again, twice as long where it falls short, and compare with all that is found."""
         margin_kept = self.kept_back
         self.kept_back = 0.0
@@ -152,7 +154,7 @@ class BoxCertifier(LipschitzCertifier):
             self.kept_back = margin_kept
 
     def _confirmed(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
         first = super().confirm(claims, pixels, doubt)
         confirmations = []

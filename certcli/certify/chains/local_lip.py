@@ -2,11 +2,10 @@
 left out of the norms.
 
 A ReLU unit that is 0 on the whole neighbourhood passes nothing on: its row and its column leave the
-matrices on either side,
-whose norms fall. Source: Huang et al. 2021, Training certifiably robust neural networks with
-efficient local Lipschitz bounds; there the norms are power iterations, here they are proven, and
-margins use the box beside the ball. Convolutions keep
-their global norm: only linear layers are masked.
+matrices on either side, whose norms fall. Source: Huang et al. 2021, Training certifiably robust
+neural networks with efficient local Lipschitz bounds; there the norms are power iterations, here
+they are proven, and margins use the box beside the ball. Convolutions keep their global norm: only
+linear layers are masked.
 """
 
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import AGAIN, Certificate, Doubt
+from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings
 from certcli.certify.chains.sequential import SequentialNetwork, Values
-from certcli.certify.executed import ProvingCertifier, as_executed
+from certcli.certify.executed_network import ProvingCertifier, as_executed
 from certcli.certify.lipschitz import certified_radii
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
@@ -39,10 +38,11 @@ class LocalLipCertifier(ProvingCertifier):
     """Radii at which all margins of a chain were proven positive; never less than the global
     bound's.
 
-    drop: leave constant units out of the norms. A radius is doubled while its proof succeeds, then
-        bisected in
-    its logarithm: 2 % of it are lost at most. No monotony is assumed: what is reported was proven
-    itself. arithmetic: of the network that the certificates speak of, as in `Proof`.
+    Attributes:
+        drop: leave constant units out of the norms. A radius is doubled while its proof succeeds,
+            then bisected in its logarithm: 2 % of it are lost at most. No monotony is assumed: what
+            is reported was proven itself.
+        arithmetic: of the network that the certificates speak of, as in `Proof`.
     """
 
     method = "local-lip"
@@ -116,7 +116,9 @@ class LocalLipCertifier(ProvingCertifier):
         return certified_radii(values.centre[-1], values.error[-1], self._pairs, nearby)
 
     @torch.no_grad()
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+    ) -> list[Claim]:
         """Prove the stated radius again itself: a search from elsewhere may end at another radius."""
         pixels, values, top = self._begun(pixels)
         claimed_radii = [claim.radius for claim in claims]
@@ -215,7 +217,8 @@ class LocalLipCertifier(ProvingCertifier):
         """Tell whether no image within each radius is classified as anything but its label: (b,)
         bool.
 
-        nearby: how far execution may move z_i - z_j there, (b, k), which margins must exceed.
+        Args:
+            nearby: how far execution may move z_i - z_j there, (b, k), which margins must exceed.
         """
         values = self.network.values(pixels) if values is None else values
         moves = self.network.moves(pixels, values, radii, drop=self.drop)

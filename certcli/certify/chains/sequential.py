@@ -34,8 +34,9 @@ class AffineStep:
     """x -> W x + bias on batches. run(x, weight): the linear map with another weight of the same
     form; norm: |W|_2 <= norm.
 
-    matrix: W itself where it is one, acting on the last axis of (b, n). terms: of its longest inner
-        product.
+    Attributes:
+        matrix: W itself where it is one, acting on the last axis of (b, n).
+        terms: of its longest inner product.
     """
 
     weight: Tensor

@@ -2,8 +2,8 @@
 
 The procedure's class has most votes; of equal ones the smallest. Theorem: let L be the bands that a
 patch at one place meets. If the class c stays ahead when all votes of L go to any one other class,
-the patch cannot change it; and where that holds
-for all places, no patch can. It is exact: nothing is assumed of the passes. Proof: docs/patch.md.
+the patch cannot change it; and where that holds for all places, no patch can. It is exact: nothing
+is assumed of the passes. Proof: docs/patch.md.
 Source: Levine & Feizi 2020, (De)randomized smoothing; the votes of each place, in place of their
 number: ours.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from certcli.certify.patch.masks import met_views
 from certcli.certify.patch.options import VOTING
-from certcli.certify.patch.passes import NONE, Answer, Passes
-from certcli.certify.patch.procedure import Outcome, Procedure
+from certcli.certify.patch.passes import NONE, Answer, MaskedPasses
+from certcli.certify.patch.procedure import PatchOutcome, Procedure
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 
@@ -38,10 +38,14 @@ class Voting(Procedure):
         self.settings = {"bands": bands, "band_width": width}
         self.title = f"votes of {len(self.views)} bands ({bands} of {width} cells)"
 
-    def predict(self, passes: Passes, pixels: Tensor) -> list[Outcome]:
-        return [Outcome(winner(votes, self.classes)) for votes, _ in self._votes(passes, pixels)]
+    def predict(self, passes: MaskedPasses, pixels: Tensor) -> list[PatchOutcome]:
+        return [
+            PatchOutcome(winner(votes, self.classes)) for votes, _ in self._votes(passes, pixels)
+        ]
 
-    def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
+    def certify(
+        self, passes: MaskedPasses, pixels: Tensor, labels: Sequence[int]
+    ) -> list[PatchOutcome]:
         outcomes = []
         for votes, firm in self._votes(passes, pixels):
             top = winner(votes, self.classes)
@@ -50,11 +54,11 @@ class Voting(Procedure):
                 for patch in self.patches
                 if stays(top, votes, firm, self.met[patch], self.classes)
             )
-            outcomes.append(Outcome(top, certified, votes))
+            outcomes.append(PatchOutcome(top, certified, votes))
         return outcomes
 
     def _votes(
-        self, passes: Passes, pixels: Tensor
+        self, passes: MaskedPasses, pixels: Tensor
     ) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
         each = len(self.views)
         answers: list[Answer] = passes.answers(

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, Doubt
+from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import VOTING, Patches
-from certcli.certify.patch.passes import NONE, Passes
+from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.certify.patch.procedure import Procedure
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.models import build
-from certcli.models.seen_part import AUTO, seen_part
+from certcli.models.visible_part import AUTO, seen_part
 
 METHOD = "patch"
 ROWS = {"cpu": 8, "cuda": 128}
@@ -80,7 +80,9 @@ class PatchCertifier(Certifier):
     norm = "patch"
     at_once = AT_ONCE
 
-    def __init__(self, procedure: Procedure, passes: Passes, patches: Sequence[Patch]) -> None:
+    def __init__(
+        self, procedure: Procedure, passes: MaskedPasses, patches: Sequence[Patch]
+    ) -> None:
         self.procedure, self.passes, self.patches = procedure, passes, tuple(patches)
         part = passes.part
         weight = next(part.parameters())
@@ -149,7 +151,9 @@ class PatchCertifier(Certifier):
     def attacked(self) -> nn.Module:
         return self.passes.part.model
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+    ) -> list[Claim]:
         """The passes are made again."""
         certificates = self.batch(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
@@ -159,7 +163,9 @@ class PatchCertifier(Certifier):
             for claim, certificate in zip(claims, certificates, strict=True)
         ]
 
-    def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
+    def stands(
+        self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
+    ) -> list[bool]:
         return [
             top == claim.prediction for top, claim in zip(self.predict(nearby), claims, strict=True)
         ]
@@ -206,4 +212,4 @@ def defended(model: build.PixelModel, options: Patches) -> PatchCertifier:
     else:
         procedure = DoubleMasking(part.grid, patches, options.masks or 3)
     rows = options.rows or ROWS.get(device.type, ROWS["cpu"])
-    return PatchCertifier(procedure, Passes(part, procedure.views, rows), patches)
+    return PatchCertifier(procedure, MaskedPasses(part, procedure.views, rows), patches)

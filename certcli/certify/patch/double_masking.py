@@ -2,11 +2,10 @@
 in place.
 
 Masks M cover the patch: at each of its places one of them hides it whole. f(i, j): the network's
-class without what masks i
-and j hide. The procedure: if all f(i, i) agree, that class. Else, of the masks i that differ from
-the majority, the class of one whose f(i, j) agree for all j; else the majority. Theorem: where each
-place of the patch is hidden by some mask i with f(i, j) = c for all j, no patch changes the
-procedure's class c. Proof: docs/patch.md.
+class without what masks i and j hide. The procedure: if all f(i, i) agree, that class. Else, of the
+masks i that differ from the majority, the class of one whose f(i, j) agree for all j; else the
+majority. Theorem: where each place of the patch is hidden by some mask i with f(i, j) = c for all
+j, no patch changes the procedure's class c. Proof: docs/patch.md.
 Source: Xiang, Mahloujifar & Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of
 patches: ours.
 """
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from certcli.certify.patch.masks import hole, met_views, square_masks
 from certcli.certify.patch.options import DOUBLE_MASKING
-from certcli.certify.patch.passes import Answer, Passes
-from certcli.certify.patch.procedure import Outcome, Procedure
+from certcli.certify.patch.passes import Answer, MaskedPasses
+from certcli.certify.patch.procedure import PatchOutcome, Procedure
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid
 from certcli.system.errors import UsageError
@@ -73,34 +72,36 @@ class DoubleMasking(Procedure):
         """Whether each place of the patch is hidden whole by a mask that is alive."""
         return bool((~self.met[patch] & torch.tensor(alive)).any(dim=1).all())
 
-    def predict(self, passes: Passes, pixels: Tensor) -> list[Outcome]:
+    def predict(self, passes: MaskedPasses, pixels: Tensor) -> list[PatchOutcome]:
         singles = self._round_one(passes, pixels)
-        return [Outcome(top) for top in self._classes(passes, pixels, singles)]
+        return [PatchOutcome(top) for top in self._classes(passes, pixels, singles)]
 
-    def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
+    def certify(
+        self, passes: MaskedPasses, pixels: Tensor, labels: Sequence[int]
+    ) -> list[PatchOutcome]:
         singles = self._round_one(passes, pixels)
         proofs = [
             _Proof(self, image, int(label), singles[image]) for image, label in enumerate(labels)
         ]
         _pursue(passes, pixels, proofs)
         unproven = [proof.image for proof in proofs if not proof.proven]
-        outcomes = [Outcome(proof.wanted, proof.proven) for proof in proofs]
+        outcomes = [PatchOutcome(proof.wanted, proof.proven) for proof in proofs]
         if unproven:
             predictions = self._classes(
                 passes, pixels[unproven], [singles[image] for image in unproven]
             )
             for image, top in zip(unproven, predictions, strict=True):
-                outcomes[image] = Outcome(top)
+                outcomes[image] = PatchOutcome(top)
         return outcomes
 
-    def _round_one(self, passes: Passes, pixels: Tensor) -> list[list[Answer]]:
+    def _round_one(self, passes: MaskedPasses, pixels: Tensor) -> list[list[Answer]]:
         answers = passes.answers(
             pixels, [(image, i) for image in range(len(pixels)) for i in range(self.count)]
         )
         return [answers[start : start + self.count] for start in range(0, len(answers), self.count)]
 
     def _classes(
-        self, passes: Passes, pixels: Tensor, singles: Sequence[Sequence[Answer]]
+        self, passes: MaskedPasses, pixels: Tensor, singles: Sequence[Sequence[Answer]]
     ) -> list[int]:
         """What the procedure says of each image, given its first round."""
         classes = []
@@ -189,7 +190,7 @@ class _Proof(_Task):
         return self.open
 
 
-def _pursue(passes: Passes, pixels: Tensor, tasks: Sequence[_Task]) -> None:
+def _pursue(passes: MaskedPasses, pixels: Tensor, tasks: Sequence[_Task]) -> None:
     """Run the tasks' passes, each task no further than needed, in full batches as long as there are
     any.
     """

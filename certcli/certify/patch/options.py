@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from certcli.certify.options import Options
+from certcli.certify.options import CertifierOptions
 from certcli.evaluation.threat import Patch
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
@@ -24,7 +24,7 @@ MOST_PATCHES = 32
 
 
 @dataclass(frozen=True)
-class Patches(Options):
+class Patches(CertifierOptions):
     """The patches, and the procedure that defends a network against them.
 
     Args:

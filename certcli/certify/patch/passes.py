@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from certcli.images.labelled import sent
-from certcli.models.seen_part import SeenPart
+from certcli.models.visible_part import SeenPart
 
 NONE = -1
 """The class of a pass whose logits are not finite: a patch must not end the procedure by breaking what sees it."""
@@ -57,7 +57,7 @@ class Answer:
     firm: bool
 
 
-class Passes:
+class MaskedPasses:
     """Runs passes of `part`, `rows` at a time. views: (m, rows, columns), all that the defence
     uses.
 

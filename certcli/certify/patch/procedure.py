@@ -9,16 +9,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from certcli.certify.patch.passes import Passes
+from certcli.certify.patch.passes import MaskedPasses
 from certcli.evaluation.threat import Patch
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PatchOutcome:
     """The procedure's class for an image, the patches that provably do not change it, and what
     passes voted where they do.
 
-    prediction: NONE where passes with logits that are not finite decide.
+    Attributes:
+        prediction: NONE where passes with logits that are not finite decide.
     """
 
     prediction: int
@@ -37,11 +38,13 @@ class Procedure(ABC):
     title: str
 
     @abstractmethod
-    def predict(self, passes: Passes, pixels: Tensor) -> list[Outcome]:
+    def predict(self, passes: MaskedPasses, pixels: Tensor) -> list[PatchOutcome]:
         """The class of each image (b, c, h, w), nothing proven."""
 
     @abstractmethod
-    def certify(self, passes: Passes, pixels: Tensor, labels: Sequence[int]) -> list[Outcome]:
+    def certify(
+        self, passes: MaskedPasses, pixels: Tensor, labels: Sequence[int]
+    ) -> list[PatchOutcome]:
         """The same with what is proven of it. An image that is not of its label's class may be left
         unproven.
         """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, Doubt
+from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.cost import duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier, Smoothed
@@ -43,7 +43,9 @@ class SmoothingCertifier(Certifier):
     """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), the function the
     statement is about.
 
-    purpose: of the noise; see `noise`. about: further facts for the document.
+    Attributes:
+        purpose: of the noise; see `noise`.
+        about: further facts for the document.
     """
 
     method = METHOD
@@ -189,7 +191,9 @@ class SmoothingCertifier(Certifier):
     def attacked(self) -> nn.Module:
         return Smoothed(self._classify, self.settings.deviation, self.settings.seed)
 
-    def confirm(self, claims: Sequence[Certificate], pixels: Tensor, doubt: Doubt) -> list[Claim]:
+    def confirm(
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+    ) -> list[Claim]:
         """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at
         most the chance `level`.
         """
@@ -244,7 +248,9 @@ class SmoothingCertifier(Certifier):
                 )
         return confirmations
 
-    def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
+    def stands(
+        self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
+    ) -> list[bool]:
         """Inside a true radius the class has more than half of the draws: fails where so few have
         the chance `level`.
         """

@@ -136,8 +136,10 @@ def noisy(
     """Row r: pixels[which[r]] + sigma z, with the noise z of image images[r], sample samples[r]:
     (r, c, h, w) float32.
 
-    which: row of `pixels` for each row, r itself unless given. finish: what is done to each pixel
-    then (normalisation, a cast), while the rows are still in the caches of a CPU.
+    Args:
+        which: row of `pixels` for each row, r itself unless given.
+        finish: what is done to each pixel then (normalisation, a cast), while the rows are still in
+            the caches of a CPU.
     """
     shape = pixels.shape[1:]
     device = pixels.device

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from certcli.certify.options import Options
+from certcli.certify.options import CertifierOptions
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
 from certcli.evaluation.radii import attacked_radius, parse_number, parse_radius
 from certcli.system.errors import UsageError
@@ -40,7 +40,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Smoothing(Options):
+class Smoothing(CertifierOptions):
     """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence
     1 - alpha an image.
 

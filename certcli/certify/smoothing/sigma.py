@@ -43,9 +43,8 @@ def choose_sigma(
 
     `classify_at(sigma)` is the function that is smoothed with sigma: a diffusion model before it is
     another one for each. A radius that the samples of `settings` could not reach counts nothing.
-    The noise is other noise than that which
-    certifies, so the certificates do not know of the choice. Equal shares: the larger average
-    radius.
+    The noise is other noise than that which certifies, so the certificates do not know of the
+    choice. Equal shares: the larger average radius.
     """
     shares: dict[float, tuple[float, float]] = {}
     for sigma in SIGMAS:

@@ -10,7 +10,7 @@ from certcli.adapt.settings import AdaptSettings
 from certcli.cli.adapt import run
 from certcli.cli.shared import fidelity
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import Calibration, Machine, Output, Source, Talk, beside
+from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk, beside
 from certcli.cli.shared.inputs import say_wider
 from certcli.cli.shared.output import percent
 from certcli.system.processes import team
@@ -54,7 +54,7 @@ def adapt(
     settings: AdaptSettings,
     mode: Mode = Mode(),
     data: Calibration = Calibration(limit=400),
-    machine: Machine = Machine(batch_size=64),
+    machine: BatchDevice = BatchDevice(batch_size=64),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
@@ -64,7 +64,7 @@ def adapt(
     from certcli.adapt.state import KEY
     from certcli.checkpoint.outputs import discard_state, hold_state, require_own_state
     from certcli.cli.adapt.dry_run import open_for_plan, show_plan
-    from certcli.evaluation.seen import remember
+    from certcli.evaluation.training_images import remember
     from certcli.images.calibration import hold_out
     from certcli.models import build
 

@@ -15,10 +15,10 @@ from certcli.system.processes import team
 if TYPE_CHECKING:
     import torch
 
+    from certcli.adapt.bound_tradeoff import Trade
     from certcli.adapt.keep import Keeper
     from certcli.adapt.run import Adapter
     from certcli.adapt.settings import AdaptSettings
-    from certcli.adapt.trade import Trade
     from certcli.checkpoint.file import Checkpoint
     from certcli.images.labelled import Images
 

@@ -11,7 +11,7 @@ from certcli.cli.attack import run
 from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Machine, Output, Source, Talk
+from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk
 from certcli.cli.shared.output import Gate
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
@@ -31,14 +31,14 @@ def attack(
     attacks: Attacks = Attacks(),
     data: AttackedImages = AttackedImages(),
     patches: Patches = Patches(),
-    machine: Machine = Machine(),
+    machine: BatchDevice = BatchDevice(),
     results: AttackOutput = AttackOutput(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
     """Accuracy under attack: an upper limit on any certified accuracy."""
-    from certcli.attack.campaign import in_norm, parameters_of, tasks_of
     from certcli.attack.certified_radii import read_certified
+    from certcli.attack.stages import in_norm, parameters_of, tasks_of
     from certcli.evaluation.records import digested
 
     results.check(data)
@@ -112,8 +112,8 @@ def attack(
 
 def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint | None:
     """Another checkpoint that sees the same images; UsageError when it cannot."""
-    from certcli.models.hints import Hints
     from certcli.models.open import open_checkpoint
+    from certcli.models.overrides import Hints
 
     if path is None:
         return None

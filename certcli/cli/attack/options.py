@@ -14,8 +14,8 @@ from certcli.cli.shared.groups import Evaluation
 from certcli.system.errors import UsageError
 
 if TYPE_CHECKING:
-    from certcli.attack.campaign import Stage
     from certcli.attack.settings import AttackSettings
+    from certcli.attack.stages import Stage
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
 
@@ -154,8 +154,8 @@ class Attacks:
 
     def plan(self, seed: int, certified: bool) -> tuple[AttackSettings, tuple[Stage, ...]]:
         """Settings and stages; UsageError on wishes that contradict."""
-        from certcli.attack.campaign import stages_of
         from certcli.attack.settings import AttackSettings
+        from certcli.attack.stages import stages_of
 
         settings = AttackSettings(
             steps=self.steps,

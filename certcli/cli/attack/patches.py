@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from certcli.attack.patch import Target
+    from certcli.attack.patch import PatchTarget
     from certcli.attack.settings import AttackSettings
     from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
-    from certcli.cli.shared.groups import Machine, Output, Source
+    from certcli.cli.shared.groups import BatchDevice, Output, Source
     from certcli.evaluation.records import RecordFile
     from certcli.evaluation.resumed import Resumed
     from certcli.evaluation.threat import Patch
@@ -75,7 +75,7 @@ def attack(
     attacks: Attacks,
     data: AttackedImages,
     patches: Patches,
-    machine: Machine,
+    machine: BatchDevice,
     results: AttackOutput,
     output: Output,
     sink: Sink,
@@ -235,9 +235,10 @@ def _compute_again(
 ) -> Resumed:
     """Attack batches that were read again; DataError when one does not agree.
 
-    patch: the size of which the gate speaks.
+    Args:
+        patch: the size of which the gate speaks.
     """
-    from certcli.evaluation.resumed import Piece, compute_again
+    from certcli.evaluation.resumed import RecordBatch, compute_again
 
     def disagreements(places: Sequence[int]) -> Iterator[str]:
         for batch in (read[place] for place in places):
@@ -249,12 +250,12 @@ def _compute_again(
     def hits(rows: Sequence[Row]) -> int:
         return sum(row["robust"][ATTACK] for row in rows if row["patch"] == patch)
 
-    pieces = [Piece(len(batch.rows), hits(batch.rows)) for batch in read]
+    pieces = [RecordBatch(len(batch.rows), hits(batch.rows)) for batch in read]
     return compute_again(pieces, disagreements, gate=bool(results.minimum), every=every)
 
 
 def _attacked(
-    target: Target,
+    target: PatchTarget,
     images: Images,
     patch: Patch,
     settings: AttackSettings,
@@ -286,21 +287,23 @@ def _targets(
     device: torch.device,
     defended: Patches,
     sizes: list[Patch],
-) -> tuple[dict[Patch, Target], dict[str, Any]]:
+) -> tuple[dict[Patch, PatchTarget], dict[str, Any]]:
     """Whom each size of patch attacks, and what decides that."""
     from certcli.attack.judge import predict
-    from certcli.attack.patch import Target
+    from certcli.attack.patch import PatchTarget
     from certcli.certify.patch.certifier import prepare
     from certcli.certify.patch.climbed import TouchedPasses
     from certcli.models import build
 
     if defence == "none":
         model = build.load(checkpoint, device)
-        plain = Target(lambda corner: model, lambda pixels: list(predict(model, pixels).tolist()))
+        plain = PatchTarget(
+            lambda corner: model, lambda pixels: list(predict(model, pixels).tolist())
+        )
         return dict.fromkeys(sizes, plain), {}
     certifier = prepare(checkpoint, device, defended)
     targets = {
-        patch: Target(partial(TouchedPasses, certifier, patch), certifier.predict)
+        patch: PatchTarget(partial(TouchedPasses, certifier, patch), certifier.predict)
         for patch in sizes
     }
     return targets, dict(certifier.parameters)

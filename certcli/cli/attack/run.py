@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.shared.groups import Machine
+from certcli.cli.shared.groups import BatchDevice
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
 from certcli.evaluation.radii import (
     attacked_percent,
@@ -19,13 +19,13 @@ from certcli.system.errors import CertvitError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
-    from certcli.attack.campaign import Task
     from certcli.attack.certified_radii import CertifiedImage
     from certcli.attack.checks import Flag
-    from certcli.attack.findings import Findings
+    from certcli.attack.findings import AttackFindings
     from certcli.attack.run import AttackRecord
+    from certcli.attack.selected_examples import Exhibit
     from certcli.attack.settings import AttackSettings
-    from certcli.attack.showcase import Exhibit
+    from certcli.attack.stages import StageTask
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.attack.options import AttackOutput
     from certcli.images.labelled import Images
@@ -44,10 +44,10 @@ class Session:
 
     checkpoint: Checkpoint
     images: Images
-    tasks: Sequence[Task]
+    tasks: Sequence[StageTask]
     settings: AttackSettings
     certificates: Mapping[int, CertifiedImage] | None
-    machine: Machine
+    machine: BatchDevice
     facts: Mapping[str, Any]
     sink: Sink
 
@@ -65,16 +65,16 @@ class Session:
         force: bool,
         checks: bool,
         every: bool,
-    ) -> tuple[Findings, dict[int, list[AttackRecord]]] | None:
+    ) -> tuple[AttackFindings, dict[int, list[AttackRecord]]] | None:
         """The findings, and the records by number of the task; written to `--records` as they are
-        found. None for a process
-        that leads no others: what it found is theirs.
+        found. None for a process that leads no others: what it found is theirs.
 
-        every: none may rest on what --resume read.
+        Args:
+            every: none may rest on what --resume read.
         """
-        from certcli.attack.campaign import RECORD_KEYS, Campaign, run_of
         from certcli.attack.checks import raised
         from certcli.attack.findings import attack_again, findings_of, inspect
+        from certcli.attack.stages import RECORD_KEYS, Campaign, run_of
         from certcli.evaluation.records import RecordFile
 
         batch_size = self.machine.batch_size
@@ -102,7 +102,7 @@ class Session:
                 self.sink.note(f"{results.records} holds {file.earlier} records of this run")
             flags: tuple[Flag, ...] = ()
             total = sum(map(len, self.tasks))
-            with self.sink.progress("attack", total=total) as bar, Passes(model, bar) as work:
+            with self.sink.progress("attack", total=total) as bar, PassCounter(model, bar) as work:
                 for number, rows in campaign.run(file, team()):
                     records_of.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
@@ -126,7 +126,7 @@ class Session:
         for flag in flags:
             self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
 
-    def document(self, findings: Findings) -> dict[str, Any]:
+    def document(self, findings: AttackFindings) -> dict[str, Any]:
         """What was attacked and what was found."""
         from certcli.evaluation.records import describe
 
@@ -143,7 +143,7 @@ class Session:
     ) -> None:
         """The adversarial images: as tensors, as a gallery."""
         from certcli.attack.examples import collect
-        from certcli.attack.showcase import beside, choose
+        from certcli.attack.selected_examples import beside, choose
         from certcli.checkpoint.file import write_safetensors
         from certcli.images.names import class_names
 
@@ -174,7 +174,7 @@ class Session:
         self.sink.note(f"wrote {results.gallery}")
 
 
-class Passes:
+class PassCounter:
     """Names on a bar what is done, with the number of the network's passes so far: one batch may
     take minutes.
     """
@@ -186,7 +186,7 @@ class Passes:
         self._bar = bar
         self._hook = model.register_forward_hook(self._note)
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> PassCounter:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -198,7 +198,7 @@ class Passes:
         self._bar.advance(0, f"{self.stage}, {self.count} passes")
 
 
-def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
+def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
     """A counterexample inside a certified radius is a bug before it is anything else; then
     --min-robust.
     """
@@ -212,7 +212,9 @@ def gate_of(findings: Findings, minimum: float | None, gate: Gate) -> None:
         gate.demand_share(hits, first.images, minimum, what, "--min-robust")
 
 
-def table(sink: Sink, findings: Findings, images: str, transfer: bool, certified: bool) -> None:
+def table(
+    sink: Sink, findings: AttackFindings, images: str, transfer: bool, certified: bool
+) -> None:
     """One row an attack and radius, and the worst case below them."""
     rows = []
     for part in findings.parts:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from certcli.cli.audit.options import AuditOptions, Reports
 from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Calibration, Evaluation, Machine, Output, Source, Talk
+from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Sink
 from certcli.system.processes import team
 
@@ -29,20 +29,20 @@ def audit(
     source: Source,
     options: AuditOptions = AuditOptions(),
     data: Evaluation = Evaluation(limit=200),
-    machine: Machine = Machine(),
+    machine: BatchDevice = BatchDevice(),
     reports: Reports = Reports(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
     """Is it robust? Bound, slope, certificates and attacks within a time budget, answered in words."""
     from certcli.audit.clock import Clock
-    from certcli.audit.compose import compose
+    from certcli.audit.document_builder import compose
     from certcli.audit.plan import Typed, reproduce
     from certcli.audit.run import run
-    from certcli.audit.words import next_steps
+    from certcli.audit.summary_text import next_steps
     from certcli.cli.audit import view
     from certcli.evaluation.records import digested
-    from certcli.evaluation.seen import doubts
+    from certcli.evaluation.training_images import doubts
     from certcli.images.names import class_names
     from certcli.models.open import open_checkpoint
     from certcli.report.compare import changes

@@ -14,7 +14,7 @@ from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
-    from certcli.audit.plan import Plan
+    from certcli.audit.plan import AuditPlan
 
 TEXT = "text"
 STDOUT = (TEXT, "github")
@@ -106,14 +106,14 @@ class AuditOptions:
         ),
     ] = field(default_factory=list)
 
-    def plan(self, seed: int, batch_size: int, limit: int | None) -> Plan:
+    def plan(self, seed: int, batch_size: int, limit: int | None) -> AuditPlan:
         """Return the audit's plan; UsageError on names and values that mean nothing, before any
         work.
         """
-        from certcli.attack.campaign import stages_of
         from certcli.attack.settings import PRECISIONS, AttackSettings
+        from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse
-        from certcli.audit.plan import AUTO, Plan
+        from certcli.audit.plan import AUTO, AuditPlan
         from certcli.evaluation.records import require_radii
         from certcli.evaluation.threat import Threat
         from certcli.finetune.budget import parse_duration
@@ -130,7 +130,7 @@ class AuditOptions:
             )
         settings = AttackSettings(seed=seed, pixels=self.pixels)
         stages_of(self.attacks, None, "l2", radii, settings)
-        return Plan(
+        return AuditPlan(
             radii=radii,
             sigma=self.sigma,
             denoiser=self.denoiser,

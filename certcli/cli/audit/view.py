@@ -14,8 +14,8 @@ from certcli.system.errors import GateError, UndecidedError, UsageError
 from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
-    from certcli.audit.findings import Findings
-    from certcli.audit.plan import Plan
+    from certcli.audit.findings import AuditFindings
+    from certcli.audit.plan import AuditPlan
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.audit.options import Reports
     from certcli.cli.shared.groups import Output
@@ -165,18 +165,18 @@ def _details(document: Audit, reproduction: str, reading: str, sink: Sink) -> No
 
 def write(
     document: Audit,
-    findings: Findings,
+    findings: AuditFindings,
     checkpoint: Checkpoint,
     reports: Reports,
     output: Output,
     names: Sequence[str],
-    plan: Plan,
+    plan: AuditPlan,
     sink: Sink,
 ) -> None:
     """Write the reports, and the checkpoint with its evidence. names: of the classes, for the
     pictures.
     """
-    from certcli.audit.exhibits import pictures_of
+    from certcli.audit.pictures import pictures_of
     from certcli.report import formats
     from certcli.report.machine import as_annotations
 

@@ -10,10 +10,10 @@ from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
 from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
-from certcli.cli.certify.options import Options, Target
+from certcli.cli.certify.options import CertifyOptions, CertifyTarget
 from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Evaluation, Machine, Output, Source, Talk
+from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Gate
 from certcli.system.processes import require_one, team
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 def certify(
     context: typer.Context,
     source: Source,
-    target: Target = Target(),
+    target: CertifyTarget = CertifyTarget(),
     proof: Proof = Proof(),
     smoothing: Smoothing = Smoothing(),
     local: Local = Local(),
     patches: Patches = Patches(),
     data: Evaluation = Evaluation(),
-    machine: Machine = Machine(),
+    machine: BatchDevice = BatchDevice(),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
@@ -46,7 +46,9 @@ def certify(
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
-    options = Options(source, target, proof, smoothing, local, patches, data, machine, output)
+    options = CertifyOptions(
+        source, target, proof, smoothing, local, patches, data, machine, output
+    )
     gate = Gate()
     chooses = run.AUTO in target.methods or smoothing.sigma == run.AUTO
     demand, threats = run.require_compatible(options)
@@ -68,7 +70,7 @@ def certify(
     shares_seen = inputs.say_seen(checkpoint.record, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)
-    task = run.Task(checkpoint, images, threats, demand)
+    task = run.CertifyTask(checkpoint, images, threats, demand)
     choice = run.choose(task, options, sink)
     results = run.run_all(choice, task, options, sink)
     if not results:  # a process that leads no others

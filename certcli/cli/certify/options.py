@@ -12,14 +12,14 @@ from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import Evaluation, Machine, Output, Source
+from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
 """Radii at which certified accuracy is shown by default."""
 
 
 @group()
-class Target:
+class CertifyTarget:
     """What is certified, at which radii, and what the result must meet."""
 
     epsilon: Annotated[
@@ -68,15 +68,15 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Options:
+class CertifyOptions:
     """All options of one call that certifies."""
 
     source: Source
-    target: Target
+    target: CertifyTarget
     proof: Proof
     smoothing: Smoothing
     local: Local
     patches: Patches
     data: Evaluation
-    machine: Machine
+    machine: BatchDevice
     output: Output

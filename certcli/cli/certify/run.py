@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from certcli.cli.certify.options import RADII, Options
+from certcli.cli.certify.options import RADII, CertifyOptions
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import Norm, attacked_radius, parse_number, proven_percent
 from certcli.system.errors import DataError, NoBoundError, UsageError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
-    from certcli.certify.choice import Choice
-    from certcli.certify.options import Options as MethodOptions
+    from certcli.certify.method_choice import MethodChoice
+    from certcli.certify.options import CertifierOptions as MethodOptions
     from certcli.certify.patch.options import Patches
     from certcli.checkpoint.file import Checkpoint
     from certcli.evaluation.resumed import Resumed
@@ -38,7 +38,7 @@ NOT_DRAWN_FOR = "not drawn for"
 
 
 @dataclass(frozen=True)
-class Demand:
+class CertifiedDemand:
     """--min-certified: a share of the images against a threat; a share of 0 demands nothing.
 
     Args:
@@ -56,7 +56,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Task:
+class CertifyTask:
     """A network, the images on which it is certified, and the threats of one norm at which shares
     are shown.
     """
@@ -64,10 +64,10 @@ class Task:
     checkpoint: Checkpoint
     images: Images
     threats: Sequence[Threat]
-    demand: Demand
+    demand: CertifiedDemand
 
 
-def require_compatible(options: Options) -> tuple[Demand | None, list[Threat]]:
+def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None, list[Threat]]:
     """Return the demand and the balls; none for patches, whose sizes wait for the image. UsageError
     for a contradiction.
     """
@@ -134,13 +134,13 @@ def _given(values: Any) -> str | None:
     return None
 
 
-def of_patches(options: Options) -> bool:
+def of_patches(options: CertifyOptions) -> bool:
     return options.target.methods == ["patch"]
 
 
 def _demand(
     text: str | None, threats: Sequence[Threat], image: tuple[int, int] = (1, 1)
-) -> tuple[Demand, list[Threat]]:
+) -> tuple[CertifiedDemand, list[Threat]]:
     """Return the demand of "0.6@1.58", or of "0.6" for the smallest threat, and all threats,
     ascending.
 
@@ -158,12 +158,12 @@ def _demand(
         raise UsageError(
             f"--min-certified {text} speaks of another patch", f"--patch {size} beside the others"
         )
-    return Demand(there, minimum), sorted({*chosen, there})
+    return CertifiedDemand(there, minimum), sorted({*chosen, there})
 
 
 def patch_demand(
     text: str | None, patches: Patches, image: tuple[int, int]
-) -> tuple[Demand, list[Threat]]:
+) -> tuple[CertifiedDemand, list[Threat]]:
     """Return the demand of "0.6@32", and all patches, for images of this height and width."""
     from certcli.evaluation.threat import Threat
 
@@ -179,13 +179,13 @@ def _number(text: str) -> float:
         ) from failure
 
 
-def choose(task: Task, options: Options, sink: Sink) -> Choice:
+def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoice:
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
-    from certcli.certify.choice import Choice, choose_method
+    from certcli.certify.method_choice import MethodChoice, choose_method
 
     first, *others = options.target.methods
     if first != AUTO:
-        return Choice(first, "", tuple(others), options.local.effort)
+        return MethodChoice(first, "", tuple(others), options.local.effort)
     smallest = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
     machine = options.machine
     choice = choose_method(
@@ -195,7 +195,9 @@ def choose(task: Task, options: Options, sink: Sink) -> Choice:
     return choice
 
 
-def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Result]:
+def run_all(
+    choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+) -> list[Result]:
     """Certify by each method; one beside the first is left out where it says nothing. None where
     another process leads.
     """
@@ -215,7 +217,7 @@ def run_all(choice: Choice, task: Task, options: Options, sink: Sink) -> list[Re
 
 
 def _options_of(
-    method: str, choice: Choice, task: Task, options: Options, sink: Sink
+    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> MethodOptions | None:
     from certcli.certify.smoothing.options import Tuning
 
@@ -236,7 +238,7 @@ def _options_of(
     return options.patches if method == "patch" else None
 
 
-def _local_options(effort: str, options: Options) -> MethodOptions:
+def _local_options(effort: str, options: CertifyOptions) -> MethodOptions:
     """Return the options of `local`; branching tries the radii that were asked for, where some
     were.
     """
@@ -255,7 +257,7 @@ def _local_options(effort: str, options: Options) -> MethodOptions:
     )
 
 
-def _tuning_images(task: Task, options: Options, sink: Sink) -> Images:
+def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
     """Return a few images of another split than the judged one, where the dataset has one, and say
     which.
     """
@@ -316,7 +318,9 @@ class Result:
         }
 
 
-def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) -> Result | None:
+def _run(
+    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+) -> Result | None:
     """Certify all images by one method, each record written as it is found; None where another
     process leads.
 
@@ -324,9 +328,9 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     """
     from certcli.certify.certificate import certified_accuracy
     from certcli.certify.methods import certify, prepare, run_of
-    from certcli.certify.recheck import disagreements
+    from certcli.certify.record_check import disagreements
     from certcli.evaluation.records import RecordFile
-    from certcli.evaluation.resumed import Piece, compute_again
+    from certcli.evaluation.resumed import RecordBatch, compute_again
     from certcli.evaluation.threat import one_norm
 
     images = task.images
@@ -368,7 +372,7 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
     if file.taken:
         claims = rows[: file.taken]
         resumed = compute_again(
-            [Piece(1, int(claim.holds_at(demand.threat))) for claim in claims],
+            [RecordBatch(1, int(claim.holds_at(demand.threat))) for claim in claims],
             partial(disagreements, certifier, claims, images, batch_size, str(records)),
             gate=demand.share > 0,
             every=demand.every,
@@ -385,7 +389,7 @@ def _run(method: str, choice: Choice, task: Task, options: Options, sink: Sink) 
 
 
 def _require_reach(
-    certifier: Certifier, threats: Sequence[Threat], demand: Demand, sink: Sink
+    certifier: Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
 ) -> None:
     """Raise UsageError when none of these radii can be certified, whatever the network; warn when
     some cannot.

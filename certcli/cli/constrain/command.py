@@ -9,7 +9,7 @@ import typer
 from certcli.cli.constrain import view
 from certcli.cli.shared import fidelity, options
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import Calibration, Machine, Output, Source, Talk
+from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk
 from certcli.cli.shared.inputs import say_wider, size_in_bytes
 from certcli.constrain.settings import ConstrainSettings, preset_of
 from certcli.system.errors import UsageError
@@ -110,7 +110,7 @@ def constrain(
     aim: Aim = Aim(),
     layers: Layers = Layers(),
     data: Calibration = Calibration(limit=300),
-    machine: Machine = Machine(batch_size=50),
+    machine: BatchDevice = BatchDevice(batch_size=50),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
@@ -122,7 +122,7 @@ def constrain(
     from certcli.constrain import network
     from certcli.constrain.keep import START, check_keep, usual_share
     from certcli.evaluation.fidelity import MANY_JUDGES
-    from certcli.evaluation.seen import kept_of
+    from certcli.evaluation.training_images import kept_of
     from certcli.images.calibration import hold_out
     from certcli.models import build
 

@@ -44,7 +44,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Doubt:
+class TrainingDoubt:
     """message: what is wrong. ruined: the start was better than chance, and the end is not."""
 
     message: str
@@ -53,7 +53,7 @@ class Doubt:
 
 def accuracy(model: PixelModel, validation: Images) -> Accuracy:
     """Judge the weights on a sample of the validation images."""
-    from certcli.evaluation.doubts import right_of
+    from certcli.evaluation.image_doubts import right_of
 
     sample = validation.limit(JUDGES)
     was_training = model.training
@@ -73,7 +73,9 @@ def warn_of_orthogonal(before: Accuracy, after: Accuracy, sink: Sink) -> None:
     )
 
 
-def doubt(before: Accuracy | None, clean: float, images: int, record: Record) -> Doubt | None:
+def doubt(
+    before: Accuracy | None, clean: float, images: int, record: Record
+) -> TrainingDoubt | None:
     """Return why this training is not done; None where nothing speaks against it.
 
     Args:
@@ -86,13 +88,13 @@ def doubt(before: Accuracy | None, clean: float, images: int, record: Record) ->
     ended = f"validation accuracy {100 * clean:.1f} %{began}"
     if at_chance:
         better = before is not None and before.low > 1 / max(1, record.classes)
-        return Doubt(f"not done: training ended about chance, {ended}", better)
+        return TrainingDoubt(f"not done: training ended about chance, {ended}", better)
     if before is not None and clean < before.low:
-        return Doubt(f"not done: training ended below its start, {ended}", False)
+        return TrainingDoubt(f"not done: training ended below its start, {ended}", False)
     return None
 
 
-def end(ending: Doubt, sink: Sink) -> None:
+def end(ending: TrainingDoubt, sink: Sink) -> None:
     """Say it in the last line. EndedAtChanceError where training ruined the network."""
     hint = "a smaller --lr, --loss ce, weaker noise or attacks; the file is written all the same"
     if ending.ruined:

@@ -118,7 +118,7 @@ def _hopeless(certifier: Any, epsilon: float) -> str | None:
 
 def _clean(checkpoint: Checkpoint, images: Images) -> float:
     """Return the accuracy in float64, of which a certificate would speak."""
-    from certcli.evaluation.doubts import right_of
+    from certcli.evaluation.image_doubts import right_of
     from certcli.models.build import load_double
 
     return sum(right_of(load_double(checkpoint), images)) / len(images)

@@ -69,15 +69,15 @@ class Training:
         self.held = contextlib.ExitStack()
 
     def run(self) -> None:
-        from certcli.evaluation.seen import kept_of
+        from certcli.evaluation.training_images import kept_of
         from certcli.finetune.loop import Trainer, identity
         from certcli.finetune.shards import share_out
         from certcli.finetune.state import KEY, load_state
         from certcli.finetune.step import Diverged
         from certcli.finetune.teacher import Teacher
         from certcli.models import build
-        from certcli.models.hints import Hints
         from certcli.models.open import open_checkpoint
+        from certcli.models.overrides import Hints
         from certcli.system.errors import CertvitError, OutputError
 
         order = self.order
@@ -251,7 +251,9 @@ class Training:
         """Train to the end, with a progress bar, or a remark now and then in a log file; save each
         epoch's state.
 
-        end: when the steps of a time budget should end; each epoch's pace corrects their number.
+        Args:
+            end: when the steps of a time budget should end; each epoch's pace corrects their
+                number.
         """
         from certcli.finetune.budget import changed_total, shortened_total
 

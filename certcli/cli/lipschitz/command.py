@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from certcli.cli.lipschitz import run, view
-from certcli.cli.lipschitz.options import Network, Options, SlopeSearch, Views
+from certcli.cli.lipschitz.options import BoundedNetwork, LipschitzOptions, SlopeSearch, Views
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Calibration, Machine, Output, Talk
+from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Talk
 from certcli.system.processes import require_one, team
 
 EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_of")
@@ -20,7 +20,7 @@ EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_o
     page="bounds.md",
 )
 def lipschitz(
-    source: Network,
+    source: BoundedNetwork,
     maximum: Annotated[
         float | None,
         typer.Option(
@@ -30,7 +30,7 @@ def lipschitz(
     show: Views = Views(),
     slope: SlopeSearch = SlopeSearch(),
     data: Calibration = Calibration(limit=4),
-    machine: Machine = Machine(batch_size=8),
+    machine: BatchDevice = BatchDevice(batch_size=8),
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
@@ -42,7 +42,7 @@ def lipschitz(
 
     show.require_agreement()
     output.claim(source, show, data)
-    chosen = Options(source, show, slope, data, machine)
+    chosen = LipschitzOptions(source, show, slope, data, machine)
     if show.other is not None or show.jacobian:
         require_one(
             "networks are compared and blocks measured",

@@ -9,15 +9,15 @@ import typer
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import Calibration, Machine, Source
+from certcli.cli.shared.groups import BatchDevice, Calibration, Source
 from certcli.system.errors import UsageError
 
 if TYPE_CHECKING:
-    from certcli.models.hints import Hints
+    from certcli.models.overrides import Hints
 
 
 @group("Checkpoints of others")
-class Network(Source):
+class BoundedNetwork(Source):
     """A network that may end in features."""
 
     features: Annotated[
@@ -91,11 +91,11 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Options:
+class LipschitzOptions:
     """All options of one call that proves a bound."""
 
-    source: Network
+    source: BoundedNetwork
     views: Views
     search: SlopeSearch
     data: Calibration
-    machine: Machine
+    machine: BatchDevice

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.lipschitz import jacobians, view
-from certcli.cli.lipschitz.options import Network, Options
+from certcli.cli.lipschitz.options import BoundedNetwork, LipschitzOptions
 from certcli.cli.lipschitz.view import Audited
-from certcli.cli.shared.groups import Machine
+from certcli.cli.shared.groups import BatchDevice
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import rounded_down
 from certcli.system.errors import GateError, NoBoundError, UsageError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
 
-def prove(source: Network, machine: Machine, sink: Sink) -> Audited:
+def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     from certcli.lipschitz import network
     from certcli.models import build
     from certcli.models.open import require_features
@@ -33,7 +33,7 @@ def prove(source: Network, machine: Machine, sink: Sink) -> Audited:
     )
 
 
-def help_leader(options: Options, sink: Sink) -> None:
+def help_leader(options: LipschitzOptions, sink: Sink) -> None:
     """Measure slopes on the other processes while the leader proves."""
     from certcli.models import build
 
@@ -43,11 +43,11 @@ def help_leader(options: Options, sink: Sink) -> None:
         _steepest(model, options.data.images(checkpoint.record, sink), options, sink)
 
 
-def measure_slope(audited: Audited, options: Options, sink: Sink) -> float:
+def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> float:
     """Return the largest slope at images; warn of images that do not suit the network."""
     from certcli.cli.shared.inputs import doubt_accuracy, doubt_images
-    from certcli.evaluation.doubts import right_of
     from certcli.evaluation.fidelity import known_labels
+    from certcli.evaluation.image_doubts import right_of
 
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
@@ -63,7 +63,7 @@ def measure_slope(audited: Audited, options: Options, sink: Sink) -> float:
     return _steepest(audited.model, images, options, sink)
 
 
-def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> float:
+def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sink) -> float:
     """Return the largest measured slope at images, batches dealt to the team's processes; 0 on all
     but the leader.
     """
@@ -88,7 +88,7 @@ def _steepest(model: Any, images: "Images", options: Options, sink: Sink) -> flo
     return best
 
 
-def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]:
+def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[str, Any]:
     documents: dict[str, Any] = {}
     views = options.views
     if views.heads:
@@ -108,7 +108,7 @@ def show_views(audited: Audited, options: Options, sink: Sink) -> dict[str, Any]
 
 
 def _jacobians(
-    audited: Audited, other: Audited | None, options: Options, sink: Sink
+    audited: Audited, other: Audited | None, options: LipschitzOptions, sink: Sink
 ) -> list[dict[str, Any]]:
     """Measure the blocks of both networks at the same images; return the first network's part of
     the report.

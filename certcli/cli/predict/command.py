@@ -11,13 +11,13 @@ import typer
 from certcli.certify.patch.options import Patches
 from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import Machine, Source, Talk
+from certcli.cli.shared.groups import BatchDevice, Source, Talk
 from certcli.cli.shared.output import percent
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one
 
 if TYPE_CHECKING:
-    from certcli.certify.predicting import Choice
+    from certcli.certify.predictor import ClassProbability
 
 
 COLOURS = 3
@@ -62,7 +62,7 @@ def predict(
     source: Source,
     pictures: Pictures,
     patches: Patches = Patches(),
-    machine: Machine = Machine(),
+    machine: BatchDevice = BatchDevice(),
     talk: Talk = Talk(),
 ) -> None:
     """The class of each image, by the network itself or by the classifier that is certified
@@ -70,7 +70,7 @@ def predict(
     """
     import torch
 
-    from certcli.certify.predicting import NO_DEFENCE, Predictor
+    from certcli.certify.predictor import NO_DEFENCE, Predictor
     from certcli.images.folders import Decoder, image_files
     from certcli.images.names import known_class_names
 
@@ -129,7 +129,7 @@ def predict(
         sink.text(defended.statement)
 
 
-def _choice(choice: Choice, names: Sequence[str] | None) -> dict[str, Any]:
+def _choice(choice: ClassProbability, names: Sequence[str] | None) -> dict[str, Any]:
     words = {} if names is None else {"name": names[choice.prediction]}
     return {"class": choice.prediction, **words, "probability": choice.probability}
 

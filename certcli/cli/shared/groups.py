@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
-    from certcli.models.hints import Hints
+    from certcli.models.overrides import Hints
 
 
 @group("Checkpoints of others")
@@ -127,7 +127,7 @@ class Evaluation(Data):
             unlabelled: the command takes images without labels, for the network's own answers
                 (`inputs.answered`).
         """
-        from certcli.evaluation.seen import seen_by, trained_on
+        from certcli.evaluation.training_images import seen_by, trained_on
         from certcli.images import datasets
 
         name = self.dataset or record.dataset
@@ -197,7 +197,7 @@ class Calibration(Data):
         return images.read_by(self.workers)
 
 
-@group("Machine")
+@group("BatchDevice")
 class Device:
     """The device to compute on."""
 
@@ -227,8 +227,8 @@ class Device:
         return device
 
 
-@group("Machine")
-class Machine(Device):
+@group("BatchDevice")
+class BatchDevice(Device):
     """The device, and the number of images in a batch."""
 
     batch_size: options.BatchSize = 128

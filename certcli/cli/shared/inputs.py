@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
-    from certcli.models.hints import Hints
+    from certcli.models.overrides import Hints
 
 LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
@@ -83,7 +83,7 @@ def hints(
     as_stated: bool = False,
     weights: str | None = None,
 ) -> Hints:
-    from certcli.models.hints import Hints
+    from certcli.models.overrides import Hints
 
     arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
     statistics = _numbers("--mean", mean), _numbers("--std", std)
@@ -118,7 +118,8 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     """Return <stem>.<command>.safetensors beside a source file, in the current folder for the name
     of a network.
 
-    shards: it is the index of several files.
+    Args:
+        shards: it is the index of several files.
     """
     from certcli.checkpoint.shards import ENDING, stem
 
@@ -170,7 +171,7 @@ def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) ->
 
 def doubt_images(images: Images, record: Record, sink: Sink) -> None:
     """Print the reasons why these images may say little about this network."""
-    from certcli.evaluation.doubts import image_doubts
+    from certcli.evaluation.image_doubts import image_doubts
 
     for doubt in image_doubts(images, record.input.size[0]):
         sink.doubt(doubt)
@@ -180,7 +181,7 @@ def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
     """Print, and return for documents, the number of these images that the network was trained or
     calibrated on.
     """
-    from certcli.evaluation.seen import doubts
+    from certcli.evaluation.training_images import doubts
 
     shares_seen, lines = doubts(record, images)
     for doubt in lines:
@@ -190,7 +191,7 @@ def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
 
 def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:
     """Warn where the share of right answers is about chance, or far below that of the record."""
-    from certcli.evaluation.doubts import accuracy_doubts
+    from certcli.evaluation.image_doubts import accuracy_doubts
 
     for doubt in accuracy_doubts(round(share * len(images)), len(images), checkpoint):
         sink.warn(doubt)

@@ -79,7 +79,9 @@ def guarded() -> Iterator[Guarded]:
 class Interrupts:
     """Remember Ctrl-C: an import that it breaks off may raise anything but KeyboardInterrupt.
 
-    terminated: SIGTERM means the same. torchrun sends it to the other processes when one has ended.
+    Attributes:
+        terminated: SIGTERM means the same. torchrun sends it to the other processes when one has
+            ended.
     """
 
     def __init__(self, terminated: bool = False) -> None:

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[<>=~]*\s*[-+]?(\d|inf\b|none\b|$)")
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnGroup:
     """Columns of a table that are drawn side by side; widths: None where even names must be broken."""
 
     columns: tuple[int, ...]
@@ -72,14 +72,14 @@ class Layout:
                 names_of.setdefault(row[-1], []).append(row[0])
         return names_of
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[ColumnGroup]:
         pending = list(range(1, len(self.columns) - self.below))
         while pending or not self.below:
             count = len(pending)
             while count > 1 and self._widths((0, *pending[:count])) is None:
                 count -= 1
             numbers = (0, *pending[:count])
-            yield Part(numbers, self._widths(numbers))
+            yield ColumnGroup(numbers, self._widths(numbers))
             pending = pending[count:]
             if not pending:
                 return

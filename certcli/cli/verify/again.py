@@ -9,13 +9,13 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from certcli.cli.shared.groups import Evaluation, Machine
+from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
 from certcli.system.errors import DataError, NoBoundError
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.verify.options import Scope
+    from certcli.cli.verify.options import VerifyScope
     from certcli.images.labelled import Images
     from certcli.verification.evidence import Certified, Certify, Recertified, Request
 
@@ -23,11 +23,11 @@ WITHOUT_BOUND = {"promise": "proof", "failure": 0.0, "arithmetic": "real", "para
 
 
 def certify_again(
-    checkpoint: Checkpoint, scope: Scope, data: Evaluation, machine: Machine, sink: Sink
+    checkpoint: Checkpoint, scope: VerifyScope, data: Evaluation, machine: BatchDevice, sink: Sink
 ) -> Certify:
     """Return a function that certifies the images of an entry again, all or a sample."""
     from certcli.certify.methods import certify, options_of, prepare
-    from certcli.evaluation.doubts import right_of
+    from certcli.evaluation.image_doubts import right_of
     from certcli.models.build import load_double
     from certcli.verification.evidence import Recertified
 

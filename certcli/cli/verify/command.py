@@ -1,8 +1,8 @@
 """certvit verify: what a file states, checked again from the weights."""
 
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Evaluation, Machine, Page, Reading, Talk
-from certcli.cli.verify.options import Files, Options, Scope
+from certcli.cli.shared.groups import BatchDevice, Evaluation, Page, Reading, Talk
+from certcli.cli.verify.options import Files, VerifyOptions, VerifyScope
 
 
 @command(
@@ -13,10 +13,10 @@ from certcli.cli.verify.options import Files, Options, Scope
 )
 def verify(
     files: Files,
-    scope: Scope = Scope(),
+    scope: VerifyScope = VerifyScope(),
     data: Evaluation = Evaluation(),
     reading: Reading = Reading(),
-    machine: Machine = Machine(),
+    machine: BatchDevice = BatchDevice(),
     page: Page = Page(),
     talk: Talk = Talk(),
 ) -> None:
@@ -25,4 +25,4 @@ def verify(
     """
     from certcli.cli.verify import run
 
-    run.verify(Options(files, scope, data, reading, machine, page), talk.sink())
+    run.verify(VerifyOptions(files, scope, data, reading, machine, page), talk.sink())

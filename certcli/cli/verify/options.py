@@ -10,7 +10,7 @@ import typer
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import Evaluation, Machine, Page, Reading
+from certcli.cli.shared.groups import BatchDevice, Evaluation, Page, Reading
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.claim import MOST_DRAWS
 from certcli.system.errors import UsageError
@@ -42,7 +42,7 @@ class Files:
 
 
 @group()
-class Scope:
+class VerifyScope:
     """How much of it is checked."""
 
     sample: Annotated[
@@ -69,14 +69,14 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """All options of one call."""
 
     files: Files
-    scope: Scope
+    scope: VerifyScope
     data: Evaluation
     reading: Reading
-    machine: Machine
+    machine: BatchDevice
     page: Page
 
     @property

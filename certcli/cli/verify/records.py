@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink
-from certcli.cli.verify.view import Checked
+from certcli.cli.verify.view import CheckedFile
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import DataError, UsageError
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from certcli.certify.certificate import Certificate, Certifier
-    from certcli.certify.recheck import Attack
+    from certcli.certify.record_check import Attack
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.shared.groups import Evaluation
-    from certcli.cli.verify.options import Options
+    from certcli.cli.verify.options import VerifyOptions
     from certcli.evaluation.records import Run
     from certcli.images.labelled import Images
 
@@ -37,9 +37,9 @@ masks up to 32.
 """
 
 
-def check_records(options: Options, sink: Sink) -> Checked:
+def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
     """Check every record, or a sample."""
-    from certcli.certify.recheck import FALSE_ALARM, recheck
+    from certcli.certify.record_check import FALSE_ALARM, recheck
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
     path = options.file
@@ -94,7 +94,7 @@ def check_records(options: Options, sink: Sink) -> Checked:
             f"\nwith fresh noise (seed {seed}): true statements are refuted with probability {FALSE_ALARM:g} at most, "
             f"all together; each statement itself is wrong with probability {certifier.failure:g}"
         )
-    return Checked(claims, words, about=about)
+    return CheckedFile(claims, words, about=about)
 
 
 def _ready(
@@ -102,13 +102,13 @@ def _ready(
     rows: Sequence[Mapping[str, Any]],
     checkpoint: Checkpoint,
     images: Images,
-    options: Options,
+    options: VerifyOptions,
 ) -> tuple[Certifier, list[Certificate]]:
     """Return the method that the header names, made ready, and the certificates. DataError where
     they disagree.
     """
     from certcli.certify.methods import options_of, prepare, run_of
-    from certcli.certify.recheck import read_claims, require_same_way
+    from certcli.certify.record_check import read_claims, require_same_way
 
     values = {
         **run.parameters,
@@ -182,7 +182,7 @@ def margin_attack(steps: int) -> Attack:
     from certcli.attack.settings import AttackSettings
     from certcli.certify.patch.certifier import PatchCertifier
     from certcli.certify.patch.climbed import TouchedPasses
-    from certcli.evaluation.region import Region
+    from certcli.evaluation.perturbation import Region
 
     def in_patch(
         certifier: PatchCertifier, image: Tensor, classes: Tensor, patch: Patch, seed: int

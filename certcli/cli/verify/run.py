@@ -14,13 +14,13 @@ from certcli.system.errors import CheckpointError, GateError, UsageError
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Evidence
-    from certcli.cli.verify.options import Options
+    from certcli.cli.verify.options import VerifyOptions
     from certcli.evaluation.claim import Claim
 
 LARGEST_REPORT = 256 * 2**20
 
 
-def verify(options: Options, sink: Sink) -> None:
+def verify(options: VerifyOptions, sink: Sink) -> None:
     """Check the file. GateError (exit 7) unless all that was asked for is verified."""
     from certcli.checkpoint.shards import is_index
 
@@ -39,7 +39,7 @@ def verify(options: Options, sink: Sink) -> None:
         view.conclude(options.file, checked, f"{kind} report", sink)
 
 
-def check_report(options: Options, sink: Sink) -> tuple[str, view.Checked]:
+def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedFile]:
     """Check a report: of lipschitz by its proof, of the others as the evidence of their run."""
     from certcli.checkpoint.schema import decode
     from certcli.system.errors import Refused
@@ -61,7 +61,7 @@ def check_report(options: Options, sink: Sink) -> tuple[str, view.Checked]:
         ) from failure
 
 
-def check_proof(options: Options, text: bytes, sink: Sink) -> view.Checked:
+def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
     from certcli.checkpoint.schema import ReportFields, decode
     from certcli.verification.laws import theorems, verify_laws
@@ -73,7 +73,7 @@ def check_proof(options: Options, text: bytes, sink: Sink) -> view.Checked:
             f"laws only: {facts['nodes']} steps follow from {facts['theorems']} statements about weights that nobody "
             "checked here. This verifies no bound: certvit verify REPORT CKPT proves them again"
         )
-        return view.Checked(verify_laws(report), words, whole=False, about=facts)
+        return view.CheckedFile(verify_laws(report), words, whole=False, about=facts)
     from certcli.verification import report as reports
 
     of_features = report.bound_of == "features"
@@ -83,10 +83,10 @@ def check_proof(options: Options, text: bytes, sink: Sink) -> view.Checked:
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
         f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({reports.UNREAD}) was checked"
     )
-    return view.Checked(claims, words, about=facts)
+    return view.CheckedFile(claims, words, about=facts)
 
 
-def check_results(options: Options, text: bytes, kind: str, sink: Sink) -> view.Checked:
+def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) -> view.CheckedFile:
     """Check a report of certify, attack or audit as the evidence that its run would have written."""
     from certcli.cli.verify.again import certify_again
     from certcli.evaluation.claim import Claim
@@ -108,7 +108,7 @@ def check_results(options: Options, text: bytes, kind: str, sink: Sink) -> view.
     )
     rest = Claim("all other fields", "unverified", "the author's word", asked=False)
     words = "verified: the bounds, shares and certificates above; all other fields of the report are the author's word"
-    return view.Checked([*claims, rest], words)
+    return view.CheckedFile([*claims, rest], words)
 
 
 def _audited(checkpoint: Checkpoint, text: bytes, seed: int) -> list[Evidence]:
@@ -123,7 +123,7 @@ def _audited(checkpoint: Checkpoint, text: bytes, seed: int) -> list[Evidence]:
     return [replace(entry, digest=audit.checkpoint) for entry in entries]
 
 
-def verify_checkpoints(options: Options, sink: Sink) -> None:
+def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     """Check the evidence of checkpoints, and compare their lineages with each other."""
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.log.command import files_of
@@ -163,7 +163,7 @@ def verify_checkpoints(options: Options, sink: Sink) -> None:
     )
 
 
-def check_evidence(checkpoint: Checkpoint, options: Options, sink: Sink) -> list[Claim]:
+def check_evidence(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -> list[Claim]:
     """Return the claims of one checkpoint's record."""
     from certcli.cli.verify.again import certify_again
     from certcli.models.build import with_network

@@ -18,7 +18,7 @@ RECORDS = "records"
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedFile:
     """What became of the claims of one file.
 
     Args:
@@ -33,7 +33,7 @@ class Checked:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-def conclude(file: Path, checked: Checked, kind: str, sink: Sink) -> None:
+def conclude(file: Path, checked: CheckedFile, kind: str, sink: Sink) -> None:
     """Write the document, show what is not verified, and demand that all is."""
     reason = failure(file, checked.claims)
     gate = Gate()

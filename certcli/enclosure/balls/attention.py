@@ -24,8 +24,9 @@ class HeadWeights:
     """Heads' matrices (h, e, d) of an attention, what waits of a LayerNorm multiplied in, and norms
     of their products.
 
-    through: sigma(Wo Wv) (h). curve: sigma(Wk^T Wq) (h). largest: above the Frobenius norms of all
-        (h).
+    Attributes:
+        through: sigma(Wo Wv) (h).
+        curve: sigma(Wk^T Wq) (h). largest: above the Frobenius norms of all (h).
     """
 
     query: Tensor

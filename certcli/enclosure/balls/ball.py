@@ -11,7 +11,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
-from certcli.evaluation.region import Norm
+from certcli.evaluation.perturbation import Norm
 
 _UNEVEN = 64.0
 """Ratio of a norm's gains from which on its scale does not wait for the next map: it would divide errors by the least one."""

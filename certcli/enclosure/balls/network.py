@@ -19,7 +19,7 @@ from certcli.enclosure.zonotopes.margins import differences
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, walk
-from certcli.evaluation.region import Norm
+from certcli.evaluation.perturbation import Norm
 
 _COPIES = 24
 """Arrays of the largest kind an image, with those kept for the next radius."""
@@ -99,8 +99,9 @@ class NormsNetwork:
         """Return (b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where
         nothing is proven.
 
-        facts: filled with what depends on the images alone, for the next radii around the same
-            images.
+        Args:
+            facts: filled with what depends on the images alone, for the next radii around the same
+                images.
         """
         start = pixel_ball(images, radii, norm)
         facts = {} if facts is None else facts

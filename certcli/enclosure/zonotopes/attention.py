@@ -57,8 +57,7 @@ def softmax(x: Form) -> Form:
     near p.
 
     At w = p the sum does not move to first order, so that its logarithm costs next to nothing.
-    Differences of scores give
-    bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).
+    Differences of scores give bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).
     """
     x = x.solid()
     low, high = _bounds(x)

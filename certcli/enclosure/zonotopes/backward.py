@@ -28,8 +28,10 @@ class Node:
     """pull: rows (k, *shape) -> L_p^T of them, (k, *parent), for each parent. None for constant,
     error, spread: zero.
 
-    spread: (fibres, d, d), R of each fibre, which may be off by R f with |f|_2 <= 1 beside error.
-    error holds what the rounding of pull may cost as well: gamma times |L_p| sup |z_p|.
+    Attributes:
+        spread: (fibres, d, d), R of each fibre, which may be off by R f with |f|_2 <= 1 beside
+            error. error holds what the rounding of pull may cost as well: gamma times |L_p| sup
+            |z_p|.
     """
 
     shape: tuple[int, ...]
@@ -159,7 +161,8 @@ class BackwardBound:
     """<rows, z> >= total + slope . x - parabolas over the images x: total (rows), slope (rows,
     pixels); size of the terms.
 
-    passed: the rows (rows, k) of each hinge's open entries, before they were bounded.
+    Attributes:
+        passed: the rows (rows, k) of each hinge's open entries, before they were bounded.
     """
 
     total: Tensor
@@ -248,8 +251,9 @@ def descend(
 ) -> BackwardBound:
     """Carry rows (k, *shape) of `out` back from the last node to the images.
 
-    negligible: nodes whose errors are left out. What comes out is then an estimate: no bound, and
-        of no size.
+    Args:
+        negligible: nodes whose errors are left out. What comes out is then an estimate: no bound,
+            and of no size.
     """
     waiting: dict[Node, Tensor] = {out: rows}
     total = rows.new_zeros(len(rows))

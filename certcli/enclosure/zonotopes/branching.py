@@ -51,7 +51,7 @@ class Limit:
 
 
 @dataclass(eq=False)
-class Domain:
+class BranchDomain:
     """A part of the neighbourhood, for one margin. sign (units): +1, -1, or 0 where open. numbers:
     what ascent chose.
 
@@ -65,17 +65,19 @@ class Domain:
     bound: float = -math.inf
     score: Tensor = field(default_factory=lambda: torch.zeros(0))
 
-    def half(self, unit: int, sign: int, tree: Tree) -> "Domain":
+    def half(self, unit: int, sign: int, tree: Tree) -> "BranchDomain":
         """Return the half in which an open unit has this sign."""
         signs = self.sign.clone()
         signs[unit] = sign
-        return Domain(self.margin, tree, signs, self.numbers)
+        return BranchDomain(self.margin, tree, signs, self.numbers)
 
 
-class Search:
+class BranchSearch:
     """The search over the domains of one walk's margins: rows (margins, *shape) of its last node.
 
-    trees: one a margin; their splits are taken before others. note: told of every batch, for a bar.
+    Attributes:
+        trees: one a margin; their splits are taken before others.
+        note: told of every batch, for a bar.
     """
 
     def __init__(
@@ -100,11 +102,13 @@ class Search:
         if not self.ascent.units:
             return torch.full_like(self.bounds, -math.inf)
         sign, numbers = self.ascent.start()
-        first = [Domain(margin, tree, sign, numbers) for margin, tree in enumerate(self.trees)]
+        first = [
+            BranchDomain(margin, tree, sign, numbers) for margin, tree in enumerate(self.trees)
+        ]
         turn = itertools.count()
-        waiting: list[tuple[float, int, Domain]] = []
+        waiting: list[tuple[float, int, BranchDomain]] = []
 
-        def keep(domains: list[Domain]) -> None:
+        def keep(domains: list[BranchDomain]) -> None:
             for domain in domains:
                 if domain.bound > 0:
                     self._lower(domain.margin, domain.bound)
@@ -131,7 +135,7 @@ class Search:
     def _lower(self, margin: int, bound: float) -> None:
         self.bounds[margin] = self.bounds[margin].clamp_max(bound)
 
-    def climbed(self, domains: list[Domain], steps: int) -> list[Domain]:
+    def climbed(self, domains: list[BranchDomain], steps: int) -> list[BranchDomain]:
         """Bound the domains by ascent, all together."""
         if not domains:
             return []
@@ -146,7 +150,7 @@ class Search:
         self.domains += len(domains)
         return domains
 
-    def halves(self, domains: list[Domain], units: list[int | None]) -> list[Domain]:
+    def halves(self, domains: list[BranchDomain], units: list[int | None]) -> list[BranchDomain]:
         """Return the halves of the domains that have a unit at which they are split."""
         halves = []
         for domain, unit in zip(domains, units, strict=True):
@@ -157,7 +161,7 @@ class Search:
             halves += [domain.half(unit, 1, active), domain.half(unit, -1, inactive)]
         return halves
 
-    def _units(self, domains: list[Domain]) -> list[int | None]:
+    def _units(self, domains: list[BranchDomain]) -> list[int | None]:
         """Return the unit at which each domain is split: its tree's, or the best of a few
         candidates.
         """
@@ -168,7 +172,7 @@ class Search:
                 units[i] = unit
         return units
 
-    def _planned(self, domain: Domain) -> int | None:
+    def _planned(self, domain: BranchDomain) -> int | None:
         """Return the open unit at which the domain's tree is split; past units whose signs are
         known here.
         """
@@ -181,13 +185,13 @@ class Search:
             domain.tree = active if sign > 0 else inactive
         return None
 
-    def _known_sign(self, domain: Domain, unit: Unit, place: int | None) -> float:
+    def _known_sign(self, domain: BranchDomain, unit: Unit, place: int | None) -> float:
         if place is not None:
             return float(domain.sign[place])
         return self.ascent.sign_of(unit)
 
     @torch.no_grad()
-    def _best(self, domains: list[Domain]) -> list[int | None]:
+    def _best(self, domains: list[BranchDomain]) -> list[int | None]:
         """Return of each domain's best-scored units the one whose worse half has the larger bound."""
         count = min(CANDIDATES, len(self.ascent.units))
         scores, places = torch.stack([domain.score for domain in domains]).topk(count, dim=1)

@@ -43,11 +43,13 @@ class Enclosure(Domain):
     """One walk for one neighbourhood. needed: node -> the only token of its value that is read
     later; None: all.
 
-    witnesses: images of the neighbourhood, each with its place in it. The graph runs on them beside
-    the walk, and no node's value (thorough; else the last one's) may exclude what the network has
-    there, whatever a rule believes of its arguments.
-    executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in place of
-    the real ones. change: of coordinates.
+    Attributes:
+        witnesses: images of the neighbourhood, each with its place in it. The graph runs on them
+            beside the walk, and no node's value (thorough; else the last one's) may exclude what
+            the network has there, whatever a rule believes of its arguments.
+        executed_as: the rounding of an arithmetic, whose executed tensors are then enclosed in
+            place of the real ones.
+        change: of coordinates.
     """
 
     rules = rules

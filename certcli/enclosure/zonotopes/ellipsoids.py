@@ -37,7 +37,8 @@ def fibres(columns: Tensor) -> Tensor:
 def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
     """Return R (fibres, d, d) with {sum of the parts + t: |t| <= slack} inside {R f: |f|_2 <= 1}.
 
-    slack: (fibres, d). For any l_g > 0, (sum_g |B_g^T u|)^2 <= sum l_g * sum |B_g^T u|^2 / l_g.
+    Args:
+        slack: (fibres, d). For any l_g > 0, (sum_g |B_g^T u|)^2 <= sum l_g * sum |B_g^T u|^2 / l_g.
     """
     gram = torch.diag_embed(slack)
     total = up(slack.sum(-1), slack.shape[-1])

@@ -13,8 +13,11 @@ from certcli.engine.table import RuleTable
 class Bounds(NamedTuple):
     """Bounds on a tensor near each of b images, (b,) each.
 
-    total: its l2 norm. fibre: its longest row (last axis). peak: its largest |entry|. deviation: of
-    a row's entries, from below.
+    Attributes:
+        total: its l2 norm.
+        fibre: its longest row (last axis).
+        peak: its largest |entry|.
+        deviation: of a row's entries, from below.
     """
 
     total: Tensor

@@ -54,7 +54,8 @@ class Form:
     """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of the box symbols and
     groups, in order.
 
-    node: what the tensor is in terms of those before it, where a tape is kept.
+    Attributes:
+        node: what the tensor is in terms of those before it, where a tape is kept.
     """
 
     space: Space
@@ -223,10 +224,11 @@ class Form:
         """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches
         (k, *s) -> (k, *t).
 
-        terms: the longest inner product in L; 0 for a selection or rearrangement of entries (|L| =
-            L, no rounding).
-        transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is not
-            given.
+        Args:
+            terms: the longest inner product in L; 0 for a selection or rearrangement of entries
+                (|L| = L, no rounding).
+            transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is
+                not given.
         """
         centre = apply(self.centre[None])[0]
         gens = apply(self.gens)
@@ -361,7 +363,9 @@ def l2_ball(
     """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius *
     identity as A.
 
-    tape: keep nodes; e e^T then has no columns. in_box: of the images in [0, 1] alone.
+    Args:
+        tape: keep nodes; e e^T then has no columns.
+        in_box: of the images in [0, 1] alone.
     """
     return _around(image, radius, 0 if tape else squares_up_to, limit, False, tape, in_box)
 

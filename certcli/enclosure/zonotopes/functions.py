@@ -19,7 +19,8 @@ class Function:
     """f, f', f''. third: sup |f'''|; 0.0 says that f'' is monotone (then its ends bound it on a
     cell).
 
-    relative: f is a power of x > 0, so an interval counts as short relative to x.
+    Attributes:
+        relative: f is a power of x > 0, so an interval counts as short relative to x.
     """
 
     name: str

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import Node, lower
-from certcli.enclosure.zonotopes.branching import Limit, Search
+from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import signs
 from certcli.enclosure.zonotopes.parabolas import coupled
@@ -24,7 +24,7 @@ def optimised(node: Node, rows: Tensor) -> Tensor:
     """Return bounds by slopes that ascent chose, in an l2 ball by parabolas too, up to the first
     that is not positive.
     """
-    search = Search(node, rows, Limit(domains=0))
+    search = BranchSearch(node, rows, Limit(domains=0))
     if not search.ascent.curved:
         return search.prove()
     bounds = rows.new_full((len(rows),), -torch.inf)
@@ -46,7 +46,8 @@ def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
     """Return c + inf A e - max(0, -lambda_min(Q)) - sup |B n| - slack entry by entry, rounded down:
     below the form's minimum.
 
-    further: tried on entries that are not positive then, where there is a way back.
+    Args:
+        further: tried on entries that are not positive then, where there is a way back.
     """
     space = x.space
     below = x.ball_fall + x.box_radius
@@ -102,7 +103,8 @@ def differences(
     """Return rows w_label - w_j and biases b_label - b_j for all j != label, and how far the biases
     may be off.
 
-    executed: how far execution moves z_i - z_j, (k, k); as if it were the biases' error.
+    Args:
+        executed: how far execution moves z_i - z_j, (k, k); as if it were the biases' error.
     """
     others = [j for j in range(len(weight)) if j != label]
     rows = weight[label] - weight[others]

@@ -21,7 +21,8 @@ class NetworkEnd:
     """A network up to its last two layers. trace: up to the norm's input; norm, head: None where
     there is no such layer.
 
-    token: of the tensor before the norm, the only one that the head reads.
+    Attributes:
+        token: of the tensor before the norm, the only one that the head reads.
     """
 
     trace: Trace

@@ -32,8 +32,9 @@ class Bilinear:
     """A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading
     dimensions.
 
-    of_first: (rows of the result, second) -> rows of the first; of_second: (first, rows) -> rows of
-        the second.
+    Attributes:
+        of_first: (rows of the result, second) -> rows of the first;
+        of_second: (first, rows) -> rows of the second.
     """
 
     of: Contract

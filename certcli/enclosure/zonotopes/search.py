@@ -14,9 +14,8 @@ def certified_radius(
     to 1e-12.
 
     From the grid point next to `guess` the radius grows or shrinks by factors 2, 4, 16, ... until
-    one side is proven and the
-    other is not. Then the interval is halved until the next larger point has failed: 4.4 % for 4
-    steps. Where check is monotone, the result does not depend on the guess.
+    one side is proven and the other is not. Then the interval is halved until the next larger point
+    has failed: 4.4 % for 4 steps. Where check is monotone, the result does not depend on the guess.
 
     Args:
         check: whether the network is proven constant on the ball of radius r.

@@ -14,10 +14,11 @@ class Space:
     after a residual sum; with 0 it carries none, and errors that do not come from the image stay
     slack.
 
-    boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T. reach: of the
-        pixels' e where images lie
-    in [0, 1]. coordinates: what e is of the pixels' e, where it is not that itself. squares_up_to:
-    entries of e up to which e e^T has columns.
+    Attributes:
+        boxed: |e|_inf <= 1 in place of |e|_2 <= 1; then there are no columns for e e^T.
+        reach: of the pixels' e where images lie in [0, 1].
+        coordinates: what e is of the pixels' e, where it is not that itself.
+        squares_up_to: entries of e up to which e e^T has columns.
     """
 
     ball: int

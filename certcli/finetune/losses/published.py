@@ -60,9 +60,8 @@ def emma(
     """Return the cross entropy of z_j + epsilon_j K_jy: (b, k), (b,) -> ().
 
     epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached, is the radius that
-    the pair has reached: no
-    sample is pushed at a margin out of its reach. Source: Hu, Zou, Wang, Leino, Fredrikson 2023,
-    section 4; the floor is in the authors' code.
+    the pair has reached: no sample is pushed at a margin out of its reach. Source: Hu, Zou, Wang,
+    Leino, Fredrikson 2023, section 4; the floor is in the authors' code.
     """
     full = gains(labels, pairs, epsilon)
     wide = logits.detach().double()

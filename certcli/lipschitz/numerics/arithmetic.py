@@ -41,7 +41,8 @@ class Matrix:
     """A float matrix within `error` (spectral norm) of the exact one. A vector is a matrix with one
     column.
 
-    key: id() of the parameter that `tensor` is, None for a computed matrix.
+    Attributes:
+        key: id() of the parameter that `tensor` is, None for a computed matrix.
     """
 
     tensor: Tensor

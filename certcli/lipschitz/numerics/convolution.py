@@ -10,12 +10,11 @@ taps j with s | q - d j), so sigma <= sigma(W) sqrt(product of these counts). Wi
 (kernel = stride: patches) and a window that lies inside the image this is an equality.
 
 Torus. Let M >= max(H + max(p, p'), e) be a multiple of s. On the torus of M pixels per axis put the
-image at offset p and
-zeros elsewhere: the two borders may share their zeros, every window of the padded image is a window
-of the torus, so the convolution is a restriction of the circular one. Two windows that coincide
-there lie wholly in the borders and give 0. Splitting pixels by their residue modulo s (polyphase)
-makes the circular convolution one of stride 1 on a torus of N = M / s pixels per axis with in s s'
-channels. The Fourier transform makes it block diagonal, so
+image at offset p and zeros elsewhere: the two borders may share their zeros, every window of the
+padded image is a window of the torus, so the convolution is a restriction of the circular one. Two
+windows that coincide there lie wholly in the borders and give 0. Splitting pixels by their residue
+modulo s (polyphase) makes the circular convolution one of stride 1 on a torus of N = M / s pixels
+per axis with in s s' channels. The Fourier transform makes it block diagonal, so
 
     sigma^2 <= max over nu in the grid of lambda_max(G(nu)),  G(nu) = sum_delta C_delta exp(2 pi i
     nu delta / N), C_delta = sum_q V_q V_{q + delta}^T,  V_q the matrix of tap q (or of its
@@ -32,10 +31,9 @@ then exact.
 Groups. The operator is block diagonal: the maximum over groups (a product would be wrong).
 
 Rounding of G. Sums of K = (columns of V) (number of taps) products, then of L lags with factors of
-cosines (absolute error
-below 32 u: the angle is reduced in integers to [-pi, pi], so its rounding and the library's cosine,
-good to 2 ulps, stay
-below 16 u), then 3 additions: each of the real and the imaginary part is wrong by at most gamma_{K
+cosines (absolute error below 32 u: the angle is reduced in integers to [-pi, pi], so its rounding
+and the library's cosine, good to 2 ulps, stay below 16 u), then 3 additions: each of the real and
+the imaginary part is wrong by at most gamma_{K
 + L + 40} B B^T entry by entry, B = sum_q |V_q| (Higham, Lemma 3.3), so G is wrong by at most 2
 gamma_{K + L + 40} |B|_F^2 in spectral norm.
 
@@ -126,14 +124,14 @@ def conv_norm(
 ) -> float:
     """|conv(x)|_2 <= value |x|_2 for every image x of input_size, zero padding, the bias left out.
 
-    weight: (out, in / groups, k) or (out, in / groups, k, k') as in torch's convolutions, for
-    `transposed` (in, out / groups, ...); any float dtype. stride, dilation, input_size: one number
-    or one per axis (pixels);
-    padding: the same, or (before, after) per axis. `transposed` covers every output padding that
-        torch accepts.
-    Circular and reflecting padding are not meant: their operators are larger.
-    Errors: CheckpointError on NaN or infinite weights, UsageError on a geometry that cannot be.
-    Source: this module's docstring.
+    Args:
+        weight: (out, in / groups, k) or (out, in / groups, k, k') as in torch's convolutions, for
+            `transposed` (in, out / groups, ...); any float dtype.
+        stride, dilation, input_size: one number or one per axis (pixels);
+        padding: the same, or (before, after) per axis. `transposed` covers every output padding
+            that torch accepts. Circular and reflecting padding are not meant: their operators are
+            larger. Errors: CheckpointError on NaN or infinite weights, UsageError on a geometry
+            that cannot be. Source: this module's docstring.
     """
     import torch
 

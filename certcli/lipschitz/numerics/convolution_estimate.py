@@ -37,8 +37,9 @@ class Geometry:
     """A zero-padded convolution without its weight: numbers per axis, (before, after) of the
     padding, input pixels.
 
-    transposed: the adjoint of such a convolution, from images of input_size, for every output
-        padding.
+    Attributes:
+        transposed: the adjoint of such a convolution, from images of input_size, for every output
+            padding.
     """
 
     stride: tuple[int, ...]
@@ -55,7 +56,9 @@ def convolution_estimate(
     """About sigma(conv), at most what is proven for it: weight as in `conv_norm` -> () in float64,
     with gradient.
 
-    vectors: what `name` iterates on, renewed in place. iterations: of this call.
+    Args:
+        vectors: what `name` iterates on, renewed in place.
+        iterations: of this call.
     """
     axes = _geometry(
         weight,

@@ -2,9 +2,9 @@
 
 A bound of a deep pre-norm network exceeds 1e308, so a number is mantissa * 2**exponent with a
 Python integer exponent. Every operation returns a value >= the exact result on its operands: IEEE
-754 rounds +, *, / and sqrt correctly, so the next
-float above the rounded result is an upper bound, and scaling by a power of two is exact. This file
-needs no torch: with it alone a proof in JSON is checked again.
+754 rounds +, *, / and sqrt correctly, so the next float above the rounded result is an upper bound,
+and scaling by a power of two is exact. This file needs no torch: with it alone a proof in JSON is
+checked again.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Multi-head attention: its linear maps head by head, and the sums that bound all heads together.
 
 The output of head h moves by at most sum_t c_th |dy_th| over its maps y_t (queries, keys, values),
-and every head has an
-output of its own. Proofs: docs/bounds.md, section 5.4.
+and every head has an output of its own. Proofs: docs/bounds.md, section 5.4.
 """
 
 import math

@@ -122,8 +122,10 @@ class _Heads:
     """Queries, keys or values by head: slopes |W_h|, radii of the rows about a centre, largest
     norms of a row.
 
-    source: the tensor before the map W, None for constants. whole: |W|. layout: sizes of the axes
-        that the heads lie on.
+    Attributes:
+        source: the tensor before the map W, None for constants.
+        whole: |W|.
+        layout: sizes of the axes that the heads lie on.
     """
 
     source: Value | None

@@ -28,7 +28,7 @@ from certcli.models.converters.base import (
     renamed,
     require_whole_windows,
 )
-from certcli.models.hints import Hints
+from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError
 
 _VIT_NAMES: Renames = (

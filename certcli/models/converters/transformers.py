@@ -37,7 +37,7 @@ from certcli.models.converters.transformers_config import (
     unknown,
 )
 from certcli.models.converters.transformers_names import CONVNEXT_NAMES, SWIN_NAMES, TOKEN_NAMES
-from certcli.models.hints import Hints
+from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, Refused, one_line
 
 _ACTIVATIONS = {

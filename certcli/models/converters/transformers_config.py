@@ -21,7 +21,7 @@ from certcli.checkpoint.schema import (
     decode,
 )
 from certcli.models.converters.base import T, pixel_input, read_config
-from certcli.models.hints import Hints
+from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, one_line
 
 CONFIG = "config.json"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from certcli.checkpoint.file import require_numbers
 from certcli.checkpoint.torch_file import load_plain
-from certcli.models.reading import Fact
+from certcli.models.provenance import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
 TORCH_SUFFIXES = (".pth", ".th", ".pt", ".bin", ".ckpt", ".tar")

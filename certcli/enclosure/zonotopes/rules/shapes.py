@@ -70,8 +70,9 @@ def register_moves(
 ) -> None:
     """Register in a domain's table the operations that move, repeat or drop entries of one tensor.
 
-    move: (function, value, *args, **kwargs) -> value(s). settle: makes a value speak of the tensor
-        itself.
+    Args:
+        move: (function, value, *args, **kwargs) -> value(s).
+        settle: makes a value speak of the tensor itself.
     """
     for name, function in ARRANGING_METHODS.items():
         table.method(name)(

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.campaign import Stage
 from certcli.attack.eight_bit import rounded
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Norm, Region, image_norms
+from certcli.attack.stages import Stage
+from certcli.evaluation.perturbation import Norm, Region, image_norms
 
 ROWS = 4
 

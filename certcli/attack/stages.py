@@ -15,9 +15,9 @@ from certcli.attack.certified_radii import CertifiedImage, require_correct, sele
 from certcli.attack.presets import preset
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
+from certcli.evaluation.perturbation import Norm, Region
 from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.records import RecordFile, Run, packed, unpacked
-from certcli.evaluation.region import Norm, Region
 from certcli.images.labelled import Images, sent
 from certcli.system.errors import DataError, UsageError
 from certcli.system.processes import ALONE, Team
@@ -130,7 +130,7 @@ def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Sta
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """A stage and the images it runs on; `own`: image index -> the radius at which it alone is
     attacked.
 
@@ -167,15 +167,15 @@ def tasks_of(
     stages: Sequence[Stage],
     images: Images,
     certificates: Mapping[int, CertifiedImage] | None = None,
-) -> tuple[Task, ...]:
+) -> tuple[StageTask, ...]:
     """Stages on images. With certificates: only images certified beyond each radius, or all at
     their own radius.
 
     DataError when none is certified there, or when the certificates speak of other images.
     """
     if certificates is None:
-        return tuple(Task(stage, images) for stage in stages)
-    tasks: list[Task] = []
+        return tuple(StageTask(stage, images) for stage in stages)
+    tasks: list[StageTask] = []
     for stage in stages:
         if not stage.radii:
             chosen = select(images, certificates, 0.0)
@@ -185,13 +185,13 @@ def tasks_of(
             diagonal = entries**0.5 if stage.norm == "l2" else 1.0
             indices = chosen.indices.tolist()
             tasks.append(
-                Task(
+                StageTask(
                     stage, chosen, {i: min(certificates[i].radius, diagonal) for i in indices}, True
                 )
             )
         for radius in stage.radii:
             tasks.append(
-                Task(
+                StageTask(
                     replace(stage, radii=(radius,)),
                     select(images, certificates, radius),
                     certified=True,
@@ -207,7 +207,9 @@ def tasks_of(
     return tuple(tasks)
 
 
-def parameters_of(tasks: Sequence[Task], settings: AttackSettings, **more: Any) -> dict[str, Any]:
+def parameters_of(
+    tasks: Sequence[StageTask], settings: AttackSettings, **more: Any
+) -> dict[str, Any]:
     """What decides the numbers, as plain values, for evidence: images, attacks and their order,
     radii, budget; `more`.
     """
@@ -216,7 +218,7 @@ def parameters_of(tasks: Sequence[Task], settings: AttackSettings, **more: Any) 
     return {**about, **_stages(tasks), "settings": asdict(settings), **more}
 
 
-def _stages(tasks: Sequence[Task]) -> dict[str, list[Any]]:
+def _stages(tasks: Sequence[StageTask]) -> dict[str, list[Any]]:
     return {
         "attacks": [[entry.label for entry in task.stage.plan] for task in tasks],
         "radii": [list(task.stage.radii) for task in tasks],
@@ -226,7 +228,7 @@ def _stages(tasks: Sequence[Task]) -> dict[str, list[Any]]:
 
 
 def run_of(
-    tasks: Sequence[Task],
+    tasks: Sequence[StageTask],
     settings: AttackSettings,
     batch_size: int,
     checkpoint: str,
@@ -270,7 +272,7 @@ class Campaign:
     """
 
     model: nn.Module
-    tasks: Sequence[Task]
+    tasks: Sequence[StageTask]
     settings: AttackSettings
     batch_size: int
     source: nn.Module | None = None
@@ -373,7 +375,9 @@ def read_again(
     return unpacked(AttackRecord, rows)
 
 
-def pixels_of(task: Task, records: Sequence[AttackRecord], like: Tensor) -> tuple[Tensor, Tensor]:
+def pixels_of(
+    task: StageTask, records: Sequence[AttackRecord], like: Tensor
+) -> tuple[Tensor, Tensor]:
     """Images and labels of records, where and as `like` is: (b, c, h, w), (b,)."""
     places = {index: place for place, index in enumerate(task.images.indices.tolist())}
     positions = [places[record.index] for record in records]

@@ -16,7 +16,7 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine.moves import Moved, place_of
+from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable, runs_known_code
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, Constant
@@ -26,7 +26,7 @@ from certcli.lipschitz.rules.repeat_pad import pair
 from certcli.models.build import PixelNormalize
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding.algorithms import covers
-from certcli.rounding.computed import error_of
+from certcli.rounding.computed_constants import error_of
 from certcli.rounding.moves import overlap, windows_of_entry
 from certcli.rounding.precisions import FLOAT64, Precision, compounded
 from certcli.rounding.stored import LinearMap, Stored, largest, length
@@ -38,7 +38,8 @@ rules = RuleTable("executed")
 class Executed:
     """Bounds on an executed tensor: its l2 norm, its longest row (last axis), its largest |entry|.
 
-    deviation: from below, of every row's entries.
+    Attributes:
+        deviation: from below, of every row's entries.
     """
 
     shape: tuple[int, ...]
@@ -88,8 +89,9 @@ Rounding = Callable[[Sizes], Real]
 class Operation:
     """The first argument of every rule.
 
-    made: how the network made the constants that are not its own. vanished: why results so far have
-    no bound, whatever their operands.
+    Attributes:
+        made: how the network made the constants that are not its own.
+        vanished: why results so far have no bound, whatever their operands.
     """
 
     precision: Precision

@@ -3,9 +3,8 @@ them.
 
 A step that trains or calibrates keeps the digests of its images' pixels, as the network takes them:
 all of few, a seeded sample of many, six bytes each (two images of a million share one with a chance
-of 4e-9). Of a sample the share found is an
-estimate. What a file says of itself may be left out by who wrote it: images that are not found here
-need not be new.
+of 4e-9). Of a sample the share found is an estimate. What a file says of itself may be left out by
+who wrote it: images that are not found here need not be new.
 """
 
 import base64

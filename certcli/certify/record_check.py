@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, Doubt
+from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.evaluation import resumed
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import attacked_radius, proven_radius
@@ -36,7 +36,7 @@ be of another class.
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRecord:
     """A record, what became of it, and whether an attack inside what it claims was tried."""
 
     certificate: Certificate
@@ -83,13 +83,13 @@ def recheck(
     seed: int,
     attack: Attack,
     batch_size: int,
-) -> Iterator[Checked]:
+) -> Iterator[CheckedRecord]:
     """Find each certificate again, then attack the image inside what it claims.
 
     Args:
         seed: of noise that nobody who wrote the certificates can have known.
     """
-    doubt = Doubt(seed, FALSE_ALARM / max(1, 2 * len(certificates)))
+    doubt = RecheckSettings(seed, FALSE_ALARM / max(1, 2 * len(certificates)))
     positions = {index: position for position, index in enumerate(images.indices.tolist())}
     step = certifier.at_once or batch_size
     for start in range(0, len(certificates), step):
@@ -113,9 +113,9 @@ def recheck(
             if claim.status == "verified" and certificate.held:
                 image = pixels[row : row + 1]
                 attacked = _attacked(certifier, certificate, image, claim.why, doubt, attack)
-                yield Checked(certificate, attacked, True)
+                yield CheckedRecord(certificate, attacked, True)
             else:
-                yield Checked(certificate, claim)
+                yield CheckedRecord(certificate, claim)
 
 
 def plainly_wrong(certificate: Certificate, label: int, certifier: Certifier) -> Claim | None:
@@ -177,7 +177,7 @@ def _attacked(
     certificate: Certificate,
     image: Tensor,
     proven: str,
-    doubt: Doubt,
+    doubt: RecheckSettings,
     attack: Attack,
 ) -> Claim:
     """Attack the image (1, c, h, w) with each threat that the certificate excludes. proven: why it

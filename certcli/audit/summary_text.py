@@ -3,8 +3,8 @@
 import math
 import shlex
 
-from certcli.audit.findings import Findings
-from certcli.audit.plan import Plan, Typed
+from certcli.audit.findings import AuditFindings
+from certcli.audit.plan import AuditPlan, Typed
 from certcli.certify.hopeless import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
 from certcli.evaluation.radii import (
@@ -33,7 +33,7 @@ LITTLE_ATTENTION = 0.01
 """Largest weight of an attention branch below which the answer says that attention hardly takes part."""
 
 
-def verdict(findings: Findings, plan: Plan) -> list[str]:
+def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
     """Return the proofs, the certificates by noise, the attacks and the gaps, a sentence or two
     each.
     """
@@ -79,7 +79,7 @@ def verdict(findings: Findings, plan: Plan) -> list[str]:
     return sentences
 
 
-def _wants_denoiser(findings: Findings, plan: Plan) -> bool:
+def _wants_denoiser(findings: AuditFindings, plan: AuditPlan) -> bool:
     """Whether a published diffusion model fits the images, and is the only way to useful radii
     without training: no proof certifies an image, and none stands before the network.
     """
@@ -93,7 +93,7 @@ def _size_of(patch: str) -> str:
     return patch.replace("x", " x ")
 
 
-def _patched(findings: Findings) -> list[str]:
+def _patched(findings: AuditFindings) -> list[str]:
     """Return what no patch changes, for each size: about the classifier behind masks, which is
     another one.
     """
@@ -109,7 +109,7 @@ def _patched(findings: Findings) -> list[str]:
     ]
 
 
-def best_proof(findings: Findings, plan: Plan) -> CertifiedShares | None:
+def best_proof(findings: AuditFindings, plan: AuditPlan) -> CertifiedShares | None:
     """Return the proofs that certify most images at the smallest radius, None where no image is
     certified.
     """
@@ -122,7 +122,7 @@ def best_proof(findings: Findings, plan: Plan) -> CertifiedShares | None:
     return max(candidates, key=lambda shares: shares.certified[at].share, default=None)
 
 
-def _proof(findings: Findings, plan: Plan) -> str:
+def _proof(findings: AuditFindings, plan: AuditPlan) -> str:
     bound = findings.bound
     best = best_proof(findings, plan)
     radius = radius_key(plan.least)
@@ -192,7 +192,7 @@ def _smoothed(shares: CertifiedShares) -> str:
     )
 
 
-def next_steps(findings: Findings, plan: Plan, typed: Typed) -> list[str]:
+def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[str]:
     """Commands that lead on, the most useful first; at most three."""
     ckpt = shlex.join(typed.network)
     images, training = (

@@ -96,7 +96,7 @@ class Square:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """One of the tensors that a tensor was cut into; whole: the size of that one's error."""
 
     cut: object
@@ -113,7 +113,7 @@ class Sorted:
 
 
 @dataclass(frozen=True)
-class Operation:
+class ExecutedOperation:
     """One operation: run() is its result, size(x) the error of an argument, None where it is exact."""
 
     name: str
@@ -177,12 +177,12 @@ class Running(OperationMode):
                     return PUT_TOGETHER[name](*args, **kwargs)
             if func._schema.is_mutable:
                 return self._in_place(name, func, args, kwargs)
-            return self._keep(*self._found(Operation(name, func, args, kwargs, self)))
+            return self._keep(*self._found(ExecutedOperation(name, func, args, kwargs, self)))
         except NoRule as reason:
             self.refused = self.refused or NoRule(f"{self._module()}: {reason}")
             raise self.refused from None
 
-    def _found(self, op: Operation) -> Found:
+    def _found(self, op: ExecutedOperation) -> Found:
         """Return a result with its error; integers and truth values are exact where their arguments
         are.
         """
@@ -212,7 +212,7 @@ class Running(OperationMode):
         def on_copy(first: Tensor, *rest: Any, **named: Any) -> Tensor:
             return func(first.clone(), *rest, **named)
 
-        op = Operation(plain, on_copy, args, kwargs, self)
+        op = ExecutedOperation(plain, on_copy, args, kwargs, self)
         value, error = self._found(op) if plain != "fill" else (op.run(), op.size(args[1]))
         if value.shape != target.shape:
             raise NoRule(f"'{name}' changes a tensor's shape")
@@ -329,9 +329,10 @@ class ErrorAnalysis:
         """Logits, and a bound on the error of each, infinite where nothing is known: (b, c, h, w)
         -> (b, k), (b, 1).
 
-        pixels: float64, taken as exact. An error is shared by the images of a batch; those for
-        which it is too much are evaluated again in smaller ones. NoRule names the module with an
-        operation that has no rule.
+        Args:
+            pixels: float64, taken as exact. An error is shared by the images of a batch; those for
+                which it is too much are evaluated again in smaller ones. NoRule names the module
+                with an operation that has no rule.
         """
         logits, error = self._once(pixels)
         if logits.shape[1] < 2:

@@ -33,9 +33,10 @@ def per_image(values: Tensor, like: Tensor) -> Tensor:
 class Region:
     """All images x' in [0, 1] with |x' - x| <= radius (pixel units).
 
-    own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then the
-        largest of them.
-    where: (b, 1, h, w) bool, the pixels that may change, where not all may: `Region.within`.
+    Attributes:
+        own: (b,) float64, a radius for each image of a batch, where they differ; `radius` is then
+            the largest of them.
+        where: (b, 1, h, w) bool, the pixels that may change, where not all may: `Region.within`.
     """
 
     norm: Norm

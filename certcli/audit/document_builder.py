@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from certcli.audit import gates, headline, words
+from certcli.audit import gates, headline, summary_text
 from certcli.audit.clock import Clock
-from certcli.audit.findings import Findings
-from certcli.audit.plan import Plan, Typed, reproduce
+from certcli.audit.findings import AuditFindings
+from certcli.audit.plan import AuditPlan, Typed, reproduce
 from certcli.checkpoint.record import versions
-from certcli.evaluation.doubts import accuracy_doubts
+from certcli.evaluation.image_doubts import accuracy_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.report.document import Audit, LineageStep, Machine, Network
 
 
 def compose(
     checkpoint: OpenCheckpoint,
-    findings: Findings,
-    plan: Plan,
+    findings: AuditFindings,
+    plan: AuditPlan,
     clock: Clock,
     typed: Typed,
     device: torch.device,
@@ -66,11 +66,11 @@ def compose(
         points=headline.points(findings, plan, size),
         scale=headline.scale(findings, plan, size),
         reference=headline.reference(findings, size),
-        verdict=words.verdict(findings, plan),
+        verdict=summary_text.verdict(findings, plan),
         doubts=[
             doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
         ],  # that is the headline
-        next=words.next_steps(findings, plan, named),
+        next=summary_text.next_steps(findings, plan, named),
         gate=gates.judge(plan.gates, findings, size[1:]),
         lineage=[
             LineageStep(

@@ -177,8 +177,9 @@ def seen_part(
     """How passes hide: "tokens", "pixels", or "auto" (tokens where that is possible). UsageError
     where it is not.
 
-    cell: pixels (height, width) that are hidden together, where pixels are grey. Without it they
-    are few (fine), else as many as a token has, where there are tokens.
+    Args:
+        cell: pixels (height, width) that are hidden together, where pixels are grey. Without it
+            they are few (fine), else as many as a token has, where there are tokens.
     """
     if hide not in HIDING:
         raise UsageError(f"--hide {hide}: one of {', '.join(HIDING)}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from certcli.attack.judge import judge
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.region import Region, along
+from certcli.evaluation.perturbation import Region, along
 from certcli.system.errors import UsageError
 from certcli.system.seeds import seed_all
 
@@ -224,11 +224,12 @@ def craft_with(
 
 
 @dataclass(frozen=True)
-class Search:
+class AttackSearch:
     """What an attack that keeps its own books works on: images (b, c, h, w), labels (b,), the
     watched network, random draws.
 
-    successes: None where nothing may stop early, because only the end of the run is judged.
+    Attributes:
+        successes: None where nothing may stop early, because only the end of the run is judged.
     """
 
     net: Watched
@@ -262,7 +263,7 @@ class Search:
 
 
 def climb_with(
-    climb: Callable[[Search], Tensor],
+    climb: Callable[[AttackSearch], Tensor],
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -276,7 +277,7 @@ def climb_with(
     generator = torch.Generator().manual_seed(settings.draw)
 
     def run(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
-        return climb(Search(net, successes, images, labels, region, settings, generator))
+        return climb(AttackSearch(net, successes, images, labels, region, settings, generator))
 
     end = craft_with(run, model, images, labels, region, settings, watch=False)
     return end if successes is None else successes.harvest(end)

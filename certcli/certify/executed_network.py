@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from certcli.certify.certificate import (
     Certificate,
     Certifier,
-    Doubt,
     PinnedWeights,
+    RecheckSettings,
     require_logits,
     whole_batch,
 )
@@ -55,8 +55,10 @@ class ProvingCertifier(Certifier):
     """A method that proves, of a network in float64 and eval mode, for images of this size (c, h,
     w).
 
-    arithmetic: of the network that its certificates speak of, as in `Proof`. tables: of domains
-    that walk its graph. traced: as in `NeighbourErrors`.
+    Attributes:
+        arithmetic: of the network that its certificates speak of, as in `Proof`.
+        tables: of domains that walk its graph.
+        traced: as in `NeighbourErrors`.
     """
 
     def __init__(
@@ -150,7 +152,9 @@ class ProvingCertifier(Certifier):
             for row, claim in enumerate(claims)
             if claim.radius > 0 and float(distances[row]) <= claim.radius
         ]
-        if rows and not all(self.stands([claims[i] for i in rows], stored[rows], Doubt(0, 0.0))):
+        if rows and not all(
+            self.stands([claims[i] for i in rows], stored[rows], RecheckSettings(0, 0.0))
+        ):
             raise NoBoundError(
                 "no certificate: the network, run on a batch of these images in "
                 f"{self.arithmetic}, gives other classes than its proven graph",
@@ -171,7 +175,9 @@ class ProvingCertifier(Certifier):
         return images.to(weight.dtype).to(images.dtype)
 
     @torch.no_grad()
-    def stands(self, claims: Sequence[Certificate], nearby: Tensor, doubt: Doubt) -> list[bool]:
+    def stands(
+        self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
+    ) -> list[bool]:
         """Tell whether the network as it is executed still gives the claimed class, by finite
         logits.
         """

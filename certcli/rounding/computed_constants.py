@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.engine.moves import MOVING, Computed, Moved, place_of
+from certcli.engine.derived_constants import MOVING, Computed, Moved, place_of
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import tensors_of
 from certcli.rounding.precisions import Precision

@@ -25,7 +25,7 @@ MOST_LIKELY = 5
 
 
 @dataclass(frozen=True)
-class Choice:
+class ClassProbability:
     """A class, and its softmax probability: the network's own word, which proves nothing."""
 
     prediction: int
@@ -44,7 +44,7 @@ class Prediction:
 
     prediction: int | None
     proven: tuple[str, ...] = ()
-    top: tuple[Choice, ...] = ()
+    top: tuple[ClassProbability, ...] = ()
 
 
 class Predictor:
@@ -95,5 +95,5 @@ class Predictor:
         if not bool(torch.isfinite(logits).all()):
             return Prediction(None)
         top = logits.double().softmax(0).topk(self._top)
-        choices = map(Choice, top.indices.tolist(), top.values.tolist())
+        choices = map(ClassProbability, top.indices.tolist(), top.values.tolist())
         return Prediction(int(logits.argmax()), top=tuple(choices))

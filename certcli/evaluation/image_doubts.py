@@ -109,11 +109,11 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     """Whether the same tensors, with each norm after what it stands before, are right on
     significantly more of the images.
 
-    right: of the first len(right) images, which the network as it is read gets right. None for
-    networks without timm's pre-norm blocks, and for those that are right on most images: a network
-    of the other order would not be. Of the images
-    on which only one reading is right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <=
-    1e-3 (a sign test).
+    Args:
+        right: of the first len(right) images, which the network as it is read gets right. None for
+            networks without timm's pre-norm blocks, and for those that are right on most images: a
+            network of the other order would not be. Of the images on which only one reading is
+            right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
     """
     blocks = [module for module in model.modules() if type(module) is Block]
     if not blocks or sum(right) >= _UNSURE * len(right):
@@ -138,8 +138,8 @@ def better_statistics(
     model: nn.Module, images: Images, right: list[bool]
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield pixel statistics in common use that are right on significantly more of the images (a
-    sign test), each better
-    than those before: a sentence about them, and the options that give them.
+    sign test), each better than those before: a sentence about them, and the options that give
+    them.
 
     model.normalize holds `mean` and `std`, (c, 1, 1). right: of the first len(right) images, which
     the network as it is read gets right.

@@ -38,7 +38,7 @@ ENCLOSED = 20_000
 
 
 @dataclass(frozen=True)
-class Choice:
+class MethodChoice:
     """The method that is worth having.
 
     Attributes:
@@ -57,7 +57,7 @@ class Choice:
 
 def choose_method(
     checkpoint: Checkpoint, device: torch.device, images: Images, radius: float, batch_size: int
-) -> Choice:
+) -> MethodChoice:
     """Choose the proven bound where it certifies a tenth of the correct images at `radius`; else
     local; else smoothing.
 
@@ -67,16 +67,16 @@ def choose_method(
     ready = dict[str, Certifier]()
     bound, useful = _try_bound(model, checkpoint, images, radius, batch_size, ready)
     if useful:
-        return Choice("lipschitz", f"{bound}, with proof", ready=ready)
+        return MethodChoice("lipschitz", f"{bound}, with proof", ready=ready)
     alternatives = tuple(ready)
     effort = "auto" if _largest(model) <= ENCLOSED else "norms"
     local, share, seconds = _try_local(model, images, radius, effort, ready)
     if share >= USEFUL:
-        return Choice("local", f"{bound}; {local}, with proof", alternatives, effort, ready)
+        return MethodChoice("local", f"{bound}; {local}, with proof", alternatives, effort, ready)
     if seconds * len(images) <= BESIDE:
         alternatives = (*alternatives, "local")
     reason = f"{bound}; {local}; noise may certify more, with probability"
-    return Choice("smoothing", reason, alternatives, effort, ready)
+    return MethodChoice("smoothing", reason, alternatives, effort, ready)
 
 
 def _try_bound(

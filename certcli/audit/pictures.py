@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.audit.findings import Findings
+from certcli.audit.findings import AuditFindings
 from certcli.evaluation.radii import attacked_radius
 from certcli.images.labelled import Images
 from certcli.report.page import Figure, Gallery
@@ -14,7 +14,7 @@ from certcli.report.pixels import LARGEST, data_uri, triple
 EACH = "Each: the image, what changes (around grey, magnified), the changed image."
 
 
-def pictures_of(findings: Findings, names: Sequence[str]) -> dict[str, Gallery]:
+def pictures_of(findings: AuditFindings, names: Sequence[str]) -> dict[str, Gallery]:
     """Return galleries: one fooled image under "first", a patch under "patch", all under "fooled".
     names: of the classes.
     """
