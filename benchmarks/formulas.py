@@ -221,9 +221,13 @@ def _layer_of(path: str, module: Any, x: Tensor) -> AttentionLayer:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the value of formula NAME for the network of CKPT, as JSON: NAME CKPT."""
     checkpoint = open_checkpoint(sys.argv[2])
-    found = formula_value(sys.argv[1], load(checkpoint), checkpoint.record.input.size)
-    print(
-        json.dumps({"log10_total": found.log10_total, "layers": found.layers, "flaw": found.flaw})
-    )
+    value = formula_value(sys.argv[1], load(checkpoint), checkpoint.record.input.size)
+    total = {"log10_total": value.log10_total, "layers": value.layers, "flaw": value.flaw}
+    print(json.dumps(total))
+
+
+if __name__ == "__main__":
+    main()

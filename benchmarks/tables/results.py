@@ -22,7 +22,10 @@ def key(row: str, seed: int) -> str:
 
 
 def read(path: Path = PATH) -> dict[str, Any]:
-    """Run's key -> run; empty before the first."""
+    """Run's key -> run; empty before the first.
+
+    commands_as_run, by hand: the words that were typed, where an option has become a command since.
+    """
     return dict(_document(path)["runs"])
 
 
