@@ -23,6 +23,7 @@ from certcli.checkpoint.shipped import shipped_path
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
+from certcli.system.memory import free_bytes
 
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
@@ -182,6 +183,10 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
                 "convert it to float32, float64, float16 or bfloat16 where that is what it means",
+            )
+        if tensor.nbytes > free_bytes():
+            raise CheckpointError(
+                f"tensor '{one_line(name)}' of {where} has {tensor.nbytes / 2**30:.0f} GiB, more than the free memory"
             )
         wide = (
             tensor.half() if tensor.dtype in FLOAT8 else tensor

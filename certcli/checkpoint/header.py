@@ -64,7 +64,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     raise Refused("it ends before its tensors do")
                 first = 0
             else:
-                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                try:
+                    buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                except OSError:
+                    raise Refused(f"its {size / 2**30:.0f} GiB cannot be mapped here") from None
                 first = 8 + length
         return {name: _tensor(buffer, first, one) for name, one in fields.items()}, metadata
     except (Refused, OSError, ValueError, OverflowError) as failure:

@@ -22,6 +22,9 @@ from certcli.system.errors import DataError, OutputError, UsageError
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
 from certcli.system.processes import Team
 
+LARGEST_RECORDS = 2 * 2**30
+"""Bytes of a file of records: some ten million images."""
+
 SCHEMA = "certvit-records/1"
 PIXELS = "pixels"
 FILE = "file"
@@ -270,6 +273,9 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
     else.
     """
     try:
+        size = path.stat().st_size
+        if size > LARGEST_RECORDS:
+            raise DataError(f"{path} has {size / 2**30:.0f} GiB, and records have 2 at most")
         data = path.read_bytes()
     except OSError as failure:
         raise DataError(

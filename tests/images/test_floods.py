@@ -1,5 +1,6 @@
 """Small or endless files take little: sizes are known before a library allocates."""
 
+import json
 import os
 import struct
 import time
@@ -11,10 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
+from certcli.checkpoint.file import read_tensors
 from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.records import read_records
 from certcli.images import datasets, opening
 from certcli.images.folders import LARGEST_TABLE, Decoder, image_files
-from certcli.system.errors import DataError
+from certcli.system.errors import CheckpointError, DataError
 from tests.helpers.commands import console
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
@@ -152,3 +155,19 @@ def test_a_sparse_file_of_mnist_is_refused_unread(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(DataError, match="1,099,511,627,776 bytes"):
         datasets.load("torch/mnist", SPEC, "test", tmp_path)
+
+
+def test_records_and_a_tensor_of_a_terabyte_are_refused_unread(tmp_path: Path) -> None:
+    records = tmp_path / "r.jsonl"
+    with records.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match="1024 GiB"):
+        read_records(records, "certify")
+    about = {"x": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}
+    text = json.dumps(about).encode()
+    checkpoint = tmp_path / "x.safetensors"
+    with checkpoint.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 2**40)
+    with pytest.raises(CheckpointError, match="1024 GiB"):
+        read_tensors(checkpoint)
