@@ -30,6 +30,12 @@ def of_header(path: Path, about: dict[str, object], size: int = 4) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def nothing_read_yet() -> None:
+    """Each test begins as a process does: files that others read and changed are forgotten."""
+    watched.forget()
+
+
 @pytest.mark.parametrize("dimensions", [65, 1_000, 100_000])
 def test_tensors_of_many_dimensions_are_refused_at_once(dimensions: int, tmp_path: Path) -> None:
     about = {"x": {"dtype": "F32", "shape": [1] * dimensions, "data_offsets": [0, 4]}}

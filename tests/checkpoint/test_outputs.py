@@ -216,7 +216,11 @@ def test_no_output_of_any_command_is_an_input_of_it(
         if "record" in source or "certified" in source
         else "other.safetensors"
     )
-    needs = {"--compare": ["--gallery", "g.png"]} if name == "attack" else {}
+    needs = {
+        "attack": {"--compare": ["--gallery", "g.png"]},
+        "certify": {"--denoiser": ["--method", "smoothing", "--sigma", "0.25"]},
+        "finetune": {"--denoiser": ["--loss", "ce", "--noise", "0.25"]},
+    }.get(name, {})
     words = [name, M, *([] if source == "CKPT" else [source, read]), output, read, "--force"]
     refused(
         folder, words + (needs.get(source, []) if output != "--gallery" else []), "is the input"

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from certcli.checkpoint.shipped import shipped_names, shipped_path
-from certcli.cli.main import app
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CheckpointError
+from tests.helpers.commands import attempt
 
 LARGEST = 6 * 2**20
 """Bytes of one file: a clone and a wheel stay small."""
@@ -55,6 +54,6 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
 
 def test_a_mistyped_name_is_answered_with_the_nearest_one():
     name = shipped_names()[0]
-    answer = CliRunner().invoke(app, ["lipschitz", f"{name}x"], standalone_mode=False)
+    answer = attempt("lipschitz", f"{name}x")
     assert isinstance(answer.exception, CheckpointError)
     assert f"did you mean '{name}'?" in answer.exception.hint

@@ -66,6 +66,7 @@ class Order:
             help="With --noise: noisy images pass it first, as in certify --denoiser.",
             rich_help_panel="Augmentation",
         ),
+        options.Reads(),
     ] = None
     data: Data = Data()
     machine: TrainingMachine = TrainingMachine()
