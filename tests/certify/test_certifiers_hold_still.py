@@ -166,7 +166,7 @@ def test_enclosures_that_do_not_fit_are_refused_or_done_without(
             LocalCertifier(network(), SIZE, Local(effort))
         return
     title = LocalCertifier(network(), SIZE, Local(effort)).title
-    assert ("do not fit into memory" in title, "not 8,000: memory" in title) == (
+    assert ("do not fit into memory" in title, "not 4,000: memory" in title) == (
         effort == "auto",
         effort != "auto",
     )
