@@ -18,6 +18,7 @@ RUNS = {
     "certify": ["certify", M, *FEW],
     "attack": ["attack", M, *FEW, "-a", "fgsm", "-e", "2"],
     "log": ["log", M, "--quiet", "--force"],
+    "verify": ["verify", M, "--proven-only", "--quiet", "--force"],
 }
 """A short run of each command, its outputs to be added."""
 ENDINGS = {
