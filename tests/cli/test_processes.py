@@ -149,7 +149,7 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
             "[/pytorch/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
         )
 
-    monkeypatch.setattr(main, "app", broken)
+    monkeypatch.setattr(main, "program", lambda words: broken)
     monkeypatch.setattr(main, "_others", lambda: Team(0, 2, distributed.HashStore()))
     with pytest.raises(SystemExit) as end:
         main.run()
