@@ -254,8 +254,9 @@ def _percent(share: str, count: int) -> float:
     if images != count or hits > images:
         return math.inf
     exact = binomtest(hits, images).proportion_ci(0.95, "exact")
-    apart = max(abs(100 * exact.low - low), abs(100 * exact.high - high))
-    return 100 * hits / images if apart < 0.6 else math.inf  # shown without digits
+    below, above = 100 * exact.low - low, high - 100 * exact.high
+    outward = -1e-6 <= min(below, above) and max(below, above) < 1  # shown without digits
+    return 100 * hits / images if outward else math.inf
 
 
 def unmarked(lab: Laboratory, number: int, entry: Raw, document: Raw) -> str | None:
