@@ -255,7 +255,7 @@ def _percent(share: str, count: int) -> float:
         return math.inf
     exact = binomtest(hits, images).proportion_ci(0.95, "exact")
     below, above = 100 * exact.low - low, high - 100 * exact.high
-    outward = -1e-6 <= min(below, above) and max(below, above) < 1  # shown without digits
+    outward = min(below, above) >= -1e-6 and max(below, above) < 1  # shown without digits
     return 100 * hits / images if outward else math.inf
 
 
