@@ -24,6 +24,7 @@ from certcli.checkpoint.shards import (
     named,
     part_names,
 )
+from certcli.checkpoint.shipped import shipped_path
 from certcli.system.errors import CheckpointError, UsageError
 from certcli.system.files import is_stream, open_alone, require_absent, sweep
 
@@ -58,6 +59,7 @@ class Outputs:
 
         A name that is no path registers nothing.
         """
+        path = shipped_path(str(path)) or path
         inside = (path / name for name in ("model.safetensors", INDEX, "config.json"))
         for candidate in (path, *inside, path.parent / "config.json"):
             if candidate.is_file():

@@ -7,7 +7,7 @@ import pytest
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models.open import open_checkpoint
-from certcli.system.errors import CheckpointError
+from certcli.system.errors import CheckpointError, UsageError
 from tests.helpers.commands import attempt
 
 LARGEST = 6 * 2**20
@@ -50,6 +50,18 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
     assert shipped_path(name) is None
     with pytest.raises(CheckpointError):
         open_checkpoint(name)
+
+
+def test_a_shipped_network_is_an_input_that_no_output_replaces():
+    name = shipped_names()[0]
+    path = shipped_path(name)
+    assert path is not None
+    before = path.read_bytes()
+    for command in ("certify", "lipschitz", "constrain", "finetune"):
+        answer = attempt(command, name, "-o", path, "--force")
+        assert isinstance(answer.exception, UsageError)
+        assert "is the input" in answer.exception.message
+    assert path.read_bytes() == before
 
 
 def test_a_mistyped_name_is_answered_with_the_nearest_one():
