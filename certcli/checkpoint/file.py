@@ -166,6 +166,12 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors, metadata = read_safetensors(path)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors")
+    largest = max(tensors, key=lambda name: tensors[name].nbytes)
+    size = tensors[largest].nbytes
+    if size / 4 > free_bytes():  # a test for NaN takes a byte a float32
+        raise CheckpointError(
+            f"tensor '{one_line(largest)[:80]}' of {path} has {size / 2**30:.0f} GiB, too many for the free memory"
+        )
     return tensors, metadata
 
 
@@ -183,10 +189,6 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
                 "convert it to float32, float64, float16 or bfloat16 where that is what it means",
-            )
-        if tensor.nbytes > free_bytes():
-            raise CheckpointError(
-                f"tensor '{one_line(name)}' of {where} has {tensor.nbytes / 2**30:.0f} GiB, more than the free memory"
             )
         wide = (
             tensor.half() if tensor.dtype in FLOAT8 else tensor
