@@ -360,7 +360,7 @@ def audit(
 
     Args:
         fail_on: Gates, such as "certified@0.25<0.4".
-        settings: Fields of `audit.plan.Plan`: radii, attacks, methods, sigma, patches, limit, seed,
+        settings: Fields of `audit.plan.AuditPlan`: radii, attacks, methods, sigma, patches, limit, seed,
             batch_size, ...
     """
     checkpoint = _classifier(source)

@@ -19,7 +19,8 @@ class RobustAccuracy:
             those at smaller radii among them).
         median_norm: of the smallest perturbations found among correctly classified images; None
             when none was found.
-        fooled: of the correct images, how many fell;
+        fooled: how many of the correct images fell.
+
         fooled_8bit: of these, how many adversarial images are some as 8-bit files, too.
     """
 

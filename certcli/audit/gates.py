@@ -156,7 +156,7 @@ def waits_for(
     """Return whether a gate about the share of this key is not decided by these images.
 
     Args:
-        key: of the share, as `Findings.samples` has it.
+        key: of the share, as `AuditFindings.samples` has it.
         proven: whether the share is one of proofs.
     """
     speaking = [gate for gate in gates if _speaks_of(gate, key, proven, image)]

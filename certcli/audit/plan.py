@@ -32,7 +32,8 @@ class AuditPlan:
             where the machine multiplies matrices in it, else float32.
         pixels: "8bit": attacks search among images that a file can hold.
         denoiser: path of one that noisy images pass before a smoothed network.
-        budget: wall seconds. limit: images at most, as it was typed.
+        budget: wall seconds.
+        limit: images at most, as it was typed.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)

@@ -156,7 +156,7 @@ class Certifier(ABC):
         """
 
     def expected(self, images: int, size: Sequence[int]) -> str:
-        """Return in words what so many images (c, h, w) will take, measured; "" where it is not."""
+        """Say how long this number of images (c, h, w) will take, from a measurement; "" without one."""
         return ""
 
     @property

@@ -213,7 +213,7 @@ def as_executed(
     near the image.
 
     Args:
-        again: (places among the images, bounds on the rounding of z_i - z_j there (n, k)) -> radii
+        radii_at: (places among the images, bounds on the rounding of z_i - z_j there (n, k)) -> radii
             that hold nevertheless.
     """
     if neighbours is None:

@@ -53,7 +53,7 @@ class Neighbourhood:
             raise UsageError(f"unknown method '{self.method}'", one_of(self.method, METHODS))
 
     def l2_radius(self, pixels: int) -> float:
-        """Return the radius of an l2 ball that holds the neighbourhood in an image of so many
+        """Return the radius of an l2 ball that holds the neighbourhood in an image of `pixels`
         values, rounded up.
         """
         return self.radius * (1.0 if self.norm == "l2" else math.sqrt(pixels) * _UP)

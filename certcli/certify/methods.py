@@ -83,7 +83,7 @@ def prepare(
 
 
 def options_of(method: str, values: Mapping[str, Any]) -> CertifierOptions:
-    """Return the method's options from plain values (`Options.of`): its `prepare` names their
+    """Return the method's options from plain values (`CertifierOptions.of`): its `prepare` names their
     class.
     """
     kind: type[CertifierOptions] = get_type_hints(METHODS.load(method))["options"]

@@ -219,7 +219,7 @@ class ReportFields(Struct):
 
 
 def decode(text: str | bytes, kind: type[T]) -> T:
-    """Decode JSON as the structure `wanted`, or raise Refused."""
+    """Decode JSON as the structure `kind`, or raise Refused."""
     try:
         value = msgspec.json.decode(text, type=kind)
         json.loads(text, object_pairs_hook=_each_once)
@@ -249,7 +249,7 @@ def is_name(text: str) -> bool:
 
 
 def convert(value: Any, kind: type[T]) -> T:
-    """Convert decoded JSON to the structure `wanted`, or raise Refused."""
+    """Convert decoded JSON to the structure `kind`, or raise Refused."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError, OverflowError) as failure:

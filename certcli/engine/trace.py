@@ -37,9 +37,10 @@ class Trace:
 def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
     """Trace `model` on one image (1, c, h, w).
 
+    A module is a leaf if each table has a rule for it; without tables, none is.
+
     Args:
-        tables: Of the domains that will walk the graph. A module is a leaf if each has a rule for
-            it; none is, without.
+        tables: Of the domains that will walk the graph.
 
     Raises:
         Untraceable: Names the module that cannot be followed.

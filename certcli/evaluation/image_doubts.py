@@ -109,11 +109,12 @@ def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | No
     """Whether the same tensors, with each norm after what it stands before, are right on
     significantly more of the images.
 
+    None for networks without timm's pre-norm blocks, and for those that are right on most images: a
+    network of the other order would not be. Of the images on which only one reading is right, n in
+    all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
+
     Args:
-        right: of the first len(right) images, which the network as it is read gets right. None for
-            networks without timm's pre-norm blocks, and for those that are right on most images: a
-            network of the other order would not be. Of the images on which only one reading is
-            right, n in all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
+        right: of the first len(right) images, which the network as it is read gets right.
     """
     blocks = [module for module in model.modules() if type(module) is Block]
     if not blocks or sum(right) >= _UNSURE * len(right):

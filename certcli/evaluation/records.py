@@ -38,7 +38,8 @@ class Run:
     Attributes:
         checkpoint: digest of the network's function.
         method: of certificates, or the attacks in order.
-        norm: of the radii;
+        norm: of the radii.
+
         radii: at which images were attacked, empty for certificates, which find their own.
         parameters: of the method.
     """

@@ -109,7 +109,7 @@ def changed_total(step: int, total: int, pace: float, time_left: float, batches:
 
     Args:
         pace: seconds a step so far, evaluation and saving included.
-        left: seconds of the budget that are left for steps.
+        time_left: seconds of the budget that are left for steps.
         batches: steps an epoch; the run ends with a whole one, where one fits.
     """
     fitting = int(max(0.0, time_left * MARGIN) / pace)

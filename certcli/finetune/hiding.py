@@ -16,12 +16,11 @@ from certcli.models.visible_part import AUTO, seen_part
 
 class Hiding:
     """Draw a view for each image, and run the network on the visible part; tokens are dropped where
-    that is possible.
+    that is possible. Each batch takes one of the names.
 
     Args:
         names: "bands:W" (a random band of W columns of cells stays), "cutout-random:NxS" (N squares
             of S pixels are hidden) and "cutout-greedy:NxS" (each where the loss is then largest).
-            Each batch takes one of them.
 
     Raises:
         UsageError: the image is too small.

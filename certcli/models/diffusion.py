@@ -100,7 +100,7 @@ class Schedule:
         return self.beta_schedule.replace("squaredcos_cap_v2", "cosine").replace("_", " ")
 
     def time_of(self, step: int) -> float:
-        """Return the number by which the network is told the step."""
+        """Return the number that the network gets for this step."""
         return step
 
 

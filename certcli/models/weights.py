@@ -21,7 +21,7 @@ def load_weights(
     fit.
 
     Args:
-        own: Copy all tensors. Without it, the network shares those whose type need not change.
+        copy: Copy all tensors. Without it, the network shares those whose type need not change.
     """
     require_fitting(net, tensors)
     # half precision is widened, and single beside double. This is exact: bound and forward pass use

@@ -110,7 +110,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
 
 
 def purpose(line: str) -> str:
-    """Return what a command of `next` is for; nothing is said of other words."""
+    """Return the purpose of a command of `next`; "" for any other line."""
     return next((why for words, why in PURPOSES.items() if words in line), "")
 
 

@@ -108,8 +108,8 @@ class CertifiedShares(_Part):
     wrong; 0 for a proof.
 
     Attributes:
-        about: which network the statement is about. parameters, limit, seed: what `certify` needs
-            to find the same again.
+        about: which network the statement is about.
+        parameters: what `certify` needs to find the same again.
     """
 
     method: str

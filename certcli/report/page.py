@@ -103,12 +103,15 @@ class HtmlPage:
     """What a page shows; a part that is empty is left out.
 
     Args:
-        chip: the verdict of the gates, and a sentence about it. headline: the answer in one
-            sentence; points: in three lines.
-        first: one picture beside it, whose images bear both answers. about: its scale, and what it
-            is compared with.
-        next: commands. gates: the verdict of each, and its sentence. examples: further pictures;
-            galleries: further down.
+        chip: the verdict of the gates, and a sentence about it.
+        headline: the answer in one sentence.
+        points: the answer in three lines.
+        first: one picture beside it, whose images bear both answers.
+        about: scale of `first`, and what it is compared with.
+        next: commands.
+        gates: the verdict of each, and its sentence.
+        examples: further pictures.
+        galleries: pictures further down.
         words: what the page's words mean.
     """
 

@@ -21,10 +21,10 @@ class ShareRow:
     """One share at one threat.
 
     Args:
-        key: name in machine formats, "certified.smoothing@0.12". kind: of the metric, as model
-            cards name it.
-        name, what: for a terminal, and for a page. size: radius or patch, rounded to what holds;
-            empty for clean accuracy.
+        key: name in machine formats, "certified.smoothing@0.12".
+        kind: of the metric, as model cards name it.
+        name, what: for a terminal, and for a page.
+        size: radius or patch, rounded to what holds; empty for clean accuracy.
         holds: "proven", "measured", or the promise of each certificate.
     """
 

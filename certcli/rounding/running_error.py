@@ -329,10 +329,11 @@ class ErrorAnalysis:
         """Logits, and a bound on the error of each, infinite where nothing is known: (b, c, h, w)
         -> (b, k), (b, 1).
 
+        An error is shared by the images of a batch; those for which it is too much are evaluated
+        again in smaller ones. NoRule names the module with an operation that has no rule.
+
         Args:
-            pixels: float64, taken as exact. An error is shared by the images of a batch; those for
-                which it is too much are evaluated again in smaller ones. NoRule names the module
-                with an operation that has no rule.
+            pixels: float64, taken as exact.
         """
         logits, error = self._once(pixels)
         if logits.shape[1] < 2:

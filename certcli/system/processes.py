@@ -102,7 +102,7 @@ class Team:
         the others.
 
         Args:
-            known: The result of an earlier run, or None; called in the leader, up to the first
+            cached: The result of an earlier run, or None; called in the leader, up to the first
                 piece without one.
             pack, unpack: Turn a result into plain JSON values and back.
         """

@@ -38,10 +38,11 @@ class LocalLipCertifier(ProvingCertifier):
     """Radii at which all margins of a chain were proven positive; never less than the global
     bound's.
 
+    A radius is doubled while its proof succeeds, then bisected in its logarithm: 2 % of it are lost
+    at most. No monotony is assumed: what is reported was proven itself.
+
     Attributes:
-        drop: leave constant units out of the norms. A radius is doubled while its proof succeeds,
-            then bisected in its logarithm: 2 % of it are lost at most. No monotony is assumed: what
-            is reported was proven itself.
+        drop: leave constant units out of the norms.
         arithmetic: of the network that the certificates speak of, as in `Proof`.
     """
 

@@ -14,7 +14,7 @@ def seconds_a_draw(
     """Return the seconds of one draw in batches of the run's size, or of the largest that is short.
 
     Args:
-        run: makes and classifies so many draws, and waits for the device.
+        run: makes and classifies this number of draws, and waits for the device.
     """
 
     def timed(rows: int) -> float:

@@ -18,7 +18,7 @@ from certcli.models.diffusion import LATENT, assembled
 from certcli.system.errors import ArchitectureError, UsageError, one_line
 
 SIGMA = "sigma"
-"""A parameter of this name of a module's forward is told the sigma."""
+"""A module whose forward has a parameter of this name gets the sigma."""
 Plain = (bool, int, float, str, bytes, type(None))
 
 

@@ -71,7 +71,11 @@ class Smoothing(CertifierOptions):
     ] = 0.25
     n0: Annotated[int, Option("Draws that choose an image's class.")] = 100
     samples: Annotated[
-        int, Option("Draws that bound its probability: more, larger radii.", ("--samples", "-n"))
+        int,
+        Option(
+            "Draws that bound its probability. More draws certify larger radii.",
+            ("--samples", "-n"),
+        ),
     ] = 1000
     alpha: Annotated[float, Option("Probability that a certificate is wrong, for each image.")] = (
         0.001

@@ -80,7 +80,7 @@ def doubt(
 
     Args:
         before: of the starting weights; None where it was not measured.
-        clean: accuracy at the end, of so many images.
+        clean: accuracy at the end, on `images` images.
     """
     right = round(clean * images)
     at_chance = chance_level(right, images, record.classes)

@@ -197,7 +197,7 @@ class Calibration(Data):
         return images.read_by(self.workers)
 
 
-@group("BatchDevice")
+@group("Machine")
 class Device:
     """The device to compute on."""
 
@@ -227,7 +227,7 @@ class Device:
         return device
 
 
-@group("BatchDevice")
+@group("Machine")
 class BatchDevice(Device):
     """The device, and the number of images in a batch."""
 

@@ -48,7 +48,7 @@ def require_early(options: Mapping[str, Any]) -> None:
     """Refuse a mistyped file or dataset before torch is imported.
 
     Args:
-        given: the options of a command, by field.
+        options: the options of a command, by field.
     """
     source = options.get("ckpt")
     dataset = options.get("dataset")

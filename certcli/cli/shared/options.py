@@ -59,7 +59,7 @@ CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
-        help="A .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME.",
+        help="A .safetensors file, a folder with model.safetensors, certvit/digits, a timm name, or hf-hub:OWNER/NAME.",
     ),
     Reads(),
 ]

@@ -50,7 +50,7 @@ class VerifyScope:
         typer.Option(
             min=1,
             metavar="N",
-            help="Check N images, drawn afresh: each record, or shares with an interval.",
+            help="Check only N images, drawn afresh. Shares are then checked against an interval.",
         ),
     ] = None
     proven_only: Annotated[

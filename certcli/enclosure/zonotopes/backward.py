@@ -25,13 +25,14 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """pull: rows (k, *shape) -> L_p^T of them, (k, *parent), for each parent. None for constant,
-    error, spread: zero.
+    """One statement z = sum_p L_p z_p + b of the way back; None for constant, error, spread: zero.
 
     Attributes:
+        pull: rows (k, *shape) -> L_p^T of them, (k, *parent), for each parent.
+        error: what an entry may be off by, with what the rounding of pull may cost: gamma times
+            |L_p| sup |z_p|.
         spread: (fibres, d, d), R of each fibre, which may be off by R f with |f|_2 <= 1 beside
-            error. error holds what the rounding of pull may cost as well: gamma times |L_p| sup
-            |z_p|.
+            error.
     """
 
     shape: tuple[int, ...]

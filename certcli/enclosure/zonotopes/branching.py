@@ -41,7 +41,7 @@ _MOST_BYTES = 2**30
 
 @dataclass
 class Limit:
-    """What a search may take: until a time of time.monotonic, and bounds of so many domains."""
+    """Limits of a search: a time (time.monotonic), and a number of bounded domains."""
 
     until: float = math.inf
     domains: int = 100_000
@@ -52,10 +52,13 @@ class Limit:
 
 @dataclass(eq=False)
 class BranchDomain:
-    """A part of the neighbourhood, for one margin. sign (units): +1, -1, or 0 where open. numbers:
-    what ascent chose.
+    """A part of the neighbourhood, for one margin.
 
-    score (units): what each open unit may lose. tree: its place in the margin's tree.
+    Attributes:
+        tree: its place in the margin's tree.
+        sign: (units), +1, -1, or 0 where open.
+        numbers: what ascent chose.
+        score: (units), what each open unit may lose.
     """
 
     margin: int

@@ -33,7 +33,8 @@ class Bilinear:
     dimensions.
 
     Attributes:
-        of_first: (rows of the result, second) -> rows of the first;
+        of_first: (rows of the result, second) -> rows of the first.
+
         of_second: (first, rows) -> rows of the second.
     """
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 from certcli.lipschitz.bound import Estimate
+from certcli.system.operations import OperationMode
 
 SCOUTING = 2
 """Power iterations of every image of a batch; the steepest image then goes on."""
@@ -21,6 +23,8 @@ SAFETY = 2.0**10
 """Times the error of float64 that the error of float32 suggests: sums of a thousand terms in the worst order."""
 LEAST_ERROR = 2.0**-36
 """Relative error of J v that is counted at least, for networks that compute in float64 whatever they get."""
+LEAST_NARROW = 2.0**-14
+"""The same where the network itself rounds to float32 or less: then both copies round alike, and do not differ."""
 
 CONVERGED = 1e-4
 """Relative growth of a norm in one iteration below which `measure` stops."""
@@ -60,15 +64,31 @@ def slopes_below(
     The lengths of w and of v / |v| are roots of sums of squares, each off by a unit a term at most
     (proven).
     """
-    precise = _pushed(copies[torch.float64], images.double(), direction.double(), rest)
+    with _Narrow() as narrow:
+        precise = _pushed(copies[torch.float64], images.double(), direction.double(), rest)
     rough = _pushed(copies[torch.float32], images.float(), direction.float(), rest)
     length = precise.flatten(1).norm(dim=1)
     difference = (precise - rough.double()).flatten(1).norm(dim=1)
-    error = torch.maximum(SAFETY * UNITS * difference, LEAST_ERROR * length)
+    # what a network rounds in float32 by itself, float64 does not lose less of
+    units, least_error = (1.0, LEAST_NARROW) if narrow.rounds else (UNITS, LEAST_ERROR)
+    error = torch.maximum(SAFETY * units * difference, least_error * length)
     terms = precise[0].numel() + direction[0].numel() + 6
     down = 1 - terms * torch.finfo(torch.float64).eps
     slopes = (length - error) * down
     return slopes.nan_to_num(0.0, 0.0, 0.0).clamp_min(0.0)
+
+
+class _Narrow(OperationMode):
+    """Notes whether an operation gives floating numbers of less than float64."""
+
+    rounds = False
+
+    def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        for part in tree_leaves(result):
+            if isinstance(part, Tensor) and part.is_floating_point():
+                self.rounds = self.rounds or part.dtype != torch.float64
+        return result
 
 
 def copies_of(model: nn.Module) -> Copies:

@@ -127,11 +127,14 @@ def conv_norm(
     Args:
         weight: (out, in / groups, k) or (out, in / groups, k, k') as in torch's convolutions, for
             `transposed` (in, out / groups, ...); any float dtype.
-        stride, dilation, input_size: one number or one per axis (pixels);
-        padding: the same, or (before, after) per axis. `transposed` covers every output padding
-            that torch accepts. Circular and reflecting padding are not meant: their operators are
-            larger. Errors: CheckpointError on NaN or infinite weights, UsageError on a geometry
-            that cannot be. Source: this module's docstring.
+        stride, dilation, input_size: one number or one per axis (pixels).
+        padding: the same, or (before, after) per axis; not circular and reflecting padding, whose
+            operators are larger.
+        transposed: covers every output padding that torch accepts.
+
+    Errors: CheckpointError on NaN or infinite weights, UsageError on a geometry that cannot be.
+
+    Source: this module's docstring.
     """
     import torch
 

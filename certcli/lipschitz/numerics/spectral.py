@@ -112,13 +112,17 @@ def frobenius_norm(tensor: Tensor) -> float:
 def spectral_norm(matrix: Tensor, error: float = 0.0) -> float:
     """sigma(M) <= value for every real matrix M with |M - matrix|_2 <= error.
 
+    The value is at most 1e-6 above sigma(matrix) + error, relatively, unless the certificate has to
+    fall back. 0.0 only for an exactly zero (or empty) matrix without error; inf when the value
+    exceeds float64.
+
     Args:
-        matrix: (rows, columns), any float dtype (cast to float64, which is exact), any device. The
-            value is at most 1e-6 above sigma(matrix) + error, relatively, unless the certificate
-            has to fall back. 0.0 only for an exactly zero (or empty) matrix without error; inf when
-            the value exceeds float64. Errors: CheckpointError on NaN or infinite entries,
-            UsageError on another number of dimensions. Source: theorem in the module's docstring;
-            the idea of proving s I - A >= 0 by Cholesky is Rump's (BIT 46, 2006).
+        matrix: (rows, columns), any float dtype (cast to float64, which is exact), any device.
+
+    Errors: CheckpointError on NaN or infinite entries, UsageError on another number of dimensions.
+
+    Source: theorem in the module's docstring; the idea of proving s I - A >= 0 by Cholesky is
+    Rump's (BIT 46, 2006).
     """
     return spectral_norms([matrix], [error])[0]
 
@@ -197,10 +201,11 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     """lambda_max(A_i) <= value_i (about shifts_i), or inf where shifts_i I - A_i has no Cholesky
     factor.
 
+    The theorem of the module without its last term. Each part of an entry of a complex L L^* is a
+    sum of 2 m real products.
+
     Args:
         grams: (b, m, m), real symmetric or complex Hermitian, read from the lower block triangle.
-            The theorem of the module without its last term. Each part of an entry of a complex L
-            L^* is a sum of 2 m real products.
     """
     import torch
 
@@ -245,11 +250,15 @@ def gram_iteration(gram: Tensor, steps: int = 12) -> float:
     """sigma(A) <= value: G_0 = A, G_{t+1} = G_t^T G_t, sigma(A)^(2^t) <= |G_t|_F, with the errors
     carried backwards.
 
+    The last resort: it needs no guess and cannot fail. Loose by rank^(1 / 2^(steps + 1)). From
+    |fl(G^T G) - G^T G| <= gamma_m |G|_F^2 =: e_t follows sigma(G_t) <= sqrt(sigma(fl(G_t^T G_t)) +
+    e_t).
+
     Args:
-        gram: (m, m) float64. The last resort: it needs no guess and cannot fail. Loose by rank^(1 /
-            2^(steps + 1)). From |fl(G^T G) - G^T G| <= gamma_m |G|_F^2 =: e_t follows sigma(G_t) <=
-            sqrt(sigma(fl(G_t^T G_t)) + e_t). Source: Delattre et al., Efficient bound of Lipschitz
-            constant for convolutional layers by Gram iteration, 2023.
+        gram: (m, m) float64.
+
+    Source: Delattre et al., Efficient bound of Lipschitz constant for convolutional layers by Gram
+    iteration, 2023.
     """
     records = []
     current, exponent = scale_to_unit(gram)
