@@ -141,7 +141,7 @@ FINDINGS = (
         0,
         "effectively limits the maximum singular values across all layers",
         "not here",
-        "Figure 2a, of their networks; `certvit lipschitz --heads` lists those of any network",
+        "Figure 2a, of their networks; `certvit lipschitz A --heads --compare B --plot FILE` draws it for any two",
     ),
     Finding(
         "specformer",
