@@ -94,7 +94,14 @@ def rows() -> Iterator[Row]:
                 "adapt": adapt + "-o adapted.safetensors --force",
                 "train": commands["train"].replace("init.safetensors", "adapted.safetensors"),
             } | small.judged("specformer-standard")
-            yield Row(f"{root}/{name}", (small.label, label), steps, _SHOWN, quick=small.quick)
+            yield Row(
+                f"{root}/{name}",
+                (small.label, label),
+                steps,
+                _SHOWN,
+                (0,) if small.quick else small.seeds,
+                quick=small.quick,
+            )
     for backbone, label in (("vit-s", "ViT-S"), ("deit-ti", "DeiT-Ti"), ("convit-ti", "ConViT-Ti")):
         for method in ("LipsFormer", "L2Former", "LNFormer", "ViT", "SpecFormer"):
             for table in ("specformer-1", "specformer-2"):
