@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from certcli.cli.lipschitz.heads import PANELS
 from certcli.cli.lipschitz.options import REFUSED, VIEWS, Views
+from certcli.lipschitz.heads import MAPS
 from certcli.report import heads
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt, certvit, document
@@ -91,6 +93,36 @@ def test_the_picture_has_a_panel_a_map_a_dot_a_head_and_the_largest_of_each_laye
             if row["map"] == name
         ]
         assert drawn == sorted(norm for layer in every for norm in layer)
+
+
+def test_maps_of_two_kinds_of_attention_share_the_panels_that_both_have(
+    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "l2.safetensors"
+    small = ("img_size=14", "embed_dim=16", "depth=1", "num_heads=2")
+    words = [word for pair in small for word in ("--arch-arg", pair)]
+    certvit("init", "certvit_l2_vit_mnist", *words, "-o", other)
+    calls: list[dict[str, list[str]]] = []
+    monkeypatch.setattr(
+        heads,
+        "draw_heads",
+        lambda networks, path, title: calls.append(
+            {label: list(maps) for label, maps in networks.items()}
+        ),
+    )
+    shown = document(
+        "lipschitz",
+        network,
+        "--no-estimate",
+        "--heads",
+        "--compare",
+        other,
+        "--plot",
+        tmp_path / "f.svg",
+    )
+    assert calls == [{"m": ["query", "key", "value"], "l2": ["query and key (tied)", "value"]}]
+    assert {row["map"] for row in shown["other_heads"]} == {"query", "value"}
+    assert set(PANELS) | {"qkv"} == set(MAPS)
 
 
 def test_heads_that_a_network_lacks_are_not_drawn(tmp_path: Path, network: Path) -> None:

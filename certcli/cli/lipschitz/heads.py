@@ -9,8 +9,14 @@ from certcli.evaluation.radii import rounded_up
 from certcli.lipschitz.heads import HeadNorms, head_norms
 from certcli.system.errors import UsageError
 
-MAPS = {"q": "query", "k": "key", "v": "value", "query": "query and key (tied)"}
-"""How a panel names a map."""
+PANELS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "value": "value",
+    "query": "query and key (tied)",
+}
+"""Map -> the panel that it is drawn in."""
 
 
 def show(one: Audited, other: Audited | None, plot: Path | None, sink: Sink) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def _draw(norms: dict[str, list[HeadNorms]], path: Path) -> None:
     for label, rows in norms.items():
         maps = drawn.setdefault(label, {})
         for row in rows:
-            maps.setdefault(MAPS[row.map], []).append(row.upper)
+            maps.setdefault(PANELS[row.map], []).append(row.upper)
     draw_heads(
         drawn, path, "Spectral norms by layer (proven): a dot each head, a line through the largest"
     )
