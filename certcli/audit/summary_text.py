@@ -70,12 +70,10 @@ def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
         sentences.append(DENOISER)
     if findings.own:
         sentences.append(
-            "The images have no labels: shares are of the network's own answers, and nothing is said of its accuracy."
+            "The images have no labels: shares are of the network's own answers, and its accuracy is not measured."
         )
     if findings.dataset is None:
-        sentences.append(
-            "Without labelled images nothing can be said about accuracy, certified shares or attacks."
-        )
+        sentences.append("Accuracy, certified shares and attacks need labelled images.")
     return sentences
 
 
