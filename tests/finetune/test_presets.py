@@ -1,5 +1,7 @@
 """A paper's training by name: its options as typed ones, the user's own before them, all on the page."""
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,45 @@ def test_its_values_are_settings_and_train_at_no_smaller_radius_than_they_certif
     assert settings.optimiser == ("sgd" if name.startswith("cauchy") else "adamw")
     if settings.loss != "ce":
         assert settings.epsilon >= RADII[name.rpartition("-")[2]]
+
+
+ROWS = {
+    "gloro": {"epochs": "Epochs", "batch_size": "Batch Size", "epsilon": "εtrain", "lr": "Init LR"},
+    "local-lip": {
+        "epochs": "Epochs",
+        "batch_size": "Batch Size",
+        "epsilon": "εtrain",
+        "lr": "Init LR",
+    },
+    "certvit": {"epochs": "Epochs", "batch_size": "Batch Size", "lr": "Init LR"},
+}
+"""Kind -> option -> row of the paper's table."""
+ENDS = {"gloro": "Table 7:", "local-lip": "Table 8:", "certvit": "Table 9:"}
+DATA = ("mnist", "cifar10", "cifar100", "tinyimagenet")
+
+
+def columns(kind: str) -> dict[str, list[float]]:
+    """Return the rows of four numbers that stand before a table's caption in the paper's text."""
+    folder = Path(os.environ["CERTVIT_PAPERS"])
+    (text,) = [t for t in map(Path.read_text, sorted(folder.glob("*.txt"))) if "εtrain 1.74" in t]
+    before = text[: text.index(ENDS[kind])]
+    rows: dict[str, list[float]] = {}
+    for line in before[before.rindex("Dataset MNIST CIFAR-10") :].splitlines():
+        words = line.replace("1-e3", "1e-3").split()
+        with contextlib.suppress(ValueError):
+            rows[" ".join(words[:-4])] = [float(word) for word in words[-4:]]
+    return rows
+
+
+@pytest.mark.skipif("CERTVIT_PAPERS" not in os.environ, reason="a folder with the papers' texts")
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_values_are_those_of_the_papers_tables(kind: str) -> None:
+    table = columns(kind)
+    for option, row in ROWS[kind].items():
+        printed = dict(zip(DATA, table[row], strict=True))
+        for data, value in printed.items():
+            if f"{kind}-{data}" not in REFUSED:
+                assert float(PRESETS[f"{kind}-{data}"].options[option]) == value, (data, option)
 
 
 @pytest.mark.parametrize(("option", "value"), [("epsilon", "0.5"), ("epochs", "7"), ("lr", "2e-3")])
