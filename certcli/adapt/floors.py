@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.streams import AdaptedPart
+from certcli.images.labelled import at_once
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
 
@@ -24,6 +25,10 @@ BLANK = (0.0, 0.5, 1.0)
 
 ROOM = 0.7
 """A floor is this share of the least deviation seen (docs/lab/adapt.md, *Room under the floors*)."""
+
+
+FEW = 16
+"""Rows measured in float64, among which the least one is."""
 
 
 @torch.no_grad()
@@ -67,9 +72,7 @@ def least_deviations(
     smallest = [float("inf")] * len(norms)
 
     def note(index: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        smallest[index] = min(
-            smallest[index], float(inputs[0].double().var(dim=-1, correction=0).min().sqrt())
-        )
+        smallest[index] = min(smallest[index], least_deviation(inputs[0]))
 
     with ExitStack() as hooks:
         for index, norm in enumerate(norms):
@@ -77,6 +80,18 @@ def least_deviations(
         teacher(
             torch.stack([torch.full(images.shape[1:], value) for value in BLANK]).to(images.device)
         )
-        for part in images.split(batch_size)[team.rank :: team.size]:
+        count = at_once(batch_size, images.shape[1:], images.device)
+        for part in images.split(count)[team.rank :: team.size]:
             teacher(as_pixels(part))
     return [min(deviations) for deviations in zip(*team.everyone(smallest), strict=True)]
+
+
+def least_deviation(values: Tensor) -> float:
+    """Return the least standard deviation of the rows (..., d), in float64.
+
+    LayerNorm's own kernel, whose reciprocals have the rows' precision, picks FEW rows for float64.
+    """
+    rows = values.flatten(0, -2)
+    reciprocals = torch.native_layer_norm(rows, rows.shape[-1:], None, None, 1e-30)[2]
+    nearest = rows[reciprocals.flatten().topk(min(FEW, len(rows))).indices]
+    return float(nearest.double().var(dim=-1, correction=0).min().sqrt())

@@ -3,7 +3,8 @@
 A trial constrains all layers roughly at one eta and compares the held-out logits. These move almost
 in proportion to eta, so the line from the old logits through the new ones predicts the eta at which
 each first choice changes (`ReferenceLogits.reach`); the next trial is made there. Then the layers
-are constrained exactly and judged again by their own logits. The statistics are gathered once. A
+are constrained exactly and judged again by their own logits, on all images; a trial runs those that
+change first (`ReferenceLogits.trial_logits`). The statistics are gathered once. A
 trial takes a third of the time of an exact round; one or two suffice.
 """
 
@@ -97,7 +98,9 @@ def constrain_keeping(
 
     fidelity = unchanged = reference.compare(reference.before)
 
-    def judged(weights: Mapping[str, Tensor], eta: float) -> tuple[bool, float]:
+    def judged(
+        weights: Mapping[str, Tensor], eta: float, logits_of: Callable[[Any], Tensor]
+    ) -> tuple[bool, float]:
         """Return whether the network keeps enough with these weights, and the predicted eta that
         keeps just enough.
 
@@ -107,7 +110,7 @@ def constrain_keeping(
         def look() -> tuple[bool, float]:
             nonlocal fidelity
             write(model, weights)
-            fidelity = reference.compare(reference.logits(model))
+            fidelity = reference.compare(logits_of(model))
             write(model, originals)
             return keeps_enough(fidelity, keep), _SAFE * eta * allowed_share(fidelity, keep, FAR)
 
@@ -119,7 +122,7 @@ def constrain_keeping(
         for path, weight in try_at(calibration, replace(settings, eta=eta, tolerance=ROUGH), bases):
             weights[path] = weight
             report(eta, path)
-        return judged(weights, eta)
+        return judged(weights, eta, reference.trial_logits)
 
     eta = search(trial)
     for turn in range(1, ROUNDS + 1):
@@ -127,9 +130,10 @@ def constrain_keeping(
         for result in constrain_to(calibration, replace(settings, eta=eta), bases=bases):
             results.append(result)
             report(eta, result.path)
-        enough, aim = judged({result.path: result.weight for result in results}, eta)
+        weights = {result.path: result.weight for result in results}
+        enough, aim = judged(weights, eta, reference.logits)
         if enough:
-            write(model, {result.path: result.weight for result in results})
+            write(model, weights)
             return KeepResult(eta, results, fidelity)
         nearer = eta / 2 if turn == ROUNDS - 1 else eta / _NEAR  # the last round must keep enough
         eta = min(aim, nearer) if aim > 0 else nearer

@@ -39,6 +39,9 @@ from certcli.constrain.layers import (
 from certcli.constrain.resumed_forward import ResumedStream, Trunk
 from certcli.system.errors import DataError, UsageError
 
+ROWS = 1024
+"""Rows of a layer's inputs that wait for one product, beside which its sum in float64 is cheap."""
+
 MOST_ETA = 0.999
 """Largest relative error by an absolute one: at 1 a layer may vanish."""
 
@@ -300,11 +303,37 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
 
 @dataclass
 class _Sums:
-    """The sums of one pass for one layer."""
+    """The sums of one pass for one layer, and for each group the rows that are not in its sum yet."""
 
     grams: Tensor
     conv: dict[str, Any] | None
     tokens: list[int]
+    waiting: list[list[Tensor]]
+
+    def add(self, group: int, columns: Tensor) -> None:
+        """Add X X^T of the rows (tokens, in), those below float64 ROWS at a time."""
+        self.tokens[group] += len(columns)
+        if columns.dtype == torch.float64:
+            self.grams[group].addmm_(columns.mT, columns)
+            return
+        self.waiting[group].append(columns)
+        if sum(map(len, self.waiting[group])) >= ROWS:
+            self.settle(group)
+
+    def settle(self, group: int) -> None:
+        """Add the rows that wait. The product is symmetric: three of its four blocks are computed."""
+        if not self.waiting[group]:
+            return
+        columns = torch.cat(self.waiting[group])
+        self.waiting[group].clear()
+        first, second = columns.split([columns.shape[1] // 2, -(-columns.shape[1] // 2)], dim=1)
+        gram = self.grams[group]
+        half = first.shape[1]
+        across = first.mT @ second
+        gram[:half, :half] += first.mT @ first
+        gram[half:, half:] += second.mT @ second
+        gram[:half, half:] += across
+        gram[half:, :half] += across.mT
 
 
 def _accumulate(
@@ -355,21 +384,24 @@ def _adding(sums_of: dict[str, _Sums], groups: int, sample: int | None) -> Visit
                 grams = torch.zeros(
                     groups, width, width, dtype=torch.float64, device=columns.device
                 )
-                sums_of[path] = _Sums(grams, geometry(module, value), [0] * groups)
-            sums_of[path].tokens[group] += len(columns)
-            if columns.dtype == torch.float64:
-                sums_of[path].grams[group].addmm_(columns.mT, columns)
-            else:
-                sums_of[path].grams[group] += columns.mT @ columns
-        require_finite(
-            path, sums_of[path].grams[group].diagonal()
-        )  # now, so that the error names the first such layer
+                waiting: list[list[Tensor]] = [[] for _ in range(groups)]
+                sums_of[path] = _Sums(grams, geometry(module, value), [0] * groups, waiting)
+            require_finite(path, torch.stack(columns.aminmax()))
+            sums_of[path].add(group, columns)
+        # now, so that the error names the first such layer
+        require_finite(path, sums_of[path].grams[group].diagonal())
 
     return visit
 
 
 def _ordinary(sums_of: dict[str, _Sums]) -> dict[str, _Sums]:
-    """Clone tensors made under inference mode, which autograd would refuse later."""
+    """Settle the sums, and clone tensors made under inference mode, which autograd would refuse
+    later.
+    """
     for path, sums in sums_of.items():
-        sums_of[path] = _Sums(sums.grams.clone(), sums.conv, sums.tokens)
+        with torch.inference_mode():
+            for group in range(len(sums.waiting)):
+                sums.settle(group)
+        require_finite(path, sums.grams.diagonal(dim1=1, dim2=2))
+        sums_of[path] = replace(sums, grams=sums.grams.clone())
     return sums_of

@@ -2,7 +2,7 @@
 change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from certcli.evaluation.image_doubts import image_doubts
 from certcli.evaluation.intervals import share_interval, upper_confidence
 from certcli.images import datasets
 from certcli.images.calibration import DIGITS, PHOTOGRAPHS
-from certcli.images.labelled import Images
+from certcli.images.labelled import Images, at_once
 from certcli.system.errors import DataError, UsageError
 
 CACHED_BYTES = 2**27
@@ -33,6 +33,12 @@ PREDICTABLE (docs/lab/constrain.md).
 
 DOUBT = 0.1
 """The probability that an `agreement_at_least` on images of a dataset is missed, by the luck of the draw of judges."""
+
+TRIAL_SHARE = 3
+"""One in so many judges is run in a trial: those whose first choices lie nearest to a change."""
+
+LEAST_JUDGES = 100
+"""A trial runs at least so many of its judges, or all."""
 
 MOST_RANKED = 20
 """Changed first choices that are enough to know their share (`ReferenceLogits.changed_at_most`)."""
@@ -103,16 +109,32 @@ class ReferenceLogits:
         self.images = images
         self.labels = labels
         self.batch_size = batch_size
+        if len(images):
+            parameter = next(model.parameters(), torch.empty(0))
+            size = images.fetch([0]).shape[1:]
+            self.batch_size = at_once(batch_size, size, parameter.device)
         self._pixels: list[Tensor] = []
         self.before = self.logits(model)
 
     def logits(self, model: nn.Module) -> Tensor:
         """Return the logits of `model`: (images, classes) float64, on the CPU."""
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        with torch.inference_mode():
-            parts = [model(pixels.to(device)) for pixels in self._batches()]
-            logits = torch.cat(parts).double().cpu()
-        return logits.clone()
+        return _logits_of(model, self._batches())
+
+    def trial_logits(self, model: nn.Module) -> Tensor:
+        """Return the logits of `model` where first choices may change, those of the original
+        network elsewhere.
+
+        The judges of a dataset are compared by those that change first (`changed_at_most`), and
+        these have small margins. Photographs without classes are compared by all their logits.
+        """
+        count = max(len(self.before) // TRIAL_SHARE, LEAST_JUDGES)
+        if not self.images.classes or count >= len(self.before):
+            return self.logits(model)
+        best = self.before.topk(min(2, self.before.shape[1])).values
+        nearest = (best[:, 0] - best[:, -1]).argsort()[:count].sort().values
+        logits = self.before.clone()
+        logits[nearest] = _logits_of(model, self._batches_of(nearest))
+        return logits
 
     def _batches(self) -> Iterator[Tensor]:
         """Yield the images in batches; those beyond CACHED_BYTES are read from the disk each time."""
@@ -124,6 +146,16 @@ class ReferenceLogits:
             if cached_bytes <= CACHED_BYTES:
                 self._pixels.append(pixels)
             yield pixels
+
+    def _batches_of(self, rows: Tensor) -> Iterator[Tensor]:
+        """Yield the images at these rows, which ascend, in batches."""
+        stored = sum(map(len, self._pixels))
+        early = rows[rows < stored]
+        if len(early):
+            yield from torch.cat(self._pixels)[early].split(self.batch_size)
+        if len(early) < len(rows):
+            late = self.images.select(rows[len(early) :].tolist())
+            yield from (pixels for _, pixels, _ in late.batches(self.batch_size))
 
     def compare(self, after: Tensor) -> Fidelity:
         """Compare the logits (images, classes) of a changed network with the original ones."""
@@ -195,6 +227,13 @@ class ReferenceLogits:
                     f"the original network is right on {right} of {count} images, about chance: are these its classes?"
                 )
         return doubts
+
+
+def _logits_of(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with torch.inference_mode():
+        logits = torch.cat([model(pixels.to(device)) for pixels in batches]).double().cpu()
+    return logits.clone()
 
 
 def expected_on_real(fidelity: Fidelity, channels: int) -> dict[str, float]:

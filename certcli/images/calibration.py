@@ -163,9 +163,8 @@ def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generato
         bottom = min(height, int(y + radius) + 2)
         angle = random.uniform(0.0, 2.0 * np.pi)
         tint = random.random((channels, 1, 1), dtype=np.float32)
-        tint = tint.mean() + np.float32(random.random()) * (
-            tint - tint.mean()
-        )  # most things are nearly grey
+        grey = tint.mean()
+        tint = grey + np.float32(random.random()) * (tint - grey)  # most things are nearly grey
         share = np.float32(random.uniform(0.2, 0.8))
         flat = random.uniform(0.4, 1.0)
         corners = int(random.integers(3, 8)) if random.random() < 0.5 else 0
@@ -195,6 +194,9 @@ def _blurred(image: Array, times: int) -> Array:
                 image, [(1, 1) if each == axis else (0, 0) for each in range(3)], mode="edge"
             )
             length = image.shape[axis]
-            before, middle, after = (np.take(padded, range(k, k + length), axis) for k in range(3))
+            before, middle, after = (
+                padded[(slice(None),) * axis + (slice(start, start + length),)]
+                for start in range(3)
+            )
             image = 0.25 * before + 0.5 * middle + 0.25 * after
     return image

@@ -1,6 +1,7 @@
 """Labelled images in a fixed order, from any source."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +18,10 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 OWN = "own answer"
 """The split of images whose labels are the network's own answers: they do not measure its accuracy."""
+CACHE_BYTES = 2**22
+"""On a CPU images of so many bytes run at once, 6 of 224 x 224 pixels, so that a layer's outputs
+stay in the cache (docs/lab/constrain.md, *Batches that fit the cache*).
+"""
 DIGESTED = 256
 """Images in memory at a time while digests are computed."""
 SPLITS = ("train", "val", "validation", "test")
@@ -32,6 +37,17 @@ def sent(pixels: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or pixels.device.type != "cpu":
         return pixels.to(device)
     return pixels.pin_memory().to(device, non_blocking=True)
+
+
+def at_once(batch_size: int, size: Sequence[int], device: torch.device | str) -> int:
+    """Return how many images of `size` (c, h, w) run at once: `batch_size`, on a CPU at most
+    CACHE_BYTES.
+
+    It depends on nothing else, so that a run draws the same tokens with any number of threads.
+    """
+    if torch.device(device).type != "cpu":
+        return batch_size
+    return max(1, min(batch_size, CACHE_BYTES // (4 * math.prod(size))))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from certcli.adapt import state as adapt_state
+from certcli.adapt.floors import least_deviation
 from certcli.adapt.pixels import augment, compact, draw_augmentation
 from certcli.adapt.preview import multiply_adds, preview
 from certcli.adapt.run import Adapter
@@ -354,6 +355,15 @@ def test_training_to_follow_is_announced(
 def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:
     refused = attempt("adapt", workshop / "plain.safetensors", "--goal", "win")
     assert "unknown --goal 'win'" in str(refused.exception)
+
+
+@pytest.mark.parametrize("shape", [(3, 50, 16), (2, 5, 5, 8), (7, 4)], ids=str)
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+def test_the_least_deviation_is_the_one_in_float64(shape: tuple[int, ...], mean: float) -> None:
+    """Few rows are measured in float64: among them is the one that float64 finds in all."""
+    values = mean + torch.randn(shape) * torch.rand(*shape[:-1], 1)
+    expected = float(values.double().var(dim=-1, correction=0).min().sqrt())
+    assert least_deviation(values) == expected
 
 
 def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path: Path) -> None:

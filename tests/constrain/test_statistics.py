@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain import network
+from certcli.constrain import network, statistics
 from certcli.constrain.network import LayerCalibration, room_for
 from certcli.constrain.settings import PRESETS
 from certcli.constrain.statistics import MOST_ETA, energy, passes_within
@@ -128,6 +128,25 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
         pass
     assert all(layer.held_out is not None for part in limited.parts() for layer in part)
     handle.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 70, 10**6])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_that_wait_for_one_product_all_count(
+    net: Net, rows: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of float32 products are those of float64 ones, whenever they are taken."""
+    net = net.float()
+    batches = [images.float() for images in gaussian(*IMAGES.shape).split(3)]
+    monkeypatch.setattr(statistics, "ROWS", rows)
+    sampled = collect(net, batches, PATHS, groups=groups, sample=10**6)
+    exact = [images.double() for images in batches]
+    whole = collect(net.double(), exact, PATHS, groups=groups)
+    for path, layer in whole.items():
+        grams = sampled[path].grams
+        assert sampled[path].tokens == layer.tokens
+        scale = float(layer.grams.diagonal(dim1=1, dim2=2).max())
+        assert float((grams - layer.grams).abs().max()) < 1e-5 * scale
 
 
 def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:

@@ -58,6 +58,19 @@ def images_of(
     )
 
 
+class Counted(nn.Module):
+    """A network that counts the images that it is run on."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.images = 0
+
+    def forward(self, images: Tensor) -> Any:
+        self.images += len(images)
+        return self.net(images)
+
+
 @pytest.fixture
 def reference() -> ReferenceLogits:
     generator = torch.Generator().manual_seed(0)
@@ -67,6 +80,32 @@ def reference() -> ReferenceLogits:
     with torch.no_grad():
         labels = net(pixels).argmax(1)
     return ReferenceLogits(net, images_of(pixels), labels)
+
+
+@pytest.mark.parametrize("classes", [("a", "b", "c"), ()], ids=["dataset", "photographs"])
+def test_a_trial_judges_as_all_images_do_and_runs_those_that_change_first(
+    classes: tuple[str, ...],
+) -> None:
+    """A third of the judges of a dataset runs; all photographs do, whose logits count."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.rand(600, 3, 4, 4, generator=generator)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+    judges = ReferenceLogits(net, images_of(pixels, classes=classes), batch_size=32)
+    numbers = []
+    for size in (1e-3, 3e-3, 1e-2):
+        with torch.no_grad():
+            changed = nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+            changed[1].weight.copy_(net[1].weight + size * torch.randn(3, 48))
+            changed[1].bias.copy_(net[1].bias)
+        counter = Counted(changed)
+        trial = judges.compare(judges.trial_logits(counter))
+        assert counter.images == (200 if classes else 600)
+        whole = judges.compare(judges.logits(changed))
+        assert trial.agreement_at_least == pytest.approx(whole.agreement_at_least, abs=1e-9)
+        assert trial.same == whole.same
+        numbers.append(whole.same)
+    assert 600 > numbers[1] > numbers[2]  # choices do change
 
 
 def test_what_is_kept_is_counted(reference: ReferenceLogits) -> None:

@@ -11,6 +11,7 @@ import torch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.images import calibration, datasets
+from certcli.images.labelled import CACHE_BYTES, at_once
 from certcli.system.errors import DataError
 
 SIZES = [(3, 96, 96), (3, 32, 32), (1, 28, 28), (4, 40, 56)]
@@ -122,3 +123,12 @@ def test_every_fifth_image_is_held_out_or_more(
     seen, unseen = calibration.hold_out(images, limit=most)
     assert (len(seen), len(unseen)) == (count - out, out)
     assert not set(seen.indices.tolist()) & set(unseen.indices.tolist())
+
+
+@pytest.mark.parametrize("side", [8, 224, 5000])
+def test_what_runs_at_once_fits_the_cache_of_a_cpu_and_fills_a_gpu(side: int) -> None:
+    count = at_once(50, (3, side, side), "cpu")
+    assert 1 <= count <= 50
+    assert count == 1 or count * 3 * side * side * 4 <= CACHE_BYTES
+    assert count == 50 or (count + 1) * 3 * side * side * 4 > CACHE_BYTES
+    assert at_once(50, (3, side, side), "cuda") == 50

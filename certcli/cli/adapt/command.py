@@ -94,7 +94,7 @@ def adapt(
     learnt, choosing = (
         hold_out(used, 3) if settings.keep is not None and settings.keep < 1 else (used, None)
     )
-    pixels = compact(batch for _, batch, _ in learnt.batches(256))
+    pixels = compact(batch for _, batch, _ in learnt.batches(32))
     adapter = run.make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     locks = contextlib.ExitStack()
     if not team().leads:

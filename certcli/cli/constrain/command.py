@@ -124,6 +124,7 @@ def constrain(
     from certcli.evaluation.fidelity import MANY_JUDGES
     from certcli.evaluation.training_images import kept_of
     from certcli.images.calibration import hold_out
+    from certcli.images.labelled import at_once
     from certcli.models import build
 
     sink = talk.sink()
@@ -150,13 +151,12 @@ def constrain(
             sink.note(
                 f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each: --memory"
             )
+    batch = at_once(machine.batch_size, size, machine.pick())
     calibration = network.LayerCalibration(
         model,
         paths,
-        lambda: (pixels for _, pixels, _ in used.batches(machine.batch_size)),
-        (lambda: (pixels for _, pixels, _ in unseen.batches(machine.batch_size)))
-        if len(unseen)
-        else None,
+        lambda: (pixels for _, pixels, _ in used.batches(batch)),
+        (lambda: (pixels for _, pixels, _ in unseen.batches(batch))) if len(unseen) else None,
         aim.groups,
         memory,
         network.rectified_paths(model, size, paths, aim.distance),
@@ -164,9 +164,7 @@ def constrain(
         team=team(),
     )
     with calibration.watching():
-        reference = fidelity.measure_reference(
-            model, used, unseen, record, machine.batch_size, sink
-        )
+        reference = fidelity.measure_reference(model, used, unseen, record, batch, sink)
     before = network.network_upper(model, size, classes) if team().leads else None
     job = run.Job(calibration, settings, size, classes, sink)
     curves_of = {} if aim.target is None and layers.plot is None else job.curves()
