@@ -173,12 +173,14 @@ def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generato
             continue
         across = (np.arange(left, right, dtype=np.float32) - x)[None] / radius
         down = (np.arange(top, bottom, dtype=np.float32) - y)[:, None] / radius
-        along = across * np.cos(angle) + down * np.sin(angle)
-        aside = down * np.cos(angle) - across * np.sin(angle)
+        turned = np.cos(angle)
+        tilted = np.sin(angle)
+        along = across * turned + down * tilted
+        aside = down * turned - across * tilted
         if corners:
-            inside = np.full(along.shape, True)
-            for turn in np.sort(random.uniform(0.0, 2.0 * np.pi, corners)):
-                inside &= along * np.cos(turn) + aside * np.sin(turn) <= flat
+            turns = np.sort(random.uniform(0.0, 2.0 * np.pi, corners))[:, None, None]
+            sides = along * np.cos(turns) + aside * np.sin(turns) <= flat
+            inside = sides.all(0)
             inside &= along * along + aside * aside <= 1.0
         else:
             inside = along * along + (aside / flat) ** 2 <= 1.0

@@ -49,3 +49,42 @@ def test_the_benchmark_of_strength_runs(
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [row.label for row in strength.rows(2, "l2")] == [line[32:66].strip() for line in lines]
+
+
+def test_the_benchmark_of_growth_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Small networks give a row each, then exponents, then rows that say they are extrapolated."""
+    growth = importlib.import_module("benchmarks.growth")
+    networks = {"a": (1, 64, 4, 3), "b": (2, 128, 4, 3)}
+    monkeypatch.setattr(growth, "NAMED", networks)
+    monkeypatch.setattr(growth, "TOKENS", 600)
+    monkeypatch.setattr(growth.scaling, "SHORT", 0.0)
+    monkeypatch.setattr(sys, "argv", ["growth.py", "--markdown"])
+    growth.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    names = [
+        *networks,
+        "exponent of the width",
+        *(f"{name}, extrapolated" for name in growth.LARGER),
+    ]
+    assert [row[0] for row in rows[2:]] == names
+    assert {len(row) for row in rows} == {2 + 2 * len(growth.WORK)}
+
+
+def test_growth_extrapolates_a_power_law_exactly() -> None:
+    growth = importlib.import_module("benchmarks.growth")
+    networks = {"a": (1, 64, 4, 3), "b": (2, 128, 9, 3), "c": (3, 256, 16, 3)}
+
+    def law(work: str, size: tuple[int, ...]) -> tuple[float, float]:
+        depth, width, tokens, _ = size
+        seconds = 2e-6 * growth.units(work, depth, tokens) * width**3
+        return seconds, 3.0 * growth.memory_units(work, depth, tokens) * width
+
+    large = (5, 1024, 25, 3)
+    for work in growth.WORK:
+        rows = {name: {work: law(work, size)} for name, size in networks.items()}
+        fit = growth.fitted(networks, rows, work)
+        assert growth.extrapolated(large, work, fit) == pytest.approx(law(work, large))
+        cubic = growth.by_third_power(large, work, networks, rows)
+        assert cubic == pytest.approx(law(work, large)[0])
