@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -191,20 +192,21 @@ def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator
     for the whole batch.
     """
     value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    generator = torch.Generator().manual_seed(seed)
     if isinstance(module, nn.Linear):
         tokens = value.flatten(1, -2) if value.dim() > 2 else value[:, None]
-        yield tokens[:, _drawn(tokens.shape[1], count, generator).to(value.device)].flatten(0, 1)
+        yield tokens[:, _drawn(tokens.shape[1], count, seed).to(value.device)].flatten(0, 1)
         return
     assert isinstance(module, nn.Conv2d)
     for piece in rows(module, value, value.dtype):
         images = piece.unflatten(0, (-1, _positions(module, value)))
-        yield images[:, _drawn(images.shape[1], count, generator).to(value.device)].flatten(0, 1)
+        yield images[:, _drawn(images.shape[1], count, seed).to(value.device)].flatten(0, 1)
 
 
-def _drawn(rows: int, count: int, generator: torch.Generator) -> Tensor:
+@lru_cache(maxsize=8)
+def _drawn(rows: int, count: int, seed: int) -> Tensor:
     if rows <= count:
         return torch.arange(rows)
+    generator = torch.Generator().manual_seed(seed)
     others = 1 + torch.randperm(rows - 1, generator=generator)[: count - 1]
     return torch.cat([torch.zeros(1, dtype=torch.long), others.sort().values])
 

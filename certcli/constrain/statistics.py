@@ -388,8 +388,9 @@ def _adding(sums_of: dict[str, _Sums], groups: int, sample: int | None) -> Visit
                 sums_of[path] = _Sums(grams, geometry(module, value), [0] * groups, waiting)
             require_finite(path, torch.stack(columns.aminmax()))
             sums_of[path].add(group, columns)
-        # now, so that the error names the first such layer
-        require_finite(path, sums_of[path].grams[group].diagonal())
+        if not sums_of[path].waiting[group]:
+            # now, so that the error names the first such layer
+            require_finite(path, sums_of[path].grams[group].diagonal())
 
     return visit
 
