@@ -420,6 +420,11 @@ class FinetuneSettings:
             raise UsageError(
                 f"--penalty-places {self.penalty_places} holds a number that is not finite and >= 0"
             )
+        if self.penalty_places is not None and not any(self.penalty_places):
+            raise UsageError(
+                "--penalty-places 0,0,0 leaves nothing of --enclosure-penalty",
+                "a factor above 0, or neither option",
+            )
         if self.time_budget is not None:
             parse_duration(self.time_budget)
         self._require_agreement()

@@ -67,6 +67,11 @@ def test_a_panel_of_one_switch_is_refused_without_it(
     assert f"--{switch}" in done.err
 
 
+def test_a_penalty_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="leaves nothing"):
+        FinetuneSettings(loss="ce", enclosure_penalty=0.3, penalty_places=(0.0, 0.0, 0.0))
+
+
 @pytest.mark.parametrize("name", OF_A_CHOICE)
 def test_an_option_of_another_choice_is_refused(name: str) -> None:
     option, values = OF_A_CHOICE[name]

@@ -105,3 +105,19 @@ def test_the_old_option_says_where_it_went(workshop: Path, tmp_path: Path) -> No
     done = certvit("lipschitz", workshop / "certified.safetensors", "--verify", path)
     assert "is a command now: certvit verify" in done.output
     assert "steps hold" in done.output
+
+
+@pytest.mark.parametrize("name", ["promise", "arithmetic", "domain"])
+@pytest.mark.parametrize("value", [3, None, ["real"], {}, "other"])
+def test_records_of_another_way_are_refused(
+    workshop: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    path = tmp_path / "r.jsonl"
+    network = workshop / "certified.safetensors"
+    certvit("certify", network, "--dataset", "digits", "--limit", 3, "--records", path)
+    header, *rows = path.read_text().splitlines()
+    fields = json.loads(header)
+    fields["parameters"][name] = value
+    path.write_text("\n".join([json.dumps(fields), *rows, ""]))
+    done = attempt("verify", path, network, "--dataset", "digits")
+    assert getattr(done.exception, "code", 0) == 6, done.exception
