@@ -19,7 +19,7 @@ from certcli.checkpoint.shards import INDEX
 from certcli.finetune import state
 from certcli.lipschitz.table import rules
 from certcli.system.errors import NoBoundError, OutputError
-from tests.helpers.commands import attempt, certvit, console, document
+from tests.helpers.commands import attempt, console, document
 from tests.helpers.forks import interrupted
 
 Spoil = Callable[[Path], object]
