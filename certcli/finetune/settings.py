@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.budget import parse_duration
-from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 from certcli.system.registry import one_of
@@ -163,7 +163,7 @@ class FinetuneSettings:
         str,
         Option(
             "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; "
-            "chains: bcp, local-lip."
+            "chains: bcp, local-lip; local certificates: local."
         ),
     ] = "margin"
     epsilon: Annotated[
@@ -423,9 +423,14 @@ class FinetuneSettings:
 
     def _require_agreement(self) -> None:
         """Raise UsageError for options that contradict each other."""
-        if self.hiding and self.loss in NEEDS_CHAIN:
+        if self.hiding and self.loss in NEEDS_CHAIN | NEEDS_ENCLOSURE:
             raise UsageError(
                 f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce"
+            )
+        if self.loss in NEEDS_ENCLOSURE and (self.mixup > 0 or self.cutmix > 0):
+            raise UsageError(
+                f"--loss {self.loss} bounds margins of one label: not with --mixup or --cutmix",
+                "--augment",
             )
         if self.hiding and self.checkpointing:
             raise UsageError(
