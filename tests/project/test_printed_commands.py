@@ -25,6 +25,7 @@ from tests.helpers.printed import (
     is_form,
     of_ci,
     of_code,
+    of_examples,
     of_helps,
     of_pages,
     once,
@@ -35,7 +36,7 @@ from tests.helpers.printed import (
 )
 
 SHIPPED = Path(__file__).parents[2] / "certcli" / "embedded" / "photographs"
-FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci()]
+FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci(), *of_examples()]
 PRINTED = once([printed for printed in FIRST if not is_form(printed.line)])
 EVERYWHERE = [*FIRST, *of_pages(pages_of(OTHER_PAGES)), *of_code()]
 FURTHER = [
@@ -154,10 +155,10 @@ def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
 DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
 
 
-def finding(failure: float, hits: int, changed: bool) -> AuditFindings:
+def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") -> AuditFindings:
     """Findings that lead to each kind of advice."""
     shares = CertifiedShares(
-        method="smoothing" if failure else "lipschitz", promise="", failure=failure, domain="", about="",
+        method="smoothing" if failure else proof, promise="", failure=failure, domain="", about="",
         average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
         parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
@@ -173,6 +174,7 @@ def finding(failure: float, hits: int, changed: bool) -> AuditFindings:
         ("plain", finding(0.001, 30, False)),
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
+        ("plain", finding(0.0, 0, False, "local")),
         ("plain", AuditFindings()),
         ("plain", AuditFindings(dataset=DIGITS)),
     ],
