@@ -19,7 +19,7 @@ certvit finetune plain.safetensors --loss ce --lr 3e-3 --clip-grad 1 --warmup 0.
     --enclosure-penalty 0.2 --penalty-places 1,0.03,3 -o tight.safetensors --force
 
 # 3. Certified training: the worst logits of an enclosure of each image's neighbourhood, at a growing radius.
-certvit finetune tight.safetensors --loss local -e 0.5 --ramp 0.6 --lr 1e-3 --clip-grad 1 --warmup 0.15 --batch-size 64 \
+certvit finetune tight.safetensors --loss local -e 0.5 --ramp 0.5 --lr 1e-3 --clip-grad 1 --warmup 0.15 --batch-size 64 \
     --epochs 16 --adversarial pgd --attack-norm l2 --attack-epsilon 0.4 --attack-steps 2 --attack-ramp 0.5 \
     -o proven.safetensors --force
 

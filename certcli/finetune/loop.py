@@ -203,13 +203,12 @@ class Trainer:
         Raises:
             ArchitectureError: the loss needs it, and the network is of another kind.
         """
-        is_needed = self.settings.loss in NEEDS_ENCLOSURE
-        if self.shares is not None or not (is_needed or self.settings.enclosure_penalty > 0):
+        if self.shares is not None or not self.settings.is_for_local:
             return None
         try:
             return LocalEnclosure(self.model)
         except ArchitectureError:
-            if is_needed:
+            if self.settings.loss in NEEDS_ENCLOSURE:
                 raise
             return None
 

@@ -415,6 +415,11 @@ class FinetuneSettings:
         return names
 
     @property
+    def is_for_local(self) -> bool:
+        """Tell whether the run is to make local certificates larger."""
+        return self.loss in NEEDS_ENCLOSURE or self.enclosure_penalty > 0
+
+    @property
     def hiding(self) -> tuple[str, ...]:
         """Return the augmentations that hide a part of each image from the network."""
         return tuple(

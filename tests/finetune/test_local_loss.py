@@ -18,6 +18,7 @@ from certcli.finetune.state import load_state, save_state
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import ArchitectureError, UsageError
+from tests.helpers.commands import certvit
 
 SHAPES: dict[str, dict[str, Any]] = {
     "class token": {},
@@ -274,3 +275,13 @@ def test_a_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     rest = [epoch.loss for epoch in stream]
     second.restore(load_state(tmp_path / "s.safetensors", "test"))
     assert [epoch.loss for epoch in second.run(*data)] == rest
+
+
+def test_the_command_names_the_proof_that_it_trained_for(workshop: Path, tmp_path: Path) -> None:
+    plain = workshop / "plain.safetensors"
+    out = tmp_path / "tight.safetensors"
+    words = ("--dataset", "digits", "-e", 0.1, "--epochs", 1, "--limit", 20, "-o", out, "--force")
+    for loss in (("--loss", "local"), ("--loss", "ce", "--enclosure-penalty", 0.1)):
+        said = certvit("finetune", plain, *loss, *words).output
+        assert f"certvit certify {out} --method local -e 0.1" in " ".join(said.split())
+    assert "--method local" not in certvit("finetune", plain, "--loss", "ce", *words).output
