@@ -24,12 +24,12 @@ certvit finetune tight.safetensors --loss local -e 0.5 --ramp 0.5 --lr 1e-3 --cl
     -o proven.safetensors --force
 
 # 4. Attacks and proofs on test images, which no step has seen; then attacks at each image's own certified radius.
-certvit attack proven.safetensors -a pgd-50 -a margin-pgd-50 -e 0.25 -e 0.5 --limit 40 --records attack.jsonl --force
-certvit certify proven.safetensors --method local -e 0.25 -e 0.5 --limit 40 --records certified.jsonl --force \
+certvit attack proven.safetensors -a pgd-50 -a margin-pgd-50 -e 0.25 -e 0.5 --limit 25 --records attack.jsonl --force
+certvit certify proven.safetensors --method local -e 0.25 -e 0.5 --limit 25 --records certified.jsonl --force \
     --attack-records attack.jsonl --plot proven.png
 certvit attack proven.safetensors --only-certified certified.jsonl -a margin-pgd-50
 
 # 5. The answer in words, and a page.
-certvit audit proven.safetensors --method local -e 0.25 -e 0.5 -a margin-pgd-50 --limit 40 --time-budget 60s \
+certvit audit proven.safetensors --method local -e 0.25 -e 0.5 -a margin-pgd-50 --limit 25 --time-budget 40s \
     --report proven.html
 echo "Open $out/proven.html first; the curve of proofs and attacks: $out/proven.png"
