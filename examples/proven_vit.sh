@@ -14,13 +14,13 @@ certvit finetune init.safetensors --dataset digits --loss ce --lr 3e-3 --epochs 
 
 # 2. The enclosure penalty, on attacked images: what local certificates lose at LayerNorm and GELU becomes small. Softmax
 #    counts 3 %, so that attention stays at work.
-certvit finetune plain.safetensors --loss ce --lr 3e-3 --clip-grad 1 --warmup 0.15 --batch-size 64 --epochs 150 \
+certvit finetune plain.safetensors --loss ce --lr 3e-3 --clip-grad 1 --warmup 0.15 --batch-size 64 --epochs 100 \
     --adversarial pgd --attack-norm l2 --attack-epsilon 0.35 --attack-steps 2 --attack-ramp 0.5 -e 0.25 \
     --enclosure-penalty 0.2 --penalty-places 1,0.03,3 -o tight.safetensors --force
 
 # 3. Certified training: the worst logits of an enclosure of each image's neighbourhood, at a growing radius.
 certvit finetune tight.safetensors --loss local -e 0.5 --ramp 0.5 --lr 1e-3 --clip-grad 1 --warmup 0.15 --batch-size 64 \
-    --epochs 16 --adversarial pgd --attack-norm l2 --attack-epsilon 0.4 --attack-steps 2 --attack-ramp 0.5 \
+    --epochs 24 --adversarial pgd --attack-norm l2 --attack-epsilon 0.4 --attack-steps 2 --attack-ramp 0.5 \
     -o proven.safetensors --force
 
 # 4. Attacks and proofs on test images, which no step has seen; then attacks at each image's own certified radius.

@@ -286,8 +286,6 @@ class Trainer:
             elapsed = time.perf_counter() - started
             rising = self._is_rising(total)
             quality, net = self.evaluate(validation, encloses=not rising)
-            if rising:
-                self.best = 0.0  # until the penalty has its weight, a later epoch is a better one
             top = max(self.best, quality.score)
             judges = len(validation)
             if self.enclosure is not None:
@@ -297,6 +295,8 @@ class Trainer:
                 self.best = top
                 self.best_epoch = self.epoch
                 self.best_net = net
+            if rising:
+                self.best = 0.0  # until the penalty has its weight, a later epoch is a better one
             yield Epoch(
                 epoch=self.epoch,
                 step=self.step,
