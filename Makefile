@@ -100,7 +100,7 @@ soundness: install
 	$(BIN)/python -m tests.soundness.attack_campaign --attacks 100000
 	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/rounding/test_every_rule.py \
 		tests/rounding/test_every_operation.py tests/system/test_cuda_path.py \
-		tests/enclosure/test_zonotope_networks.py tests/enclosure/test_every_rule.py tests/attack/test_families.py tests/soundness/test_faults.py
+		tests/enclosure/test_zonotope_networks.py tests/enclosure/test_every_rule.py tests/attack/test_families.py tests/certify/test_box.py tests/soundness/test_faults.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --nodes 100000
 

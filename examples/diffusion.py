@@ -27,6 +27,8 @@ from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
 from certcli.nn.unet import UNet, UNetShape
 
+WITHIN = 0.9
+"""Share of the steps drawn up to --most: larger noise leaves nothing to certify, but the network answers there too."""
 EVERY = 200
 """Steps between two lines and two writes."""
 MEAN = 0.998
@@ -45,6 +47,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800, help="of CPU time")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument(
+        "--most", type=float, default=1.0, help="sigma, in pixels, up to which it mostly trains"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -67,14 +72,16 @@ def main() -> None:
 
 
 def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None:  # type: ignore[no-untyped-def]
-    """Minimise |epsilon - net(a x + s epsilon, t)|^2 by Adam, t uniform; the rate falls to 0 with
-    the time.
+    """Minimise |epsilon - net(a x + s epsilon, t)|^2 by Adam; the rate falls to 0 with the time.
+    t is uniform among the steps of noise up to `options.most`, in one of ten draws among all.
     """
     net = UNet(shape).to(memory_format=torch.channels_last)
     mean = copy.deepcopy(net)
     optimiser = torch.optim.Adam(net.parameters(), lr=options.rate)
     step, before = resume(net, mean, optimiser, options.output)
     left = schedule.alpha_bars
+    # noise and signal of a step, on [-1, 1]: twice the sigma of pixels
+    usual = int(((1 - left) / left <= (2 * options.most) ** 2).sum())
     average = 0.0
     started = time.process_time()
     spent = before
@@ -82,7 +89,7 @@ def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None
         rate = min(1.0, (step + 1) / WARM) * (1 - spent / options.seconds)
         for group in optimiser.param_groups:
             group["lr"] = options.rate * rate
-        loss = error(net, images[torch.randint(len(images), (options.batch,))], left)
+        loss = error(net, images[torch.randint(len(images), (options.batch,))], left, usual)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -96,9 +103,13 @@ def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None
             print(f"step {step}: loss {average:.4f}, {spent:.0f} CPU s", flush=True)
 
 
-def error(net: UNet, clean: Tensor, left: Tensor) -> Tensor:
-    """Return the mean squared error of the predicted noise; clean: (b, c, h, w) in [0, 1]."""
-    steps = torch.randint(len(left), (len(clean),))
+def error(net: UNet, clean: Tensor, left: Tensor, usual: int) -> Tensor:
+    """Return the mean squared error of the predicted noise; clean: (b, c, h, w) in [0, 1], `usual`
+    the number of steps that most draws come from.
+    """
+    among_all = torch.rand(len(clean)) >= WITHIN
+    steps = torch.randint(usual, (len(clean),))
+    steps = torch.where(among_all, torch.randint(len(left), (len(clean),)), steps)
     alpha = left[steps].float()[:, None, None, None]
     noise = torch.randn_like(clean)
     noisy = alpha.sqrt() * (2 * clean - 1) + (1 - alpha).sqrt() * noise

@@ -293,9 +293,9 @@ def rising_accuracy(shares: Mapping[float, float], images: int) -> Flag:
     ]
     rise, small, large = max(rises, default=(0.0, 0.0, 0.0))
     raised = _exceeds(round(rise * images), images)
-    measured = (
-        f"{rise:+.1%} from radius {small:.4g} to {large:.4g}" if rise > 0 else "falls or stays"
-    )
+    measured = "falls or stays"
+    if rise > 0:
+        measured = f"{rise:+.1%} of {images} images from radius {small:.4g} to {large:.4g}"
     return Flag(CHECKS["rising accuracy"], raised, measured)
 
 

@@ -116,11 +116,11 @@ def _attacked(findings: AuditFindings, size: Sequence[int]) -> str:
     at = (unseen or list(attack.fooled))[-1]
     fooled = attack.fooled[at]
     correct = attack.clean.hits
-    names = ", ".join(name.upper() for name in attack.attacks)
+    names = ", ".join(attack.attacks)
     where = f"at l2 {attacked_radius(at)}"
     if not fooled:
         none = f"none of {correct} {noun}{interval_of_few(0, correct)}"
-        return f"{names} fooled {none} {where}, which proves nothing"
+        return f"under attack, {names} fooled {none} {where}, which proves nothing"
     attacks = (
         "changes nobody sees"
         if unseen

@@ -42,13 +42,13 @@ def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
     sentences = [_proof(findings, plan), *_patched(findings)]
     sentences += [_smoothed(shares) for shares in findings.certificates if shares.failure > 0]
     if (attack := findings.attack) is not None:
-        names = ", then ".join(name.upper() for name in attack.attacks)
+        names = ", then ".join(attack.attacks)
         at = list(attack.fooled)[-1]
         correct = attack.clean.hits
         noun = "images" if findings.own else CORRECT
         if correct:
             sentences.append(
-                f"{names} fooled {part_of(attack.fooled[at], correct, noun)} at l2 {attacked_radius(at)}."
+                f"Under attack, {names} fooled {part_of(attack.fooled[at], correct, noun)} at l2 {attacked_radius(at)}."
             )
         else:
             none = _none_of(attack.clean.images, "images")
@@ -72,12 +72,10 @@ def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
         sentences.append(DENOISER)
     if findings.own:
         sentences.append(
-            "The images have no labels: shares are of the network's own answers, and nothing is said of its accuracy."
+            "The images have no labels: shares are of the network's own answers, and its accuracy is not measured."
         )
     if findings.dataset is None:
-        sentences.append(
-            "Without labelled images nothing can be said about accuracy, certified shares or attacks."
-        )
+        sentences.append("Accuracy, certified shares and attacks need labelled images.")
     return sentences
 
 

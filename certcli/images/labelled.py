@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 """(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
 
 OWN = "own answer"
-"""The split of images whose labels are the network's own answers: nothing is said of its accuracy."""
+"""The split of images whose labels are the network's own answers: they do not measure its accuracy."""
 DIGESTED = 256
 """Images in memory at a time while digests are computed."""
 SPLITS = ("train", "val", "validation", "test")

@@ -11,7 +11,7 @@ values for the published files).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -260,27 +260,29 @@ class _Layout:
     def names(self) -> dict[str, str]:
         """Return prefix of a module of `UNet` -> its prefix in the file."""
         names = dict(ENDS)
-        final = len(self.attending) - 1
         for level, attends_here in enumerate(self.attending):
-            first = level * (self.layers + 1)
-            for layer in range(self.layers):
-                block = f"input_blocks.{first + layer + 1}"
-                names[f"down_blocks.{level}.resnets.{layer}"] = f"{block}.0"
-                if attends_here:
-                    names[f"down_blocks.{level}.attentions.{layer}"] = f"{block}.1"
-            if level < final:
-                block = f"input_blocks.{first + self.layers + 1}.0"
-                names |= self._step(f"down_blocks.{level}.downsamplers.0", block, "op")
+            first = level * (self.layers + 1) + 1
+            blocks = [f"input_blocks.{first + layer}" for layer in range(self.layers)]
+            names |= self._level(f"down_blocks.{level}", blocks, attends_here)
+            if level < len(self.attending) - 1:
+                step = f"input_blocks.{first + self.layers}.0"
+                names |= self._step(f"down_blocks.{level}.downsamplers.0", step, "op")
         for level, attends_here in enumerate(reversed(self.attending)):
             first = level * (self.layers + 1)
-            for layer in range(self.layers + 1):
-                block = f"output_blocks.{first + layer}"
-                names[f"up_blocks.{level}.resnets.{layer}"] = f"{block}.0"
-                if attends_here:
-                    names[f"up_blocks.{level}.attentions.{layer}"] = f"{block}.1"
-            if level < final:
-                block = f"output_blocks.{first + self.layers}.{1 + attends_here}"
-                names |= self._step(f"up_blocks.{level}.upsamplers.0", block, "conv")
+            blocks = [f"output_blocks.{first + layer}" for layer in range(self.layers + 1)]
+            names |= self._level(f"up_blocks.{level}", blocks, attends_here)
+            if level < len(self.attending) - 1:
+                step = f"{blocks[-1]}.{1 + attends_here}"
+                names |= self._step(f"up_blocks.{level}.upsamplers.0", step, "conv")
+        return names
+
+    def _level(self, new: str, blocks: Sequence[str], attends_here: bool) -> dict[str, str]:
+        """Return the names of a level's residual blocks, and of the attention after each."""
+        names = {}
+        for layer, block in enumerate(blocks):
+            names[f"{new}.resnets.{layer}"] = f"{block}.0"
+            if attends_here:
+                names[f"{new}.attentions.{layer}"] = f"{block}.1"
         return names
 
     def _step(self, new: str, old: str, convolution: str) -> dict[str, str]:

@@ -7,7 +7,16 @@ from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.images.labelled import OWN
 from certcli.report import compare
 from certcli.report.document import Audit, Share
-from certcli.report.page import Command, Gallery, HtmlPage, LayerConstant, Mark, PlotLine, Table
+from certcli.report.page import (
+    Command,
+    Gallery,
+    HtmlPage,
+    LayerConstant,
+    Mark,
+    PlotLine,
+    Table,
+    proven_steps,
+)
 from certcli.report.shares import COLUMNS, NUMBERS, share_rows
 
 NOTE = (
@@ -135,7 +144,7 @@ def curves(audit: Audit) -> Iterator[PlotLine]:
         if (
             shares.failure > 0
         ):  # it stops drawing beyond its radius: nothing is known of larger ones
-            yield PlotLine(label, "probability", points, marks)
+            yield PlotLine(label, "probability", proven_steps(points), marks)
             continue
         radii = [
             float(row.radius[shares.method]) if row.prediction == row.label else -1.0

@@ -6,12 +6,14 @@ scripts to itself.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
 from certcli.system.errors import plain_lines
 
@@ -24,6 +26,8 @@ HEIGHT = 292
 """Of the chart, in CSS pixels: about the width of a phone, so that its text is readable there."""
 MOST_CONSTANTS = 60
 MOST_TICKS = 6
+TONES = 5
+"""Colours of files that one chart compares, with that of the first."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,25 @@ class Mark:
 
 @dataclass(frozen=True)
 class PlotLine:
-    """kind: "proven", "probability" or "attacked". points: (radius, share), ascending; between two
-    the curve is constant.
+    """A share against the radius, constant from each point to the next.
 
     Attributes:
+        kind: "proven", "probability" or "attacked".
+        points: (radius, share beyond it), ascending.
         marks: shares at the radii of the plan, drawn as dots with their intervals.
+        tone: colour by file, from 1 on; 0: by kind.
     """
 
     label: str
     kind: str
     points: Sequence[tuple[float, float]]
     marks: Sequence[Mark] = ()
+    tone: int = 0
+
+    @property
+    def style(self) -> str:
+        """Classes of the page's style sheet."""
+        return f"{self.kind} tone{self.tone % TONES}" if self.tone else self.kind
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,7 @@ class HtmlPage:
 
 def render(page: HtmlPage) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
+    environment.filters["typed"] = _typed
     template = environment.from_string(
         files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
@@ -151,6 +164,25 @@ def _shown(value: Any) -> Any:
     invalid. A percent sign stays on the line of its number.
     """
     return plain_lines(value).replace(" %", "\u00a0%") if type(value) is str else value
+
+
+def _typed(value: str) -> Markup:
+    """Set what stands between backticks as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_shown(value)))))
+
+
+def proven_steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points of a curve that nowhere exceeds what shares at some radii prove.
+
+    An image that is certified at a radius is so at smaller ones: between two radii, the share at
+    the larger one is proven, and beyond the last none.
+
+    Args:
+        points: (radius, share certified there), ascending.
+    """
+    shares = [share for _, share in points]
+    radii = [radius for radius, _ in points]
+    return [points[0], *zip(radii, [*shares[1:], shares[-1]])]
 
 
 def ticks(end: float) -> list[float]:
@@ -194,10 +226,11 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
             for mark in curve.marks
             if mark.low is not None and mark.high is not None
         ]
-        area = "" if curve.kind == "attacked" else f"{path}H{last}V{BOTTOM}H{LEFT}Z"
+        # several files would mix their colours
+        area = "" if curve.kind == "attacked" or curve.tone else f"{path}H{last}V{BOTTOM}H{LEFT}Z"
         lines.append(
             {
-                "kind": curve.kind,
+                "style": curve.style,
                 "path": path,
                 "area": area,
                 "dots": dots,

@@ -1,5 +1,6 @@
 """From batches to records, summaries, presets, checks and saved examples."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -239,14 +240,37 @@ def test_margin_sees_through_a_saturated_softmax() -> None:
     assert robust["margin-pgd"] < robust["pgd"]
 
 
-def flags_of(model: nn.Module, region: Region, settings: AttackSettings) -> list[checks.Flag]:
+def flags_of(
+    model: nn.Module, region: Region, settings: AttackSettings, attacks: Sequence[str] = ("pgd",)
+) -> list[checks.Flag]:
     images = pictures(40)
     labels = labelled(model, images)
-    plan = planned_attacks(["pgd"], settings)
+    plan = planned_attacks(attacks, settings)
     records = list(attack_images(model, batches(images, labels, 40), plan, region, settings))
     attacked = checks.Attacked(images, labels, records, plan, region)
     first = checks.first_pass(model, images, labels)
     return list(checks.inspect_attacks(model, attacked, first, settings, 1000))
+
+
+class Waves(nn.Module):
+    """Logits (cos(20 t), 0, -cos(20 t)) at the coordinate t along (1, ..., 1): steps of one length
+    pass over the first place where the class changes.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        along = (x - 0.5).flatten(1).sum(1, keepdim=True) / x[0].numel() ** 0.5
+        wave = torch.cos(20 * along)
+        return torch.cat([wave, torch.zeros_like(wave), -wave], 1)
+
+
+def test_at_two_radii_all_attacks_are_tried() -> None:
+    """FGSM alone breaks fewer images at .2 than at .1, where its one step is too long."""
+    model = Waves().eval()
+    flags = flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm", "pgd-20"])
+    assert not checks.raised(flags)
+    alone = flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm"])
+    (rising,) = checks.raised(alone)
+    assert "of 40 images from radius 0.1 to 0.2" in rising.measured
 
 
 def test_checks_of_the_attacks() -> None:

@@ -85,7 +85,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     assert found["attack"] is None
     assert "no labelled images" in found["gate"]["reasons"][0]
     assert found["gate"]["judged"][0]["measured"] is None
-    assert "Without labelled images" in found["verdict"][-1]
+    assert "need labelled images" in found["verdict"][-1]
     share = Share.of(1, 2)
     judged = gates.judge(
         [gates.parse("robust@0.5<0"), gates.parse("clean<0")], AuditFindings(clean=share), (8, 8)

@@ -57,6 +57,24 @@ def test_headers_longer_than_any_network_are_refused(
         read_tensors(path)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"__metadata__": {"a": "1"}, "x": X, "__metadata__": {"a": "2"}}',
+        '{"__metadata__": {"a": "1", "a": "2"}, "x": X}',
+        '{"x": X, "x": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}',
+        '{"x": {"dtype": "F32", "shape": [1], "shape": [1, 1], "data_offsets": [0, 4]}}',
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    entry = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    text = header.replace("X", entry).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
+    with pytest.raises(CheckpointError, match="its header cannot be read"):
+        read_tensors(path)
+
+
 def rewritten(path: Path) -> None:
     """Write other numbers into the file, in its place."""
     with path.open("r+b") as file:

@@ -48,6 +48,17 @@ class Cancelling(nn.Module):
         return self.sum(x.flatten(1)) - self.part(x.flatten(1))
 
 
+class Narrow(nn.Module):
+    """x -> float32(f(x)): the network itself rounds, so float64 copies of it do not differ."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).float()
+
+
 def hadamard() -> Tensor:
     """Return the matrix of +1 and -1 of norm 4."""
     step = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -95,9 +106,9 @@ def images(seed: int) -> Tensor:
     return torch.rand(2, 1, 4, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_below(value: float, square: Fraction, seed: int) -> None:
+def assert_below(value: float, square: Fraction, seed: int, share: float = 1 - 1e-4) -> None:
     assert Fraction(value) ** 2 <= square, f"network {seed}: {value!r} is above the constant"
-    assert value > (1 - 1e-4) * float(square) ** 0.5, f"network {seed}: {value!r} says nothing"
+    assert value > share * float(square) ** 0.5, f"network {seed}: {value!r} says nothing"
 
 
 @pytest.mark.parametrize("first", range(0, 180, 60))
@@ -114,6 +125,15 @@ def test_no_estimate_is_above_the_exact_constant_nor_this_above_the_bound(first:
         proven = Fraction(upper.mantissa) * Fraction(2) ** upper.exponent
         assert proven**2 >= square
         assert Fraction(estimate.value) <= proven
+
+
+def test_no_estimate_of_a_network_that_rounds_by_itself_is_above_its_constant() -> None:
+    for seed in range(1, 61, 3):  # of rank one
+        inner, square = known_network(seed)
+        model = Narrow(inner).eval()
+        *_, estimate = measure(model, iter([images(seed)]), 4, seed)
+        # SAFETY times the error of float32
+        assert_below(estimate.value, square, seed, 1 - 1e-3)
 
 
 def test_slopes_of_blocks_are_below_their_constants() -> None:

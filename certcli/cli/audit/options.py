@@ -75,7 +75,8 @@ class AuditOptions:
         typer.Option(
             "--denoiser",
             metavar="PATH",
-            help="Before a smoothed network: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+            help="Denoiser that runs before the smoothed network: a DnCNN, a folder of "
+            "diffusers, or a guided-diffusion file.",
         ),
         options.Reads(),
     ] = None

@@ -162,7 +162,7 @@ def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) ->
             classes += model(sent(pixels, device)).argmax(1).tolist()
     sink.note(
         f"{images.name}: {len(images)} images without labels, so attacks and certificates are of the network's own "
-        "answers, and nothing is said of its accuracy"
+        "answers, and its accuracy is not measured"
     )
     names = checkpoint.record.class_names
     class_names = names or tuple(str(number) for number in range(checkpoint.record.classes))

@@ -159,12 +159,12 @@ def log_page(
     from certcli.cli.log.view import AS_STATED, sentence
     from certcli.evaluation.claim import statuses
     from certcli.evaluation.evidence import command_of
-    from certcli.report.page import Command, HtmlPage, Table
+    from certcli.report.page import Command, HtmlPage, PlotLine, Table
 
     verdict = []
     tables = []
     commands = []
-    curves = []
+    curves = dict[tuple[object, ...], PlotLine]()
     for number, (path, checkpoint) in enumerate(read):
         evidence = checkpoint.record.evidence
         checked = (
@@ -196,7 +196,11 @@ def log_page(
             )
         tables += _lineage(checkpoint, f"{path.name}: lineage, as the file tells it")
         shown = [entry for entry, status in fresh if status != "refuted"]
-        curves += _evidence_curves(path.name if len(read) > 1 else "", shown)
+        tone = number + 1 if len(read) > 1 else 0
+        for curve in _evidence_curves(path.name if len(read) > 1 else "", shown, tone):
+            # two files of one network: an entry that both have is one curve
+            key = (checkpoint.digest, curve.kind, tuple(curve.points))
+            curves.setdefault(key, curve)
         line = shlex.join(["certvit", "verify", path.name])
         commands.append(Command("This proves and certifies the evidence again:", line))
     first = read[0][1].record
@@ -207,8 +211,9 @@ def log_page(
         else "lineage and evidence",
         verdict=verdict,
         tables=tables,
-        curves=curves,
-        curve_note="From the evidence: shares at the radii that were asked for. Whether they hold, `certvit verify` says.",
+        curves=list(curves.values()),
+        curve_note="From the evidence, at the radii that were asked for: between two, what is certified or withstood at the "
+        "larger one (proofs) or the smaller one (attacks). Whether it holds, `certvit verify` says.",
         commands=commands,
         facts=[
             f"{path.name} (digest of its function): {checkpoint.digest}"
@@ -217,9 +222,9 @@ def log_page(
     )
 
 
-def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
+def _evidence_curves(name: str, fresh: Sequence[Evidence], tone: int) -> list[PlotLine]:
     from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
-    from certcli.report.page import Mark, PlotLine
+    from certcli.report.page import Mark, PlotLine, proven_steps
 
     curves = []
     for entry in filter(None, map(understood, fresh)):
@@ -235,7 +240,7 @@ def _evidence_curves(name: str, fresh: Sequence[Evidence]) -> list[PlotLine]:
         label = f"{result.method if isinstance(result, CertifyResult) else 'attacked'}, n = {result.images}"
         points = sorted((float(key), share) for key, share in shares.items() if float(key) > 0)
         points = [(0.0, result.clean), *points]
-        curves.append(
-            PlotLine(f"{name} {label}".strip(), kind, points, [Mark(*point) for point in points])
-        )
+        marks = [Mark(*point) for point in points]
+        points = points if kind == "attacked" else proven_steps(points)
+        curves.append(PlotLine(f"{name} {label}".strip(), kind, points, marks, tone))
     return curves

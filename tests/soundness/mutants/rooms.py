@@ -28,14 +28,16 @@ _LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "valu
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "real", "spectral")
 _EVALUATION = (
+    "claim",
     "evidence",
     "intervals",
+    "perturbation",
     "radii",
     "record_lines",
     "records",
-    "region",
     "resumed",
     "threat",
+    "verdicts",
 )
 ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),
