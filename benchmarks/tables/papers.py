@@ -17,7 +17,7 @@ _CLAIMS = (
     "Each row judges a sentence of a paper, quoted in part. Differences are taken seed by seed; the interval is "
     "Student's, over the seeds, at 95 %: it speaks of these small networks and these images, not of the papers' "
     'networks. In points, or in the column\'s unit (bounds: powers of ten). "Reproduced" and "refuted": the interval '
-    "lies on one side of 0. Some three dozen such intervals at once: one or two of them may be wrong by chance. Beside "
+    "lies on one side of 0. Some four dozen such intervals at once: two or three may be wrong by chance. Beside "
     "it the paper's differences, of its networks in the order of its table, and how many of them lie within the "
     "interval: where none does, there is no effect of that size here. Seeds beyond three were added where three had "
     "not decided; that makes 95 % a little less."

@@ -12,7 +12,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate, pad
 
-from certcli.finetune.settings import CUTOUT, FinetuneSettings
+from certcli.finetune.augmentations import CUTOUT, JITTER, jitter_reach
+from certcli.finetune.settings import FinetuneSettings
 from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8
@@ -28,6 +29,9 @@ WARP_SHIFT = 1 / 80
 WARP_BEND = 1 / 90
 """Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of the side."""
 WARP_CELLS = 5
+
+LUMA = (0.2989, 0.587, 0.114)
+"""Weights of red, green and blue in grey (ITU-R BT.601)."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,71 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
     return torch.where(inside.any(dim=0), grey.to(images), images)
 
 
+def color_jitter(
+    images: Tensor, reach: tuple[float, float, float, float], generator: Generator
+) -> Tensor:
+    """Change brightness, contrast, saturation and hue of every image by its own random amounts, in
+    its own random order: (b, c, h, w) -> (b, c, h, w).
+
+    The first three factors lie within [1 - reach, 1 + reach], hue turns by up to its reach.
+    Images of one channel have neither saturation nor hue. Source: torchvision's ColorJitter.
+    """
+    b = len(images)
+    order = torch.rand(b, len(reach), generator=generator).argsort(dim=1)
+    amounts = torch.tensor(reach) * (2 * torch.rand(b, len(reach), generator=generator) - 1)
+    images = images.clone()
+    for place in range(len(reach)):
+        for number, change in enumerate((_brighten, _contrast, _saturate, _turn_hue)):
+            chosen = (order[:, place] == number).nonzero()[:, 0].to(images.device)
+            if reach[number] > 0 and len(chosen):
+                amount = amounts[:, number].to(images)[chosen].view(-1, 1, 1, 1)
+                images[chosen] = change(images[chosen], amount)
+    return images
+
+
+def _brighten(images: Tensor, amount: Tensor) -> Tensor:
+    return ((1 + amount) * images).clamp(0, 1)
+
+
+def _contrast(images: Tensor, amount: Tensor) -> Tensor:
+    mean = _grey(images).mean(dim=(1, 2, 3), keepdim=True)
+    return (images + amount * (images - mean)).clamp(0, 1)
+
+
+def _saturate(images: Tensor, amount: Tensor) -> Tensor:
+    return (images + amount * (images - _grey(images))).clamp(0, 1)
+
+
+def _turn_hue(images: Tensor, amount: Tensor) -> Tensor:
+    """Turn the hue by a share of the circle; the largest and the smallest channel stay as large."""
+    if images.shape[1] != len(LUMA):
+        return images
+    red, green, blue = images.unbind(dim=1)
+    largest = images.amax(dim=1)
+    chroma = largest - images.amin(dim=1)
+    safe = chroma.where(chroma > 0, 1.0)
+    sixths = torch.where(
+        largest == red,
+        (green - blue) / safe,
+        torch.where(largest == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    # channel n of (5, 3, 1) is largest - chroma * clamp(min(k, 4 - k), 0, 1), k = n + 6 hue mod 6
+    offsets = torch.tensor([5.0, 3.0, 1.0]).to(images).view(1, 3, 1, 1)
+    k = (offsets + sixths.unsqueeze(1) + 6 * amount) % 6
+    turned = largest.unsqueeze(1) - chroma.unsqueeze(1) * torch.minimum(k, 4 - k).clamp(0, 1)
+    return turned.clamp(0, 1)
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Return the luma of colour images, and others as they are: (b, c, h, w) -> (b, 1 or c, h, w)."""
+    if images.shape[1] != len(LUMA):
+        return images
+    weights = torch.tensor(LUMA).to(images).view(1, -1, 1, 1)
+    return (weights * images).sum(dim=1, keepdim=True)
+
+
 def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator) -> Tensor:
-    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, cutout."""
+    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter, cutout."""
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
@@ -130,6 +197,8 @@ def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Gen
         images = warp(images, generator)
     if "flip" in names:
         images = flip(images, generator)
+    for match in filter(None, map(JITTER.fullmatch, names)):
+        images = color_jitter(images, jitter_reach(match), generator)
     for match in filter(None, map(CUTOUT.fullmatch, names)):
         images = cutout(images, int(match[1]), int(match[2]), grey, generator)
     return images

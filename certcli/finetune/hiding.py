@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Generator, Tensor
 
-from certcli.finetune.settings import BANDS, SQUARES
+from certcli.finetune.augmentations import BANDS, SQUARES
 from certcli.models.build import PixelModel
 from certcli.models.views import band_views, square_views
 from certcli.models.visible_part import AUTO, seen_part

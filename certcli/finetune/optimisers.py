@@ -1,24 +1,18 @@
 """Optimisers by name, and the learning rate over the run."""
 
 import fnmatch
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from certcli.finetune.rates import curve_of
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.stiefel import StiefelMuon
 from certcli.system.errors import UsageError
 
 SCALAR_RATE = 10.0
 """Learning rate of residual weights, relative to --lr."""
-RISE = 0.3
-"""Share of a one-cycle run in which the rate rises."""
-FIRST = 1 / 25
-"""First rate of a one-cycle run, relative to --lr."""
-LAST = FIRST / 1e4
-"""Its last rate."""
 LARGE = 25_600
 """Training images from which an epoch has 50 steps of 512."""
 
@@ -56,44 +50,22 @@ def default_batch(optimiser: str, images: int) -> int:
 
 
 class Rates:
-    """The learning rates of all groups: a linear warm-up, then the schedule.
+    """The learning rates of all groups, as `rates` has them: a linear warm-up, then the schedule.
 
-    "cosine" falls to a thousandth; it must finish, because certified accuracy comes in its last
-    third. "steps" falls to a tenth after 7/8 of the run and to a hundredth after 19/20 (the
-    schedule of Mo et al. 2022 for 40 epochs). "one-cycle" has a rise of its own and takes no
-    warm-up (Smith and Topin 2018, with the numbers of torch; momentum stays).
+    A cosine must finish, because certified accuracy comes in its last third. Momentum stays.
     """
 
     def __init__(self, optimisers: list[torch.optim.Optimizer], settings: FinetuneSettings) -> None:
         self.optimisers = optimisers
-        self.settings = settings
         self.base = [[group["lr"] for group in optimiser.param_groups] for optimiser in optimisers]
+        self.curve = curve_of(settings.schedule, settings.lr, settings.warmup)
 
     def set(self, share: float) -> None:
         """Set the rates for this share of the run."""
-        factor = self._factor(share)
+        factor = self.curve(share)
         for optimiser, rates in zip(self.optimisers, self.base, strict=True):
             for group, rate in zip(optimiser.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-
-    def _factor(self, share: float) -> float:
-        """Return the rate at this share of the run, relative to --lr."""
-        if self.settings.schedule == "one-cycle":
-            return one_cycle(share)
-        warm = 1.0 if self.settings.warmup == 0 else min(1.0, share / self.settings.warmup + 1e-3)
-        if self.settings.schedule == "cosine":
-            fall = 0.5 * (1 + math.cos(math.pi * share))
-        else:
-            fall = 1.0 if share < 7 / 8 else 0.1 if share < 19 / 20 else 0.01
-        return max(1e-3, warm * fall)
-
-
-def one_cycle(share: float) -> float:
-    """Return half a cosine from FIRST to 1 in the first RISE of the run, then one from 1 to LAST."""
-    if share < RISE:
-        return FIRST + (1 - FIRST) * 0.5 * (1 - math.cos(math.pi * share / RISE))
-    done = min(1.0, (share - RISE) / (1 - RISE))
-    return LAST + (1 - LAST) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def frozen_parameters(net: nn.Module, patterns: tuple[str, ...]) -> set[str]:

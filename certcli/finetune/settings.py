@@ -1,29 +1,21 @@
 """The settings of a training run, which are also its options. Importing this file imports no torch."""
 
 import math
-import re
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, ClassVar
 
 from certcli.evaluation.radii import parse_radius
+from certcli.finetune.augmentations import BANDS, SQUARES, require_known
 from certcli.finetune.budget import parse_duration
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
+from certcli.finetune.rates import curve_of
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
 from certcli.system.registry import one_of
 
-AUGMENTATIONS = ("crop", "flip", "shift", "warp")
-CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
-"""Number of squares, and their side in pixels."""
-BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
-"""Number of visible columns of cells: of tokens, where these can be dropped."""
-SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
-"""The choice of places; then as CUTOUT. Four squares could hide a whole image, and a certificate hides two."""
-
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimiser": ("adamw", "sgd", "stiefel"),
-    "schedule": ("cosine", "steps", "one-cycle"),
     "precision": ("float32", "bf16", "fp16"),
     "adversarial": ("none", "fgsm", "pgd", "trades"),
     "attack_norm": ("l2", "linf"),
@@ -215,8 +207,8 @@ class FinetuneSettings:
     schedule: Annotated[
         str,
         _optimiser(
-            "cosine, steps (a tenth after 7/8 of the run, a hundredth after 19/20), or "
-            "one-cycle (Smith and Topin)."
+            "cosine, steps (a tenth after 7/8 of the run, a hundredth after 19/20), one-cycle; or "
+            "cosine:LAST, exponential:LAST@SHARE, steps:FACTOR@SHARE,SHARE."
         ),
     ] = "cosine"
     warmup: Annotated[float, _optimiser("Share of the steps with a rising learning rate.")] = 0.02
@@ -256,7 +248,7 @@ class FinetuneSettings:
     augment: Annotated[
         tuple[str, ...] | None,
         _augmentation(
-            "Any of crop,flip,shift,warp,cutout:2x128; parts of images: "
+            "Any of crop,flip,shift,warp,color-jitter:0.4,cutout:2x128; parts of images: "
             "bands:3,cutout-random:2x96,cutout-greedy:2x96.",
             metavar="LIST",
             read=lambda text: tuple(name for name in text.split(",") if name) or None,
@@ -392,12 +384,8 @@ class FinetuneSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        for name in self.augment or ():
-            if name not in AUGMENTATIONS and not any(
-                kind.fullmatch(name) for kind in (CUTOUT, BANDS, SQUARES)
-            ):
-                hint = f"any of: {','.join(AUGMENTATIONS)},cutout:2x128,bands:3,cutout-greedy:2x96"
-                raise UsageError(f"unknown augmentation '{name}'", hint)
+        require_known(self.augment or ())
+        curve_of(self.schedule, self.lr, self.warmup)
         if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
             raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
         if not all(0 <= factor < math.inf for factor in self.penalty_places or ()):

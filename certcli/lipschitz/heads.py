@@ -7,10 +7,13 @@ from torch import nn
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.models.build import own_name
 
+MAPS = ("qkv", "q", "k", "v", "query", "value")
+"""Names of the maps of an attention: timm's, and ours, whose query may also be the key."""
+
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """|W_h|_2 of each head's rows of one map (q, k, v or the tied query), rounded up."""
+    """|W_h|_2 of each head's rows of one map (q, k, v, the tied query, value), rounded up."""
 
     path: str
     map: str
@@ -18,7 +21,7 @@ class HeadNorms:
 
 
 def head_norms(model: nn.Module) -> list[HeadNorms]:
-    """Return the norms of all linear maps `qkv`, `q`, `k`, `v`, `query` of modules with
+    """Return the norms of all linear maps `qkv`, `q`, `k`, `v`, `query`, `value` of modules with
     `num_heads`, split into heads.
     """
     norms_of = []
@@ -27,7 +30,7 @@ def head_norms(model: nn.Module) -> list[HeadNorms]:
         if not isinstance(heads, int):
             continue
         for name, child in module.named_children():
-            if not isinstance(child, nn.Linear) or name not in ("qkv", "q", "k", "v", "query"):
+            if not isinstance(child, nn.Linear) or name not in MAPS:
                 continue
             parts = ("q", "k", "v") if name == "qkv" else (name,)
             if child.out_features % (heads * len(parts)):

@@ -17,8 +17,8 @@ class ConvAttention(AttentionReplacement):
     d).
 
     One kernel (head_dim, d, 3) a head; the heads side by side are one convolution. The class token,
-    where there is one, is the first of the sequence. Source: the token mixing of CoViT as CertViT
-    compares with it.
+    where there is one, is the first of the sequence. Source: the token mixing of CoViT, of the Cauchy
+    paper.
     """
 
     title = "a convolution over tokens"
@@ -49,6 +49,11 @@ def build(old: nn.Module, kernel: int = KERNEL) -> ConvAttention:
     """Build token convolutions with the shape of a timm attention without positions of its own."""
     shape = AttentionShape.of(old)
     shape.require_no_positions("conv-attention")
+    require_odd(kernel)
+    return ConvAttention(shape, kernel)
+
+
+def require_odd(kernel: int) -> None:
+    """Raise ArchitectureError for a kernel without a middle, which would not keep the tokens' number."""
     if kernel < 1 or kernel % 2 == 0:
         raise ArchitectureError(f"a token convolution needs an odd kernel, not {kernel}")
-    return ConvAttention(shape, kernel)

@@ -1,11 +1,14 @@
 """Vision transformers of timm's class in the forms that timm's own arguments do not build."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from certcli.nn.attention_weights import AttentionShape
+from certcli.nn.conv_attention import KERNEL, ConvAttention, require_odd
 from certcli.nn.l2_attention import L2UntiedValueAttention
 
 
@@ -42,3 +45,24 @@ class TiedL2ViT(VisionTransformer):
             self.head = nn.Linear(self.embed_dim, self.num_classes, bias=False)
         for block in self.blocks.children():
             block.attn = L2UntiedValueAttention.replacing(block.attn)  # type: ignore[arg-type]
+
+
+class CoViT(VisionTransformer):
+    """A ViT whose attention is `kernels` parallel convolutions over the tokens, joined by a linear
+    map, and whose head reads the mean of the tokens: (b, c, h, w) -> (b, k).
+
+    Each kernel has as many channels as a token. Several of one size compute what one of them can:
+    W_O [K_1 * x, K_2 * x] = (W_1 K_1 + W_2 K_2) * x. Source: the Cauchy paper, Figure 2.
+
+    Args:
+        kernels: number of parallel convolutions.
+        kernel: taps of each, an odd number.
+    """
+
+    def __init__(self, kernels: int = 1, kernel: int = KERNEL, **arguments: Any) -> None:
+        super().__init__(**{"class_token": False, "global_pool": "avg", **arguments})
+        require_odd(kernel)
+        for block in self.blocks.children():
+            shape = AttentionShape.of(block.attn)  # type: ignore[arg-type]
+            parallel = replace(shape, heads=kernels, head_width=shape.width)
+            block.attn = ConvAttention(parallel, kernel)

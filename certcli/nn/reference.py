@@ -14,6 +14,10 @@
   counts give, not those of the paper's Table 4. At TinyImageNet ratio 1.5 with two maps of
   attention, or 0.5 with four, gives the same count as ratio 1 with three; the other rows have
   three.
+- `certvit_covit_t1` to `t4`: the networks of the Cauchy paper's Table 1 without attention, one
+  kernel of three taps or four, 4 or 8 blocks of width 128. The text does not say their patches: 16
+  here. Those of sizes S to L have width 512 (`--arch-arg embed_dim=512`) and patches of 32 where
+  its Table 2 has a star; depths and kernels stand in an appendix that was not read.
 - `certvit_lip_*`: Lipschitz by design: patches, MaxMin blocks on tokens, a MaxMin head over all
   tokens. No attention. With `--arch-arg rolls=true`, as `certvit_lip_cifar10` has it, neighbours
   exchange channels before each layer.
@@ -50,7 +54,7 @@ from certcli.nn.convnet import SmallConvNet
 from certcli.nn.heads import FlatHead
 from certcli.nn.mean_network import build_members
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin, TokenShift
-from certcli.nn.plain_vit import ClassAndMeanViT, TiedL2ViT
+from certcli.nn.plain_vit import ClassAndMeanViT, CoViT, TiedL2ViT
 from certcli.nn.pyramid import LipschitzPyramid
 from certcli.system.errors import ArchitectureError
 
@@ -334,6 +338,12 @@ def _shape(patch: int, width: int, depth: int, heads: int, ratio: float) -> dict
     }
 
 
+def _covit(depth: int, kernels: int, options: dict[str, Any]) -> nn.Module:
+    config = _config(3, 224, 10, *_CIFAR_STATISTICS)
+    shape = _shape(16, 128, depth, 1, 4.0) | {"kernels": kernels}
+    return _vit(config, shape, options, kind=CoViT)
+
+
 def _pyramid(widths: Sequence[int], depths: Sequence[int], options: dict[str, Any]) -> nn.Module:
     shape = {"patch": 4, "widths": widths, "depths": depths, "windows": 4, "head": [256]}
     return _sized(LipschitzPyramid, _config(3, 32, 10, *_COLOUR), shape, options)
@@ -385,6 +395,11 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "l2_vit_tinyimagenet": partial(
         _vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 3, 1.0), kind=TiedL2ViT
     ),
+    # the Cauchy paper's CoViTs
+    "covit_t1": partial(_covit, 4, 1),
+    "covit_t2": partial(_covit, 4, 4),
+    "covit_t3": partial(_covit, 8, 1),
+    "covit_t4": partial(_covit, 8, 4),
     "lip_digits": partial(
         _sized,
         LipschitzMixer,

@@ -37,7 +37,7 @@ REPLACEMENTS = Registry(
         "conv-attention",
         "certcli.nn.conv_attention:build",
         "parallel convolutions over the tokens in place of attention",
-        "CoViT, as CertViT compares with it",
+        "CoViT, the Cauchy paper",
     ),
     Entry(
         "orthogonal-attention",

@@ -138,3 +138,101 @@ def test_voting_is_exact() -> None:
             assert stays(top, votes, firm, sets, classes) == brute
             outcomes.add(brute)
     assert outcomes == {True, False}
+
+
+def hides(masks_of: Sequence[frozenset[int]], place: frozenset[int]) -> list[int]:
+    return [number for number, mask in enumerate(masks_of) if place <= mask]
+
+
+def behind(image: tuple[int, ...], mask: frozenset[int]) -> tuple[int, ...]:
+    """Return what a pass sees: -1 where the mask is."""
+    return tuple(-1 if cell in mask else value for cell, value in enumerate(image))
+
+
+CELLS = 6
+PLACES = [frozenset((cell,)) for cell in range(CELLS)]
+MASKS = {
+    "each place once": [frozenset((cell,)) for cell in range(CELLS)],
+    "each place twice": [frozenset((cell, (cell + 1) % CELLS)) for cell in range(CELLS)],
+    "each place thrice": [frozenset((cell + i) % CELLS for i in range(3)) for cell in range(CELLS)],
+    "most": [frozenset((cell + i) % CELLS for i in range(4)) for cell in range(CELLS)],
+    "pairs": [frozenset(pair) for pair in itertools.combinations(range(CELLS), 2)],
+}
+"""Masks on a row of cells, with patches of one cell."""
+SHARED = {"most", "pairs"}
+"""Those of them that hide every two places together."""
+
+
+def apart(masks_of: Sequence[frozenset[int]]) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """Return the pairs of places that no mask hides together."""
+    pairs = itertools.combinations(PLACES, 2)
+    return [(first, second) for first, second in pairs if not hides(masks_of, first | second)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_places_without_a_common_mask_refute_every_rule_of_one_round(name: str) -> None:
+    """Two images, each of one class behind every mask, a patch away from a third one."""
+    pairs = apart(MASKS[name])
+    assert bool(pairs) == (name not in SHARED)
+    for first, second in pairs:
+        image = (1,) * CELLS
+        other = tuple(2 if cell in first | second else 1 for cell in range(CELLS))
+        attacked = tuple(2 if cell in first else 1 for cell in range(CELLS))
+        for near, place in ((image, first), (other, second)):
+            differing = {cell for cell in range(CELLS) if near[cell] != attacked[cell]}
+            assert differing <= place
+        network: dict[tuple[int, ...], int] = {}
+        for mask in MASKS[name]:
+            for seen, label in ((behind(image, mask), 0), (behind(other, mask), 1)):
+                assert network.setdefault(seen, label) == label  # a network that has both
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_a_common_mask_for_every_two_places_makes_one_round_right(name: str) -> None:
+    """Whatever passes answer that see the patch, one class alone has a place whose masks agree."""
+    generator = torch.Generator().manual_seed(0)
+    for place in PLACES:
+        for trial in range(200):
+            answers = torch.randint(0, 3, (len(MASKS[name]),), generator=generator)
+            if trial == 0:
+                answers[:] = 1
+            answers[hides(MASKS[name], place)] = 0
+            agreed = {
+                int(answers[hiding[0]])
+                for hiding in (hides(MASKS[name], other) for other in PLACES)
+                if len(set(answers[hiding].tolist())) == 1
+            }
+            assert agreed == {0}
+
+
+def test_double_masking_does_not_prove_both_of_two_images_that_one_round_would() -> None:
+    """The images of the refutation behind certvit's own masks, and a network that is as good to both
+    as a network can be: behind pairs that hide both places it sees one image.
+    """
+    defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
+    views = shown(defence.views, GRID)
+    first, second = next(
+        (one, two)
+        for one, two in itertools.combinations(places(GRID, Patch(2, 2)), 2)
+        if all(bool((view & (one | two)).any()) for view in views[: defence.count])
+    )
+    image = torch.full((GRID.height, GRID.width), 1)
+    other = torch.where(first | second, 2, image)
+    network: dict[tuple[int, ...], int] = {}
+
+    def answer(pixels: Tensor, label: int, view: int) -> int:
+        return network.setdefault(tuple((pixels * views[view]).flatten().tolist()), label)
+
+    proven = []
+    for pixels, label in ((image, 0), (other, 1)):
+        first_round = [answer(pixels, label, view) for view in range(defence.count)]
+        assert first_round == [label] * defence.count
+        for view in range(len(views)):
+            answer(pixels, label, view)
+        told = Told(
+            defence.views,
+            lambda _, view, pixels=pixels, label=label: answer(pixels, label, view),
+        )
+        (outcome,) = defence.certify(told, ONE_IMAGE, [label])
+        proven.append(outcome.proven)
+    assert proven == [(Patch(2, 2),), ()]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import certcli.system.compat  # noqa: F401 (lets torchvision be imported)
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region, image_norms
 from certcli.finetune import augment as moves
@@ -45,6 +46,76 @@ def test_translations_move_each_image_as_a_whole() -> None:
     mirrored = [torch.equal(f, i.flip(2)) for f, i in zip(flipped, images, strict=True)]
     assert [a or b for a, b in zip(same, mirrored, strict=True)] == [True] * len(images)
     assert 0 < sum(same) < len(images)
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("amount", [-0.4, 0.3, 0.5])
+def test_changes_of_colour_are_those_of_torchvision(channels: int, amount: float) -> None:
+    transforms = pytest.importorskip("torchvision.transforms.functional")
+    images = torch.rand(4, channels, 7, 9, generator=torch.Generator().manual_seed(0))
+    images[0] = 0.5  # grey has no hue
+    amounts = torch.full((4, 1, 1, 1), amount)
+    for change, theirs, by in (
+        (moves._brighten, transforms.adjust_brightness, 1 + amount),
+        (moves._contrast, transforms.adjust_contrast, 1 + amount),
+        (moves._saturate, transforms.adjust_saturation, 1 + amount),
+        (moves._turn_hue, transforms.adjust_hue, amount),
+    ):
+        # a dozen float32 operations on numbers of at most 6
+        assert torch.allclose(change(images, amounts), theirs(images, by), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [("color-jitter:0.4", 3), ("color-jitter:0.4x0x0x0", 3), ("color-jitter:0x0x0x0.5", 3)]
+    + [("color-jitter:0x0x0.4", 3), ("color-jitter:0x0.4", 1)],
+)  # fmt: skip
+def test_colours_change_by_an_own_amount_each_and_stay_in_range(name: str, moved: int) -> None:
+    images = torch.rand(1, moved, 6, 6, generator=torch.Generator().manual_seed(1)).repeat(
+        20, 1, 1, 1
+    )
+    before = images.clone()
+    generator = torch.Generator().manual_seed(0)
+    jittered = moves.augment(images, (name,), torch.zeros(1), generator)
+    assert torch.equal(images, before)
+    assert jittered.shape == images.shape
+    assert float(jittered.min()) >= 0
+    assert float(jittered.max()) <= 1
+    assert len({tuple(image.flatten().tolist()) for image in jittered}) == 20
+    again = moves.augment(images, (name,), torch.zeros(1), torch.Generator().manual_seed(0))
+    assert torch.equal(jittered, again)
+
+
+def test_the_order_of_the_changes_differs_between_images() -> None:
+    """Brightness doubled and clipped, then hue turned, differs from the other order."""
+    images = torch.rand(1, 3, 6, 6, generator=torch.Generator().manual_seed(1)).repeat(64, 1, 1, 1)
+    orders = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.rand(64, 4, generator=generator).argsort(dim=1)
+        amounts = torch.tensor([0.9, 0.0, 0.0, 0.5]) * (
+            2 * torch.rand(64, 4, generator=generator) - 1
+        )
+        bright, hue = amounts[:, 0].view(-1, 1, 1, 1), amounts[:, 3].view(-1, 1, 1, 1)
+        first = moves._turn_hue(moves._brighten(images, bright), hue)
+        second = moves._brighten(moves._turn_hue(images, hue), bright)
+        bright_first = (order == 0).int().argmax(dim=1) < (order == 3).int().argmax(dim=1)
+        expected = torch.where(bright_first.view(-1, 1, 1, 1), first, second)
+        reach = (0.9, 0.0, 0.0, 0.5)
+        jittered = moves.color_jitter(images, reach, torch.Generator().manual_seed(seed))
+        assert torch.equal(jittered, expected)
+        orders.append(bright_first)
+        assert not torch.equal(first, second)
+    assert all(0 < int(order.sum()) < 64 for order in orders)
+
+
+@pytest.mark.parametrize(
+    "name", ["color-jitter:2", "color-jitter:0", "color-jitter:0x0x0x0.6", "color-jitter:1.1.1"]
+    + ["color-jitter", "color-jitter:0.1x0.1x0.1x0.1x0.1"],
+)  # fmt: skip
+def test_a_jitter_without_meaning_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="color-jitter"):
+        FinetuneSettings(loss="ce", augment=(name,))
 
 
 @pytest.mark.parametrize("side", [28, 8])

@@ -14,7 +14,6 @@ from torch.nn.functional import interpolate
 from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.ema import Average
 from certcli.finetune.loop import Trainer
-from certcli.finetune.optimisers import RISE, one_cycle
 from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
@@ -97,6 +96,10 @@ OPTIONS: dict[str, dict] = {
     "clipping": {"clip_grad": 0.1},
     "steps": {"schedule": "steps", "steps": 5},
     "one-cycle": {"schedule": "one-cycle"},
+    "a cosine to a rate": {"schedule": "cosine:1e-3"},
+    "steps at places": {"schedule": "steps:0.2@0.5,0.6"},
+    "exponential": {"schedule": "exponential:1e-3@0.5"},
+    "color jitter": {"augment": ("color-jitter:0.4",)},
     "freeze": {"freeze": ("blocks.*.mlp.*",)},
     "dropout": {},
     "everything": {
@@ -474,26 +477,6 @@ def test_frozen_parameters_stay_bit_for_bit_and_the_others_move(sets: Sets) -> N
 def test_patterns_that_freeze_nothing_or_everything_are_refused(patterns: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match="--freeze"):
         trainer(initialised("certvit_vit_digits", TINY), freeze=patterns)
-
-
-def test_one_cycle_is_that_of_torch() -> None:
-    steps = 40
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimiser = torch.optim.SGD([parameter], lr=1.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, max_lr=1.0, total_steps=steps, pct_start=RISE, cycle_momentum=False
-    )
-    for step in range(steps):
-        # torch ends its rise at step RISE * total - 1, and the run at step total - 1
-        share = step / (RISE * steps - 1) * RISE
-        if step > RISE * steps - 1:
-            share = RISE + (1 - RISE) * (step - (RISE * steps - 1)) / (steps - RISE * steps)
-        assert optimiser.param_groups[0]["lr"] == pytest.approx(
-            one_cycle(share), rel=1e-6, abs=1e-9
-        )
-        optimiser.step()
-        if step < steps - 1:
-            schedule.step()
 
 
 def test_the_lineage_holds_settings_alone():

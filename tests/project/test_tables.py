@@ -140,18 +140,16 @@ def test_claims_name_rows_and_the_papers_own_figures() -> None:
         assert claim.column in BY_NAME[claim.worse].figures
         if claim.paper and claim.column != "upper":  # the papers' bounds are of another kind
             assert claims.theirs(claim, published)
-    (msvp,) = [
+    on_digits, on_photographs = [
         claim
         for claim in claims.CLAIMS
         if claim.better.endswith("/msvp")
         and claim.worse.endswith("/none")
         and claim.column == "pgd2"
     ]
-    assert claims.theirs(msvp, published) == [
-        7.18,
-        3.64,
-        0.27,
-    ]  # 29.53 - 22.35 and so on, SpecFormer's Table 1
+    for msvp in (on_digits, on_photographs):
+        # 29.53 - 22.35 and so on, SpecFormer's Table 1
+        assert claims.theirs(msvp, published) == [7.18, 3.64, 0.27]
 
 
 def test_what_a_row_says_of_the_paper() -> None:

@@ -24,6 +24,11 @@ DRAWN = [  # words of the command, its option; what the figure says
         ["plain: bound", "certified: bound"],
     ),
     (
+        ["lipschitz", "plain", "--no-estimate", "--heads"],
+        "--plot",
+        ["query", "key", "value", "attention layer", "proven", "plain"],
+    ),
+    (
         ["lipschitz", "plain", "--no-estimate", "--jacobian"],
         "--plot",
         ["plain", "12 images of digits (train)", "median"],
@@ -61,7 +66,7 @@ DRAWN = [  # words of the command, its option; what the figure says
     ),
 ]
 IDS = [
-    " ".join(words[:1] + [word for word in words if word in ("--jacobian", "--compare")])
+    " ".join(words[:1] + [word for word in words if word in ("--heads", "--jacobian", "--compare")])
     for words, *_ in DRAWN
 ]
 

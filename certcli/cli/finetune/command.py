@@ -15,6 +15,7 @@ OFTEN = (
         "time_budget",
         "resume",
         "lr",
+        "preset",
         "sam",
         "noise",
         "augment",

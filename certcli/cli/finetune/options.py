@@ -10,7 +10,15 @@ import typer
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Data, Device, Output, Source
+from certcli.finetune.presets import options_of
 from certcli.finetune.settings import FinetuneSettings
+
+
+def take_preset(context: typer.Context, name: str | None) -> str | None:
+    """Make a preset's options the defaults of this call, so that a typed option comes before it."""
+    if name is not None:
+        context.default_map = {**(context.default_map or {}), **options_of(name)}
+    return name
 
 
 @group("Machine")
@@ -32,6 +40,16 @@ class Order:
     """One run: its settings, and the files, images and processes that it works with."""
 
     source: Source
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            is_eager=True,
+            callback=take_preset,
+            help="A paper's training: gloro-mnist, local-lip-cifar10, certvit-cifar10, cauchy, ... "
+            "What you type comes before it.",
+            rich_help_panel="Objective",
+        ),
+    ] = None
     settings: FinetuneSettings
     resume: Annotated[
         bool,

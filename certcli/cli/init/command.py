@@ -36,6 +36,15 @@ class Architecture:
     mean: Annotated[str | None, typer.Option(help="Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")] = None
     std: Annotated[str | None, typer.Option(help="Pixel standard deviation.")] = None
     seed: options.Seed = 0
+    initialisation: Annotated[
+        str | None,
+        typer.Option(
+            "--initialisation",
+            "--initialization",
+            help="Initial weights: spectral (SpecFormer's eq. 43) or deepnet. Default: the "
+            "architecture's own.",
+        ),
+    ] = None
     member: Annotated[
         list[str],
         typer.Option(
@@ -60,6 +69,7 @@ class Architecture:
                 arguments
                 or self.pretrained
                 or self.classes is not None
+                or self.initialisation is not None
                 or from_options.mean
                 or from_options.std
             ):
@@ -69,6 +79,10 @@ class Architecture:
                 )
             return mean_of(self.arch, [open_checkpoint(source) for source in self.member], mirror)
         if self.pretrained:
+            if self.initialisation is not None:
+                raise UsageError(
+                    "--pretrained keeps the published weights", "drop --initialisation"
+                )
             if self.classes is not None:
                 raise UsageError(
                     "--pretrained keeps the published classes",
@@ -83,7 +97,12 @@ class Architecture:
             {} if self.classes is None else {"num_classes": self.classes}
         )
         return initialise(
-            self.arch, arguments, seed=self.seed, mean=from_options.mean, std=from_options.std
+            self.arch,
+            arguments,
+            seed=self.seed,
+            mean=from_options.mean,
+            std=from_options.std,
+            initialisation=self.initialisation,
         )
 
 
@@ -109,6 +128,8 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     checkpoint = checkpoint_built
     if not architecture.member:  # a mean tells its own step
         parameters = {"arch": arch, "pretrained": architecture.pretrained}
+        if architecture.initialisation is not None:
+            parameters["initialisation"] = architecture.initialisation
         checkpoint = checkpoint_built.derive(
             checkpoint_built.tensors, "init", parameters, architecture.seed
         )

@@ -49,7 +49,11 @@ class Views:
         bool, typer.Option("--layers", help="One row a layer instead of one a block.")
     ] = False
     heads: Annotated[
-        bool, typer.Option("--heads", help="Proven spectral norms of q, k, v head by head.")
+        bool,
+        typer.Option(
+            "--heads",
+            help="Proven spectral norms of q, k, v head by head; --plot draws them by layer.",
+        ),
     ] = False
     worst: Annotated[bool, typer.Option("--worst", help="Largest constants first.")] = False
     other: Annotated[
@@ -68,11 +72,11 @@ class Views:
     plot: options.Plot = None
 
     def require_agreement(self) -> None:
-        """Raise UsageError for two views of which one would be dropped."""
+        """Raise UsageError for views of which one would be dropped."""
         switched = {option for option, name in VIEWS.items() if getattr(self, name)}
-        for pair, hint in REFUSED.items():
-            if set(pair) <= switched:
-                raise UsageError(f"{pair[0]} does not go with {pair[1]}", hint)
+        for together, hint in REFUSED.items():
+            if set(together) <= switched:
+                raise UsageError(f"{', '.join(together)} do not go together", hint)
 
 
 VIEWS = {
@@ -84,10 +88,9 @@ VIEWS = {
 """Options that show something of their own -> the field of `Views`."""
 
 REFUSED = {
-    ("--heads", "--compare"): "run --heads on each checkpoint: the heads of one network are listed",
-    ("--heads", "--plot"): "leave out --plot: the heads are listed, not drawn",
+    ("--heads", "--jacobian", "--plot"): "one of --heads and --jacobian: a file holds one picture",
 }
-"""Pairs of them that cannot be honoured together -> what to do."""
+"""Those of them that cannot be honoured together -> what to do."""
 
 
 @dataclass(frozen=True)

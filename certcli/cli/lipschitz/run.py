@@ -91,18 +91,20 @@ def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sin
 def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[str, Any]:
     documents: dict[str, Any] = {}
     views = options.views
-    if views.heads:
-        documents["heads"] = view.show_heads(audited.model, sink)
     other = (
         None
         if views.other is None
         else prove(replace(options.source, ckpt=views.other), options.machine, sink)
     )
+    if views.heads:
+        from certcli.cli.lipschitz import heads
+
+        documents |= heads.show(audited, other, views.plot, sink)
     if other is not None:
         documents["compare"] = view.compare(audited, other, sink)
     if views.jacobian:
         documents["jacobian"] = _jacobians(audited, other, options, sink)
-    elif views.plot is not None:
+    elif views.plot is not None and not views.heads:
         view.draw(audited, other, views.plot, sink)
     return documents
 

@@ -112,22 +112,6 @@ def weight_shape(model: Any, path: str) -> list[int] | None:
     return None if weight is None else list(weight.shape)
 
 
-def show_heads(model: Any, sink: Sink) -> list[dict[str, Any]]:
-    """Show proven norms head by head; return the report's part."""
-    from certcli.lipschitz.heads import head_norms
-
-    rows = head_norms(model)
-    sink.table(
-        "Spectral norms head by head (proven)",
-        ["layer and map", "heads"],
-        [
-            (f"{row.path} {row.map}", "  ".join(rounded_up(norm, 3) for norm in row.upper))
-            for row in rows
-        ],
-    )
-    return [{"path": row.path, "map": row.map, "upper": list(row.upper)} for row in rows]
-
-
 def explain(audited: Audited, lower: float | None, share: float | None, sink: Sink) -> None:
     """Say both bounds in words, and the radius that they certify for a margin of 1."""
     upper = audited.found.upper

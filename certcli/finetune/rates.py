@@ -1,0 +1,134 @@
+"""The learning rate over a run, by the name of its schedule. Importing this file imports no torch."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from re import Match
+
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
+
+Curve = Callable[[float], float]
+"""Share of the run that is done -> learning rate, relative to --lr."""
+
+RISE = 0.3
+"""Share of a one-cycle run in which the rate rises."""
+FIRST = 1 / 25
+"""First rate of a one-cycle run, relative to --lr."""
+LAST = FIRST / 1e4
+"""Its last rate."""
+FLOOR = 1e-3
+"""Smallest rate of `cosine` and `steps` without numbers, relative to --lr."""
+
+_NUMBER = r"\d+(?:\.\d*)?(?:[eE]-?\d+)?|\.\d+(?:[eE]-?\d+)?"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule.
+
+    Attributes:
+        form: what its text looks like, its numbers as groups.
+        example: such a text.
+        make: (match of the text, --lr) -> its curve; ValueError for numbers without a meaning.
+        warms: whether --warmup comes before it.
+    """
+
+    form: re.Pattern[str]
+    example: str
+    make: Callable[[Match[str], float], Curve]
+    warms: bool = True
+
+
+def one_cycle(share: float) -> float:
+    """Return half a cosine from FIRST to 1 in the first RISE of the run, then one from 1 to LAST."""
+    if share < RISE:
+        return FIRST + (1 - FIRST) * 0.5 * (1 - math.cos(math.pi * share / RISE))
+    done = min(1.0, (share - RISE) / (1 - RISE))
+    return LAST + (1 - LAST) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _cosine(match: Match[str], lr: float) -> Curve:
+    if match[1] is None:
+        return lambda share: max(FLOOR, 0.5 * (1 + math.cos(math.pi * share)))
+    last = _end(match[1], lr)
+    return lambda share: last + (1 - last) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def _steps(match: Match[str], lr: float) -> Curve:
+    if match[1] is None:
+        rates = (1.0, 0.1, 0.01)
+        return lambda share: rates[(share >= 7 / 8) + (share >= 19 / 20)]
+    factor = float(match[1])
+    places = [float(place) for place in match[2].split(",")]
+    if not 0 < factor < 1:
+        raise ValueError(f"the factor {factor:g} is not between 0 and 1")
+    if not all(0 < place < 1 for place in places) or any(a >= b for a, b in pairwise(places)):
+        raise ValueError("the places are not rising shares of the run")
+    return lambda share: factor ** sum(share >= place for place in places)
+
+
+def _exponential(match: Match[str], lr: float) -> Curve:
+    last = _end(match[1], lr)
+    start = 0.0 if match[2] is None else float(match[2])
+    if not 0 <= start < 1:
+        raise ValueError(f"it cannot begin to fall at {start:g} of the run")
+    return lambda share: last ** max(0.0, (share - start) / (1 - start))
+
+
+def _end(text: str, lr: float) -> float:
+    """Return the last rate relative to --lr."""
+    if not 0 < float(text) <= lr:
+        raise ValueError(f"the last rate {text} is not between 0 and --lr {lr:g}")
+    return float(text) / lr
+
+
+SCHEDULES = {
+    "cosine": Schedule(re.compile(rf"cosine(?::({_NUMBER}))?"), "cosine:1e-5", _cosine),
+    "steps": Schedule(
+        re.compile(rf"steps(?::({_NUMBER})@((?:{_NUMBER})(?:,(?:{_NUMBER}))*))?"),
+        "steps:0.2@0.5,0.6,0.7,0.8",
+        _steps,
+    ),
+    "exponential": Schedule(
+        re.compile(rf"exponential:({_NUMBER})(?:@({_NUMBER}))?"),
+        "exponential:5e-6@0.5",
+        _exponential,
+    ),
+    "one-cycle": Schedule(
+        re.compile("one-cycle"), "one-cycle", lambda match, lr: one_cycle, warms=False
+    ),
+}
+
+
+def curve_of(text: str, lr: float, warmup: float) -> Curve:
+    """Return the learning rate over the run that a schedule's text describes.
+
+    Args:
+        warmup: share of the run in which the rate rises before the schedule.
+
+    Raises:
+        UsageError: no schedule is written so, or its numbers have no meaning.
+    """
+    name = text.partition(":")[0]
+    if name not in SCHEDULES:
+        raise UsageError(f"unknown schedule '{text}'", one_of(name, SCHEDULES))
+    schedule = SCHEDULES[name]
+    match = schedule.form.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--schedule '{text}' is not written so", schedule.example)
+    try:
+        curve = schedule.make(match, lr)
+    except ValueError as failure:
+        raise UsageError(f"--schedule '{text}': {failure}", schedule.example) from failure
+    if warmup == 0 or not schedule.warms:
+        return curve
+    if text in ("cosine", "steps"):
+        return lambda share: max(FLOOR, _warm(share, warmup) * curve(share))
+    return lambda share: _warm(share, warmup) * curve(share)
+
+
+def _warm(share: float, warmup: float) -> float:
+    return min(1.0, share / warmup + 1e-3)
