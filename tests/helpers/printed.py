@@ -10,9 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
 from certcli.cli.main import COMMANDS, program
+from tests.helpers.commands import built
 
 ROOT = Path(__file__).parents[2]
 FIRST_PAGES = (
@@ -68,7 +67,7 @@ def of_code() -> list[Printed]:
     """Return the commands that strings of the code name (hints, notes, messages), as far as they are
     words of a command: prose may follow.
     """
-    commands = get_command(program()).commands
+    commands = built(program()).commands
     lines: dict[str, str] = {}
     for path in sorted((ROOT / "certcli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -200,7 +199,7 @@ def once(printed: list[Printed]) -> list[Printed]:
 def unknown_options(line: str) -> list[str]:
     """Return the options of a command line that its command does not have."""
     name, *words = line.replace("[", " ").replace("]", " ").split()[1:]
-    command = get_command(program()).commands[name]
+    command = built(program()).commands[name]
     options = {opt for option in command.params for opt in (*option.opts, *option.secondary_opts)}
     named = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
     return sorted(set(named) - options - {"-h", "--help"})
