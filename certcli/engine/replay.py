@@ -204,11 +204,12 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
         elif node.op == "placeholder":
             value = image
         elif node.op == "get_attr":
-            value = traced.constants[node.target]
+            value = traced.constants[str(node.target)]
         elif node.op == "call_method":
             value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         elif node.op == "call_function":
-            value = node.target(*args, **kwargs)
+            function: Any = node.target
+            value = function(*args, **kwargs)
         else:
             value = args[0]
         values[node] = value

@@ -52,12 +52,16 @@ class LipschitzParameters(_Closed):
 
 
 class LipschitzResult(_Closed):
+    """upper_text, upper_finite: of reports, which say it in words too."""
+
     upper: Upper
     log10_upper: Log10 | None
     lower: Measured | None = None
     why: Annotated[str, Meta(max_length=65_536)] = ""
     attention_weight: Measured | None = None
     bound_of: Literal["logits", "features"] = "logits"
+    upper_text: UpperText | UnsetType = UNSET
+    upper_finite: bool | UnsetType = UNSET
 
 
 class FinetuneParameters(_Closed):
@@ -379,11 +383,13 @@ def _contradictions(entry: Decoded) -> Iterator[str]:
     bound = isinstance(result, (LipschitzResult, FinetuneResult))
     if bound and result.log10_upper is None and result.upper not in ("inf", 0):
         yield "a bound without its logarithm"
-    if isinstance(result, FinetuneResult):
-        if result.upper_finite is not (result.log10_upper is not None or result.upper == 0):
+    if bound:
+        finite = result.log10_upper is not None or result.upper == 0
+        if result.upper_finite not in (finite, UNSET):
             yield "upper_finite is not what the bound says"
-        if (result.upper_text == "inf") is result.upper_finite:
+        if result.upper_text is not UNSET and (result.upper_text == "inf") is finite:
             yield "upper_text is not what the bound says"
+    if isinstance(result, FinetuneResult):
         if isinstance(result.dataset, JudgedImages):
             count = result.dataset.images
             if count_of(result.certified, count) > count_of(result.clean, count):

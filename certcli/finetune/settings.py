@@ -91,6 +91,18 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 FILLED_IN = ("attack_epsilon", "distill_weight", "distill_temperature")
 """Dependants with a default of another option, or whose switch, the teacher's digest, is known later."""
 
+OF_THE_TEACHER = SWITCHES["teacher"]
+LINF_EPSILON = 8 / 255
+"""Radius of training attacks in linf where none is named."""
+OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "attack_steps": ("adversarial", ("pgd", "trades")),
+    "trades_beta": ("adversarial", ("trades",)),
+    "stiefel_lr": ("optimiser", ("stiefel",)),
+    "weight_decay": ("optimiser", ("adamw", "sgd")),
+    "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN))),
+}
+"""Options that mean something with these values of another option only."""
+
 _length = partial(Option, panel="Length of the run")
 _optimiser = partial(Option, panel="Optimiser")
 _augmentation = partial(Option, panel="Augmentation")
@@ -364,9 +376,13 @@ class FinetuneSettings:
             object.__setattr__(self, "epochs", EPOCHS)
         if self.lr is None:
             object.__setattr__(self, "lr", 0.01 if self.optimiser == "stiefel" else 0.001)
+        if self.adversarial == "none" and self.attack_epsilon not in (None, LINF_EPSILON):
+            raise UsageError(
+                "--attack-epsilon has no meaning without --adversarial", "both, or neither"
+            )
         if self.attack_epsilon is None:
             object.__setattr__(
-                self, "attack_epsilon", 8 / 255 if self.attack_norm == "linf" else self.epsilon
+                self, "attack_epsilon", LINF_EPSILON if self.attack_norm == "linf" else self.epsilon
             )
         for name, choices in CHOICES.items():
             value = getattr(self, name)
@@ -391,6 +407,11 @@ class FinetuneSettings:
         if not all(0 <= factor < math.inf for factor in self.penalty_places or ()):
             raise UsageError(
                 f"--penalty-places {self.penalty_places} holds a number that is not finite and >= 0"
+            )
+        if self.penalty_places is not None and not any(self.penalty_places):
+            raise UsageError(
+                "--penalty-places 0,0,0 leaves nothing of --enclosure-penalty",
+                "a factor above 0, or neither option",
             )
         if self.time_budget is not None:
             parse_duration(self.time_budget)
@@ -469,6 +490,21 @@ class FinetuneSettings:
                         f"--{name.replace('_', '-')} has no meaning without --{switch.replace('_', '-')}",
                         "both, or neither",
                     )
+
+        for name, (option, values) in OF_A_CHOICE.items():
+            chosen = getattr(self, option)
+            if chosen not in values and not self._is_default(name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has no meaning with --{option} {chosen}",
+                    f"leave it out, or --{option} {values[0]}",
+                )
+
+    def require_teacher(self, named: bool) -> None:
+        """Raise UsageError for an option of the teacher where none is named."""
+        for name in () if named else OF_THE_TEACHER:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                message = f"--{name.replace('_', '-')} has no meaning without --teacher"
+                raise UsageError(message, "both, or neither")
 
     def _is_default(self, name: str) -> bool:
         """Tell whether an option is as nobody named it; `FILLED_IN` are not asked."""
