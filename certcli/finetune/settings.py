@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.augmentations import BANDS, SQUARES, require_known
 from certcli.finetune.budget import parse_duration
-from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.finetune.rates import curve_of
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
@@ -167,7 +167,7 @@ class FinetuneSettings:
         str,
         Option(
             "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; "
-            "chains: bcp, local-lip."
+            "chains: bcp, local-lip; local certificates: local."
         ),
     ] = "margin"
     epsilon: Annotated[
@@ -424,6 +424,11 @@ class FinetuneSettings:
         return names
 
     @property
+    def is_for_local(self) -> bool:
+        """Tell whether the run is to make local certificates larger."""
+        return self.loss in NEEDS_ENCLOSURE or self.enclosure_penalty > 0
+
+    @property
     def hiding(self) -> tuple[str, ...]:
         """Return the augmentations that hide a part of each image from the network."""
         return tuple(
@@ -432,9 +437,14 @@ class FinetuneSettings:
 
     def _require_agreement(self) -> None:
         """Raise UsageError for options that contradict each other."""
-        if self.hiding and self.loss in NEEDS_CHAIN:
+        if self.hiding and self.loss in NEEDS_CHAIN | NEEDS_ENCLOSURE:
             raise UsageError(
                 f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce"
+            )
+        if self.loss in NEEDS_ENCLOSURE and (self.mixup > 0 or self.cutmix > 0):
+            raise UsageError(
+                f"--loss {self.loss} bounds margins of one label: not with --mixup or --cutmix",
+                "--augment",
             )
         if self.hiding and self.checkpointing:
             raise UsageError(

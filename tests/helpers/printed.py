@@ -23,6 +23,7 @@ FIRST_PAGES = (
     "docs/smoothing.md",
 )
 """Whose commands the quick tests type; `make test-commands` types those of every page."""
+SCRIPTS = ("proven_vit.sh",)
 OTHER_PAGES = ("CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md", "docs/**/*.md")
 GENERATED = ("docs/commands.md", "docs/tables.md")
 """From the commands themselves, and from rows that other tests run."""
@@ -112,6 +113,16 @@ def of_helps() -> list[Printed]:
             if line.strip().startswith("certvit "):
                 found.append(Printed(f"{name} --help", line.strip()))
     return found
+
+
+def of_examples() -> list[Printed]:
+    """Return the commands of the example scripts that need no data of others."""
+    lines = []
+    for name in SCRIPTS:
+        text = (ROOT / "examples" / name).read_text().replace("\\\n", " ")
+        found = re.findall(r"^(certvit [^|>\n]*)", text, re.MULTILINE)
+        lines += [Printed(name, " ".join(line.split())) for line in found]
+    return lines
 
 
 def of_ci() -> list[Printed]:
@@ -259,6 +270,6 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     if "smoothing" in kept:
         kept += ["--n0", "4", "-n", "40"]
     short = SHORT.get(command, ())
-    if "local" in kept:
+    if "local" in kept and command == "certify":
         short = ("--limit", "1")
     return [*kept, *(() if "--list" in kept else short)]

@@ -49,3 +49,21 @@ def test_the_benchmark_of_strength_runs(
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [row.label for row in strength.rows(2, "l2")] == [line[32:66].strip() for line in lines]
+
+
+def test_the_benchmark_beside_the_proven_network_runs(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proven_vit = importlib.import_module("benchmarks.proven_vit")
+    source = str(workshop / "plain.safetensors")
+    words = ["proven_vit.py", source, "--limit", "10", "--split", "val", "--epochs", "3"]
+    monkeypatch.setattr(sys, "argv", words)
+    threads = torch.get_num_threads()
+    try:
+        proven_vit.main()
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [source, "linear", "MLP of 128"]
+    assert "of 140" in lines[0]
+    assert all(line.count("of 10 ") == 2 for line in lines[1:])

@@ -27,6 +27,7 @@ from tests.helpers.printed import (
     is_form,
     of_ci,
     of_code,
+    of_examples,
     of_helps,
     of_pages,
     once,
@@ -37,7 +38,7 @@ from tests.helpers.printed import (
 )
 
 SHIPPED = Path(__file__).parents[2] / "certcli" / "embedded" / "photographs"
-FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci()]
+FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci(), *of_examples()]
 PRINTED = once([printed for printed in FIRST if not is_form(printed.line)])
 DECIDED = (0, 5, 7, 9)
 """Codes of a command that did its work: done, no finite bound, a gate that failed or is open."""
@@ -163,10 +164,10 @@ def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
 DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
 
 
-def finding(failure: float, hits: int, changed: bool) -> AuditFindings:
+def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") -> AuditFindings:
     """Findings that lead to each kind of advice."""
     shares = CertifiedShares(
-        method="smoothing" if failure else "lipschitz", promise="", failure=failure, domain="", about="",
+        method="smoothing" if failure else proof, promise="", failure=failure, domain="", about="",
         average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
         parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
@@ -182,6 +183,7 @@ def finding(failure: float, hits: int, changed: bool) -> AuditFindings:
         ("plain", finding(0.001, 30, False)),
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
+        ("plain", finding(0.0, 0, False, "local")),
         ("plain", AuditFindings()),
         ("plain", AuditFindings(dataset=DIGITS)),
     ],
