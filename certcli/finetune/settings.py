@@ -99,7 +99,7 @@ OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
     "trades_beta": ("adversarial", ("trades",)),
     "stiefel_lr": ("optimiser", ("stiefel",)),
     "weight_decay": ("optimiser", ("adamw", "sgd")),
-    "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN))),
+    "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
 }
 """Options that mean something with these values of another option only."""
 

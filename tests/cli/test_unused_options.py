@@ -9,6 +9,7 @@ import pytest
 from certcli.certify.local_options import Local
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.certify.run import _given
+from certcli.finetune.losses import LOSSES
 from certcli.finetune.settings import FILLED_IN, OF_A_CHOICE, SWITCHES, FinetuneSettings
 from certcli.system.errors import UsageError
 from tests.helpers.commands import console
@@ -82,6 +83,11 @@ def test_an_option_of_another_choice_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} has no meaning with"):
         FinetuneSettings(**others, **{name: OTHERS[name]})
     FinetuneSettings(**{**others, option: values[0]}, **{name: OTHERS[name]})
+
+
+@pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
+def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
+    assert loss in OF_A_CHOICE["ramp"][1]
 
 
 @pytest.mark.parametrize(
