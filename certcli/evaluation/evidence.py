@@ -203,6 +203,8 @@ class AttackPart(_Closed):
     median_norm: Radius | None
     intervals: Annotated[dict[Attacks, tuple[Share, Share]], Meta(max_length=MOST_RADII)] = {}
     independent: bool = False
+    fooled: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+    fooled_8bit: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
     own_radii: dict[Literal["smallest", "median", "largest"], Radius] | UnsetType = UNSET
     epsilon: Radius | UnsetType = UNSET
     patch: PatchKey | UnsetType = UNSET
@@ -405,8 +407,13 @@ def _contradictions(entry: Decoded) -> Iterator[str]:
             withstood = [
                 count_of(share, part.images) for share in (part.robust, *part.attacks.values())
             ]
-            if max(withstood) > count_of(part.clean, part.images):
+            correct = count_of(part.clean, part.images)
+            if max(withstood) > correct:
                 yield "an attack leaves no more images than were right before it"
+            if (part.fooled or 0) > correct - withstood[0]:
+                yield "more images are fooled than do not withstand the attacks"
+            if (part.fooled_8bit or 0) > (part.fooled or 0):
+                yield "more images are fooled as 8-bit files than at all"
         for key, share in result.curve.items():
             Threat.from_key(key, result.norm)
             if share > result.clean and not result.parts:
