@@ -20,7 +20,6 @@ class RobustAccuracy:
         median_norm: of the smallest perturbations found among correctly classified images; None
             when none was found.
         fooled: how many of the correct images fell.
-
         fooled_8bit: of these, how many adversarial images are some as 8-bit files, too.
     """
 

@@ -24,7 +24,7 @@ from certcli.checkpoint.shards import (
     named,
     part_names,
 )
-from certcli.checkpoint.shipped import shipped_path
+from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.system.errors import CheckpointError, UsageError
 from certcli.system.files import is_stream, open_alone, require_absent, sweep
 
@@ -78,8 +78,14 @@ class Outputs:
 
     def writes(self, option: str, path: Path, continued: bool = False) -> None:
         """Register an output; `continued`: an existing file is appended to, with or without
-        --force.
+        --force. UsageError for the name of a network that comes with the package, which a file
+        would hide.
         """
+        if str(path) in shipped_names():
+            raise UsageError(
+                f"{option} {path} is the name of a network that comes with certvit",
+                f"name a file: {option} {path.name}.safetensors",
+            )
         self._written.append((OptionPath(option, path), continued))
 
     def draws(self, option: str, path: Path) -> None:

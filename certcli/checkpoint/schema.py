@@ -216,6 +216,7 @@ class ReportFields(Struct):
     why: str | UnsetType = UNSET
     bound_of: Literal["logits", "features"] = "logits"
     function: Json | UnsetType = UNSET
+    lower: Annotated[float, Meta(ge=0)] | UnsetType | None = UNSET
 
 
 def decode(text: str | bytes, kind: type[T]) -> T:

@@ -196,26 +196,26 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
     they were traced.
     """
     values: dict[fx.Node, Any] = {}
-    last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
-    for node in traced.graph.nodes:
-        args: Any = fx.node.map_arg(node.args, lambda n: values[n])
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: values[n])
-        if node.op == "placeholder":
-            values[node] = image
+    for node, module, unused in traced.steps:
+        args: Any = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__) if node.kwargs else {}
+        if module is not None:
+            value = module(*args, **kwargs)
+        elif node.op == "placeholder":
+            value = image
         elif node.op == "get_attr":
-            values[node] = traced.constants[node.target]
-        elif node.op == "call_module":
-            values[node] = traced.root.get_submodule(str(node.target))(*args, **kwargs)
+            value = traced.constants[str(node.target)]
         elif node.op == "call_method":
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         elif node.op == "call_function":
-            values[node] = node.target(*args, **kwargs)
+            function: Any = node.target
+            value = function(*args, **kwargs)
         else:
-            values[node] = args[0]
-        yield node, values[node]
-        for argument in node.all_input_nodes:
-            if last_use[argument] is node:
-                values.pop(argument)
+            value = args[0]
+        values[node] = value
+        yield node, value
+        for argument in unused:
+            del values[argument]
 
 
 def _is_run_in_a_batch(

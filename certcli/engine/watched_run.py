@@ -7,11 +7,13 @@ in other threads, in copies, and where a network switches the modes off.
 """
 
 import gc
+import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +41,9 @@ _READERS = frozenset(
     )
 )
 """What takes a tensor's numbers out of torch without an operation of torch's: named in the reason."""
+
+_GUARD = "_DisableTorchDispatch"
+"""Torch's guard against dispatch to Python."""
 
 _FROM_SHAPE = (
     "zeros_like",
@@ -281,6 +286,8 @@ def _require_no_guard() -> None:
     A network that took it before the run could use it, and the process would end. A guard that is
     found by way of Python's own lists of classes is not seen.
     """
+    if _is_torch_alone():
+        return
     if _is_held(torch._C._DisableTorchDispatch):
         gc.collect()  # of a network that is gone, say
         if _is_held(torch._C._DisableTorchDispatch):
@@ -293,10 +300,60 @@ def _require_no_guard() -> None:
 def _is_held(guard: type) -> bool:
     for holder in gc.get_referrers(guard):
         is_frame = isinstance(holder, FrameType)
-        is_torch = isinstance(holder, dict) and str(holder.get("__name__")).startswith("torch.")
+        is_torch = isinstance(holder, dict) and _is_of_torch(holder)
         if holder is not guard.__mro__ and not is_frame and not is_torch:
             return True
     return False
+
+
+def _is_of_torch(namespace: dict[str, Any]) -> bool:
+    return str(namespace.get("__name__")).startswith("torch.")
+
+
+_NAMESPACES: list[dict[str, Any]] = []
+"""Of modules of torch in which the guard was seen; a list that is short of one is made anew."""
+
+
+def _is_torch_alone() -> bool:
+    """Return whether the references to the guard are those in torch's namespaces and its `__mro__`,
+    by their number.
+
+    Both numbers are taken now, so nothing depends on what was there before. It takes a hundredth of
+    the walk over all objects, which looks only where the numbers differ.
+    """
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False  # such a Python does not count all references to a class
+    # before a name here refers to it, and less what the reading itself takes
+    alone: dict[str, Any] = {_GUARD: object()}
+    references = _references(vars(torch._C)) - _references(alone) + 1
+    guard = vars(torch._C)[_GUARD]
+    if not isinstance(guard, type):
+        return False  # it is refused at the moment, by another run
+    if references == _by_torch(guard):
+        return True
+    _NAMESPACES[:] = _namespaces_with(guard)
+    return references == _by_torch(guard)
+
+
+def _references(namespace: dict[str, Any]) -> int:
+    return sys.getrefcount(namespace[_GUARD])
+
+
+def _by_torch(guard: type) -> int:
+    places = [guard.__mro__, *(list(namespace.values()) for namespace in _NAMESPACES)]
+    return sum(value is guard for place in places for value in place)
+
+
+def _namespaces_with(guard: type) -> list[dict[str, Any]]:
+    """Return the namespaces of torch's modules that refer to the guard, each of them once."""
+    namespace_of = vars(ModuleType)["__dict__"].__get__  # a class of modules may answer otherwise
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    namespaces = {id(namespace): namespace for namespace in map(namespace_of, modules)}
+    return [
+        namespace
+        for namespace in namespaces.values()
+        if _is_of_torch(namespace) and any(value is guard for value in list(namespace.values()))
+    ]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -52,12 +52,16 @@ class LipschitzParameters(_Closed):
 
 
 class LipschitzResult(_Closed):
+    """upper_text, upper_finite: of reports, which say it in words too."""
+
     upper: Upper
     log10_upper: Log10 | None
     lower: Measured | None = None
     why: Annotated[str, Meta(max_length=65_536)] = ""
     attention_weight: Measured | None = None
     bound_of: Literal["logits", "features"] = "logits"
+    upper_text: UpperText | UnsetType = UNSET
+    upper_finite: bool | UnsetType = UNSET
 
 
 class FinetuneParameters(_Closed):
@@ -199,6 +203,8 @@ class AttackPart(_Closed):
     median_norm: Radius | None
     intervals: Annotated[dict[Attacks, tuple[Share, Share]], Meta(max_length=MOST_RADII)] = {}
     independent: bool = False
+    fooled: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+    fooled_8bit: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
     own_radii: dict[Literal["smallest", "median", "largest"], Radius] | UnsetType = UNSET
     epsilon: Radius | UnsetType = UNSET
     patch: PatchKey | UnsetType = UNSET
@@ -379,11 +385,13 @@ def _contradictions(entry: Decoded) -> Iterator[str]:
     bound = isinstance(result, (LipschitzResult, FinetuneResult))
     if bound and result.log10_upper is None and result.upper not in ("inf", 0):
         yield "a bound without its logarithm"
-    if isinstance(result, FinetuneResult):
-        if result.upper_finite is not (result.log10_upper is not None or result.upper == 0):
+    if bound:
+        finite = result.log10_upper is not None or result.upper == 0
+        if result.upper_finite not in (finite, UNSET):
             yield "upper_finite is not what the bound says"
-        if (result.upper_text == "inf") is result.upper_finite:
+        if result.upper_text is not UNSET and (result.upper_text == "inf") is finite:
             yield "upper_text is not what the bound says"
+    if isinstance(result, FinetuneResult):
         if isinstance(result.dataset, JudgedImages):
             count = result.dataset.images
             if count_of(result.certified, count) > count_of(result.clean, count):
@@ -399,8 +407,13 @@ def _contradictions(entry: Decoded) -> Iterator[str]:
             withstood = [
                 count_of(share, part.images) for share in (part.robust, *part.attacks.values())
             ]
-            if max(withstood) > count_of(part.clean, part.images):
+            correct = count_of(part.clean, part.images)
+            if max(withstood) > correct:
                 yield "an attack leaves no more images than were right before it"
+            if (part.fooled or 0) > correct - withstood[0]:
+                yield "more images are fooled than do not withstand the attacks"
+            if (part.fooled_8bit or 0) > (part.fooled or 0):
+                yield "more images are fooled as 8-bit files than at all"
         for key, share in result.curve.items():
             Threat.from_key(key, result.norm)
             if share > result.clean and not result.parts:

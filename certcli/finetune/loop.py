@@ -26,8 +26,9 @@ from certcli.finetune.budget import Costs, affordable_steps, measure_steps, shar
 from certcli.finetune.ema import Average
 from certcli.finetune.enclosure_penalty import RAMP
 from certcli.finetune.evaluate import Quality, evaluate
-from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
+from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
+from certcli.finetune.losses.local import AT_ONCE, JUDGES, LocalEnclosure
 from certcli.finetune.objective import Objective, checkpoint_activations
 from certcli.finetune.optimisers import Rates, frozen_parameters, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
@@ -41,7 +42,14 @@ from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.build import PixelModel
-from certcli.system.errors import CheckpointError, DataError, NoBoundError, UsageError, one_line
+from certcli.system.errors import (
+    ArchitectureError,
+    CheckpointError,
+    DataError,
+    NoBoundError,
+    UsageError,
+    one_line,
+)
 from certcli.system.processes import ALONE, Team
 
 AVERAGE_ITERATIONS = 10
@@ -59,6 +67,8 @@ RETRACTIONS = 6
 SAID_STEPS = 2
 SAID_IMAGES = 32
 """Steps and validation images that are measured before a run says how long it takes."""
+ENCLOSED = 32
+"""Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on digits."""
 CONTENT = 1024
 """Number of images of each set whose pixels are part of a run's identity."""
 
@@ -171,9 +181,12 @@ class Trainer:
             if settings.loss in NEEDS_CHAIN
             else None
         )
+        self.enclosure = self._enclosure()
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
-        self.objective = Objective(model, settings, draws, teacher, self.chain, denoiser)
+        self.objective = Objective(
+            model, settings, draws, teacher, self.chain, denoiser, self.enclosure
+        )
         self.descent = Descent(
             model, settings, self.objective, self.optimisers, self.pairs, team, self.shares
         )
@@ -183,6 +196,21 @@ class Trainer:
     def _arithmetic(self, iterations: int = 1) -> TrainableArithmetic:
         orthogonal = frozenset(map(id, self.orthogonal))
         return TrainableArithmetic(self.device, iterations=iterations, orthogonal=orthogonal)
+
+    def _enclosure(self) -> LocalEnclosure | None:
+        """Return what encloses the network near images, where the run is for local certificates.
+
+        Raises:
+            ArchitectureError: the loss needs it, and the network is of another kind.
+        """
+        if self.shares is not None or not self.settings.is_for_local:
+            return None
+        try:
+            return LocalEnclosure(self.model)
+        except ArchitectureError:
+            if self.settings.loss in NEEDS_ENCLOSURE:
+                raise
+            return None
 
     def pairs(self) -> Tensor | None:
         """Return the estimated pair constants (k, k), with gradient; None for losses that need
@@ -256,15 +284,19 @@ class Trainer:
                     retract(weight, RETRACTIONS)
             self._require_finite_weights()
             elapsed = time.perf_counter() - started
-            quality, net = self.evaluate(validation)
-            if self._is_rising(total):
-                self.best = 0.0  # until the penalty has its weight, a later epoch is a better one
+            rising = self._is_rising(total)
+            quality, net = self.evaluate(validation, encloses=not rising)
             top = max(self.best, quality.score)
-            improved = quality.score >= top - SLACK * math.sqrt(top * (1 - top) / len(validation))
+            judges = len(validation)
+            if self.enclosure is not None:
+                judges = min(judges, ENCLOSED)
+            improved = quality.score >= top - SLACK * math.sqrt(top * (1 - top) / judges)
             if improved:
                 self.best = top
                 self.best_epoch = self.epoch
                 self.best_net = net
+            if rising:
+                self.best = 0.0  # until the penalty has its weight, a later epoch is a better one
             yield Epoch(
                 epoch=self.epoch,
                 step=self.step,
@@ -307,23 +339,26 @@ class Trainer:
         self.step += 1
         return loss
 
-    def evaluate(self, images: Images) -> tuple[Quality, dict[str, Stored]]:
+    def evaluate(self, images: Images, encloses: bool = True) -> tuple[Quality, dict[str, Stored]]:
         """Return the quality of the weights that would be written (the average, where there is
         one), and these weights.
+
+        Args:
+            encloses: judge runs for local certificates by an enclosure, too.
         """
         with torch.no_grad():
             if self.average is None:
-                return self._quality(images), self._net_state()
+                return self._quality(images, encloses), self._net_state()
             with self.average.applied(self.model.net, self.orthogonal):
                 live = self.arithmetic
                 self.arithmetic = self._arithmetic(AVERAGE_ITERATIONS)
                 self.arithmetic.vectors = dict(live.vectors)
                 try:
-                    return self._quality(images), self._net_state()
+                    return self._quality(images, encloses), self._net_state()
                 finally:
                     self.arithmetic = live
 
-    def _quality(self, images: Images) -> Quality:
+    def _quality(self, images: Images, encloses: bool) -> Quality:
         """Judge the weights by the estimate that the loss reads."""
         chain, epsilon, batch = (
             self.chain,
@@ -354,6 +389,8 @@ class Trainer:
                 noise=noise,
             )
             quality = replace(quality, noisy=noisy.clean)
+        if self.enclosure is not None and encloses:
+            quality = replace(quality, certified=self._enclosed(self.enclosure, images))
         if in_step:
             shards.let_go(self.model.net)
         if self.objective.hiding is not None:
@@ -368,6 +405,24 @@ class Trainer:
             )
             quality = replace(quality, masked=behind.clean)
         return quality
+
+    def _enclosed(self, enclosure: LocalEnclosure, images: Images) -> float | None:
+        """Return the share of a few images whose margins the enclosure leaves positive, by
+        estimate.
+        """
+        sketch = enclosure.directions(torch.Generator().manual_seed(0), JUDGES)
+        epsilon = self.settings.epsilon
+        few = images.limit(ENCLOSED, self.settings.seed)
+        return evaluate(
+            self.model,
+            None,
+            few,
+            epsilon,
+            AT_ONCE,
+            self.device,
+            lambda pixels, labels: enclosure.gains(pixels, epsilon, sketch)(labels),
+            self.team,
+        ).certified
 
     def last_net(self) -> dict[str, Stored]:
         """Return the present weights, or their average where there is one."""

@@ -13,8 +13,9 @@ from certcli.finetune.adversarial import Adversary
 from certcli.finetune.augment import Mix, augment, mix
 from certcli.finetune.enclosure_penalty import RAMP, EnclosurePenalty
 from certcli.finetune.hiding import Hiding
-from certcli.finetune.losses import LOSSES
+from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE
 from certcli.finetune.losses.chain import ChainBound
+from certcli.finetune.losses.local import ENCLOSED, LocalEnclosure
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.teacher import Teacher
 from certcli.images.labelled import Images, sent
@@ -31,6 +32,7 @@ class Batch:
         adversarial: attacked images, which replace the clean ones; with TRADES both count.
         views: the visible part of each image (b, rows, columns); None: all of it.
         directions: of the enclosure penalty, one an image, and its weight at this step.
+        sketch: the directions that stand for the pixels in an enclosure (m, c, h, w).
     """
 
     images: Tensor
@@ -41,6 +43,7 @@ class Batch:
     views: Tensor | None = None
     directions: Tensor | None = None
     penalty_weight: float = 0.0
+    sketch: Tensor | None = None
 
 
 class Objective:
@@ -49,6 +52,7 @@ class Objective:
 
     Args:
         chain: for the losses that follow each image's neighbourhood through a chain of layers.
+        enclosure: for the loss that follows it through a vision transformer.
 
     Raises:
         UsageError: the device lacks the precision.
@@ -62,6 +66,7 @@ class Objective:
         teacher: Teacher | None,
         chain: ChainBound | None = None,
         denoiser: nn.Module | None = None,
+        enclosure: LocalEnclosure | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -69,6 +74,7 @@ class Objective:
         self.teacher = teacher
         self.chain = chain
         self.denoiser = denoiser
+        self.enclosure = enclosure if settings.loss in NEEDS_ENCLOSURE else None
         self.device = next(model.parameters()).device
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
         self.adversary = (
@@ -111,6 +117,8 @@ class Objective:
             directions = self.penalty.directions(images, self.generator)
             weight = settings.enclosure_penalty * min(1.0, share / RAMP)
             batch = replace(batch, directions=directions, penalty_weight=weight)
+        if self.enclosure is not None:
+            batch = replace(batch, sketch=self.enclosure.directions(self.generator))
         if self.adversary is None:
             return batch
         return replace(batch, adversarial=self._attacked(self.adversary, batch, share))
@@ -196,7 +204,13 @@ class Objective:
         adversarial = batch.adversarial
         images = batch.images if adversarial is None or is_trades else adversarial
         logits = self.forward(images, batch.views)
-        if self.chain is None:
+        if self.enclosure is not None and batch.sketch is not None:
+            enclosed = batch.images[:ENCLOSED]
+            margins = self.enclosure.margins(
+                enclosed, batch.labels[:ENCLOSED], epsilon, batch.sketch
+            )
+            loss = self.loss(logits, batch.labels, margins, epsilon, settings.label_smoothing)
+        elif self.chain is None:
             constants = pairs()
             loss = self._mixed(
                 batch,

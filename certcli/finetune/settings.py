@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.augmentations import BANDS, SQUARES, require_known
 from certcli.finetune.budget import parse_duration
-from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.finetune.rates import curve_of
 from certcli.system.errors import UsageError
 from certcli.system.options import Option
@@ -91,6 +91,18 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 FILLED_IN = ("attack_epsilon", "distill_weight", "distill_temperature")
 """Dependants with a default of another option, or whose switch, the teacher's digest, is known later."""
 
+OF_THE_TEACHER = SWITCHES["teacher"]
+LINF_EPSILON = 8 / 255
+"""Radius of training attacks in linf where none is named."""
+OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "attack_steps": ("adversarial", ("pgd", "trades")),
+    "trades_beta": ("adversarial", ("trades",)),
+    "stiefel_lr": ("optimiser", ("stiefel",)),
+    "weight_decay": ("optimiser", ("adamw", "sgd")),
+    "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
+}
+"""Options that mean something with these values of another option only."""
+
 _length = partial(Option, panel="Length of the run")
 _optimiser = partial(Option, panel="Optimiser")
 _augmentation = partial(Option, panel="Augmentation")
@@ -155,7 +167,7 @@ class FinetuneSettings:
         str,
         Option(
             "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; "
-            "chains: bcp, local-lip."
+            "chains: bcp, local-lip; local certificates: local."
         ),
     ] = "margin"
     epsilon: Annotated[
@@ -364,9 +376,13 @@ class FinetuneSettings:
             object.__setattr__(self, "epochs", EPOCHS)
         if self.lr is None:
             object.__setattr__(self, "lr", 0.01 if self.optimiser == "stiefel" else 0.001)
+        if self.adversarial == "none" and self.attack_epsilon not in (None, LINF_EPSILON):
+            raise UsageError(
+                "--attack-epsilon has no meaning without --adversarial", "both, or neither"
+            )
         if self.attack_epsilon is None:
             object.__setattr__(
-                self, "attack_epsilon", 8 / 255 if self.attack_norm == "linf" else self.epsilon
+                self, "attack_epsilon", LINF_EPSILON if self.attack_norm == "linf" else self.epsilon
             )
         for name, choices in CHOICES.items():
             value = getattr(self, name)
@@ -392,6 +408,11 @@ class FinetuneSettings:
             raise UsageError(
                 f"--penalty-places {self.penalty_places} holds a number that is not finite and >= 0"
             )
+        if self.penalty_places is not None and not any(self.penalty_places):
+            raise UsageError(
+                "--penalty-places 0,0,0 leaves nothing of --enclosure-penalty",
+                "a factor above 0, or neither option",
+            )
         if self.time_budget is not None:
             parse_duration(self.time_budget)
         self._require_agreement()
@@ -403,6 +424,11 @@ class FinetuneSettings:
         return names
 
     @property
+    def is_for_local(self) -> bool:
+        """Tell whether the run is to make local certificates larger."""
+        return self.loss in NEEDS_ENCLOSURE or self.enclosure_penalty > 0
+
+    @property
     def hiding(self) -> tuple[str, ...]:
         """Return the augmentations that hide a part of each image from the network."""
         return tuple(
@@ -411,9 +437,14 @@ class FinetuneSettings:
 
     def _require_agreement(self) -> None:
         """Raise UsageError for options that contradict each other."""
-        if self.hiding and self.loss in NEEDS_CHAIN:
+        if self.hiding and self.loss in NEEDS_CHAIN | NEEDS_ENCLOSURE:
             raise UsageError(
                 f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce"
+            )
+        if self.loss in NEEDS_ENCLOSURE and (self.mixup > 0 or self.cutmix > 0):
+            raise UsageError(
+                f"--loss {self.loss} bounds margins of one label: not with --mixup or --cutmix",
+                "--augment",
             )
         if self.hiding and self.checkpointing:
             raise UsageError(
@@ -459,6 +490,21 @@ class FinetuneSettings:
                         f"--{name.replace('_', '-')} has no meaning without --{switch.replace('_', '-')}",
                         "both, or neither",
                     )
+
+        for name, (option, values) in OF_A_CHOICE.items():
+            chosen = getattr(self, option)
+            if chosen not in values and not self._is_default(name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} has no meaning with --{option} {chosen}",
+                    f"leave it out, or --{option} {values[0]}",
+                )
+
+    def require_teacher(self, named: bool) -> None:
+        """Raise UsageError for an option of the teacher where none is named."""
+        for name in () if named else OF_THE_TEACHER:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                message = f"--{name.replace('_', '-')} has no meaning without --teacher"
+                raise UsageError(message, "both, or neither")
 
     def _is_default(self, name: str) -> bool:
         """Tell whether an option is as nobody named it; `FILLED_IN` are not asked."""

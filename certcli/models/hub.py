@@ -109,6 +109,8 @@ def _fetching(name: str, needs: str) -> Iterator[Callable[[str], Path]]:
     from huggingface_hub import hf_hub_download
 
     repository, _, revision = name.partition("@")
+    if not repository:
+        raise CheckpointError("hf-hub: names no repository", "hf-hub:OWNER/NAME")
 
     def fetch(file: str) -> Path:
         return Path(hf_hub_download(repository, file, revision=revision or None))

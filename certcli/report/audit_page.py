@@ -50,6 +50,7 @@ PURPOSES = {
     "certvit certify": "Write down which images are certified, and how far:",
     "certvit attack": "Try to break these certificates:",
     "--noise": "Train under noise: smoothing then certifies more images:",
+    "--enclosure-penalty": "Train it so that it is proven image by image, its parts as they are:",
     "certvit finetune": "Train for a proof:",
     "certvit adapt": "Make a copy that proofs can reach:",
     "certvit constrain": "Make a copy with a smaller bound:",

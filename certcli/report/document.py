@@ -7,6 +7,7 @@ Shares carry the number of images they are shares of. A value that was not measu
 """
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -33,6 +34,13 @@ class Share(_Part):
     images: Natural
     share: Unit
     interval: tuple[Unit, Unit]
+
+    def __post_init__(self) -> None:
+        if not self.images or self.hits / self.images != self.share:
+            raise ValueError(f"{self.hits} of {self.images} is not the share {self.share}")
+        ends = share_interval(self.hits, self.images)
+        if not all(math.isclose(*pair, abs_tol=1e-9) for pair in zip(self.interval, ends)):
+            raise ValueError(f"{self.interval} is not the interval of {self.hits} of {self.images}")
 
     @staticmethod
     def of(hits: int, images: int) -> "Share":

@@ -76,6 +76,7 @@ def leaky_relu(op: ExecutedOperation, x: Tensor, negative_slope: float = 0.01) -
 def elu(
     op: ExecutedOperation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1
 ) -> Found:
+    op.require(input_scale >= 0, "an exponential that grows below 0")
     value = op.run()
     size = op.size(x)
     slope = abs(scale) * max(1.0, abs(alpha * input_scale)) * ROUNDED

@@ -4,6 +4,7 @@ Bounds are proven here, certificates by the caller, who knows the images and the
 results (attacks) prove nothing and are not run again.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,9 +106,10 @@ def check_entries(
     device: torch.device | str = "cpu",
     *,
     measured: bool = True,
+    further: Mapping[int, Mapping[str, Any]] = {},
 ) -> list[Claim]:
     """Return every claim that these entries make about the checkpoint's network, each with its
-    entry and number.
+    entry and number. further: what a report says of the method of an entry, by its number.
     """
     claims: list[Claim] = []
     proven: Real | None = None
@@ -121,7 +123,8 @@ def check_entries(
                 decoded = decode_evidence(entry)
                 if decoded.command in ("lipschitz", "finetune") and proven is None:
                     proven = prove_checkpoint(checkpoint, device).upper
-                about = list(_check(checkpoint, decoded, proven, certify, measured))
+                also = further.get(number, {})
+                about = list(_check(checkpoint, decoded, proven, certify, measured, also))
         except Refused as refusal:
             about = [_not_understood(entry, refusal)]
         where = f"evidence {number + 1}: {command}"
@@ -148,7 +151,12 @@ def _stale(checkpoint: Checkpoint, entry: Evidence) -> Claim:
 
 
 def _check(
-    checkpoint: Checkpoint, entry: Decoded, proven: Real | None, certify: Certify, measured: bool
+    checkpoint: Checkpoint,
+    entry: Decoded,
+    proven: Real | None,
+    certify: Certify,
+    measured: bool,
+    also: Mapping[str, Any],
 ) -> Iterator[Claim]:
     if entry.command == "lipschitz" and proven is not None:
         if (entry.result.bound_of == FEATURES) is not (checkpoint.record.classes == 0):
@@ -159,7 +167,7 @@ def _check(
         yield from _bound(entry.result, proven)
         yield from _training(checkpoint, entry, certify)
     elif isinstance(entry.result, CertifyResult):
-        yield from _certified(entry.parameters, entry.result, certify)
+        yield from _certified(entry.parameters, entry.result, certify, also)
     elif isinstance(entry.result, AttackResult):
         statement = f"robust {rounded_up(entry.result.robust, 4)} of clean {entry.result.clean:.4f}"
         why = f"{MEASURED}: run `certvit attack` again"
@@ -172,7 +180,8 @@ def _check(
 def _bound(result: Any, proven: Real) -> Iterator[Claim]:
     """Yield the bound itself; a measured slope above it is a contradiction."""
     if result.log10_upper is None and result.upper == "inf":
-        yield Claim("no bound", "verified", f"no bound is stated; proven is {proven}")
+        why = f"nothing is stated; proven is {proven}"
+        yield Claim("no bound", "unverified", why, asked=False)
         return
     if isinstance(result.upper, str):
         statement = f"bound 10^{result.log10_upper}"
@@ -182,7 +191,7 @@ def _bound(result: Any, proven: Real) -> Iterator[Claim]:
     if isinstance(result.upper, float):
         wrong = wrong or below(Real(result.upper), proven)
     text = getattr(result, "upper_text", None)
-    if text is not None:
+    if isinstance(text, str):
         statement = f"{statement} ({text})"
         wrong = wrong or below_text(text, proven)
     lower = getattr(result, "lower", None)
@@ -210,7 +219,9 @@ def _training(checkpoint: Checkpoint, entry: Decoded, certify: Certify) -> Itera
     yield from _again(result.clean, shares, None, images, recorded, request, certify)
 
 
-def _certified(about: Any, result: CertifyResult, certify: Certify) -> Iterator[Claim]:
+def _certified(
+    about: Any, result: CertifyResult, certify: Certify, also: Mapping[str, Any]
+) -> Iterator[Claim]:
     options = result.options
     if isinstance(options, SmoothingOptions) and max(options.samples, options.n0) > MOST_DRAWS:
         why = f"more than {MOST_DRAWS:,} draws an image: verify a sample of its records instead"
@@ -222,6 +233,7 @@ def _certified(about: Any, result: CertifyResult, certify: Certify) -> Iterator[
         "failure": result.failure,
         "arithmetic": result.arithmetic,
         "parameters": parameters,
+        **also,
     }
     options_of_run = {name: value for name, value in parameters.items() if name != "noise"}
     options_of_run["arithmetic"] = result.arithmetic
@@ -259,7 +271,7 @@ def _again(
     different = [
         name
         for name, value in recorded.items()
-        if recomputed.stated and recomputed.stated.get(name) != value
+        if recomputed.stated and not _same(value, recomputed.stated.get(name))
     ]
     if different:
         why = f"{request.method} states another {' and '.join(different)}"
@@ -278,6 +290,13 @@ def _again(
     elif mean_radius is not None:
         statement = f"mean radius {proven_radius(mean_radius)}"
         yield Claim(statement, *_judge_mean(mean_radius, recomputed))
+
+
+def _same(claimed: Any, recomputed: Any) -> bool:
+    """Tell whether a method states the same now; a float may differ in its last digits."""
+    if isinstance(claimed, float) and isinstance(recomputed, float):
+        return math.isclose(claimed, recomputed, rel_tol=1e-9)
+    return bool(claimed == recomputed) and type(claimed) is type(recomputed)
 
 
 def _named(images: JudgedImages | None, recomputed: Recertified, request: Request) -> Claim:

@@ -10,6 +10,7 @@ from msgspec import UNSET
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import LayerFields, ReportFields
 from certcli.evaluation.claim import Claim
+from certcli.evaluation.radii import rounded_down
 from certcli.lipschitz.bound import FEATURES, LOGITS
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
@@ -23,15 +24,15 @@ gain.
 """
 
 
-UNREAD = "lower, attention_weight, network, gate, shapes"
-"""Fields of a report that nothing recomputes."""
+SHAPES = "layers' shapes"
+"""Fields of the layers of a report that nothing recomputes."""
 
 
 def verify(
-    report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu"
+    report: ReportFields, checkpoint: Checkpoint, unread: str, device: torch.device | str = "cpu"
 ) -> list[Claim]:
     """Return the claims of a report: its laws and headline, and its leaves, root and layers, proven
-    again.
+    again. unread: its other fields.
     """
     laws = verify_laws(report)
     if any(claim.status == "refuted" for claim in laws):
@@ -41,7 +42,7 @@ def verify(
     ]
     why = f"{theorems(report)} theorems are proven again"
     weights = problems or [Claim(WEIGHTS, "verified", why)]
-    return [laws[0], *weights, Claim(UNREAD, "unverified", "the author's word", asked=False)]
+    return [laws[0], *weights, Claim(unread, "unverified", "the author's word", asked=False)]
 
 
 def check_weights(
@@ -62,6 +63,9 @@ def check_weights(
         yield f"the report speaks of {report.bound_of}, and this network ends in {outputs}"
         return
     network_bound = prove_checkpoint(checkpoint, device)
+    upper = network_bound.upper
+    if isinstance(report.lower, float) and upper * (1 + SLACK) < Real(report.lower):
+        yield f"the measured slope {rounded_down(report.lower, 6)} is above what is proven, {upper}"
     rows = network_bound.bound.to_json()
     if len(rows) != len(report.proof):
         yield f"the report's proof has {len(report.proof)} steps, that of these weights {len(rows)}"

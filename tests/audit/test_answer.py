@@ -97,7 +97,7 @@ SMALL = (1, 8, 8)
             ],
         ),
         (found(42, 45), SMALL, ["changes of 3.8 grey levels a pixel value: 42 of 45"]),
-        (found(0, 45), LARGE, ["PGD fooled none of 45", "which proves nothing"]),
+        (found(0, 45), LARGE, ["pgd fooled none of 45", "which proves nothing"]),
         (found(3, 4), LARGE, ["3 of 4 correct images (95 % interval 19 to 100 %)"]),
         (
             found(9, 45, 0.001, 15),

@@ -59,7 +59,7 @@ def test_the_answer_is_what_the_commands_find(
     assert f"{held['hits']} of 24 images" in certified_audit["verdict"][0]
     fooled = certified_audit["attack"]["fooled"]["0.3"]
     few = part_of(fooled, found["clean"]["hits"], "correct images")  # with its interval
-    assert f"FGSM fooled {few} at l2 0.3" in certified_audit["verdict"][1]
+    assert f"fgsm fooled {few} at l2 0.3" in certified_audit["verdict"][1]
     assert {item["stage"] for item in certified_audit["skipped"]} == {"local", "smoothing"}
 
 

@@ -215,3 +215,8 @@ def test_the_hub_is_asked_for_what_is_typed(
     (place / ("unet" if apart else "") / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="cannot fetch"):
         fetched_diffusers("owner/ddpm@main")
+
+
+def test_a_name_without_a_repository_is_said_so() -> None:
+    with pytest.raises(CheckpointError, match="names no repository"):
+        fetched_diffusers("")

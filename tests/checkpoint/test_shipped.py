@@ -64,6 +64,17 @@ def test_a_shipped_network_is_an_input_that_no_output_replaces():
     assert path.read_bytes() == before
 
 
+def test_no_file_takes_the_name_of_a_shipped_network(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = shipped_names()[0]
+    Path(name).parent.mkdir()
+    for command in ("certify", "lipschitz", "constrain", "finetune"):
+        answer = attempt(command, name, "-o", name, "--force")
+        assert isinstance(answer.exception, UsageError)
+        assert "comes with certvit" in answer.exception.message
+    assert not Path(name).exists()
+
+
 def test_a_mistyped_name_is_answered_with_the_nearest_one():
     name = shipped_names()[0]
     answer = attempt("lipschitz", f"{name}x")

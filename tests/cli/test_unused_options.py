@@ -2,14 +2,15 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from certcli.certify.local_options import Local
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.certify.run import _given
-from certcli.finetune.settings import FILLED_IN, SWITCHES, FinetuneSettings
+from certcli.finetune.losses import LOSSES
+from certcli.finetune.settings import FILLED_IN, OF_A_CHOICE, SWITCHES, FinetuneSettings
 from certcli.system.errors import UsageError
 from tests.helpers.commands import console
 
@@ -26,7 +27,15 @@ OTHERS: dict[str, Any] = {
     "prm": 0.3,
     "mask_decay": 0.3,
     "attack_ramp": 0.5,
+    "attack_epsilon": 0.1,
+    "distill_weight": 0.3,
+    "distill_temperature": 4.0,
+    "stiefel_lr": 0.2,
+    "weight_decay": 0.2,
+    "ramp": 0.7,
 }
+PANELS = {"Attacks on training images": "adversarial", "Teacher": "teacher"}
+"""Panels of finetune whose options all serve one switch."""
 
 
 @pytest.mark.parametrize(
@@ -37,6 +46,48 @@ def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
     assert OTHERS[name] != default
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}"):
         FinetuneSettings(loss="ce", optimiser="adamw", **{name: OTHERS[name]})
+
+
+def served() -> list[tuple[str, str]]:
+    """Return each option of a panel of one switch, with the switch."""
+    hints = get_type_hints(FinetuneSettings, include_extras=True)
+    notes = ((name, note) for name in hints for note in get_args(hints[name])[1:])
+    switches = ((name, PANELS.get(getattr(note, "panel", None) or "")) for name, note in notes)
+    return [(name, switch) for name, switch in switches if switch not in (None, name)]
+
+
+@pytest.mark.parametrize(("name", "switch"), served())
+def test_a_panel_of_one_switch_is_refused_without_it(
+    name: str, switch: str, workshop: Path
+) -> None:
+    option = f"--{name.replace('_', '-')}"
+    words = ("--dataset", "digits", "--loss", "ce", option, OTHERS[name])
+    done = console("finetune", workshop / "plain.safetensors", *words)
+    assert done.code == 2
+    assert option in done.err
+    assert f"--{switch}" in done.err
+
+
+def test_a_penalty_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="leaves nothing"):
+        FinetuneSettings(loss="ce", enclosure_penalty=0.3, penalty_places=(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("name", OF_A_CHOICE)
+def test_an_option_of_another_choice_is_refused(name: str) -> None:
+    option, values = OF_A_CHOICE[name]
+    others: dict[str, Any] = {"loss": "margin", "optimiser": "stiefel", "adversarial": "pgd"}
+    wrong = {"ramp": "ce", "attack_steps": "fgsm", "trades_beta": "pgd", "stiefel_lr": "adamw"}
+    others |= {option: wrong.get(name, "stiefel")}
+    assert others[option] not in values
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} has no meaning with"):
+        FinetuneSettings(**others, **{name: OTHERS[name]})
+    FinetuneSettings(**{**others, option: values[0]}, **{name: OTHERS[name]})
+
+
+@pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
+def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
+    assert loss in OF_A_CHOICE["ramp"][1]
 
 
 @pytest.mark.parametrize(

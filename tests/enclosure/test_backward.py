@@ -240,6 +240,42 @@ def test_parabolas_lie_above_hinges() -> None:
         assert (bound <= truth + 1e-12 * (1 + bound.abs())).all()
 
 
+def open_hinge(x: Tensor, middle: Tensor) -> Hinge:
+    """x between 0 and an end of its interval; off its middle by as much as there is beside the ball's part."""
+    return Hinge(
+        (len(x),), (), lambda rows: (),
+        low=x.clamp_max(-1.0), high=x.clamp_min(1.0), places=torch.arange(len(x)),
+        columns=0 * x[None], middle=middle, rest=(x - middle).abs(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_bounds_above_hinges_are_attained(share: float) -> None:
+    """A chord at the ends, a parabola where |x| is its width and p = split y for x = y + p."""
+    middle = draw(50, seed=1)
+    middle = middle + 1.5 * middle.sign()
+    split = draw(50, seed=2).exp()
+    x = middle * (1 + split)
+    choice = HingeChoice(0 * x, ParabolaChoice(0 * x + share, x.abs(), split))
+    back, offset, curved = _through(open_hinge(x, middle), -torch.eye(50).double(), choice)
+    assert curved is not None
+    bound = back.diagonal() * x + offset - (curved.weight * middle**2).diagonal()
+    assert (bound <= -x.relu() + 1e-12 * x.abs()).all()
+    assert torch.allclose(bound, -x.relu(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_sign_costs_what_its_multiplier_says(sign: float) -> None:
+    """w max(x, 0) - b |x| on the side of that sign, whatever the row's own sign is."""
+    x = sign * (1 + draw(50, seed=1).abs())
+    weight = draw(50, seed=2)
+    for multiplier in (0 * x, draw(50, seed=3).abs()):
+        choice = HingeChoice(0 * x + 0.5, None, 0 * x + sign, multiplier)
+        back, offset, _ = _through(open_hinge(x, x), weight.diag(), choice)
+        bound = back.diagonal() * x + offset
+        assert torch.allclose(bound, weight * x.relu() - multiplier * x.abs(), rtol=1e-12)
+
+
 def test_rounding_on_the_way_back_is_covered() -> None:
     """At radius 0, with much cancellation: below the exact value, and near it."""
     pixels = 1e6 * draw(1, 1, 1, 40)

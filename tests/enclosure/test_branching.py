@@ -95,6 +95,8 @@ def test_the_tree_is_below_the_true_minimum_and_reaches_it(seed: int) -> None:
     found: list[Tensor] = []
 
     def further(node: Node, rows: Tensor) -> Tensor:
+        with pytest.raises(ValueError, match="2 trees for 1 margins"):
+            BranchSearch(node, rows, Limit(), [Tree(), Tree()])
         found.append(BranchSearch(node, rows, Limit()).prove())
         return found[-1]
 

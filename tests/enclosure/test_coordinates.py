@@ -104,6 +104,10 @@ def test_any_basis_is_sound() -> None:
         assert share_of_form(form, moves(), truth) <= 1
         assert float(form.space.symbols(moves()).norm(dim=1).max()) <= 1
         assert (form.slack > 0.05 * x.radius).all()
+        left = x.ball[:, 0] - basis[0] @ (basis[0].T @ x.ball[:, 0])  # at e along it
+        lost = left.norm(dim=0)
+        assert (lost <= form.slack * (1 + 1e-12)).all()
+        assert (form.slack <= lost * (1 + 1e-9)).all()
 
 
 def test_the_stretch_is_no_less_than_the_length_of_any_image_of_the_ball() -> None:

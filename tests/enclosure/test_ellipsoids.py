@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes import ellipsoids, reduction, symbols
+from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.ellipsoids import factor, pairing, root, spectral
-from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
+from certcli.enclosure.zonotopes.products import crossing, scaled, squares
+from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.symbols import Block, lengths, reach_of, reach_of_differences
 from tests.enclosure.test_zonotopes import outside
 from tests.enclosure.test_zonotopes import symbols as symbols_of
@@ -35,10 +38,13 @@ def test_an_ellipsoid_holds_its_gram_matrix_and_little_more(rank: int, scale: fl
     assert (rest <= 1e-11).all()
 
 
+@pytest.mark.parametrize("rank", [1, 5])
 @pytest.mark.parametrize("off", [0.0, 0.5, 0.999, float("nan"), float("inf")])
-def test_a_poor_factor_is_not_taken(off: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poor_factor_is_not_taken(off: float, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rank one the trace is the largest eigenvalue."""
     known = torch.linalg.cholesky_ex
-    gram = draw(3, 5, 5) @ draw(3, 5, 5).mT
+    columns = draw(3, 5, rank)
+    gram = columns @ columns.mT
 
     def poor(matrix: Tensor) -> tuple[Tensor, Tensor]:
         lower, failed = known(matrix)
@@ -69,6 +75,93 @@ def test_a_root_holds_the_sum_of_its_parts() -> None:
     assert float((reach / bound).max()) > 0.8
 
 
+def test_a_root_is_attained_where_no_part_cancels() -> None:
+    """Balls, box symbols along the axes and slack: at u = (1, 1, ..) Cauchy and Schwarz is an
+    equation.
+    """
+    axes = torch.eye(4).double()
+    turned = torch.linalg.qr(draw(4, 4)).Q
+    parts = [(3 * turned[:, None], 4), (0.7 * axes[:, None], 1), (1e-3 * turned[:, None], 4)]
+    slack = torch.full((1, 4), 0.2).double()
+    bound = float((root(parts, slack)[0].mT @ torch.ones(4).double()).norm())
+    reach = 2 * (3 + 1e-3) + 4 * (0.7 + 0.2)
+    assert reach <= bound * (1 + 1e-14) <= reach * (1 + 1e-6)
+
+
+U, V = draw(3, seed=1), draw(3, seed=2)
+SIZES = {"first": (0.3, 0.5, 0.7), "second": (0.2, 1.1, 0.4)}
+
+
+def straight(direction: Tensor, sizes: tuple[float, float, float], squares: bool = True) -> Form:
+    """direction (a e + b e^2 + g n): one number of the ball, its square, and one symbol of its own,
+    in a fibre.
+    """
+    a, b, g = sizes
+    numbers = [a, b, g] if squares else [a, b + g]
+    gens = torch.tensor(numbers).double()[:, None, None] * direction
+    slack = 0 * gens[0]
+    return Form(Space(1, squares, 99), slack, gens, slack, (Block.fresh(1),))
+
+
+def test_what_crosses_in_an_inner_product_is_attained() -> None:
+    """At e = n = 1, along directions at an angle, where entry by entry nothing would cancel."""
+    (a, b, g), (c, d, h) = SIZES.values()
+    x = straight(U, SIZES["first"])
+    y = straight(V, SIZES["second"])
+    truth = float((U @ V).abs()) * (a * (d + h) + (b + g) * (c + d + h))
+    assert truth <= float(crossing(x, y)) * (1 + 1e-14) <= truth * (1 + 1e-6)
+    assert truth < 0.9 * float(U.abs() @ V.abs()) * (a * (d + h) + (b + g) * (c + d + h))
+
+
+@pytest.mark.parametrize("squares_on", [True, False])
+def test_what_a_scaled_fibre_leaves_is_attained(squares_on: bool) -> None:
+    """At e = n = 1, in any direction: a p' + p (a' + p'), and a a' where that has no columns."""
+    (a, b, g), (c, d, h) = SIZES.values()
+    x = straight(U, SIZES["first"], squares_on)
+    y = straight(torch.ones(1).double(), SIZES["second"], squares_on)
+    group = scaled(x, y).box[-3:, 0]
+    beyond = a * (d + h) + (b + g) * (c + d + h) + (0 if squares_on else a * c)
+    for w in (V, -U, torch.eye(3).double()[1]):
+        truth = float((w @ U).abs()) * beyond
+        assert truth <= float((group @ w).norm()) * (1 + 1e-14) <= truth * (1 + 1e-6)
+
+
+def test_the_slack_of_a_scaled_entry_is_attained() -> None:
+    """(a e + n + t) (c e + m) for a fibre of one entry, at the end of every symbol."""
+    one = torch.ones(1).double()
+    x = straight(one, (0.3, 0.0, 0.5)).doubted(0.7 * one)
+    y = straight(one, (0.2, 0.0, 1.1))
+    truth = 0.3 * 1.1 + (0.5 + 0.7) * (0.2 + 1.1)
+    assert truth <= float(scaled(x, y).box[-1].abs()) * (1 + 1e-14) <= truth * (1 + 1e-6)
+
+
+def test_a_sum_of_squares_is_attained() -> None:
+    """|a e + p n|^2 = a.a e^2 + 2 a.p e n + p.p n^2 at e = n = 1, a and p at an angle."""
+    gens = torch.stack([U, 0 * U, 0.2 * V])[:, None]
+    slack = 0 * gens[0]
+    x = Form(Space(1, True, 99), slack, gens, slack, (Block.fresh(1),))
+    found = squares(x)
+    assert torch.allclose(found.square.flatten(), U @ U)
+    truth = float(2 * (0.2 * U @ V).abs() + 0.04 * V @ V)
+    high = float(found.centre + found.box_radius)
+    assert truth <= high * (1 + 1e-14) <= truth * (1 + 1e-6)
+
+
+def test_going_back_over_a_group_is_attained() -> None:
+    """<w, x y> for x = e u and y = c + a e: at e = 1 or -1 the least value."""
+    ball = l2_ball(torch.zeros(1, 1, 1, 1).double(), 0.5, squares_up_to=0, limit=9, tape=True)
+    e = ball.linear(lambda t: t.flatten(1)[:, None])
+    x = affine(e, U[:, None], None)
+    y = affine(e, torch.full((1, 1), 0.6).double(), torch.full((1,), 0.1).double())
+    out = scaled(x, y)
+    assert out.node is not None
+    for w in (V, -V, U):
+        along = float((w @ U).abs())
+        bound = float(lower(out.node, w.view(1, *out.shape)))
+        truth = -along * (0.5 * 0.1 + 0.5 * 0.5 * 0.6)  # w.u < 0: at e = 1; else the bound is below
+        assert truth * (1 + 1e-6) <= bound * (1 - 1e-14) <= truth
+
+
 def test_spectra_are_above_and_near() -> None:
     first = draw(3, 6, 6, seed=1)
     second = draw(3, 6, 6, seed=2)
@@ -76,6 +169,10 @@ def test_spectra_are_above_and_near() -> None:
     for bound in (spectral(first.mT @ second), pairing(first, second)):
         assert (truth <= bound).all()
         assert (bound <= 6 ** (1 / 16) * (1 + 1e-6) * truth).all()
+    one = draw(6, 1, seed=3)
+    other = draw(6, 1, seed=4)
+    truth = float((one * other).sum().abs())
+    assert truth <= float(pairing(one, other)) * (1 + 1e-14) <= truth * (1 + 1e-6)
 
 
 def test_groups_reach_as_far_as_their_symbols() -> None:
@@ -87,7 +184,15 @@ def test_groups_reach_as_far_as_their_symbols() -> None:
     differences = (values[..., :, None] - values[..., None, :]).abs()
     bound = reach_of_differences(columns, blocks)
     assert (differences <= bound + 1e-12).all()
-    assert (bound - differences.amax(0) <= 0.2 * bound + 1e-100).all()
+    between = columns[..., :, None] - columns[..., None, :]
+    for found, of in ((reach_of(columns, blocks), columns), (bound, between)):
+        groups = of[3:].unflatten(0, (2, 2))  # and their symbols where all of one entry agree
+        best = torch.cat(
+            [of[:3].sign(), torch.nn.functional.normalize(groups, dim=1).flatten(0, 1)]
+        )
+        attained = (best * of).sum(0)
+        assert (attained <= found * (1 + 1e-14)).all()
+        assert (found <= attained * (1 + 1e-9) + 1e-100).all()
 
 
 def smaller_groups(columns: Tensor, width: int) -> Tensor:

@@ -15,7 +15,7 @@ from certcli.enclosure.balls.layers import gelu, mean, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork, _margins
 from certcli.enclosure.balls.table import folded_norm
 from certcli.enclosure.balls.table import rules as ball_rules
-from certcli.enclosure.zonotopes import attention, margins, pointwise
+from certcli.enclosure.zonotopes import attention, margins, pointwise, products
 from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
 from certcli.enclosure.zonotopes.functions import Function
@@ -107,6 +107,27 @@ def test_radii_and_sizes_are_not_below_the_exact_ones() -> None:
         assert Fraction(float(x.ball_radius.flatten()[i])) ** 2 >= ball
         assert (radius - beside) ** 2 >= ball
         assert (size - beside - abs(centre)) ** 2 >= ball
+
+
+def added_one_by_one(a: Tensor, b: Tensor) -> Tensor:
+    """|T|_F^2 as a sum whose every term loses what the sum so far has no digits for."""
+    first, second = (part.flatten() for part in (a, b))
+    terms = (first[:, None] * first) * (second[:, None] * second)
+    total = 0.0
+    for term in terms.flatten().tolist():
+        total += term
+    return torch.tensor(total).double().view(1, 1, 1, 1)
+
+
+def test_a_product_of_ball_parts_loses_as_much_as_its_sum_is_long() -> None:
+    """64 x 64 terms of (1 + 2^-43)^2: half of the last place of the sum, and to even, is nothing."""
+    d = 64
+    rows = [torch.full((1, 1, 1, d), 1 + by, dtype=torch.float64) for by in (0.0, 2.0**-43)]
+    space = Space(1, False, 9)
+    x, y = (Form(space, 0 * row, row[None], 0 * row) for row in rows)
+    assert float(added_one_by_one(x.ball, y.ball).sqrt()) < d * (1 + 2.0**-43) * (1 - 400 * U)
+    found = products._both(x, y, attention.SCORES, d, added_one_by_one)
+    assert float(found) >= d * (1 + 2.0**-43)
 
 
 @pytest.mark.parametrize("run", [centred, lambda x: form_mean(NO_TOKEN, x, -1)])

@@ -277,11 +277,20 @@ def reach(form: Form) -> list[Decimal]:
         return [+entry for entry in entries]
 
 
-@pytest.mark.parametrize("limit", [0, 8, 14, 99])
-def test_reduced_symbols_still_reach_as_far(limit: int) -> None:
-    """In exact arithmetic, at the corner where all symbols of an entry have its signs."""
+@pytest.mark.parametrize("width", [4, 1])
+@pytest.mark.parametrize("limit", [0, 1, 8, 14, 99])
+def test_reduced_symbols_still_reach_as_far(limit: int, width: int) -> None:
+    """In exact arithmetic, at the corner where all symbols of an entry have its signs.
+
+    In a fibre of one entry nothing is gained, so that any part of it that were lost is seen.
+    """
     (x,) = forms(CASES[0], 1.0, True, 3, mixed=True)
-    x = Form(Space(BALL, True, limit), x.centre, x.gens, x.slack, x.blocks)
+    parts = (x.centre, x.gens, x.slack)
+    x = Form(Space(BALL, True, limit), *(part[..., :width] for part in parts), x.blocks)
+    alone = Form(x.space, x.centre, x.gens[: x.fixed], x.slack)  # has no symbols to reduce
+    assert all(
+        most >= least for most, least in zip(reach(reduced(alone)), reach(alone), strict=True)
+    )
     for result in (reduced(x), x.solid(), x.worked()):
         assert result.consistent
         assert len(result.box) <= max(limit, BOX + x.centre.numel())

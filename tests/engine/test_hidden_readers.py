@@ -1,14 +1,18 @@
 """A network that reads the image's numbers behind torch's back has no bound, however it reads them."""
 
 import copy
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _mode_utils
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
+from certcli.engine import watched_run
 from certcli.lipschitz.network import bound_network
 
 SIZE = (1, 2, 2)
@@ -129,7 +133,48 @@ def held_by_a_module() -> Callable[[Tensor], float]:
     return read
 
 
-@pytest.mark.parametrize("make", [held_by_a_closure, held_by_a_default, held_by_a_module])
+def in_the_place_of_torchs() -> Callable[[Tensor], float]:
+    """As many refer to the guard as before."""
+    del _mode_utils.no_dispatch
+    return held_by_a_closure()
+
+
+def named_in_a_module_of_torch_twice() -> Callable[[Tensor], float]:
+    sys.modules["torch.once_more"] = _mode_utils
+    return held_by_a_closure()
+
+
+def beside_a_module_that_shows_another_namespace() -> Callable[[Tensor], float]:
+    class Shows(ModuleType):
+        __dict__ = property(  # type: ignore[assignment]
+            lambda self: {"__name__": "torch.shown", "guard": torch._C._DisableTorchDispatch}
+        )
+
+    sys.modules["torch.shown"] = Shows("network")
+    return held_by_a_closure()
+
+
+@pytest.fixture
+def torch_as_it_is() -> Iterator[None]:
+    """Give back what a reader takes from torch, and forget what it adds."""
+    yield
+    _mode_utils.no_dispatch = torch._C._DisableTorchDispatch
+    for name in ("torch.once_more", "torch.shown"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("torch_as_it_is")
+@pytest.mark.parametrize(
+    "make",
+    [
+        held_by_a_closure,
+        held_by_a_default,
+        held_by_a_module,
+        in_the_place_of_torchs,
+        named_in_a_module_of_torch_twice,
+        beside_a_module_that_shows_another_namespace,
+    ],
+)
 def test_a_guard_that_was_taken_before_the_run_is_refused(
     make: Callable[[], Callable[[Tensor], float]],
 ) -> None:
@@ -139,6 +184,21 @@ def test_a_guard_that_was_taken_before_the_run_is_refused(
     assert not bound.value.finite
     assert "_DisableTorchDispatch" in bound.why
     assert bound_network(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval(), SIZE, 2).upper.finite
+
+
+def test_all_objects_are_looked_at_only_where_more_refer_to_the_guard_than_torch_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def walk(*_: object) -> list[object]:
+        raise AssertionError
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
+    monkeypatch.setattr(watched_run.gc, "get_referrers", walk)
+    assert bound_network(net, SIZE, 2).upper.finite
+    read = held_by_a_closure()
+    assert not bound_network(net, SIZE, 2).upper.finite
+    del read
+    assert bound_network(net, SIZE, 2).upper.finite
 
 
 def test_memory_that_was_made_from_shapes_is_read_until_the_image_is_written_there() -> None:

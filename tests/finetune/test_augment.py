@@ -206,7 +206,7 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(
         adversarial=kind,
         attack_norm=norm,
         attack_epsilon=radius,
-        attack_steps=5,
+        attack_steps=FinetuneSettings.attack_steps if kind == "fgsm" else 5,
         **masks,
     )
     model = build.load(tiny).train()

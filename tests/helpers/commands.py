@@ -3,7 +3,7 @@ as the console script.
 """
 
 import contextlib
-import functools
+import inspect
 import io
 import json
 import shlex
@@ -17,8 +17,22 @@ from typer.testing import CliRunner
 
 from certcli.cli.main import program, run
 
-# typer builds all commands anew for each call of the program, which takes as long as many a command
-typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
+_build = typer.main.get_command
+_PROGRAMS: dict[tuple[Any, ...], Any] = {}
+
+
+def built(app: typer.Typer) -> Any:
+    """Return the program as Typer builds it, once for the same functions: anew for each call, it
+    would take as long as many a command.
+    """
+    functions = [(one.name, inspect.unwrap(one.callback)) for one in app.registered_commands]
+    key = (*functions, app.rich_markup_mode, str(app.info.context_settings))
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = _build(app)
+    return _PROGRAMS[key]
+
+
+typer.main.get_command = typer.testing._get_command = built
 
 
 class Done(NamedTuple):

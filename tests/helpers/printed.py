@@ -10,9 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
 from certcli.cli.main import COMMANDS, program
+from tests.helpers.commands import built
 
 ROOT = Path(__file__).parents[2]
 FIRST_PAGES = (
@@ -24,6 +23,7 @@ FIRST_PAGES = (
     "docs/smoothing.md",
 )
 """Whose commands the quick tests type; `make test-commands` types those of every page."""
+SCRIPTS = ("proven_vit.sh",)
 OTHER_PAGES = ("CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md", "docs/**/*.md")
 GENERATED = ("docs/commands.md", "docs/tables.md")
 """From the commands themselves, and from rows that other tests run."""
@@ -67,7 +67,7 @@ def of_code() -> list[Printed]:
     """Return the commands that strings of the code name (hints, notes, messages), as far as they are
     words of a command: prose may follow.
     """
-    commands = get_command(program()).commands
+    commands = built(program()).commands
     lines: dict[str, str] = {}
     for path in sorted((ROOT / "certcli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -113,6 +113,16 @@ def of_helps() -> list[Printed]:
             if line.strip().startswith("certvit "):
                 found.append(Printed(f"{name} --help", line.strip()))
     return found
+
+
+def of_examples() -> list[Printed]:
+    """Return the commands of the example scripts that need no data of others."""
+    lines = []
+    for name in SCRIPTS:
+        text = (ROOT / "examples" / name).read_text().replace("\\\n", " ")
+        found = re.findall(r"^(certvit [^|>\n]*)", text, re.MULTILINE)
+        lines += [Printed(name, " ".join(line.split())) for line in found]
+    return lines
 
 
 def of_ci() -> list[Printed]:
@@ -189,7 +199,7 @@ def once(printed: list[Printed]) -> list[Printed]:
 def unknown_options(line: str) -> list[str]:
     """Return the options of a command line that its command does not have."""
     name, *words = line.replace("[", " ").replace("]", " ").split()[1:]
-    command = get_command(program()).commands[name]
+    command = built(program()).commands[name]
     options = {opt for option in command.params for opt in (*option.opts, *option.secondary_opts)}
     named = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
     return sorted(set(named) - options - {"-h", "--help"})
@@ -260,6 +270,6 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     if "smoothing" in kept:
         kept += ["--n0", "4", "-n", "40"]
     short = SHORT.get(command, ())
-    if "local" in kept:
+    if "local" in kept and command == "certify":
         short = ("--limit", "1")
     return [*kept, *(() if "--list" in kept else short)]

@@ -88,3 +88,21 @@ def test_growth_extrapolates_a_power_law_exactly() -> None:
         assert growth.extrapolated(large, work, fit) == pytest.approx(law(work, large))
         cubic = growth.by_third_power(large, work, networks, rows)
         assert cubic == pytest.approx(law(work, large)[0])
+
+
+def test_the_benchmark_beside_the_proven_network_runs(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proven_vit = importlib.import_module("benchmarks.proven_vit")
+    source = str(workshop / "plain.safetensors")
+    words = ["proven_vit.py", source, "--limit", "10", "--split", "val", "--epochs", "3"]
+    monkeypatch.setattr(sys, "argv", words)
+    threads = torch.get_num_threads()
+    try:
+        proven_vit.main()
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [source, "linear", "MLP of 128"]
+    assert "of 140" in lines[0]
+    assert all(line.count("of 10 ") == 2 for line in lines[1:])

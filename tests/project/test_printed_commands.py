@@ -2,6 +2,7 @@
 small network.
 """
 
+import functools
 import os
 import shlex
 import shutil
@@ -22,9 +23,11 @@ from tests.helpers.printed import (
     FIRST_PAGES,
     NOT_HERE,
     OTHER_PAGES,
+    Printed,
     is_form,
     of_ci,
     of_code,
+    of_examples,
     of_helps,
     of_pages,
     once,
@@ -35,17 +38,22 @@ from tests.helpers.printed import (
 )
 
 SHIPPED = Path(__file__).parents[2] / "certcli" / "embedded" / "photographs"
-FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci()]
+FIRST = [*of_pages(pages_of(FIRST_PAGES)), *of_helps(), *of_ci(), *of_examples()]
 PRINTED = once([printed for printed in FIRST if not is_form(printed.line)])
-EVERYWHERE = [*FIRST, *of_pages(pages_of(OTHER_PAGES)), *of_code()]
-FURTHER = [
-    printed
-    for printed in once([*PRINTED, *(one for one in EVERYWHERE if not is_form(one.line))])
-    if printed not in PRINTED
-]
-"""Which `make test-commands` types; their options are looked at always."""
 DECIDED = (0, 5, 7, 9)
 """Codes of a command that did its work: done, no finite bound, a gate that failed or is open."""
+
+
+@functools.cache
+def everywhere() -> list[Printed]:
+    return [*FIRST, *of_pages(pages_of(OTHER_PAGES)), *of_code()]
+
+
+@functools.cache
+def further() -> list[Printed]:
+    """Return what `make test-commands` types; the options are looked at always."""
+    lines = once([*PRINTED, *(one for one in everywhere() if not is_form(one.line))])
+    return [printed for printed in lines if printed not in PRINTED]
 
 
 @pytest.fixture(scope="module")
@@ -130,23 +138,25 @@ def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], pl
     assert code in DECIDED, (printed, words, done.output[-600:], done.exception)
 
 
-@pytest.mark.skipif("CERTVIT_COMMANDS" not in os.environ, reason="make test-commands types them")
+# looking for them reads all files: not in each process that collects tests
 @pytest.mark.parametrize(
-    "printed", FURTHER, ids=lambda printed: f"{printed.where}: {printed.line}"[:90]
+    "printed",
+    further() if "CERTVIT_COMMANDS" in os.environ else [],
+    ids=lambda printed: f"{printed.where}: {printed.line}"[:90],
 )
 def test_a_further_command_can_be_typed(printed: Any, files: dict[str, Path], place: Path) -> None:
     test_a_printed_command_can_be_typed(printed, files, place)
 
 
 def test_every_command_anywhere_has_the_options_that_it_is_printed_with() -> None:
-    assert len(EVERYWHERE) > 120
+    assert len(everywhere()) > 120
     assert [
-        (printed, unknown) for printed in EVERYWHERE if (unknown := unknown_options(printed.line))
+        (printed, unknown) for printed in everywhere() if (unknown := unknown_options(printed.line))
     ] == []
 
 
 def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
-    lines = [printed.line for printed in [*PRINTED, *FURTHER]]
+    lines = [printed.line for printed in [*PRINTED, *further()]]
     assert [words for words in NOT_HERE if not any(words in line for line in lines)] == []
     assert sum(reason(line) is None for line in lines) > 0.7 * len(lines)
 
@@ -154,10 +164,10 @@ def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
 DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
 
 
-def finding(failure: float, hits: int, changed: bool) -> AuditFindings:
+def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") -> AuditFindings:
     """Findings that lead to each kind of advice."""
     shares = CertifiedShares(
-        method="smoothing" if failure else "lipschitz", promise="", failure=failure, domain="", about="",
+        method="smoothing" if failure else proof, promise="", failure=failure, domain="", about="",
         average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
         parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
@@ -173,6 +183,7 @@ def finding(failure: float, hits: int, changed: bool) -> AuditFindings:
         ("plain", finding(0.001, 30, False)),
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
+        ("plain", finding(0.0, 0, False, "local")),
         ("plain", AuditFindings()),
         ("plain", AuditFindings(dataset=DIGITS)),
     ],

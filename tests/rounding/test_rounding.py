@@ -213,6 +213,7 @@ class Catching(nn.Module):
         Network(lambda x: (x @ W[0]).abs() ** 1.5),
         Network(lambda x: (x @ W[0]) ** -2),
         Network(lambda x: 2.0 ** (x @ W[0])),
+        Network(lambda x: torch.ops.aten.elu(x @ W[0], 1.0, 1.0, -1.0)),
         Catching(),
     ],
 )

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+import torch.utils.serialization.config  # torch loads it late: a file that is opened
 from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint

@@ -70,17 +70,25 @@ with figure(Path("x.svg"), (2, 2), "t") as axes:
 """
 
 
+def drawn(folder: Path) -> bytes:
+    """Return the figure that a process in this folder draws."""
+    root = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    subprocess.run([sys.executable, "-c", FIGURE], cwd=folder, env=root, check=True, timeout=60)
+    return (folder / "x.svg").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return drawn(tmp_path_factory.mktemp("clean"))
+
+
 @pytest.mark.parametrize("kind", ["latex", "bytes", "fifo"])
-def test_the_folders_matplotlibrc_changes_no_figure(kind: str, tmp_path: Path) -> None:
+def test_the_folders_matplotlibrc_changes_no_figure(
+    kind: str, clean: bytes, tmp_path: Path
+) -> None:
     if kind == "fifo":
         os.mkfifo(tmp_path / "matplotlibrc")
     else:
         text = b"text.usetex: True\nlines.linewidth: 40\nbackend: nowhere\n"
         (tmp_path / "matplotlibrc").write_bytes(text if kind == "latex" else b"\xff\xfe\x00")
-    root = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    figures = []
-    for folder in (tmp_path, tmp_path / "clean"):
-        folder.mkdir(exist_ok=True)
-        subprocess.run([sys.executable, "-c", FIGURE], cwd=folder, env=root, check=True, timeout=60)
-        figures.append((folder / "x.svg").read_bytes())
-    assert figures[0] == figures[1]
+    assert drawn(tmp_path) == clean

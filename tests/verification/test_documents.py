@@ -34,10 +34,9 @@ def test_an_honest_report_of_certify_is_verified(
     found = checked(workshop, tmp_path, certified, 0)
     assert found["verified"]
     assert found["kind"] == "certify report"
-    assert found["counts"] == {"verified": 5, "refuted": 0, "unverified": 1, "stale": 0}
-    assert [claim["statement"] for claim in found["claims"] if not claim["asked"]] == [
-        "all other fields"
-    ]
+    assert found["counts"] == {"verified": 6, "refuted": 0, "unverified": 1, "stale": 0}
+    (rest,) = [claim["statement"] for claim in found["claims"] if not claim["asked"]]
+    assert rest == "all other fields (abstained, doubts, gate, network, seen)"
 
 
 FORGERIES: dict[str, Callable[[Raw], object]] = {
@@ -78,7 +77,8 @@ def test_a_document_of_nobody_is_refused(workshop: Path, tmp_path: Path) -> None
         path.write_text(json.dumps(report))
         done = attempt("verify", path, workshop / "certified.safetensors")
         assert getattr(done.exception, "code", 0) == 3, (report, done.exception)
-    assert kind_of({"attacks": {}, "robust": 1.0}) == "attack"
+    attack = {"command": "attack", "schema": 1, "attacks": {}, "robust": 1.0}
+    assert kind_of(attack) == "attack"
 
 
 MOVED = {
@@ -105,3 +105,19 @@ def test_the_old_option_says_where_it_went(workshop: Path, tmp_path: Path) -> No
     done = certvit("lipschitz", workshop / "certified.safetensors", "--verify", path)
     assert "is a command now: certvit verify" in done.output
     assert "steps hold" in done.output
+
+
+@pytest.mark.parametrize("name", ["promise", "arithmetic", "domain"])
+@pytest.mark.parametrize("value", [3, None, ["real"], {}, "other"])
+def test_records_of_another_way_are_refused(
+    workshop: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    path = tmp_path / "r.jsonl"
+    network = workshop / "certified.safetensors"
+    certvit("certify", network, "--dataset", "digits", "--limit", 3, "--records", path)
+    header, *rows = path.read_text().splitlines()
+    fields = json.loads(header)
+    fields["parameters"][name] = value
+    path.write_text("\n".join([json.dumps(fields), *rows, ""]))
+    done = attempt("verify", path, network, "--dataset", "digits")
+    assert getattr(done.exception, "code", 0) == 6, done.exception

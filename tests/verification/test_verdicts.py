@@ -116,7 +116,7 @@ TEN = Real(10.0)
 # log10_upper, upper and lower of a result about a network whose bound is 10, and what becomes of
 # the bound
 BOUNDS: list[tuple[float | None, Any, float | None, str]] = [
-    (None, "inf", None, V),
+    (None, "inf", None, N),
     (-1.0, "inf", None, R),
     (1.0, 10.0, 5.0, V),
     (1.0, 10.0, 10.0 * (1 + 0.7e-6), V),
@@ -129,9 +129,8 @@ def test_a_bound_is_neither_below_the_proven_one_nor_below_a_slope(
     log10: Any, upper: Any, lower: Any, status: str
 ) -> None:
     told = list(evidence._bound(Fields(log10_upper=log10, upper=upper, lower=lower), TEN))
-    assert [(one.status, one.asked) for one in told] == [(status, True), (N, False)][
-        : 1 + (lower is not None)
-    ]
+    claims = [(status, status != N), (N, False)][: 1 + (lower is not None)]
+    assert [(one.status, one.asked) for one in told] == claims
 
 
 def test_each_claim_belongs_to_its_entry_and_history_is_not_asked_for() -> None:
@@ -148,7 +147,7 @@ def test_each_claim_belongs_to_its_entry_and_history_is_not_asked_for() -> None:
 @pytest.mark.parametrize("measured", [True, False])
 def test_what_was_measured_counts_where_it_is_asked_for(measured: bool) -> None:
     entry: Any = Fields(command="adapt", result=None)
-    (found,) = evidence._check(None, entry, None, None, measured)  # type: ignore[arg-type]
+    (found,) = evidence._check(None, entry, None, None, measured, {})  # type: ignore[arg-type]
     assert (found.status, found.asked) == (N, measured)
 
 
@@ -200,7 +199,7 @@ def test_nobody_samples_for_days(number: str) -> None:
     options = msgspec.convert(
         {**given, "noise": "", number: evidence.MOST_DRAWS + 1}, SmoothingOptions
     )
-    (found,) = evidence._certified(None, Fields(options=options), None)  # type: ignore[arg-type]
+    (found,) = evidence._certified(None, Fields(options=options), None, {})  # type: ignore[arg-type]
     assert found.status == N
 
 

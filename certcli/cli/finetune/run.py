@@ -381,6 +381,8 @@ class Training:
             return
         sink.document(report)
         sink.text(f"{self.path}: epoch {best}, {final.told(len(images), epsilon)}{line}")
+        if settings.is_for_local:
+            sink.note(f"image by image: certvit certify {self.path} --method local -e {epsilon:g}")
         if doubt is not None:
             ending.end(doubt, sink)
 

@@ -137,6 +137,8 @@ def _docs() -> Path:
 
 def _show_all(context: typer.Context, asked: bool) -> None:
     if asked:
+        context.command = copy(context.command)  # a program that is called again hides them again
+        context.command.params = [copy(option) for option in context.command.params]
         for option in context.command.params:
             option.hidden = False  # type: ignore[attr-defined]
         typer.echo(context.get_help())

@@ -58,9 +58,10 @@ def certify_again(
             for certificates in certify(certifier, chosen, batch):
                 rows += [(one.correct, one.held) for one in certificates]
                 bar.advance(len(certificates))
-        fields = {name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic")}
-        parameters = json.loads(json.dumps(dict(certifier.parameters)))
-        return replace(result, rows=rows, stated={**fields, "parameters": parameters})
+        names = ("promise", "failure", "arithmetic", "norm", "domain")
+        fields = {name: getattr(certifier, name) for name in names}
+        statement = {**certifier.about, **fields, "parameters": dict(certifier.parameters)}
+        return replace(result, rows=rows, stated=json.loads(json.dumps(statement)))
 
     return recertify
 

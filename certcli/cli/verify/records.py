@@ -138,8 +138,10 @@ def _method_of(run: Run, path: Path, allowed: int) -> str:
             f"{path} names no method of certify", "certvit certify ... --records FILE writes them"
         )
     parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
+    common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
     try:
         convert(parameters, OPTIONS[run.method])
+        convert(common, dict[str, str])
     except Refused as refusal:
         message = f"{path} states parameters that no {run.method} has: {refusal}"
         raise DataError(message) from refusal

@@ -75,13 +75,16 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
         )
         return view.CheckedFile(verify_laws(report), words, whole=False, about=facts)
     from certcli.verification import report as reports
+    from certcli.verification.documents import unread_fields
 
+    checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
+    unread = unread_fields({*json.loads(text), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features)
-    claims = reports.verify(report, checkpoint, options.machine.pick())
+    claims = reports.verify(report, checkpoint, unread, options.machine.pick())
     words = (
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
-        f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({reports.UNREAD}) was checked"
+        f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({unread}) was checked"
     )
     return view.CheckedFile(claims, words, about=facts)
 
@@ -90,37 +93,67 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
     """Check a report of certify, attack or audit as the evidence that its run would have written."""
     from certcli.cli.verify.again import certify_again
     from certcli.evaluation.claim import Claim
-    from certcli.verification.documents import entries_of
+    from certcli.verification import documents
     from certcli.verification.evidence import check_entries
 
     checkpoint = options.open(sink)
     seed = options.data.seed
+    report = json.loads(text)
+    unread = documents.unread_of(report)
+    claims = []
+    further: dict[int, dict[str, Any]] = {}
     if kind == "audit":
-        entries = _audited(checkpoint, text, seed)
+        entries, further = _audited(checkpoint, text, seed)
     else:
-        entries = entries_of(json.loads(text), seed)
-    claims = check_entries(
+        entries = documents.entries_of(report, seed)
+        if kind == "certify":
+            further = documents.method_fields(report, entries)
+            problems = documents.contradictions(report)
+            claims = [Claim("the report", "refuted", problem) for problem in problems]
+    claims += check_entries(
         checkpoint,
         entries,
         certify_again(checkpoint, options.scope, options.data, options.machine, sink),
         options.machine.pick(),
         measured=not options.scope.proven_only,
+        further=further,
     )
-    rest = Claim("all other fields", "unverified", "the author's word", asked=False)
+    rest = Claim(f"all other fields ({unread})", "unverified", "the author's word", asked=False)
     words = "verified: the bounds, shares and certificates above; all other fields of the report are the author's word"
     return view.CheckedFile([*claims, rest], words)
 
 
-def _audited(checkpoint: Checkpoint, text: bytes, seed: int) -> list[Evidence]:
-    """Return what the audit would have written, about the network that the audit names."""
+def _audited(
+    checkpoint: Checkpoint, text: bytes, seed: int
+) -> tuple[list[Evidence], dict[int, dict[str, Any]]]:
+    """Return what the audit would have written, about the network that the audit names, and by the
+    number of the entry what it says of a method beside.
+    """
     from certcli.audit.evidence import with_evidence
     from certcli.checkpoint.file import Checkpoint
     from certcli.report.document import from_json
+    from certcli.system.errors import Refused
 
     audit = from_json(text)
     bare = Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=()))
-    entries = with_evidence(bare, audit, seed).record.evidence
-    return [replace(entry, digest=audit.checkpoint) for entry in entries]
+    entries = [
+        replace(entry, digest=audit.checkpoint)
+        for entry in with_evidence(bare, audit, seed).record.evidence
+    ]
+    domains = {shares.method: shares.domain for shares in audit.certificates}
+    if len(domains) < len(audit.certificates):
+        raise Refused("two of its certificates are of one method")
+    patched = audit.patched
+    if patched is not None and patched.parameters.get("procedure") != patched.procedure:
+        raise Refused("its procedure against patches is another one in the parameters")
+    further = {}
+    for number, entry in enumerate(entries):
+        if entry.command == "lipschitz" and audit.bound is not None:
+            words = {name: getattr(audit.bound, name) for name in ("upper_text", "upper_finite")}
+            entries[number] = replace(entry, result={**entry.result, **words})
+        elif entry.command == "certify" and entry.parameters["method"] in domains:
+            further[number] = {"domain": domains[entry.parameters["method"]]}
+    return entries, further
 
 
 def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:

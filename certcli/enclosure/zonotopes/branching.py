@@ -96,6 +96,8 @@ class BranchSearch:
         self.domains = 0
         self.ascent = Ascent(out, rows)
         self.trees = list(trees) if trees else [Tree() for _ in rows]
+        if len(self.trees) != len(rows):  # a margin without a tree would have no bound
+            raise ValueError(f"{len(self.trees)} trees for {len(rows)} margins")
         self.bounds = torch.full((len(rows),), math.inf, dtype=rows.dtype)
 
     def prove(self) -> Tensor:

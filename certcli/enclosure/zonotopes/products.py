@@ -118,11 +118,10 @@ def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract 
     sized = contract(x.ball_radius, y.ball_radius)
     if frobenius is None or x.space.boxed:
         return sized
-    # the inner products in it are off by at most gamma_m, relative to the product of the two
-    # lengths
-    square = (
-        frobenius(x.ball, y.ball).clamp_min(0) + gamma(x.space.ball + 2 * terms + 8) * sized * sized
-    )
+    # two inner products of m terms, summed over all pairs of the `terms` that are contracted
+    whole = contract(x.ball_length, y.ball_length)
+    rounding = gamma(2 * x.space.ball + terms * terms + 8) * whole * whole
+    square = frobenius(x.ball, y.ball).clamp_min(0) + rounding
     return torch.minimum(up(square.sqrt(), 4), sized)
 
 

@@ -18,7 +18,7 @@ def reduced(x: Form) -> Form:
     count = x.centre.numel()
     if not limit:
         return x
-    if len(x.box) + count <= limit:
+    if len(x.box) + count <= limit or not x.blocks:
         return x.worked()
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])

@@ -14,11 +14,12 @@ class Loss(Entry):
 
     Attributes:
         needs: "nothing" (None is passed), "pairs" (constants (k, k) of the network, for each pair
-            of logits), or "chain" (slopes (b, k) of the images at hand, from a neighbourhood
-            carried through a chain of layers).
+            of logits), "chain" (slopes (b, k) of the images at hand, from a neighbourhood carried
+            through a chain of layers), or "enclosure" (margins (e, k) that an enclosure leaves to
+            the first e images).
     """
 
-    needs: Literal["nothing", "pairs", "chain"] = "nothing"
+    needs: Literal["nothing", "pairs", "chain", "enclosure"] = "nothing"
 
 
 _PUBLISHED = "certcli.finetune.losses.published"
@@ -87,7 +88,14 @@ LOSSES = Registry(
         "Huang et al. 2021",
         needs="chain",
     ),
+    Loss(
+        "local",
+        "certcli.finetune.losses.local:local",
+        "cross entropy of the worst logits in an enclosure of a vision transformer, for local certificates",
+        needs="enclosure",
+    ),
 )
 
 NEEDS_PAIRS = frozenset(loss.name for loss in LOSSES if loss.needs == "pairs")
 NEEDS_CHAIN = frozenset(loss.name for loss in LOSSES if loss.needs == "chain")
+NEEDS_ENCLOSURE = frozenset(loss.name for loss in LOSSES if loss.needs == "enclosure")

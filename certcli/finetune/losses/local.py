@@ -1,0 +1,275 @@
+"""Certified training for `certify --method local`: the margins that an enclosure of each image's
+neighbourhood leaves, with gradients.
+
+A batch of forms (`forms.py`) goes through a plain vision transformer as docs/local.md has it, with
+a few random directions in place of the pixels: row norms of A and Gram matrices survive them
+(Johnson and Lindenstrauss). The margins are an estimate, and prove nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
+import torch
+from timm.layers.attention import Attention
+from timm.layers.mlp import Mlp
+from timm.models.vision_transformer import Block, LayerScale, VisionTransformer
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from certcli.finetune.losses.forms import (
+    Form,
+    Symbols,
+    averages_of,
+    dense,
+    layer_norm,
+    scores_of,
+    softmax,
+    variance,
+)
+from certcli.models.build import PixelModel
+from certcli.system.errors import ArchitectureError
+
+DIRECTIONS = 32
+"""Random directions in place of the pixels, in training."""
+JUDGES = 64
+"""The same where an epoch is judged."""
+AT_ONCE = 16
+"""Images that are enclosed together where an epoch is judged: some 100 MB at 5 tokens."""
+ENCLOSED = 8
+"""Images of a batch whose neighbourhoods are enclosed; all others count by their attacked loss."""
+WORST_SHARE = 0.4
+"""Weight of the worst logits' part in the loss; with a half, attention had less left to do on digits."""
+_PLAIN = (nn.GELU, nn.ReLU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid)
+_NARROW = 1e-6
+
+
+def local(
+    logits: Tensor, labels: Tensor, margins: Tensor, epsilon: float, smoothing: float
+) -> Tensor:
+    """Return .6 CE(logits) + .4 mean log(1 + CE(worst logits)): (b, k), (b,), (e, k) -> ().
+
+    The logarithm leaves a gradient of use where an enclosure has exploded.
+
+    Args:
+        margins: lower bounds of z_y - z_j over the neighbourhoods of the first e images; 0 at y.
+        epsilon: their radius, which the margins know.
+    """
+    plain = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    worst = (-margins).logsumexp(1).log1p().mean()
+    return (1 - WORST_SHARE) * plain + WORST_SHARE * worst.to(plain)
+
+
+class LocalEnclosure:
+    """Lower bounds, by estimate, of the margins near images.
+
+    Raises:
+        ArchitectureError: the network is no plain vision transformer.
+    """
+
+    def __init__(self, model: PixelModel) -> None:
+        self.model = model
+        self.net = _plain_transformer(model.net)
+        self.pixels = 1
+        for side in model.input_size:
+            self.pixels *= side
+
+    def directions(self, generator: Generator, count: int = DIRECTIONS) -> Tensor:
+        """Draw directions of the pixels, all of them where they are few: (m, c, h, w)."""
+        if self.pixels <= count:
+            return torch.eye(self.pixels).view(self.pixels, *self.model.input_size)
+        drawn = torch.randn(count, *self.model.input_size, generator=generator)
+        return drawn / count**0.5
+
+    def margins(self, images: Tensor, labels: Tensor, epsilon: float, directions: Tensor) -> Tensor:
+        """Return lower bounds of z_y - z_j within `epsilon` of each image, 0 at j = y: (b, c, h, w),
+        (b,) -> (b, k).
+        """
+        net = self.net
+        form = self._tokens(images, epsilon, directions)
+        by_token = net.global_pool == "token"
+        last = len(net.blocks) - 1
+        for number, block in enumerate(net.blocks):
+            form = _through(form, block, only_first=by_token and number == last)
+        prefix = net.num_prefix_tokens
+
+        def pooled(t: Tensor) -> Tensor:
+            return t[..., 0, :] if by_token else t[..., prefix:, :].mean(-2)
+
+        norm: Any = net.norm if by_token else net.fc_norm
+        head: Any = net.head
+        return _margins(form.mapped(pooled), norm, head, labels)
+
+    def gains(
+        self, images: Tensor, epsilon: float, directions: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Return labels (b,) -> the largest growth of each z_j - z_y within `epsilon`: (b, k)."""
+        logits = self.model(images)
+
+        def growth(labels: Tensor) -> Tensor:
+            leads = logits.gather(1, labels[:, None]) - logits
+            return leads - self.margins(images, labels, epsilon, directions)
+
+        return growth
+
+    def _tokens(self, images: Tensor, epsilon: float, directions: Tensor) -> Form:
+        """Return the form of the tokens before the first block."""
+        net: Any = self.net
+        projection = net.patch_embed.proj
+        pixels = self.model.normalize(images).to(projection.weight.dtype)
+        centre = net._pos_embed(net.patch_embed(pixels))
+        std = self.model.normalize.std.to(projection.weight)
+        steps = epsilon * directions.to(projection.weight) / std
+        moves = functional.conv2d(steps, projection.weight, None, projection.stride)
+        ball = functional.pad(moves.flatten(2).mT, (0, 0, net.num_prefix_tokens, 0))
+        ball = ball.expand(len(centre), *ball.shape)
+        box = centre.new_zeros(len(centre), 0, *centre.shape[1:])
+        return Form(centre, ball, box, None, Symbols())
+
+
+def _through(form: Form, block: Any, only_first: bool) -> Form:
+    """Return the form behind a block; `only_first`: of the first token."""
+    branch = _attention(_normed(form, block.norm1), block.attn, only_first)
+    if only_first:
+        form = form.rearranged(lambda t: t[..., :1, :])
+    form = form.plus(branch.scaled(_gain(block.ls1))).solid()
+    mlp = block.mlp
+    hidden = dense(_normed(form, block.norm2), mlp.fc1.weight, mlp.fc1.bias).applied(mlp.act)
+    return form.plus(dense(hidden, mlp.fc2.weight, mlp.fc2.bias).scaled(_gain(block.ls2)))
+
+
+def _gain(scale: nn.Module) -> Tensor | float:
+    return scale.gamma if isinstance(scale, LayerScale) else 1.0
+
+
+def _normed(form: Form, norm: nn.LayerNorm) -> Form:
+    return layer_norm(form, norm.weight, norm.bias, norm.eps)
+
+
+def _attention(form: Form, attention: Any, only_first: bool) -> Form:
+    """Return the form behind an attention. Scores do not see what is the same in a row, so that the
+    keys' mean goes.
+    """
+    heads = attention.num_heads
+    qkv = dense(form, attention.qkv.weight, attention.qkv.bias)
+    width = qkv.centre.shape[-1] // 3
+
+    def part(number: int) -> Form:
+        return qkv.rearranged(
+            lambda t: (
+                t[..., number * width : (number + 1) * width]
+                .unflatten(-1, (heads, width // heads))
+                .transpose(-2, -3)
+            )
+        )
+
+    query = part(0).scaled(float(attention.scale))
+    if only_first:
+        query = query.rearranged(lambda t: t[..., :1, :])
+    key = part(1).mapped(lambda t: t - t.mean(-2, keepdim=True))
+    mixed = averages_of(softmax(scores_of(query, key)), part(2))
+    joined = mixed.rearranged(lambda t: t.transpose(-2, -3).flatten(-2))
+    return dense(joined, attention.proj.weight, attention.proj.bias)
+
+
+def _margins(token: Form, norm: nn.LayerNorm, head: nn.Linear, labels: Tensor) -> Tensor:
+    """Return lower bounds of the margins of head(norm(token)), by docs/local.md, section 6: (w . y +
+    b sqrt(v)) / sqrt(v at the image).
+    """
+    rows = head.weight[labels][:, None] - head.weight
+    offsets = torch.zeros_like(rows[..., 0])
+    if head.bias is not None:
+        offsets = head.bias[labels][:, None] - head.bias
+    offsets = offsets + rows @ norm.bias
+    rows = rows * norm.weight
+    centred, length, floor = variance(token, norm.eps)
+    root = length.applied(torch.sqrt, low=_NARROW, floor=floor).solid()
+    # the columns are one axis of a matrix here: (b, m, d) @ (b, d, k)
+    centre = (centred.centre[:, None] @ rows.mT)[:, 0] + root.centre * offsets
+    ball = centred.ball @ rows.mT + root.ball * offsets[:, None]
+    count = root.box.shape[1]
+    box = centred.padded_box(count) @ rows.mT + root.padded_box(count) * offsets[:, None]
+    margin = Form(centre, ball, box, None, token.symbols)
+    lower = (margin.centre - margin.alpha - margin.rho) / length.centre.sqrt().detach()
+    return lower.scatter(1, labels[:, None], 0.0)
+
+
+def _plain_transformer(net: nn.Module) -> VisionTransformer:
+    """Return the network where its forward pass is the one enclosed here. ArchitectureError names
+    what is not.
+    """
+    reason = _hindrance(net)
+    if reason is not None:
+        raise ArchitectureError(
+            f"no enclosure for training: {reason}",
+            "--loss local takes timm's VisionTransformer (LayerNorm, softmax attention); "
+            "--enclosure-penalty takes more",
+        )
+    assert isinstance(net, VisionTransformer)
+    return net
+
+
+def _hindrance(net: nn.Module) -> str | None:
+    """Return what differs from the transformer that is enclosed; None: nothing."""
+    kind = type(net)
+    same = ("forward", "forward_features", "forward_head", "pool", "_pos_embed")
+    if not isinstance(net, VisionTransformer) or any(
+        getattr(kind, name) is not getattr(VisionTransformer, name) for name in same
+    ):
+        return f"the network is a {kind.__name__}"
+    by_token = net.global_pool == "token"
+    if net.global_pool not in ("token", "avg") or net.pool_include_prefix:
+        return f"it pools by '{net.global_pool}'"
+    norms = {"norm": by_token, "fc_norm": not by_token}
+    embedding: Any = net.patch_embed
+    expected: dict[str, tuple[nn.Module, tuple[type, ...]]] = {
+        "patch_embed.proj": (embedding.proj, (nn.Conv2d,)),
+        "patch_embed.norm": (embedding.norm, (nn.Identity,)),
+        "norm_pre": (net.norm_pre, (nn.Identity,)),
+        "patch_drop": (net.patch_drop, (nn.Identity,)),
+        "head": (net.head, (nn.Linear,)),
+        **{
+            name: (getattr(net, name), (nn.LayerNorm,) if used else (nn.Identity,))
+            for name, used in norms.items()
+        },
+    }
+    if not embedding.flatten or net.dynamic_img_size:
+        return "its images may have any size"
+    for number, block in enumerate(net.blocks):
+        if type(block) is not Block:
+            return f"blocks.{number} is a {type(block).__name__}"
+        expected |= _parts(f"blocks.{number}", block)
+    for path, (module, kinds) in expected.items():
+        if not isinstance(module, kinds):
+            return f"{path} is a {type(module).__name__}"
+        if isinstance(module, nn.LayerNorm) and (module.weight is None or module.bias is None):
+            return f"{path} has no weight or no bias"
+    return None
+
+
+def _parts(path: str, block: Any) -> dict[str, tuple[nn.Module, tuple[type, ...]]]:
+    """Return the parts of a block by their paths, each with what it may be."""
+    attention = block.attn
+    parts: dict[str, tuple[nn.Module, tuple[type, ...]]] = {
+        "norm1": (block.norm1, (nn.LayerNorm,)),
+        "norm2": (block.norm2, (nn.LayerNorm,)),
+        "ls1": (block.ls1, (nn.Identity, LayerScale)),
+        "ls2": (block.ls2, (nn.Identity, LayerScale)),
+        "attn": (attention, (Attention,)),
+        "mlp": (block.mlp, (Mlp,)),
+    }
+    if isinstance(attention, Attention):
+        for name in ("q_norm", "k_norm", "norm"):
+            parts[f"attn.{name}"] = (getattr(attention, name), (nn.Identity,))
+        gate = attention.gate
+        parts["attn.gate"] = (nn.Identity() if gate is None else gate, (nn.Identity,))
+        parts["attn.qkv"] = (attention.qkv, (nn.Linear,))
+        parts["attn.proj"] = (attention.proj, (nn.Linear,))
+    if isinstance(block.mlp, Mlp):
+        parts["mlp.act"] = (block.mlp.act, _PLAIN)
+        parts["mlp.norm"] = (block.mlp.norm, (nn.Identity,))
+        parts["mlp.fc1"] = (block.mlp.fc1, (nn.Linear,))
+        parts["mlp.fc2"] = (block.mlp.fc2, (nn.Linear,))
+    return {f"{path}.{name}": part for name, part in parts.items()}

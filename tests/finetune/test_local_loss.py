@@ -1,0 +1,291 @@
+"""Certified training for local certificates: its enclosure against the network's own values, slopes
+and neighbours, what it refuses, and the epoch that it chooses.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from certcli.checkpoint.file import Checkpoint
+from certcli.finetune.evaluate import Quality
+from certcli.finetune.loop import Trainer
+from certcli.finetune.losses import forms
+from certcli.finetune.losses.local import ENCLOSED, LocalEnclosure, local
+from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.state import load_state, save_state
+from certcli.images import datasets
+from certcli.models import build
+from certcli.system.errors import ArchitectureError, UsageError
+from tests.helpers.commands import certvit
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "mean of tokens": {"class_token": False, "global_pool": "avg"},
+    "layer scale": {"init_values": 0.5},
+    "register token": {"reg_tokens": 1, "no_embed_class": True},
+}
+COUNT = 6
+
+
+def initialised(arch: str = "certvit_vit_digits", **changes: Any) -> Checkpoint:
+    shape = {"patch_size": 4, "embed_dim": 8, "num_heads": 2, "depth": 2, "mlp_ratio": 1.0}
+    shape = {**shape, **changes} if arch == "certvit_vit_digits" else changes
+    spec = build.spec_of(build.create(arch, shape, initialise=False))
+    return build.initialise(arch, shape, spec, 10, 0)
+
+
+def network(**changes: Any) -> build.PixelModel:
+    """A network whose weights are large enough that everything in it is curved."""
+    model = build.load(initialised(**changes), writable=True).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.net.named_parameters():
+            if "norm" not in name and "gamma" not in name:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    return model.eval()
+
+
+def judged(model: build.PixelModel) -> tuple[Tensor, Tensor]:
+    images, _ = datasets.load("digits", initialised().record.input, "val").limit(COUNT).tensors()
+    images = images.double()
+    return images, model(images).argmax(1)
+
+
+def leads(model: build.PixelModel, images: Tensor, labels: Tensor) -> Tensor:
+    logits = model(images)
+    return logits.gather(1, labels[:, None]) - logits
+
+
+def stretched_leads(model: build.PixelModel, images: Tensor, labels: Tensor) -> Tensor:
+    """Return the margins times the length that the last norm divides by: what is enclosed."""
+    by_token = model.net.global_pool == "token"
+    norm = model.net.norm if by_token else model.net.fc_norm
+    lengths = []
+
+    def record(module: Any, arguments: Any) -> None:
+        token = arguments[0][:, 0] if by_token else arguments[0]
+        lengths.append((token.var(-1, unbiased=False) + module.eps).sqrt())
+
+    hook = norm.register_forward_pre_hook(record)
+    margins = leads(model, images, labels)
+    hook.remove()
+    return margins * lengths[0][:, None]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_a_small_ball_margins_fall_by_the_length_of_their_slopes(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "TINY", 1e-26)
+    monkeypatch.setattr(forms, "NARROW", 1e-12)
+    model = network(**SHAPES[shape])
+    images, labels = judged(model)
+    enclosure = LocalEnclosure(model)
+    radius = 1e-5
+    everything = enclosure.directions(torch.Generator(), images[0].numel()).double()
+    lower = enclosure.margins(images, labels, radius, everything)
+    exact = leads(model, images, labels)
+    length = stretched_leads(model, images, labels) / exact
+    for number in range(COUNT):
+        label = labels[number : number + 1]
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x: stretched_leads(model, x[None], label)[0],  # noqa: B023
+            images[number],
+        )
+        others = torch.arange(10) != label
+        slopes = jacobian.flatten(1).norm(dim=1)[others]
+        fallen = ((exact - lower) * length)[number, others] / radius
+        # second order adds the radius times curvatures
+        assert torch.allclose(fallen, slopes, rtol=0.01)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_all_terms_counted_no_neighbour_is_below_the_margins(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "SECOND_ORDER", 1.0)
+    model = network(**SHAPES[shape])
+    images, labels = judged(model)
+    enclosure = LocalEnclosure(model)
+    generator = torch.Generator().manual_seed(2)
+    everything = enclosure.directions(generator, images[0].numel()).double()
+    exact = leads(model, images, labels)
+    length = stretched_leads(model, images, labels) / exact
+    length = length.nan_to_num(1.0)  # 0 / 0 at the label
+    for radius in (0.003, 0.01, 0.03):
+        lower = enclosure.margins(images, labels, radius, everything) * length
+        for _ in range(30):
+            noise = torch.randn(images.shape, generator=generator).double()
+            neighbours = images + radius * noise / noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+            assert (lower <= stretched_leads(model, neighbours, labels) + 1e-9).all()
+
+
+def test_random_directions_stand_for_the_pixels() -> None:
+    model = network()
+    images, labels = judged(model)
+    enclosure = LocalEnclosure(model)
+    generator = torch.Generator().manual_seed(0)
+    everything = enclosure.directions(generator, images[0].numel()).double()
+    exact = enclosure.margins(images, labels, 1e-3, everything)
+    drawn = torch.stack(
+        [
+            enclosure.margins(images, labels, 1e-3, enclosure.directions(generator, 32).double())
+            for _ in range(20)
+        ]
+    )
+    fallen = leads(model, images, labels) - exact
+    assert drawn.shape[1:] == exact.shape
+    assert float(((drawn.mean(0) - exact).abs() / fallen.clamp_min(1e-6)).median()) < 0.1
+
+
+def test_the_loss_falls_with_the_margins_and_has_a_gradient_where_they_explode() -> None:
+    logits = torch.zeros(4, 3)
+    labels = torch.tensor([0, 1, 2, 0])
+    margins = torch.tensor([[0.0, 5.0, 5.0], [-2000.0, 0.0, 1.0]], requires_grad=True)
+    value = local(logits, labels, margins, 0.5, 0.0)
+    value.backward()
+    assert margins.grad is not None
+    assert float(margins.grad[1, 0]) < 0
+    assert float(local(logits, labels, margins.detach() + 1, 0.5, 0.0)) < float(value.detach())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"qk_norm": True}, "blocks.0.attn.q_norm"),
+        ({"global_pool": "max"}, "pools by 'max'"),
+        ({"pre_norm": True}, "norm_pre"),
+        ({"arch": "certvit_4c3f", "img_size": 8}, "the network is a"),
+    ],
+)
+def test_a_network_of_another_kind_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ArchitectureError, match=reason):
+        LocalEnclosure(build.load(initialised(**changes)))
+
+
+def test_a_replaced_part_is_refused_by_name() -> None:
+    model = build.load(initialised(), writable=True)
+    model.net.blocks[1].mlp.act = torch.nn.Softplus()
+    with pytest.raises(ArchitectureError, match=r"blocks\.1\.mlp\.act is a Softplus"):
+        LocalEnclosure(model)
+
+
+@pytest.mark.parametrize("wrong", [{"mixup": 0.5}, {"cutmix": 0.5}, {"augment": ("bands:1",)}])
+def test_options_that_change_what_an_image_is_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--loss local bounds"):
+        FinetuneSettings(loss="local", **wrong)
+
+
+def trained(checkpoint: Checkpoint, **changes: Any) -> Trainer:
+    settings = FinetuneSettings(**{"batch_size": 64, "lr": 3e-3, "epsilon": 0.05, **changes})
+    return Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
+
+
+def sets(checkpoint: Checkpoint, count: int = 256) -> tuple[datasets.Images, datasets.Images]:
+    train = datasets.load("digits", checkpoint.record.input, "train").limit(count)
+    return train, datasets.load("digits", checkpoint.record.input, "val").limit(40)
+
+
+def test_steps_down_the_loss_open_the_margins() -> None:
+    run = trained(initialised(depth=1), loss="local", epsilon=0.1)
+    train, _ = sets(initialised(depth=1), 8)
+    batch = run.objective.prepare(train, torch.arange(8), 0.0)
+    optimiser = torch.optim.AdamW(run.model.parameters(), lr=5e-3)
+    assert batch.sketch is not None
+
+    def proven() -> int:
+        assert run.enclosure is not None
+        assert batch.sketch is not None
+        lower = run.enclosure.margins(batch.images, batch.labels, 0.1, batch.sketch)
+        return int((lower.scatter(1, batch.labels[:, None], 1.0) > 0).all(1).sum())
+
+    before = proven()
+    for _ in range(60):
+        optimiser.zero_grad()
+        run.objective.value(batch, lambda: None, 0.1).backward()
+        optimiser.step()
+    assert before == 0
+    assert proven() >= 6
+
+
+def test_only_the_first_images_of_a_batch_are_enclosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    margins = LocalEnclosure.margins
+
+    def counted(self: LocalEnclosure, images: Tensor, *rest: Any) -> Tensor:
+        counts.append(len(images))
+        return margins(self, images, *rest)
+
+    monkeypatch.setattr(LocalEnclosure, "margins", counted)
+    checkpoint = initialised(depth=1)
+    run = trained(checkpoint, loss="local", steps=1)
+    train, _ = sets(checkpoint, 64)
+    batch = run.objective.prepare(train, torch.arange(64), 0.0)
+    run.objective.value(batch, lambda: None, 0.05).backward()
+    assert counts == [ENCLOSED]
+
+
+def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clean accuracy is no measure here, neither of later epochs nor of those before."""
+    checkpoint = initialised(depth=1)
+    shares = iter([0.4, 0.1])
+    monkeypatch.setattr(
+        "certcli.finetune.loop.evaluate", lambda *_, **__: Quality(0.95, None, None)
+    )
+    monkeypatch.setattr(Trainer, "_enclosed", lambda self, enclosure, images: next(shares))
+    run = trained(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=4)
+    epochs = list(run.run(*sets(checkpoint)))
+    # no share before the penalty has its weight
+    assert [epoch.certified_estimate for epoch in epochs] == [None, None, 0.4, 0.1]
+    assert run.best_epoch == 3
+
+
+def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
+    checkpoint = initialised(depth=1)
+    run = trained(checkpoint, loss="local", epochs=3, epsilon=0.02)
+    *_, last = run.run(*sets(checkpoint))
+    few = datasets.load("digits", checkpoint.record.input, "val").limit(40).limit(32)
+    images, labels = few.tensors()
+    enclosure = LocalEnclosure(run.model)
+    every = enclosure.directions(torch.Generator(), 64)
+    with torch.no_grad():
+        lower = enclosure.margins(images.float(), labels, 0.02, every)
+    count = int((lower.scatter(1, labels[:, None], 1.0) > 0).all(1).sum())
+    assert last.certified_estimate == pytest.approx(count / 32)
+    assert 0 < count < 32
+
+
+def test_a_penalised_network_of_another_kind_is_judged_by_clean_accuracy() -> None:
+    checkpoint = initialised(qk_norm=True, depth=1)
+    run = trained(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=2)
+    epochs = list(run.run(*sets(checkpoint)))
+    assert all(epoch.certified_estimate is None for epoch in epochs)
+    with pytest.raises(ArchitectureError, match="q_norm"):
+        trained(checkpoint, loss="local", epochs=2)
+
+
+def test_a_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    checkpoint = initialised(depth=1)
+    whole, second = (trained(checkpoint, loss="local", epochs=2) for _ in range(2))
+    data = sets(checkpoint, 128)
+    stream = whole.run(*data)
+    next(stream)
+    save_state(tmp_path / "s.safetensors", whole.state())
+    rest = [epoch.loss for epoch in stream]
+    second.restore(load_state(tmp_path / "s.safetensors", "test"))
+    assert [epoch.loss for epoch in second.run(*data)] == rest
+
+
+def test_the_command_names_the_proof_that_it_trained_for(workshop: Path, tmp_path: Path) -> None:
+    plain = workshop / "plain.safetensors"
+    out = tmp_path / "tight.safetensors"
+    words = ("--dataset", "digits", "-e", 0.1, "--epochs", 1, "--limit", 20, "-o", out, "--force")
+    for loss in (("--loss", "local"), ("--loss", "ce", "--enclosure-penalty", 0.1)):
+        said = certvit("finetune", plain, *loss, *words).output
+        assert f"certvit certify {out} --method local -e 0.1" in " ".join(said.split())
+    assert "--method local" not in certvit("finetune", plain, "--loss", "ce", *words).output

@@ -1,0 +1,124 @@
+"""Each field of each report, edited by hand: refuted, refused, or named as the author's word."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certcli.certify import methods
+from tests.helpers.commands import console, document
+
+Place = tuple[str | int, ...]
+IMAGES = ("--dataset", "digits", "--limit", 8)
+WAYS = ("--method", "lipschitz", "--method", "box", "--method", "smoothing", "--samples", 100)
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "lipschitz": ("lipschitz", "--limit", 2),
+    "certify": ("certify", *IMAGES, *WAYS, "-e", 0.1, "-e", 0.3),
+    "patch": ("certify", *IMAGES, "--method", "patch", "--patch", 1),
+    "audit": ("audit", *IMAGES, "--method", "lipschitz", "--method", "patch", "--patch", 1),
+}
+WEAKER = {
+    "certify": ("average_radius", "certified", "bound.upper", "bound.log10_upper"),
+    "patch": ("certified",),
+    "audit": ("average_radius", "attack", "slope", "bound.upper", "bound.log10_upper"),
+    "lipschitz": ("layers.*.log10_upper", "layers.*.log10_cumulative", "layers.*.upper"),
+}
+"""Fields that may state less than what is proven."""
+WORDS = ("title", "statement", "about", "why", "drivers")
+"""Named as the words of a bound or a certificate."""
+RECOMPUTED = {
+    "patch": ("parameters.cell.*", "parameters.rows"),
+    "audit": ("patched.parameters.cell.*", "patched.parameters.rows", "patched.parameters.masks"),
+}
+"""Parameters of a classifier behind masks: that of the changed ones is certified again."""
+
+
+def leaves(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield each number, text, switch or null, of each list its first entry alone."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list):
+        for place, inner in enumerate(value[:1]):
+            yield from leaves(inner, (*path, place))
+    else:
+        yield path, value
+
+
+def edited(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [type(value)(value * 2 + 1), type(value)(value / 2)]
+    return ["linf" if value == "l2" else "all" if value == "box" else f"{value}5"]
+
+
+def put(report: Any, path: Place, value: Any) -> Any:
+    changed = copy.deepcopy(report)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+@pytest.fixture(scope="module")
+def once() -> Iterator[None]:
+    """Make each method ready once, and certify by it once."""
+    ready: dict[Any, Any] = {}
+    prepared = methods.prepare
+    certified = methods.certify
+
+    def prepare(method: str, checkpoint: Any, device: Any, options: Any = None) -> Any:
+        key = method, checkpoint.digest, repr(options)
+        ready[key] = ready.get(key) or prepared(method, checkpoint, device, options)
+        return ready[key]
+
+    def certify(certifier: Any, images: Any, *rest: Any, **others: Any) -> Any:
+        if len(rest) > 1 or others:
+            return certified(certifier, images, *rest, **others)
+        key = id(certifier), images.digest
+        ready[key] = ready.get(key) or list(certified(certifier, images, *rest))
+        return ready[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "prepare", prepare)
+        patch.setattr(methods, "certify", certify)
+        yield
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_an_edited_field_is_refuted_or_named(
+    kind: str, workshop: Path, tmp_path: Path, once: None, proven_once: None
+) -> None:
+    network = workshop / "certified.safetensors"
+    command, *words = COMMANDS[kind]
+    report = document(command, network, *words)
+    path = tmp_path / "r.json"
+    again = ("verify", path, network, "--dataset", "digits", "--proven-only", "--json", "-q")
+    path.write_text(json.dumps(report))
+    honest = json.loads(console(*again).out)
+    assert honest["verified"], honest
+    named = honest["claims"][-1]["statement"]
+    passed = set()
+    count = 0
+    for place, value in leaves(report):
+        field = ".".join("*" if isinstance(key, int) else key for key in place)
+        words = {*re.findall(r"\w+", named), *WORDS}
+        if words & {*map(str, place)} or any(name in field for name in WEAKER[kind]):
+            continue
+        for other in edited(value):
+            if other == value:
+                continue
+            path.write_text(json.dumps(put(report, place, other)))
+            done = console(*again)
+            count += 1
+            assert done.code in (0, 3, 4, 6, 7), (field, other, done.err)
+            if done.code == 0:
+                passed.add(field)
+    assert count > 20
+    assert passed <= {*RECOMPUTED.get(kind, ())}
