@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.constrain.gram_sums import GramSums
 from certcli.constrain.layers import (
     Batches,
     Visit,
@@ -38,9 +39,6 @@ from certcli.constrain.layers import (
 )
 from certcli.constrain.resumed_forward import ResumedStream, Trunk
 from certcli.system.errors import DataError, UsageError
-
-ROWS = 1024
-"""Rows of a layer's inputs that wait for one product, beside which its sum in float64 is cheap."""
 
 MOST_ETA = 0.999
 """Largest relative error by an absolute one: at 1 a layer may vanish."""
@@ -301,49 +299,14 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
         path_of[id(module.weight)] = path
 
 
-@dataclass
-class _Sums:
-    """The sums of one pass for one layer, and for each group the rows that are not in its sum yet."""
-
-    grams: Tensor
-    conv: dict[str, Any] | None
-    tokens: list[int]
-    waiting: list[list[Tensor]]
-
-    def add(self, group: int, columns: Tensor) -> None:
-        """Add X X^T of the rows (tokens, in), those below float64 ROWS at a time."""
-        self.tokens[group] += len(columns)
-        if columns.dtype == torch.float64:
-            self.grams[group].addmm_(columns.mT, columns)
-            return
-        self.waiting[group].append(columns)
-        if sum(map(len, self.waiting[group])) >= ROWS:
-            self.settle(group)
-
-    def settle(self, group: int) -> None:
-        """Add the rows that wait. The product is symmetric: three of its four blocks are computed."""
-        if not self.waiting[group]:
-            return
-        columns = torch.cat(self.waiting[group])
-        self.waiting[group].clear()
-        first, second = columns.split([columns.shape[1] // 2, -(-columns.shape[1] // 2)], dim=1)
-        gram = self.grams[group]
-        half = first.shape[1]
-        across = first.mT @ second
-        gram[:half, :half] += first.mT @ first
-        gram[half:, half:] += second.mT @ second
-        gram[:half, half:] += across
-        gram[half:, :half] += across.mT
-
-
 def _accumulate(
     streams: ResumedStream,
     paths: Sequence[str],
     following: Sequence[str],
     groups: int,
     sample: int | None,
-) -> tuple[dict[str, _Sums], int]:
-    sums_of: dict[str, _Sums] = {}
+) -> tuple[dict[str, GramSums], int]:
+    sums_of: dict[str, GramSums] = {}
     count = streams.stream(paths, following, _adding(sums_of, groups, sample))
     return _ordinary(sums_of), count
 
@@ -356,13 +319,13 @@ def gather_grams(
     model.
     """
     grams: dict[str, Tensor] = {}
-    sums_of: dict[str, _Sums] = {}
+    sums_of: dict[str, GramSums] = {}
     with visiting(model, paths, _adding(sums_of, 1, sample)):
         yield grams
     grams.update(_reported(_ordinary(sums_of), sample))
 
 
-def _reported(sums_of: dict[str, _Sums], sample: int | None) -> dict[str, Tensor]:
+def _reported(sums_of: dict[str, GramSums], sample: int | None) -> dict[str, Tensor]:
     """Return the Gram matrices of held-out images, in float32 for a sample of tokens to save
     memory.
     """
@@ -372,7 +335,7 @@ def _reported(sums_of: dict[str, _Sums], sample: int | None) -> dict[str, Tensor
     }
 
 
-def _adding(sums_of: dict[str, _Sums], groups: int, sample: int | None) -> Visit:
+def _adding(sums_of: dict[str, GramSums], groups: int, sample: int | None) -> Visit:
     """Return a visitor of `stream` that adds a layer's inputs to its sums."""
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
@@ -385,7 +348,7 @@ def _adding(sums_of: dict[str, _Sums], groups: int, sample: int | None) -> Visit
                     groups, width, width, dtype=torch.float64, device=columns.device
                 )
                 waiting: list[list[Tensor]] = [[] for _ in range(groups)]
-                sums_of[path] = _Sums(grams, geometry(module, value), [0] * groups, waiting)
+                sums_of[path] = GramSums(grams, geometry(module, value), [0] * groups, waiting)
             require_finite(path, torch.stack(columns.aminmax()))
             sums_of[path].add(group, columns)
         if not sums_of[path].waiting[group]:
@@ -395,7 +358,7 @@ def _adding(sums_of: dict[str, _Sums], groups: int, sample: int | None) -> Visit
     return visit
 
 
-def _ordinary(sums_of: dict[str, _Sums]) -> dict[str, _Sums]:
+def _ordinary(sums_of: dict[str, GramSums]) -> dict[str, GramSums]:
     """Settle the sums, and clone tensors made under inference mode, which autograd would refuse
     later.
     """
