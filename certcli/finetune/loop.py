@@ -69,6 +69,9 @@ SAID_IMAGES = 32
 """Steps and validation images that are measured before a run says how long it takes."""
 ENCLOSED = 32
 """Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on digits."""
+ENCLOSED_ENTRIES = 256
+"""Numbers in all tokens of an image up to which a penalised network is judged so: the time grows with their square, from a
+second for 160 to a minute for 816."""
 CONTENT = 1024
 """Number of images of each set whose pixels are part of a run's identity."""
 
@@ -205,12 +208,14 @@ class Trainer:
         """
         if self.shares is not None or not self.settings.is_for_local:
             return None
+        needed = self.settings.loss in NEEDS_ENCLOSURE
         try:
-            return LocalEnclosure(self.model)
+            enclosure = LocalEnclosure(self.model)
         except ArchitectureError:
-            if self.settings.loss in NEEDS_ENCLOSURE:
+            if needed:
                 raise
             return None
+        return enclosure if needed or enclosure.entries <= ENCLOSED_ENTRIES else None
 
     def pairs(self) -> Tensor | None:
         """Return the estimated pair constants (k, k), with gradient; None for losses that need

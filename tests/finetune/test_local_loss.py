@@ -11,7 +11,7 @@ from torch import Tensor
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.evaluate import Quality
-from certcli.finetune.loop import Trainer
+from certcli.finetune.loop import ENCLOSED_ENTRIES, Trainer
 from certcli.finetune.losses import forms
 from certcli.finetune.losses.local import ENCLOSED, LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
@@ -267,6 +267,17 @@ def test_a_penalised_network_of_another_kind_is_judged_by_clean_accuracy() -> No
     assert all(epoch.certified_estimate is None for epoch in epochs)
     with pytest.raises(ArchitectureError, match="q_norm"):
         trained(checkpoint, loss="local", epochs=2)
+
+
+def test_a_penalised_network_whose_enclosure_takes_long_is_judged_by_clean_accuracy() -> None:
+    """An estimate of the usual digits network takes a minute, an epoch of it two seconds."""
+    large = initialised(depth=1, embed_dim=64)
+    penalised = trained(large, loss="ce", enclosure_penalty=0.1, epochs=2)
+    assert LocalEnclosure(penalised.model).entries == ENCLOSED_ENTRIES + 64
+    assert penalised.enclosure is None
+    assert trained(large, loss="local", epochs=2).enclosure is not None
+    small = trained(initialised(depth=1), loss="ce", enclosure_penalty=0.1, epochs=2)
+    assert small.enclosure is not None
 
 
 def test_a_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:

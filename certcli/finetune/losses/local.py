@@ -76,6 +76,12 @@ class LocalEnclosure:
         for side in model.input_size:
             self.pixels *= side
 
+    @property
+    def entries(self) -> int:
+        """Return how many numbers all tokens of an image hold."""
+        net: Any = self.net
+        return int((net.patch_embed.num_patches + net.num_prefix_tokens) * net.embed_dim)
+
     def directions(self, generator: Generator, count: int = DIRECTIONS) -> Tensor:
         """Draw directions of the pixels, all of them where they are few: (m, c, h, w)."""
         if self.pixels <= count:
