@@ -241,3 +241,13 @@ def test_a_form_lists_the_columns_that_its_blocks_say() -> None:
     more = Form(x.space, x.centre, x.gens, x.slack, (*x.blocks, Block.fresh(2, 2)))
     assert not more.consistent
     assert ellipsoids.grouped(x, torch.eye(4).double().expand(3, 4, 4)).consistent
+
+
+def test_a_row_whose_entries_may_be_equal_has_no_deviation() -> None:
+    for pixels in (torch.full((1, 1, 2, 2), 0.5), torch.tensor([[[[0.4, 0.6]]]])):
+        assert (
+            float(l2_ball(pixels.double(), 0.3, squares_up_to=0, limit=9).bounds().deviation) == 0
+        )
+    apart = torch.tensor([[[[0.1, 0.9]]]]).double()
+    least = float(l2_ball(apart, 0.1, squares_up_to=0, limit=9).bounds().deviation)
+    assert 0 < least <= 0.4 - 0.1 / 2**0.5

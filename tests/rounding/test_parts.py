@@ -26,6 +26,7 @@ from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
+from certcli.nn.norms import FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
 from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
@@ -192,6 +193,12 @@ def test_a_deviation_that_is_stored_as_0_is_refused() -> None:
             followed(pixels(deviation=deviation), (torch.ones(IMAGE).double(),), FP16)
         with nullcontext() if fine else pytest.raises(NoRule, match="a division by 0"):
             followed(Apply(operator.truediv, deviation), (torch.ones(IMAGE).double(),), FP16)
+
+
+def test_a_floor_that_is_stored_as_0_is_refused() -> None:
+    for floor, fine in ((1.0, True), (1e-12, False)):
+        with nullcontext() if fine else pytest.raises(NoRule, match="a floor of 0"):
+            followed(FloorNorm(TOKENS[-1], floor).double(), (torch.ones(TOKENS).double(),), FP16)
 
 
 def test_small_numbers_are_no_zeros() -> None:
