@@ -35,10 +35,10 @@ DOUBT = 0.1
 """The probability that an `agreement_at_least` on images of a dataset is missed, by the luck of the draw of judges."""
 
 TRIAL_SHARE = 3
-"""One in so many judges is run in a trial: those whose first choices lie nearest to a change."""
+"""A trial runs this fraction of the held-out images, 1 in 3: those with the smallest margins."""
 
 LEAST_JUDGES = 100
-"""A trial runs at least so many of its judges, or all."""
+"""Fewest images that a trial runs; all, where there are fewer."""
 
 MOST_RANKED = 20
 """Changed first choices that are enough to know their share (`ReferenceLogits.changed_at_most`)."""

@@ -39,7 +39,6 @@ class Run:
         checkpoint: digest of the network's function.
         method: of certificates, or the attacks in order.
         norm: of the radii.
-
         radii: at which images were attacked, empty for certificates, which find their own.
         parameters: of the method.
     """

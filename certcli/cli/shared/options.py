@@ -100,7 +100,7 @@ Seed = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Images in a batch.")
+    int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Most images in a batch.")
 ]
 Workers = Annotated[
     int | None,

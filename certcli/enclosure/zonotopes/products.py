@@ -34,7 +34,6 @@ class Bilinear:
 
     Attributes:
         of_first: (rows of the result, second) -> rows of the first.
-
         of_second: (first, rows) -> rows of the second.
     """
 
