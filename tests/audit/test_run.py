@@ -134,8 +134,8 @@ def test_what_is_shown_to_be_typed_works_here(
     assert "a b" not in Path("r.json").read_text()
 
 
-def test_an_audit_of_one_second_names_every_stage_that_did_not_fit(workshop: Path) -> None:
-    found = document("audit", workshop / "plain.safetensors", "--time-budget", "1s", "--quiet")
+def test_an_audit_without_time_names_every_stage_that_did_not_fit(workshop: Path) -> None:
+    found = document("audit", workshop / "plain.safetensors", "--time-budget", "0.1s", "--quiet")
     done = {"bound": found["bound"], "clean": found["clean"], "attack": found["attack"]}
     missing = {item["stage"].partition(",")[0] for item in found["skipped"]}
     assert {name for name, value in done.items() if value is None} <= missing | {"attack"}
