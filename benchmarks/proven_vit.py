@@ -2,15 +2,19 @@
 networks without attention are certified on the same images.
 
     python -m benchmarks.proven_vit proven-output/proven.safetensors [--limit 100] [--split test]
+    python -m benchmarks.proven_vit mnist-output/proven.safetensors --dataset torch/mnist \
+        --data-dir DATA --epochs 5 --batch-size 128 --attack-epsilon 0.8
 
 Frozen: clean accuracy with the probabilities of each attention at their mean over the images. The
 controls, a linear classifier and an MLP of one layer of 128 GELU units, are trained on attacked
-images (PGD of two steps at l2 0.35, 60 epochs), and are certified by `--method local` as the network is.
-Only the controls are certified here: `certvit certify` does it for the network. Intervals are
-Clopper-Pearson, 95 %.
+images (PGD of two steps, as long and as far as the options say), and are certified by `--method
+local` as the network is. Only the controls are certified here: `certvit certify` does it for the
+network. Intervals are Clopper-Pearson, 95 %.
 """
 
 import argparse
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,42 +23,45 @@ from torch import Tensor, nn
 import certvit
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.intervals import share_interval
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
-from certcli.images import datasets
+from certcli.images.labelled import Images
 from certcli.models.build import PixelModel
 
-SPEC = InputSpec(size=(1, 8, 8), mean=(0.5,), std=(0.5,))
 RADII = (0.25, 0.5)
-EPOCHS = 60
 
 
-def controls(epochs: int) -> dict[str, PixelModel]:
-    """Return the networks without attention, trained on attacked digits."""
+def controls(options: argparse.Namespace, load: Callable[[str], Images]) -> dict[str, PixelModel]:
+    """Return the networks without attention, trained on attacked images.
+
+    Args:
+        load: split -> images.
+    """
     torch.manual_seed(0)
+    spec = certvit.load(options.network).record.input
+    pixels = math.prod(spec.size)
     nets = {
-        "linear": nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+        "linear": nn.Sequential(nn.Flatten(), nn.Linear(pixels, 10)),
         "MLP of 128": nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)
+            nn.Flatten(), nn.Linear(pixels, 128), nn.GELU(), nn.Linear(128, 10)
         ),
     }
     settings = FinetuneSettings(
         loss="ce",
         lr=3e-3,
-        epochs=epochs,
-        batch_size=64,
+        epochs=options.epochs,
+        batch_size=options.batch_size,
         adversarial="pgd",
         attack_norm="l2",
-        attack_epsilon=0.35,
+        attack_epsilon=options.attack_epsilon,
         attack_steps=2,
     )
-    train = datasets.load("digits", SPEC, "train")
-    validation = datasets.load("digits", SPEC, "val")
+    train = load("train")
+    validation = load("val")
     models = {}
     for name, net in nets.items():
-        model = PixelModel(SPEC, net)
+        model = PixelModel(spec, net)
         trainer = Trainer(model, settings, 10, name)
         for _ in trainer.run(train, validation):
             pass
@@ -90,12 +97,22 @@ def shown(hits: Tensor) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("network")
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--data-dir")
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--split", default="test")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--attack-epsilon", type=float, default=0.35)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    everything = datasets.load("digits", SPEC, options.split)
+
+    def load(split: str) -> Images:
+        return certvit.images(
+            options.network, options.dataset, split=split, data_dir=options.data_dir
+        )
+
+    everything = load(options.split)
     images, labels = everything.tensors()
     model = certvit.network(options.network, double=True)
     images = images.double()
@@ -105,11 +122,11 @@ def main() -> None:
     print(shown(frozen(model, images).argmax(1) == labels))
     few, truth = everything.limit(options.limit).tensors()
     few = few.double()
-    for name, control in controls(options.epochs).items():
+    for name, control in controls(options, load).items():
         with torch.no_grad():
             right = control(few).argmax(1) == truth
             clean = control(images).argmax(1) == labels
-        certifier = LocalCertifier(control, SPEC.size, Local(at=RADII))
+        certifier = LocalCertifier(control, control.input_size, Local(at=RADII))
         radii = torch.tensor(
             [
                 certifier.radius(image[None], int(label)) if hit else 0.0
