@@ -85,11 +85,15 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
 
 
 def perturbed_at(checkpoint: OpenCheckpoint, side: int | None) -> OpenCheckpoint:
-    """Return the network on images of side x side, which it resizes; None for its own."""
-    if side is None:
+    """Return the network on images of side x side, which it resizes; None for those of the record.
+
+    It is another network: evidence about the first one is not handed on.
+    """
+    spec = checkpoint.record.input if side is None else checkpoint.record.input.perturbed_at(side)
+    if spec == checkpoint.record.input:
         return checkpoint
     old = checkpoint.reading
-    record = replace(checkpoint.record, input=checkpoint.record.input.perturbed_at(side))
+    record = replace(checkpoint.record, input=spec, evidence=())
     images = Fact("images", images_of(record.input), "--image-size")
     facts = tuple(images if fact.name == "images" else fact for fact in old.facts)
     reading = replace(old, facts=facts)
