@@ -52,7 +52,12 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.build import OpenCheckpoint, PixelModel
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
-from certcli.models.open import open_checkpoint, require_classifier, require_features
+from certcli.models.open import (
+    open_checkpoint,
+    perturbed_at,
+    require_classifier,
+    require_features,
+)
 from certcli.models.overrides import Hints
 from certcli.system.errors import UsageError, plain
 
@@ -82,6 +87,7 @@ def load(
     as_stated: bool = False,
     weights: str | None = None,
     features: bool = False,
+    image_size: int | None = None,
 ) -> OpenCheckpoint:
     """Open a network; its modules are built or copied once. What casts doubt on reading a file is a
     warning.
@@ -95,6 +101,8 @@ def load(
         as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
         weights: "raw", "ema" or a key: the weights to read of a file that holds several.
         features: The network has no classifier; `bound` and `slope` are then those of its features.
+        image_size: Side of the images, and of the pixels in which radii are measured, where it is
+            not the network's own: its first layer resizes them.
     """
     about_files = {
         "arch": arch,
@@ -110,16 +118,24 @@ def load(
     }
     if isinstance(source, Checkpoint):
         require_known(_given(about_files | about_modules), (), "load of an open network")
-        return build.with_network(source)
+        return perturbed_at(build.with_network(source), image_size)
     if isinstance(source, nn.Module):
         require_known(_given(about_files), about_modules, "load of a module")
-        return open_module(source, mean, std, input_size, features=features)
+        opened = open_module(source, mean, std, input_size, features=features)
+        return perturbed_at(opened, image_size)
     if input_size is not None:
         raise UsageError(
             "the input_size of a file is that of its architecture", "arch_args={'img_size': 224}"
         )
     hints = Hints(
-        arch, arch_args or {}, per_channel(mean), per_channel(std), as_stated, weights, features
+        arch,
+        arch_args or {},
+        per_channel(mean),
+        per_channel(std),
+        as_stated,
+        weights,
+        features,
+        image_size,
     )
     opened = open_checkpoint(str(source), hints)
     if features:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from certcli.api.errors import require_known
 from certcli.certify.certificate import Certificate
+from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.radii import parse_radius
 from certcli.evaluation.threat import Patch, Threat
@@ -43,11 +44,11 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def whole_number(name: str, value: Any, smallest: int) -> int:
-    """Return an integer from `smallest` to `LARGEST`."""
+def whole_number(name: str, value: Any, smallest: int, largest: int = LARGEST) -> int:
+    """Return an integer from `smallest` to `largest`."""
     number = plain_value(value)
     is_whole = isinstance(number, int) and not isinstance(number, bool)
-    if not is_whole or not smallest <= number <= LARGEST:
+    if not is_whole or not smallest <= number <= largest:
         raise UsageError(f"{name}={shown(value)}: a whole number from {smallest} on is needed")
     return number
 
@@ -202,6 +203,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "as_stated": answer,
     "weights": word,
     "features": answer,
+    "image_size": lambda name, value: whole_number(name, value, 1, LARGEST_SIDE),
     "checkpoint": checkpoint,
     "path": path,
     "force": answer,

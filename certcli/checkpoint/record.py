@@ -50,6 +50,10 @@ class Versioned(Struct):
 class InputSpec:
     """Pixel images the network takes: (channels, height, width) in [0, 1], then (x - mean) / std as
     its first layer.
+
+    Attributes:
+        resized: Height and width to which the first layer resizes the images before that; None
+            where they have the network's own size.
     """
 
     size: tuple[Channels, Side, Side]
@@ -58,6 +62,18 @@ class InputSpec:
     interpolation: Interpolation = "bicubic"
     crop_pct: CropPct = 1.0
     crop_mode: CropMode = "center"
+    resized: tuple[Side, Side] | None = None
+
+    def perturbed_at(self, side: int) -> "InputSpec":
+        """Return the input whose images, in which radii are measured, are side x side."""
+        own = self.resized or self.size[1:]
+        size = (self.size[0], side, side)
+        return replace(self, size=size, resized=None if own == size[1:] else own)
+
+
+_LATER: dict[str, Any] = {"crop_mode": "center", "resized": None}
+"""Fields of `InputSpec` that came later, with the value at which a record leaves them out: older
+records keep their bytes."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +135,9 @@ class Record:
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, nothing that differs between two equal runs."""
         about = asdict(self)
-        if self.input.crop_mode == "center":  # records from before this field keep their bytes
-            del about["input"]["crop_mode"]
+        for name, absent in _LATER.items():
+            if about["input"][name] == absent:
+                del about["input"][name]
         return json.dumps(
             {"schema": SCHEMA, **about},
             sort_keys=True,
@@ -146,7 +163,11 @@ class Record:
             "std": [float(value) for value in spec.std],
             "interpolation": spec.interpolation,
             "crop_pct": float(spec.crop_pct),
-            **({} if spec.crop_mode == "center" else {"crop_mode": spec.crop_mode}),
+            **{
+                name: list(value) if name == "resized" else value
+                for name, absent in _LATER.items()
+                if (value := getattr(spec, name)) != absent
+            },
         }
 
     @staticmethod
@@ -187,12 +208,15 @@ def _decode(text: str) -> Record:
     raw = json.loads(text)
     del raw["schema"]
     _require_fields(raw, record)
-    _require_fields({"crop_mode": "center", **raw["input"]}, record.input)
+    _require_fields(_LATER | raw["input"], record.input)
     for name in ("surgery", "lineage", "evidence"):
         for entry, item in zip(raw[name], getattr(record, name), strict=True):
             _require_fields(entry, item)
     arch_arguments(record.arch_args)
     require_pixels(record.input.size, record.input.mean, record.input.std)
+    if record.input.resized is not None:
+        shown = (record.input.size[0], *record.input.resized)
+        require_pixels(shown, record.input.mean, record.input.std)
     if record.classes == 1:
         raise Refused("classes: 1, and one class leaves nothing to decide")
     for item in record.surgery:

@@ -17,7 +17,7 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 from timm.models.vision_transformer import Block, ResPostBlock
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record
+from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
 from certcli.models.provenance import Fact, Reading
 from certcli.models.weights import load_weights
@@ -59,16 +59,23 @@ def reading_of(
         name: next((origins[key] for key in keys if key in origins), default)
         for name, keys in _ARGUMENTS.items()
     }
-    view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
-    view += "" if spec.crop_mode == "center" else f" {spec.crop_mode}"
     facts = [Fact("architecture", record.arch, origins.get("architecture", default))]
     facts += [Fact(name, value, option_names[name]) for name, value in invisible(net).items()]
     facts += [
         Fact("mean", _numbers(spec.mean), origins.get("mean", default)),
         Fact("std", _numbers(spec.std), origins.get("std", default)),
-        Fact("images", view, origins.get("view", default)),
+        Fact("images", images_of(spec), origins.get("view", default)),
     ]
     return Reading(tuple(facts), tuple(doubts))
+
+
+def images_of(spec: InputSpec) -> str:
+    """Return how images become pixels: "3x224x224 bicubic, crop 0.9"."""
+    view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
+    view += "" if spec.crop_mode == "center" else f" {spec.crop_mode}"
+    if spec.resized is not None:
+        view += f", resized to {'x'.join(map(str, spec.resized))} by the first layer"
+    return view
 
 
 def invisible(net: nn.Module) -> dict[str, str]:

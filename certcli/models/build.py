@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import certcli.system.compat  # noqa: F401 (lets timm import torchvision)
 
@@ -31,6 +32,35 @@ from certcli.nn.reference import SHAPES  # which registers our reference nets wi
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
 from certcli.system.seeds import seed_all
+
+
+class PixelResize(nn.Module):
+    """x -> R_h x R_w^T, bilinear interpolation with antialiasing: (b, c, h, w) -> (b, c, h', w').
+
+    Two products with stored matrices, whose rows sum to 1: bounds, enclosures and rounding take them
+    as linear layers.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    def __init__(self, source: tuple[int, ...], target: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, sides in zip(("rows", "columns"), zip(source, target, strict=True), strict=True):
+            self.register_buffer(name, _interpolation(*sides), persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        wide = functional.linear(pixels, self.columns.to(pixels.dtype))
+        high = functional.linear(wide.transpose(2, 3), self.rows.to(pixels.dtype))
+        return high.transpose(2, 3)
+
+
+def _interpolation(source: int, target: int) -> Tensor:
+    """Return the matrix (target, source) that resizes one side."""
+    # an image, since torch interpolates maps of width 1 wrongly with antialiasing
+    unit = torch.eye(source, dtype=torch.float64)[None, None]
+    size = (target, source)
+    return functional.interpolate(unit, size, mode="bilinear", antialias=True)[0, 0]
 
 
 class PixelNormalize(nn.Module):
@@ -56,12 +86,38 @@ class PixelNormalize(nn.Module):
         return (pixels - self.mean.to(pixels.dtype)) / self.std.to(pixels.dtype)
 
 
+class ResizedPixels(nn.Module):
+    """Resize, then normalise: the first layer of a network on images of another size than its own."""
+
+    def __init__(self, resize: PixelResize, normalize: PixelNormalize) -> None:
+        super().__init__()
+        self.resize = resize
+        self.normalize = normalize
+
+    @property
+    def mean(self) -> Tensor:
+        return self.normalize.mean
+
+    @property
+    def std(self) -> Tensor:
+        return self.normalize.std
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        normalised: Tensor = self.normalize(self.resize(pixels))
+        return normalised
+
+
 class PixelModel(nn.Module):
     """A network with its normalisation: pixels in [0, 1] -> logits, (b, c, h, w) -> (b, k)."""
 
     def __init__(self, spec: InputSpec, net: nn.Module) -> None:
         super().__init__()
-        self.normalize = PixelNormalize(spec.mean, spec.std)
+        normalize = PixelNormalize(spec.mean, spec.std)
+        self.normalize: PixelNormalize | ResizedPixels = (
+            normalize
+            if spec.resized is None
+            else ResizedPixels(PixelResize(spec.size[1:], spec.resized), normalize)
+        )
         self.net = net
         self.input_size = spec.size
 
@@ -69,6 +125,17 @@ class PixelModel(nn.Module):
         if pixels.dtype == torch.float32 and self.is_double:
             pixels = pixels.double()  # exact
         return self.net(self.normalize(pixels))
+
+    @property
+    def resize(self) -> PixelResize | None:
+        """The first step, where the images are not of the network's own size."""
+        return self.normalize.resize if isinstance(self.normalize, ResizedPixels) else None
+
+    @property
+    def resized(self) -> tuple[int, int] | None:
+        """Height and width to which the first step resizes the images."""
+        resize = self.resize
+        return None if resize is None else (len(resize.rows), len(resize.columns))
 
     @property
     def is_double(self) -> bool:

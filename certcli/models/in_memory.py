@@ -6,6 +6,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -51,7 +52,9 @@ def open_module(
         CheckpointError: a weight is not finite.
     """
     kind = type(module).__name__
+    resized = None
     if _is_plain(module):
+        resized = module.resized
         input_size = input_size or module.input_size
         normalisation = module.normalize
         shift = normalisation.mean.flatten()
@@ -90,6 +93,7 @@ def open_module(
             mean=per_channel(mean),
             std=per_channel(std),
         )
+        spec = replace(spec, resized=resized)
         require_pixels(spec.size, spec.mean, spec.std)
     except (UsageError, Refused) as failure:
         raise UsageError(
@@ -146,11 +150,31 @@ def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
     """Whether a module is normalisation and network and nothing else: no forward or hook of its
     own.
     """
-    if type(module) is not build.PixelModel or type(module.normalize) is not build.PixelNormalize:
+    if type(module) is not build.PixelModel:
         return False
-    parts = (module, module.normalize)
+    parts: tuple[nn.Module, ...] = (module, module.normalize)
+    if type(module.normalize) is build.ResizedPixels:
+        resize = module.normalize.resize
+        parts += (resize, module.normalize.normalize)
+        if not _is_resize(resize):
+            return False
+    if type(parts[-1]) is not build.PixelNormalize:
+        return False
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
     return not hooked and not any("forward" in vars(part) for part in parts)
+
+
+def _is_resize(resize: nn.Module) -> bool:
+    """Tell whether this is the resize of its sides, with its own matrices."""
+    if type(resize) is not build.PixelResize:
+        return False
+    matrices = (resize.rows, resize.columns)
+    target, source = zip(*(matrix.shape for matrix in matrices), strict=True)
+    own = build.PixelResize(source, target)
+    return all(
+        torch.equal(matrix.cpu().double(), stored)
+        for matrix, stored in zip(matrices, (own.rows, own.columns), strict=True)
+    )
 
 
 def _all_are(values: Statistics | None, number: float) -> bool:

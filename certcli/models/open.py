@@ -26,7 +26,7 @@ from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
 from certcli.models.advice import advice
 from certcli.models.architecture_clues import appearance
-from certcli.models.assumptions import RECORD, reading_of, rival, statistics_doubts
+from certcli.models.assumptions import RECORD, images_of, reading_of, rival, statistics_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import (
     config_beside,
@@ -50,6 +50,7 @@ from certcli.models.folder import weights_of
 from certcli.models.hub import cache_if_unreachable, fetched, reason_of
 from certcli.models.normaliser import read_with, with_statistics
 from certcli.models.overrides import Hints
+from certcli.models.provenance import KEY as ASSUMED
 from certcli.models.provenance import Fact
 from certcli.models.weights import require_computed, require_fitting
 from certcli.system.errors import (
@@ -70,7 +71,7 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
         hint allows for that.
     """
     hints = hints or Hints()
-    checkpoint = _opened(source, hints)
+    checkpoint = perturbed_at(_opened(source, hints), hints.image_size)
     recorded = checkpoint.record.classes
     actual = build.classes_of(checkpoint.net)
     if bool(recorded) != bool(actual):
@@ -81,6 +82,24 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
     if not hints.features:
         require_classifier(checkpoint, source)
     return checkpoint
+
+
+def perturbed_at(checkpoint: OpenCheckpoint, side: int | None) -> OpenCheckpoint:
+    """Return the network on images of side x side, which it resizes; None for those of the record.
+
+    It is another network: evidence about the first one is not handed on.
+    """
+    spec = checkpoint.record.input if side is None else checkpoint.record.input.perturbed_at(side)
+    if spec == checkpoint.record.input:
+        return checkpoint
+    old = checkpoint.reading
+    record = replace(checkpoint.record, input=spec, evidence=())
+    images = Fact("images", images_of(record.input), "--image-size")
+    facts = tuple(images if fact.name == "images" else fact for fact in old.facts)
+    reading = replace(old, facts=facts)
+    if record.foreign.get(ASSUMED) == old.line():  # of a foreign file, which was read just now
+        record = reading.noted(record)
+    return build.with_network(Checkpoint(checkpoint.tensors, record), checkpoint.net, reading)
 
 
 def require_classifier(checkpoint: Checkpoint, source: str) -> None:

@@ -17,6 +17,8 @@ class Hints:
         as_stated: Believe these and config.json where the tensors fit another network too.
         weights: "raw", "ema" or a key: the weights to read of a file that holds several.
         features: Open a network without a classifier, which ends in features.
+        image_size: Side of the images, and of the pixels in which radii are measured, where it is
+            not the network's own: its first layer resizes them. It goes with every file.
     """
 
     arch: str | None = None
@@ -26,6 +28,7 @@ class Hints:
     as_stated: bool = False
     weights: str | None = None
     features: bool = False
+    image_size: int | None = None
 
     def __post_init__(self) -> None:
         try:

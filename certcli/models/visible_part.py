@@ -124,14 +124,17 @@ class KeptTokens(SeenPart):
         return views.flatten(1).sum(dim=1)
 
 
-def _require_tokens(net: nn.Module) -> PatchEmbed:
+def _require_tokens(model: PixelModel) -> PatchEmbed:
     """UsageError that says why tokens of this network cannot be dropped."""
+    net = model.net
 
     def refuse(why: str) -> UsageError:
         return UsageError(
             f"tokens of this network cannot be dropped: {why}", "--hide pixels takes any network"
         )
 
+    if model.resize is not None:
+        raise refuse("its first layer resizes the images, so a pixel belongs to several tokens")
     if type(net) not in (VisionTransformer, VisionTransformerDistilled):
         raise refuse(
             f"{type(net).__name__} is neither timm's VisionTransformer nor VisionTransformerDistilled"
@@ -187,7 +190,7 @@ def seen_part(
     why = ""
     if hide != PIXELS:
         try:
-            down, across = _require_tokens(model.net).patch_size
+            down, across = _require_tokens(model).patch_size
             part = KeptTokens(model, Grid(size[1], size[2], (int(down), int(across))))
             _require_same(part, size)
             return part

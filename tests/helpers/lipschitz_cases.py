@@ -18,7 +18,7 @@ from timm.models.convit import GPSA
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
-from certcli.models.build import PixelNormalize
+from certcli.models.build import PixelNormalize, PixelResize, ResizedPixels
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.heads import L2Pool
@@ -94,6 +94,13 @@ def _turned(normalize: PixelNormalize) -> nn.Module:
     return normalize
 
 
+def _resized(sides: tuple[int, int], after: nn.Module) -> nn.Module:
+    """Images (2, 4, 4) resized to these sides, one smaller and one larger, and normalised."""
+    return nn.Sequential(
+        ResizedPixels(PixelResize((4, 4), sides), PixelNormalize((0.4, 0.6), (0.2, 0.5))), after
+    )
+
+
 def _shifted(mixing: TokenMaxMin) -> nn.Module:
     nn.init.constant_(mixing.shift, 10.0)  # far longer than the tokens
     return mixing
@@ -147,6 +154,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "normalize": lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), nn.Conv2d(2, 3, 2, 2)),
     "normalize-then-square": lambda: nn.Sequential(_turned(PixelNormalize((0.4, 0.4), (2.0, 0.2))), f(lambda m, x: x**2)),
     "normalize-square": lambda: nn.Sequential(_turned(PixelNormalize((0.4, 0.4), (2.0, 0.2))), f(lambda m, x: (3 * x) ** 2)),
+    "resized": lambda: _resized((3, 7), nn.Conv2d(2, 3, 3)),
+    "resized-square": lambda: _resized((6, 2), f(lambda m, x: x**2)),
     "conv-3": lambda: nn.Conv2d(2, 3, 3, padding=1),
     "conv-3-stride": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.BatchNorm2d(3)),
     "conv-dilated": lambda: nn.Conv2d(2, 3, 2, dilation=2, padding="same"),

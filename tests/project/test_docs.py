@@ -37,6 +37,12 @@ def test_the_reference_page_is_the_commands() -> None:
     )
 
 
+def test_no_page_holds_a_merge_that_was_left_undone() -> None:
+    marks = ("<<<<<<< ", ">>>>>>> ")
+    for page in PAGES:
+        assert not [line for line in page.read_text().splitlines() if line.startswith(marks)], page
+
+
 def test_every_command_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert [name for name in COMMANDS if f"certvit {name}" not in readme] == []

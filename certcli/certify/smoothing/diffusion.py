@@ -83,7 +83,7 @@ class OneShot(PixelDenoiser):
             raise ArchitectureError(
                 f"the denoiser halves its images {factor.bit_length() - 1} times: "
                 f"sides must be multiples of {factor}, the network's are {height} x {width}",
-                "a denoiser with fewer levels; a resize before it would mix the noise of neighbours",
+                f"--image-size N with a multiple of {factor}: the network resizes behind the denoiser",
             )
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Reading:
     norm_eps: options.NormEps = None
     as_stated: options.AsStated = False
     weights: options.Weights = None
+    image_size: options.ImageSize = None
 
     def hints(self) -> Hints:
         return inputs.hints(
@@ -51,6 +52,7 @@ class Reading:
             self.norm_eps,
             self.as_stated,
             self.weights,
+            self.image_size,
         )
 
     def words(self) -> list[str]:
@@ -60,7 +62,7 @@ class Reading:
             "--std": self.std,
             "--norm-eps": self.norm_eps,
         }
-        option_values = named | {"--weights": self.weights}
+        option_values = named | {"--weights": self.weights, "--image-size": self.image_size}
         pairs = [(name, str(value)) for name, value in option_values.items() if value is not None]
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
         return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated

@@ -82,12 +82,13 @@ def hints(
     norm_eps: float | None = None,
     as_stated: bool = False,
     weights: str | None = None,
+    image_size: int | None = None,
 ) -> Hints:
     from certcli.models.overrides import Hints
 
     arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
     statistics = _numbers("--mean", mean), _numbers("--std", std)
-    return Hints(arch, arguments, *statistics, as_stated, weights)
+    return Hints(arch, arguments, *statistics, as_stated, weights, image_size=image_size)
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.evaluation.radii import parse_radius
 
 MOST_IMAGES = 2**24  # at a time: more than any memory holds
@@ -173,6 +174,16 @@ Std = Annotated[
 NormEps = Annotated[
     float | None,
     typer.Option("--norm-eps", help="eps of every norm of a foreign file, if not timm's own."),
+]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(
+        "--image-size",
+        metavar="N",
+        min=1,
+        max=LARGEST_SIDE,
+        help="Perturb images of N x N pixels: the network's first layer resizes them. Radii are in these pixels.",
+    ),
 ]
 Weights = Annotated[
     str | None,

@@ -127,7 +127,9 @@ class LocalEnclosure:
         pixels = self.model.normalize(images).to(projection.weight.dtype)
         centre = net._pos_embed(net.patch_embed(pixels))
         std = self.model.normalize.std.to(projection.weight)
-        steps = epsilon * directions.to(projection.weight) / std
+        resize = self.model.resize
+        moved = directions if resize is None else resize(directions)
+        steps = epsilon * moved.to(projection.weight) / std
         moves = functional.conv2d(steps, projection.weight, None, projection.stride)
         ball = functional.pad(moves.flatten(2).mT, (0, 0, net.num_prefix_tokens, 0))
         ball = ball.expand(len(centre), *ball.shape)

@@ -53,7 +53,7 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     """x -> (x - mean) / std: a pending gain 1 / std on the channel axis, which the first
     convolution takes in.
     """
-    ctx.require(x.waiting is None, "normalisation is not the first layer")
+    x = ctx.settle(x)  # behind a resize
     std = module.std.double().flatten().expand(x.shape[-3])
     gain = 1.0 / std
     mean = module.mean.double().flatten()
