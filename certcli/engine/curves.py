@@ -22,12 +22,6 @@ class Shape:
     third: float = math.inf
 
 
-def _above(value: float, steps: int) -> float:
-    for _ in range(steps):
-        value = math.nextafter(value, math.inf)
-    return value
-
-
 # GELU' = Phi + x phi is Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518... at most; 1.12, as
 # published, is below it. GELU'' is 2 phi(0) = 0.79788456... at most, GELU''' 0.7796.
 GELU = Shape(1.12890415, second=0.7978846, third=0.78)
@@ -37,5 +31,5 @@ MISH = Shape(1.0886)
 SELU = Shape(1.7580994)
 HARD_SWISH = Shape(1.5)
 SIGMOID = Shape(0.25)
-HARD_SIGMOID = Shape(_above(1 / 6, 1))
-ERF = Shape(_above(2 / math.sqrt(math.pi), 2))
+HARD_SIGMOID = Shape(math.nextafter(1 / 6, math.inf))
+ERF = Shape(math.nextafter(math.nextafter(2 / math.sqrt(math.pi), math.inf), math.inf))

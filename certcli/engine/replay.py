@@ -13,11 +13,10 @@ here it is *run*. Each run has its own task:
   on the image behind torch's back, on the type of a tensor or on an earlier run is another value
   here than in the trace,
 - the model on both images in one batch: each image's logits are those of its single run, so they
-  depend neither on the batch's size, nor on the place in it, nor on the other image. Its steps are
-  those of one image; where it takes others, the noise is run alone as well.
-
-- the model once more on that image, of a kind without memory (`shadowed`): nothing but operations
-  reads it.
+  depend neither on the batch's size, nor on the place in it, nor on the other image,
+- the model on the noise alone, as the graph,
+- the model once more on the saturated image, of a kind without memory (`shadowed`): nothing but
+  operations reads it.
 
 Before and after, the state of the model (tensors by their content, attributes, training mode,
 hooks, the globals of code that is no library's) and the generators of random numbers are the same.
@@ -38,7 +37,7 @@ from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
 from certcli.engine.tracer import Untraceable, reason_of
-from certcli.engine.watched_run import Operation, first_difference, followed, shadowed, steps_of
+from certcli.engine.watched_run import Operation, first_difference, followed, shadowed
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0
@@ -57,7 +56,7 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
             found = walk(traced, domain)
 
     Untraceable says what differs, but only where the body had no reason of its own to refuse: that
-    one names a module. Costs one run of the graph and one of the model besides the trace, one of
+    one names a module. Costs one run of the graph and three of the model besides the trace, one of
     two images, and reading the state three times.
     """
     with torch.no_grad(), _random_states_saved():
@@ -118,9 +117,8 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
     if run != steps:  # torch takes other operations on tensors of other kinds: x + b for x.add_(b)
         same = replace(same, steps=_run(lambda x: result_of(traced, x), saturated, shadowed)[1])
     same.require(result, run)
-    same = replace(same, steps=steps)
-    if not _is_run_in_a_batch(model, images, alone, steps):
-        replace(same, logits=traced.result).require(*_run(model, noise))
+    _require_same_in_a_batch(model, images, alone)
+    replace(same, steps=steps, logits=traced.result).require(*_run(model, noise))
 
 
 @dataclass(frozen=True)
@@ -218,28 +216,24 @@ def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
             del values[argument]
 
 
-def _is_run_in_a_batch(
-    model: nn.Module, images: list[Tensor], alone: Tensor, steps: list[Operation]
-) -> bool:
-    """Tell whether the network runs these steps in a batch too; Untraceable where an image's logits
-    depend on its batch.
+def _require_same_in_a_batch(model: nn.Module, images: list[Tensor], alone: Tensor) -> None:
+    """Raise Untraceable where an image's logits depend on its batch.
 
-    False for a network of single images: no wrong logits come of that. The batch is laid out
-    channels last, in inference mode: a network that looks at these is another one there. The number
-    of threads stays: a pool of threads that starts here would hang in processes that are forked.
+    Not for a network of single images: no wrong logits come of that. The batch is laid out channels
+    last, in inference mode: a network that looks at these is another one there. The number of
+    threads stays: a pool of threads that starts here would hang in processes that are forked.
     """
     try:
         with torch.inference_mode():
-            together, operations = followed(model, _channels_last(torch.cat(images)))
+            together, _ = followed(model, _channels_last(torch.cat(images)))
     except Untraceable:
         raise
     except Exception:
-        return False
+        return
     if not isinstance(together, Tensor) or together.shape != alone.shape or len(alone) != 2:
-        return False
+        return
     if not agree(together, alone) and not _agrees_in_float64(model, images, together, alone):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
-    return steps_of(operations) == steps_of(steps)
 
 
 def _channels_last(images: Tensor) -> Tensor:

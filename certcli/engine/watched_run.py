@@ -133,9 +133,7 @@ class Recorded(Tensor):
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            layout=inner.layout,
             device=inner.device,
-            requires_grad=False,
         )
         wrapper.inner = inner
         wrapper.record = record
@@ -154,7 +152,7 @@ class Recorded(Tensor):
         record = shadows[0].record
         name = func.overloadpacket.__name__
         is_constant = name in _FROM_SHAPE or all(x.is_constant for x in shadows)
-        if func._schema.is_mutable and not is_constant:
+        if not is_constant:
             for target in _written(func, args, kwargs):
                 if isinstance(target, Recorded):
                     record.depends_on_image(target.inner)
@@ -358,21 +356,6 @@ def _namespaces_with(guard: type) -> list[dict[str, Any]]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def steps_of(operations: list[Operation]) -> list[tuple[str, list[Any]]]:
-    """Return the operations without what torch decides by strides, which differ in a batch: copies,
-    and x W^T + b in two.
-    """
-    steps: list[tuple[str, list[Any]]] = []
-    for name, _, numbers, *_ in operations:
-        if name in ("view", "_unsafe_view", "clone"):
-            continue
-        if (name, numbers) == ("add", []) and steps and steps[-1] == ("mm", []):
-            steps[-1] = ("addmm", [])
-        else:
-            steps.append((name, numbers))
-    return steps
 
 
 def first_difference(ran: list[Operation], traced: list[Operation]) -> str:

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 import certvit
 from certcli.certify.smoothing.denoiser import read_denoiser
+from certcli.certify.smoothing.functions import DTYPES, Classifier
 from certcli.certify.smoothing.in_memory import from_memory
+from certcli.checkpoint.record import InputSpec
+from certcli.models.build import PixelModel
 from certcli.models.hub import fetched_diffusers
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError, CheckpointError
@@ -134,6 +137,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no config": (lambda: (Mean(), Mean()), "no config"),
     "latents": (lambda: SimpleNamespace(unet=1, scheduler=1, vae=1), "vae"),
     "no file": (lambda: "nowhere.pt", "nowhere.pt"),
+    "weights that are no numbers": (lambda: (spoilt(), DDPMScheduler()), "the denoiser.*NaN"),
 }
 
 
@@ -168,6 +172,25 @@ class DDPMScheduler:
         "beta_schedule": "linear",
         "_diffusers_version": "0.42",
     }
+
+
+@torch.no_grad()
+def spoilt() -> nn.Module:
+    unet = UNet2DModel()
+    next(unet.parameters()).view(-1)[0] = torch.nan
+    return unet
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_pixels_reach_a_denoiser_in_the_precision_of_the_run(precision: str) -> None:
+    """Diffusers' networks are handed float32."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    model = PixelModel(InputSpec(size=SIZE, mean=(0.5,), std=(0.25,)), net)
+    kind = DTYPES[precision]
+    module = from_memory(Mean(), 1).at(0.25)
+    unet = from_memory((UNet2DModel(), DDPMScheduler()), 1).at(0.25)
+    for denoiser, pixels in ((None, kind), (module, kind), (unet, torch.float32)):
+        assert Classifier(model, precision, denoiser).prepare(images()[0]).dtype == pixels
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.radii import Norm
 from certcli.models.build import PixelModel
+from certcli.system.errors import UsageError
 
 SIZE = (1, 1, 2)
 
@@ -127,3 +128,9 @@ def test_images_outside_0_and_1_count_for_real_arithmetic_alone(
         )
         (row,) = certifier.batch([0], image, [0])
         assert 0.95 * far < row.radius < far * (1 + 1e-7)  # 0.2 is stored in float32
+
+
+@pytest.mark.parametrize("radii", [(0.0, 0.1), (0.1, float("inf")), (0.2, 0.1)], ids=str)
+def test_radii_to_try_are_finite_above_0_and_ascending(radii: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match="radii to try"):
+        Local(at=radii)

@@ -93,3 +93,39 @@ def test_the_run_on_an_image_without_memory_is_compared(monkeypatch: pytest.Monk
     assert bound_network(net, SIZE, 2).upper.finite
     monkeypatch.setattr(replay, "shadowed", shifted)
     assert not bound_network(net, SIZE, 2).upper.finite
+
+
+def test_operations_that_torch_takes_without_memory_are_those_of_graph_and_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch may take others than of an ordinary image: of both, or it is another network."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
+    run = replay.shadowed
+
+    def longer(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Any]:
+        result, operations = run(function, image)
+        return result, [*operations, operations[-1]]
+
+    def longer_of_the_network(
+        function: Callable[[Tensor], Any], image: Tensor
+    ) -> tuple[Tensor, Any]:
+        return (longer if function is net else run)(function, image)
+
+    monkeypatch.setattr(replay, "shadowed", longer)
+    assert bound_network(net, SIZE, 2).upper.finite
+    monkeypatch.setattr(replay, "shadowed", longer_of_the_network)
+    assert not bound_network(net, SIZE, 2).upper.finite
+
+
+def test_noise_is_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the batch its logits may be those of the graph, and another network's alone."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
+    run = replay._run
+
+    def shifted(function: Callable[[Tensor], Any], image: Tensor, *watch: Any) -> Any:
+        result, operations = run(function, image, *watch)
+        return result + (not image.equal(image.round())), operations
+
+    assert bound_network(net, SIZE, 2).upper.finite
+    monkeypatch.setattr(replay, "_run", shifted)
+    assert not bound_network(net, SIZE, 2).upper.finite

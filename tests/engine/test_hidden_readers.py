@@ -13,6 +13,8 @@ from torch.utils import _mode_utils
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
 from certcli.engine import watched_run
+from certcli.engine.tracer import Untraceable
+from certcli.engine.watched_run import followed, shadowed
 from certcli.lipschitz.network import bound_network
 
 SIZE = (1, 2, 2)
@@ -20,6 +22,10 @@ SIZE = (1, 2, 2)
 
 def by_copy(x: Tensor) -> float:
     return float(copy.deepcopy(x).sum())
+
+
+def by_copy_beside_a_weight(x: Tensor) -> float:
+    return float(copy.deepcopy([torch.zeros(1), x])[1].sum())
 
 
 def by_storage(x: Tensor) -> float:
@@ -60,6 +66,7 @@ def without_functions(x: Tensor) -> float:
 
 READERS = (
     by_copy,
+    by_copy_beside_a_weight,
     by_storage,
     by_repr,
     by_thread,
@@ -201,16 +208,37 @@ def test_all_objects_are_looked_at_only_where_more_refer_to_the_guard_than_torch
     assert bound_network(net, SIZE, 2).upper.finite
 
 
-def test_memory_that_was_made_from_shapes_is_read_until_the_image_is_written_there() -> None:
-    class Writes(Reading):
-        def forward(self, x: Tensor) -> Tensor:
-            room = x.new_zeros(x.shape) if isinstance(x, Tensor) else x
-            if isinstance(x, Tensor):
-                assert float(room.sum()) == 0.0
-                room[:, :, 0].copy_(x[:, :, 0])
-            factor = 50.0 if isinstance(x, Tensor) and 0.7 < float(room.sum()) < 0.71 else 1.0
-            return self.fc(factor * x.flatten(1))
+def copied_in(room: Tensor, x: Tensor) -> None:
+    room[:, :, 0].copy_(x[:, :, 0])
 
-    torch.manual_seed(0)
-    bound = bound_network(Writes(by_copy).double().eval(), SIZE, 2).bound
-    assert not bound.value.finite
+
+def computed_in(room: Tensor, x: Tensor) -> None:
+    torch.mul(x, 2.0, out=room)
+
+
+@pytest.mark.parametrize("write", [copied_in, computed_in])
+def test_memory_that_was_made_from_shapes_is_read_until_the_image_is_written_there(
+    write: Callable[[Tensor, Tensor], None],
+) -> None:
+    def reads(x: Tensor) -> float:
+        room = x.new_zeros(x.shape)
+        assert float(room.sum()) == 0.0
+        write(room, x)
+        return float(room.sum())
+
+    with pytest.raises(Untraceable, match="reads a tensor's value"):
+        shadowed(reads, torch.rand(1, *SIZE))
+
+
+def test_an_image_without_memory_looks_like_an_ordinary_one() -> None:
+    """Else a network that looks would be another one there."""
+
+    def look(x: Tensor) -> list[object]:
+        parts = [x, x.flatten(1)[:, 1:], x.movedim(1, 3), x.float(), x > 0.5]
+        return [
+            (y.shape, y.stride(), y.storage_offset(), y.dtype, y.layout, y.device, y.requires_grad)
+            for y in parts
+        ]
+
+    image = torch.rand(2, *SIZE).double()
+    assert shadowed(look, image)[0] == look(image) == followed(look, image)[0]

@@ -5,6 +5,7 @@ and radii are let in.
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -23,6 +24,8 @@ from certcli.evaluation.evidence import (
     CertifyParameters,
     CertifyResult,
     Decoded,
+    KeptParameters,
+    KeptResult,
     _certify_contradictions,
     _contradictions,
     understood,
@@ -279,6 +282,29 @@ def test_an_attack_leaves_no_more_than_was_right(
     result.curve["far"] = 0.5
     with pytest.raises(Refused, match="far"):
         list(_contradictions(Decoded("attack", AttackParameters(), result)))
+
+
+@pytest.mark.parametrize("figure", ["agreement", "accuracy_before", "accuracy_after"])
+def test_what_is_kept_is_a_share_of_its_images(figure: str) -> None:
+    fields = {
+        "images": 4,
+        "logits_error": 0.5,
+        "agreement": 0.75,
+        "agreement_interval": (0.2, 1.0),
+        "accuracy_before": None,
+        "accuracy_before_interval": None,
+        "accuracy_after": 0.5,
+        "accuracy_after_interval": (0.1, 0.9),
+        "dataset": "digits",
+        "split": "val",
+        "took_part": False,
+        "trained_on": False,
+    }
+    for share in (0.25, 0.3):
+        result = msgspec.convert({**fields, figure: share}, KeptResult)
+        entry = Decoded("adapt", KeptParameters("digits"), result)
+        with pytest.raises(Refused) if share == 0.3 else nullcontext():
+            assert list(_contradictions(entry)) == []
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["images", "no images"])

@@ -219,6 +219,18 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     assert RecordFile(path, run, images, resume=True).earlier > 10
 
 
+def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: Path) -> None:
+    """So that a run that is killed loses none."""
+    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    path = tmp_path / "r.jsonl"
+    row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
+    with RecordFile(path, run, images) as file:
+        for lines in range(1, 4):
+            assert path.read_bytes().count(b"\n") == lines
+            file.write([row])
+
+
 def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
     run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})

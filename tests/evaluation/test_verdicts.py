@@ -13,6 +13,7 @@ from certcli.evaluation.verdicts import (
     PASSED,
     UNDECIDED,
     Demand,
+    Look,
     Sample,
     decided,
     judged,
@@ -71,3 +72,9 @@ def test_false_verdicts_are_as_rare_as_the_intervals_say(available: int) -> None
         assert verdicts == sorted(verdicts, key=(FAILED, UNDECIDED, PASSED).index)
         total += float(binom.sf(passing - 1, count, 0.4))
     assert total <= CHANCE / 2
+
+
+def test_a_proven_share_is_rounded_down_and_a_measured_one_to_the_nearest() -> None:
+    look = Look(79, 120, 0.05, PASSED)
+    assert look.counted().startswith("79 of 120 images (65 %")
+    assert look.counted(proven=False).startswith("79 of 120 images (66 %")

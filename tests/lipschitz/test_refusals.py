@@ -174,6 +174,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random numbers": (lambda: Net(lambda m, x: x + torch.rand(1)), "random"),
     "branch on a value": (lambda: Net(lambda m, x: x if x.sum() > 0 else 2 * x), "branches"),
     "value as number": (lambda: Net(lambda m, x: x * x.mean().item()), "reads a tensor's value"),
+    "value in an inner part": (
+        lambda: nn.Sequential(nn.Sequential(Net(lambda m, x: x * x.mean().item()))),
+        "0.0: item reads a tensor's value",
+    ),
     "view of an overwritten tensor": (lambda: Net(overwritten_view), "overwritten in place"),
     "assignment into a constant": (lambda: Net(written_into_constant), "writes into a tensor"),
     "buffer that changes": (lambda: Net(written_into_buffer), "store"),

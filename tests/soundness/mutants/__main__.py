@@ -306,13 +306,17 @@ def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
 
 
 def score(state: Path) -> None:
-    """Print the score of each room, and the survivors that the table does not explain."""
+    """Print the score of each room, the survivors that the table does not explain, and those of its
+    lines whose code is gone.
+    """
     known = dict(line.split("\t", 1) for line in EQUIVALENT.read_text().splitlines())
+    stale = set(known)
     left = []
     counts = {"all": Counter[str]()}
     spent = {"all": 0.0}
     for room in ROOMS:
         there = {mutant.key for mutant in every(room)}
+        stale -= there
         rows = [row for row in answers(state / f"{room}.jsonl") if row["key"] in there]
         for row in rows:
             if row["status"] == "survived" and row["key"] in known:
@@ -338,6 +342,8 @@ def score(state: Path) -> None:
         )
     for row in left:
         print(f"{row['operator']:<26} {row['key']}")
+    for key in sorted(stale):
+        print(f"no such mutant any more    {key}")
 
 
 def main() -> None:
