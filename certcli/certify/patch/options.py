@@ -51,9 +51,11 @@ class Patches(CertifierOptions):
     masks: Annotated[
         int, Option("K x K masks. A larger K hides less and takes more passes.", metavar="K")
     ] = 3
-    bands: Annotated[str, Option("What a vote sees: columns, rows or blocks.")] = "columns"
+    bands: Annotated[
+        str, Option("Visible part of the image in each vote: columns, rows or blocks.")
+    ] = "columns"
     band_width: Annotated[
-        int, Option("Cells across a band. A cell is a token where tokens are dropped.")
+        int, Option("Width of a band in cells (in tokens, if tokens are dropped).")
     ] = 3
     hide: Annotated[
         str,

@@ -64,7 +64,7 @@ class Smoothing(CertifierOptions):
     sigma: Annotated[
         float | Literal["auto"],
         Option(
-            "Standard deviation of the noise, pixel units; auto: by a few other images.",
+            "Standard deviation of the noise, pixel units; auto: chosen on a few other images.",
             metavar="S",
             read=lambda text: text if text == AUTO else parse_number(text),
         ),
@@ -82,7 +82,7 @@ class Smoothing(CertifierOptions):
     )
     enough: Annotated[
         float | None,
-        Option("Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius),
+        Option("Stop drawing once an image is certified beyond R.", metavar="R", read=parse_radius),
     ] = None
     decide: Annotated[
         bool,
@@ -95,10 +95,7 @@ class Smoothing(CertifierOptions):
     ] = False
     precision: Annotated[
         str,
-        Option(
-            "Precision in which the network runs, float32 or bf16; the certificate is "
-            "about the network in it."
-        ),
+        Option("Precision of the certified network: float32 or bf16."),
     ] = "float32"
     denoiser_file: Annotated[
         Path | None,

@@ -45,7 +45,8 @@ OFTEN = (
     often=OFTEN,
 )
 def finetune(order: Order, talk: Talk = Talk()) -> None:
-    """Train on --dataset, choose by its validation images, and prove the bound of the result."""
+    """Train on --dataset, choose the epoch on its validation images, and prove the bound of the
+    result."""
     from certcli.cli.finetune.run import Training
 
     if order.settings.time_budget is not None and order.settings.steps is not None:

@@ -47,9 +47,7 @@ class Architecture:
     ] = None
     member: Annotated[
         list[str],
-        typer.Option(
-            metavar="CKPT", help="Take the mean of trained networks of ARCH; once for each."
-        ),
+        typer.Option(metavar="CKPT", help="Trained network of ARCH to average; repeat for each."),
         options.Reads(),
     ] = field(default_factory=list)
 
