@@ -29,9 +29,7 @@ from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
-ONCE = {
-    "sigma": "one by one: each sigma smooths another network, of which the radii of others say nothing"
-}
+ONCE = {"sigma": "run them one by one: each sigma smooths another network"}
 """Options of one value that may be meant to take several -> what to do instead."""
 _columns = shutil.get_terminal_size().columns
 

@@ -452,7 +452,7 @@ class FinetuneSettings:
             )
         if self.project is not None and self.optimiser == "stiefel":
             raise UsageError(
-                "--project would undo what stiefel keeps orthogonal",
+                "--project conflicts with stiefel, which keeps matrices orthogonal",
                 "--optimiser adamw, or no --project",
             )
         if self.freeze is not None and (self.project is not None or self.optimiser == "stiefel"):
@@ -470,9 +470,7 @@ class FinetuneSettings:
                 "--ard and --prm weaken an attack, and there is none", "--adversarial pgd"
             )
         if self.adversarial != "none" and self.noise > 0:
-            raise UsageError(
-                "--noise leaves the box of images that an attack starts from", "one of the two"
-            )
+            raise UsageError("--noise and --adversarial exclude each other", "one of the two")
         if self.train_on_rest and self.validation_limit is None:
             raise UsageError(
                 "--train-on-rest needs to know which images validate", "--validation-limit 500"

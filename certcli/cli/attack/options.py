@@ -167,7 +167,7 @@ class Attacks:
             pixels=self.pixels,
         )
         if self.refine and self.pixels == "8bit":
-            raise UsageError("--refine halves changes, which 8 bits do not hold", "leave out one")
+            raise UsageError("--refine does not work with --pixels 8bit", "leave out one")
         if certified and self.precision != "float32":
             raise UsageError("certificates are attacked in float64", "leave out --precision")
         return settings, stages_of(
@@ -243,12 +243,10 @@ class AttackOutput:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise UsageError(
-                "--resume knows no images of what was attacked before",
+                "the records that --resume reads hold no images",
                 "leave out --save-examples, --gallery",
             )
         if self.compare is not None and self.gallery is None:
-            raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
+            raise UsageError("--compare needs --gallery", "--gallery FILE.png")
         if data.limit is not None and data.per_class is not None:
-            raise UsageError(
-                "--limit and --per-class are two ways to choose images", "use one of them"
-            )
+            raise UsageError("--limit and --per-class exclude each other", "use one of them")

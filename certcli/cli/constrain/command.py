@@ -72,7 +72,7 @@ def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
     settled = aim.keep is not None or aim.eta is not None or aim.target is not None
     if settled or settings != ConstrainSettings():
         raise UsageError(
-            "--preset settles the method and the error",
+            "--preset sets the method and the error",
             "leave out --eta, --keep, --target and the options under Method, or --preset",
         )
     return preset_of(aim.preset)

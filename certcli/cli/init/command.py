@@ -72,8 +72,8 @@ class Architecture:
                 or from_options.std
             ):
                 raise UsageError(
-                    "--member takes everything else from its files",
-                    "of the others it takes mirror alone",
+                    "--member takes all other arguments from its files",
+                    "only --arch-arg mirror=true goes with it",
                 )
             return mean_of(self.arch, [open_checkpoint(source) for source in self.member], mirror)
         if self.pretrained:
