@@ -282,7 +282,7 @@ def compare(
     silent = [row[0] for row in cells if row not in rows_with_results]
     if silent and written is None:
         sink.text(
-            f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)"
+            f"no accuracy or bound: {', '.join(silent)} (certify, attack and lipschitz add them with -o)"
         )
     judged = [
         each[name].result.dataset
