@@ -1,4 +1,4 @@
-"""certvit: how robust is this vision transformer, with proof, and how to make it more robust.
+"""certvit: prove how robust a vision transformer is, and make it more robust.
 
 Importing this package imports neither torch nor timm; the command line starts at once because of
 it.

@@ -89,4 +89,4 @@ def _require(hits: int, images: int, at_least: float, what: str, *, proven: bool
 
 def _require_share(at_least: float) -> None:
     if not 0 <= at_least <= 1:
-        raise UsageError(f"at_least {at_least:g} is no share", "0.4 stands for 40 %")
+        raise UsageError(f"at_least {at_least:g} is no share", "0.4 means 40 %")

@@ -24,7 +24,7 @@ TABLE = Table(
     "row says another method; the paper's ViT rows use a bound that does not hold. PGD-50 attacks a balanced "
     "sample. Rows below the paper's are ours. CIFAR-10 (JPEG): the paper's figures are of the exact images. BCP and "
     "Local-Lip are trained with their bounds as losses and certified with the same bounds, proven; "
-    "[chains.md](chains.md#what-the-papers-have-otherwise) says what of the two papers is not built. Their steps cost "
+    "[chains.md](chains.md#differences-from-the-papers) lists what certvit leaves out of the two papers. Their steps cost "
     "three to four times GloRo's: they take as many, in smaller batches (digits: half as large, else a quarter), and are "
     "certified on 200 images, the others on all 396 (digits) or 1,000. MNIST's 4C3F rows train for up to an hour; 1,000 "
     "images judge BCP and Local-Lip there, all 10,000 the others. Parameters: of the networks decoded from the paper's "

@@ -21,27 +21,26 @@ CLOSE = 0.02
 
 INTRODUCTION = """# The papers' tables
 
-Written by `python -m benchmarks.tables` from `benchmarks/tables/results.json`; a test holds the two together. One row again:
+`python -m benchmarks.tables` writes this page from `benchmarks/tables/results.json`. To run one row:
 
     python -m benchmarks.tables --row NAME --data mnist=DIR --data cifar10=DIR ...
 
-with NAME from the last column; `--list` prints every row's commands, `--quick` runs the rows that are meant to fit into 30
-minutes on two cores. Rows that are there already are not run again; an interrupted row goes on after its last whole step.
+with NAME from the last column; `--list` prints every row's commands, `--quick` runs the rows that should fit into 30
+minutes on two cores. Rows with results are not run again; an interrupted row continues after its last whole step.
 
-**How to read.** Ours on the left, the paper's figure on its right; an empty cell was not run (or not published). Figures of
-several seeds: mean ± standard deviation (number of seeds). "Sound bound": proven by certvit for the network at hand. "The
-paper's formula": what the paper computes, evaluated on our network; no certificate follows from it
-([why](soundness.md)). Accuracies are shares of the test images named in the commands; a share of 100 images is known to
-within 10 points, of 1,000 to within 3. CPU: seconds of all steps of one seed, one thread, without Python's start; a row that
-starts from another's network does not count that one. Figures marked * were measured earlier:
-[results.md](results.md).
+**How to read.** Our figure is on the left, the paper's on its right; an empty cell was not run (or not published).
+Figures of several seeds: mean ± standard deviation (number of seeds). "Sound bound": proven by certvit for this network.
+"The paper's formula": the paper's computation, evaluated on our network; it is no certificate ([why](soundness.md)).
+Accuracies are shares of the test images named in the commands; a share of 100 images is known to within 10 points, of
+1,000 to within 3. CPU: seconds of all steps of one seed, one thread, without Python's start, and without another row's
+network from which this one starts. Figures marked * are from [results.md](results.md).
 
-**Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not (not decided where it does not
-say what it counts); differences between rows, by the claims below, which are listed row by row as well. *Contradicts
-itself*: another place of the paper gives another figure. *Reached* and *not reached*: a row that was trained until
-validation stopped rising or an hour of CPU time was over; the paper's figure lies within the 95 % interval of ours or
-below it, or above. *Not decided*: run, and either the interval holds 0 or the row's training is too unlike the paper's
-to say. *Run*: ours, with nothing of the paper's beside it. *Not run*: empty."""
+**Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not (not decided if the paper does
+not say what it counts); for differences between rows, see the claims below. *Contradicts itself*: another place of the
+paper gives another figure. *Reached* and *not reached*: the row was trained until validation stopped rising or for an
+hour of CPU time, and the paper's figure lies within the 95 % interval of ours or below it, or above. *Not decided*: run,
+but the interval contains 0, or the training is too unlike the paper's. *Run*: the paper has no such figure. *Not run*:
+empty."""
 
 
 def shown(column: Column, value: float) -> str:

@@ -137,8 +137,8 @@ def family_of(net: nn.Module) -> Family:
             )
         what = type(net.get_submodule(paths[0])).__name__
         raise ArchitectureError(
-            f"adapt replaces attention and residuals in {names}; it does not know how the blocks of {kind} are put together, "
-            f"nor a replacement for its {what} ({paths[0]})",
+            f"adapt replaces attention and residuals in {names}; it knows neither the blocks of "
+            f"{kind} nor a replacement for its {what} ({paths[0]})",
             KEEP,
         )
     if getattr(net, "attn_pool", None) is not None:

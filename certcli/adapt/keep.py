@@ -89,7 +89,8 @@ class Keeper:
         if self._trials is None:
             return
         for candidate in self._trials.run():
-            yield f"{candidate.path}, {candidate.change}: logits off by {100 * candidate.error:.2g} %"
+            error = f"logit error {100 * candidate.error:.2g} %"
+            yield f"{candidate.path}, {candidate.change}: {error}"
         moves = self._trials.moves()
         rungs, taken = search_moves(moves, self._trials, self.reference, self.keep)
         placed = self._trials.place(moves[:taken])

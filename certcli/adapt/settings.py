@@ -73,16 +73,13 @@ class AdaptSettings:
     panel: ClassVar[str] = "Surgery"
     goal: Annotated[
         str,
-        Option(
-            "keep: the network keeps its answers; certify: parts for training against the bound."
-        ),
+        Option("keep: the network keeps its predictions; certify: parts for certified training."),
     ] = "keep"
     keep: Annotated[
         float | None,
         Option(
-            "With --goal keep: fraction of top-1 predictions to preserve while parts "
-            "change for a lower bound. Default: 0.98 with --dataset, else 1 (only norms "
-            "change)."
+            "With --goal keep: fraction of top-1 predictions to preserve. Default: 0.98 with "
+            "--dataset, else 1 (only norms change)."
         ),
     ] = None
     attention: Annotated[
@@ -104,7 +101,7 @@ class AdaptSettings:
     ] = None
     residual: Annotated[str, Option("convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None  # type: ignore[assignment]
     activation: Annotated[
-        str, Option("keep, relu, or maxmin (which loses no gradient norm); both have slope 1.")
+        str, Option("keep, or a function of slope 1: relu, maxmin (preserves the gradient norm).")
     ] = "keep"
     head: Annotated[
         tuple[int, ...] | None,
@@ -116,8 +113,8 @@ class AdaptSettings:
     epochs: Annotated[
         int,
         _fitting(
-            "AdamW epochs a block; 0: closed forms only; -1: no images. Default: 3, or "
-            "0 where only norms change."
+            "AdamW epochs a block; 0: closed forms only; -1: no images. Default: 3, or 0 if "
+            "only norms change."
         ),
     ] = None  # type: ignore[assignment]
     distill: Annotated[

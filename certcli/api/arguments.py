@@ -49,7 +49,7 @@ def whole_number(name: str, value: Any, smallest: int, largest: int = LARGEST) -
     number = plain_value(value)
     is_whole = isinstance(number, int) and not isinstance(number, bool)
     if not is_whole or not smallest <= number <= largest:
-        raise UsageError(f"{name}={shown(value)}: a whole number from {smallest} on is needed")
+        raise UsageError(f"{name}={shown(value)}: a whole number of at least {smallest} is needed")
     return number
 
 
@@ -99,7 +99,7 @@ def device(name: str, value: Any) -> str:
 
 def word(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{name}={shown(value)}: a text is needed")
+        raise UsageError(f"{name}={shown(value)}: a string is needed")
     return value
 
 
@@ -121,7 +121,7 @@ def source(name: str, value: Any) -> Any:
     if not isinstance(value, (nn.Module, str, os.PathLike, Checkpoint)):
         message = f"{shown(value)} is no network"
         raise UsageError(
-            message, "an nn.Module, a path, a timm or hf-hub: name, or what load returned"
+            message, "an nn.Module, a path, a timm or hf-hub: name, or a result of load"
         )
     return value
 
@@ -134,7 +134,7 @@ def path(name: str, value: Any) -> Path:
 
 def checkpoint(name: str, value: Any) -> Checkpoint:
     if not isinstance(value, Checkpoint):
-        raise UsageError(f"{name}={shown(value)}: what load returned is needed")
+        raise UsageError(f"{name}={shown(value)}: a result of load is needed")
     return value
 
 
@@ -171,7 +171,7 @@ def certificates(value: Any) -> list[Certificate]:
     """Return what `certify` returned, as a list."""
     several = _listed("certificates", value, "certificates")
     if not all(isinstance(one, Certificate) for one in several):
-        raise UsageError(f"certificates={shown(value)}: what certify returned is needed")
+        raise UsageError(f"certificates={shown(value)}: a result of certify is needed")
     return list(several)
 
 

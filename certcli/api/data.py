@@ -70,7 +70,7 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
         room -= pixels.nbytes
         if room < 0:
             message = "the images do not fit into memory together"
-            raise DataError(message, "hand over a part of them, or the name of a dataset")
+            raise DataError(message, "pass a part of them, or the name of a dataset")
     if not batches:
         raise DataError("there are no images: the iterable is empty", "a generator is read once")
     if any(one.shape[1:] != batches[0].shape[1:] for one in batches):
@@ -78,7 +78,9 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
     if not answers:
         return torch.cat(batches), labels
     if labels is not None:
-        raise DataError("there are labels beside the images and among them", "give one of the two")
+        raise DataError(
+            "labels are passed twice, beside the images and with them", "pass them once"
+        )
     if len(answers) != len(batches):
         raise DataError("some of the images come without labels", _KNOWN)
     return torch.cat(batches), torch.cat(answers)

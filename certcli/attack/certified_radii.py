@@ -58,7 +58,7 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
                 "attack with records of certify --method lipschitz or local",
             )
         if index in certified:
-            raise DataError(f"{path} speaks twice of image {index}")
+            raise DataError(f"{path} has two records of image {index}")
         if row["prediction"] == row["label"]:
             certified[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
     return norm, certified

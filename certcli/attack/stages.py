@@ -99,13 +99,13 @@ def _preset_stages(
     if names or norm is not None or certified:
         raise UsageError(
             f"the preset {name} fixes attacks, norm and images",
-            "leave out either it or the other option",
+            "leave out the preset or the other option",
         )
     if settings != AttackSettings(
         seed=settings.seed, precision=settings.precision, pixels=settings.pixels
     ):
         raise UsageError(
-            f"the preset {name} fixes what its attacks may spend",
+            f"the preset {name} fixes the steps of its attacks",
             "or name the attacks with --attack",
         )
     if radii and len(paper.parts) > 1:

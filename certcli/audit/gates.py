@@ -109,7 +109,7 @@ def parse(text: str) -> FailOn:
             raise UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
         Threat.read(size, "patch")
     elif match["patch"] is not None:
-        raise UsageError(f"--fail-on '{text}': {quantity} speaks of no patch", EXAMPLE)
+        raise UsageError(f"--fail-on '{text}': {quantity} takes no patch", EXAMPLE)
     elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
         mistake = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
         raise UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
@@ -121,7 +121,7 @@ def parse(text: str) -> FailOn:
     value = _number(match["value"], text)
     if quantity != "upper" and value > 1:
         raise UsageError(
-            f"--fail-on '{text}': {value:g} is no share of the images", "0.4 stands for 40 %"
+            f"--fail-on '{text}': {value:g} is no share of the images", "0.4 means 40 %"
         )
     name = " ".join(text.split())
     if quantity == AGAINST:

@@ -47,7 +47,7 @@ def neighbour_errors(
     except NoRule as reason:
         if arithmetic is None:
             return None
-        hint = f"--arithmetic {REAL} speaks of real numbers"
+        hint = f"--arithmetic {REAL} certifies in real arithmetic"
         raise NoBoundError(f"no certificate in {arithmetic}: {reason}", hint) from reason
 
 

@@ -56,7 +56,8 @@ class Local(CertifierOptions):
     seconds: Annotated[
         float | None,
         Option(
-            "With --effort branch: seconds an image; the best radius so far is kept. Default: 30.",
+            "With --effort branch: seconds an image; the best radius proven by then counts. "
+            "Default: 30.",
             metavar="N",
         ),
     ] = None

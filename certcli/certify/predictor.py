@@ -64,7 +64,7 @@ class Predictor:
         top: int = MOST_LIKELY,
     ) -> None:
         if top < 1:
-            raise UsageError(f"the {top} most likely classes are none", "5, or 1")
+            raise UsageError(f"top is {top}: at least one class must be listed", "5, or 1")
         self._top = min(top, checkpoint.record.classes)
         if defence not in DEFENCES:
             raise UsageError(f"unknown defence '{defence}'", one_of(defence, DEFENCES))

@@ -28,8 +28,8 @@ class Proof(CertifierOptions):
     arithmetic: Annotated[
         str | None,
         Option(
-            "The certificate speaks of the network as executed in it: real, float64, float32, tf32, bf16, fp16. "
-            "Default: float64 where the rounding of every operation is proven, else real.",
+            "Arithmetic of the certified network: real, float64, float32, tf32, bf16, fp16. "
+            "Default: float64 if the rounding of every operation is proven, else real.",
             metavar="NAME",
         ),
     ] = None

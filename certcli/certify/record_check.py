@@ -56,10 +56,10 @@ def read_claims(
     for claim in claims:
         if claim.index not in labels:
             raise DataError(
-                f"{where} speaks of image {claim.index}, which is not among these images"
+                f"{where} has a record of image {claim.index}, which is not among these images"
             )
         if claim.index in indices:
-            raise DataError(f"{where} speaks twice of image {claim.index}")
+            raise DataError(f"{where} has two records of image {claim.index}")
         indices.add(claim.index)
     return claims
 
@@ -71,7 +71,7 @@ def require_same_way(run: Run, now: Run, where: str) -> None:
     differences = list(replace(now, dataset=run.dataset).differences(run))
     if differences:
         raise DataError(
-            f"{where} states what its method does not: {'; '.join(differences[:3])}",
+            f"{where} contradicts its method: {'; '.join(differences[:3])}",
             "certify again",
         )
 

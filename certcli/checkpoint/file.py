@@ -188,7 +188,7 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
         if tensor.dtype not in FLOATS and tensor.dtype not in INTEGERS:
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
-                "convert it to float32, float64, float16 or bfloat16 where that is what it means",
+                "convert it to float32, float64, float16 or bfloat16, if it holds weights",
             )
         wide = (
             tensor.half() if tensor.dtype in FLOAT8 else tensor

@@ -121,7 +121,8 @@ class Outputs:
                     )
                 if any(same_file(part, source.path) for part in old):
                     raise UsageError(
-                        f"the input {source.path} ({source.option}) goes with {output.path}, which would be replaced",
+                        f"the input {source.path} ({source.option}) belongs to {output.path}, "
+                        "which would be replaced",
                         f"an input file is never deleted; choose another {output.option}",
                     )
             for folder in self._folders:
@@ -211,7 +212,8 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
     if path.exists() and not force and not is_state_of(path, key, identity):
         raise UsageError(
             f"{path} is the state of another run, which this one would replace",
-            "go on with that run (its options and --resume), choose another -o, or pass --force to replace it",
+            "continue that run (its options and --resume), choose another -o, or pass --force to "
+            "replace it",
         )
 
 

@@ -29,9 +29,7 @@ from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
-ONCE = {
-    "sigma": "one by one: each sigma smooths another network, of which the radii of others say nothing"
-}
+ONCE = {"sigma": "run them one by one: each sigma smooths another network"}
 """Options of one value that may be meant to take several -> what to do instead."""
 _columns = shutil.get_terminal_size().columns
 
@@ -196,11 +194,11 @@ def about(
         False, "--version", callback=_version, is_eager=True, metavar="", help="Show the version."
     ),
 ) -> None:
-    """Tells, with proof, how robust a vision transformer is, and makes it more robust.
+    """Prove how robust a vision transformer is, and make it more robust.
 
-    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack give its
-    parts one by one. init, adapt, constrain and finetune make a network that proofs can reach.
-    Radii are l2 in pixel units, images in [0, 1].
+    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack run its
+    parts one by one. init, adapt, constrain and finetune make networks that can be proven. Radii
+    are l2 in pixel units, images in [0, 1].
     """
     settings.take(context)
 

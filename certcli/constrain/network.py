@@ -317,7 +317,7 @@ def budget(
     """
     if not network_upper(model, size, classes).finite:
         raise NoBoundError(
-            "the network has no finite bound to bring to a target", "certvit lipschitz says why"
+            "--target needs a finite bound, and the network has none", "certvit lipschitz says why"
         )
     weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in curves_of}
     originals = {path: weight.detach() for path, weight in weights.items()}

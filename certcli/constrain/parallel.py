@@ -113,7 +113,7 @@ def constrain_layer(
         result = constrain_matrix(layer, settings, basis)
     elif isinstance(layer, RectifiedStatistics):
         hint = f"--prox {', '.join(PENALTIES.names())}"
-        raise UsageError(f"the one-sided distance does not go with '{settings.prox}'", hint)
+        raise UsageError(f"the one-sided distance does not work with '{settings.prox}'", hint)
     else:
         result = METHODS.load(settings.prox)(layer, settings)
     if not keep_basis:

@@ -41,7 +41,7 @@ class ConstrainSettings:
         float, Option("Strength of the proximal map, the same scale for every layer.")
     ] = 0.01
     relaxation: Annotated[float, Option("lambda of Douglas-Rachford, in (0, 2).")] = 1.2
-    iterations: Annotated[int, Option("Maximum of iterations a layer.")] = 200
+    iterations: Annotated[int, Option("Largest number of iterations a layer.")] = 200
     per_head: Annotated[bool, Option("Penalise q, k and v head by head.", ("--per-head",))] = False
     ridge: Annotated[
         float | None,

@@ -289,7 +289,7 @@ def check_keep(keep: float) -> None:
     if not 0 < keep <= 1:
         raise UsageError(
             f"--keep must lie between 0 and 1, not {keep:g}",
-            "--keep 0.95 keeps 95 of 100 first choices",
+            "--keep 0.95 preserves 95 of 100 top-1 predictions",
         )
 
 

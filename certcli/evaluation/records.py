@@ -307,7 +307,9 @@ def require_same_images(
         index = row["index"]
         if index not in labels:
             if all_of_them:
-                raise DataError(f"{where} speaks of image {index}, which is not among these images")
+                raise DataError(
+                    f"{where} has a record of image {index}, which is not among these images"
+                )
         elif row[PIXELS] != images.digests[index] or row["label"] != labels[index]:
             raise DataError(
                 f"{images.named(index)} is another one in {where}: its pixels or its label differ",

@@ -185,18 +185,18 @@ class FinetuneSettings:
     epochs: Annotated[
         int,
         _length(
-            "Passes over the training images. Default: 40; 3 for a network that is "
-            "trained already (10 if it is small)."
+            "Passes over the training images. Default: 40; 3 for a trained network (10 if it is "
+            "small)."
         ),
     ] = None  # type: ignore[assignment]
-    steps: Annotated[int | None, _length("Optimiser steps in all, in place of --epochs.")] = None
+    steps: Annotated[int | None, _length("Number of optimiser steps, in place of --epochs.")] = None
     time_budget: Annotated[
         str | None,
-        _length("Train as long as fits, the final proof included: 90s, 10m, 1h.", metavar="TIME"),
+        _length("Time for the training and the final proof: 90s, 10m, 1h.", metavar="TIME"),
     ] = None
-    patience: Annotated[
-        int | None, _length("Stop after this many epochs without a better one.")
-    ] = None
+    patience: Annotated[int | None, _length("Stop after this many epochs without improvement.")] = (
+        None
+    )
 
     optimiser: Annotated[
         str,
@@ -209,9 +209,8 @@ class FinetuneSettings:
     lr: Annotated[
         float,
         _optimiser(
-            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, "
-            "head), otherwise 0.001; 5e-5 for a network that is trained already (5e-4 "
-            "if it is small)."
+            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), "
+            "otherwise 0.001; 5e-5 for a trained network (5e-4 if it is small)."
         ),
     ] = None  # type: ignore[assignment]
     stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
@@ -225,7 +224,7 @@ class FinetuneSettings:
     ] = "cosine"
     warmup: Annotated[float, _optimiser("Share of the steps with a rising learning rate.")] = 0.02
     clip_grad: Annotated[
-        float | None, _optimiser("Largest length of the gradient, all parameters together.")
+        float | None, _optimiser("Largest norm of the gradient of all parameters.")
     ] = None
     accumulate: Annotated[
         int, _optimiser("Batches whose gradients make one step.", metavar="N")
@@ -233,7 +232,7 @@ class FinetuneSettings:
     freeze: Annotated[
         tuple[str, ...] | None,
         _optimiser(
-            "Parameters that stay as they are, by name: 'patch_embed.*,blocks.*.mlp.*' (* and ?).",
+            "Parameters that are not trained, by name: 'patch_embed.*,blocks.*.mlp.*' (* and ?).",
             metavar="LIST",
             read=_patterns,
         ),
@@ -242,13 +241,13 @@ class FinetuneSettings:
         str, _optimiser("Precision of the network: float32, bf16 or fp16; the bound stays float32.")
     ] = "float32"
     checkpointing: Annotated[
-        bool, _optimiser("Recompute activations instead of keeping them.", ("--checkpointing",))
+        bool, _optimiser("Recompute activations instead of storing them.", ("--checkpointing",))
     ] = False
     sam: Annotated[
         float, _optimiser("Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")
     ] = 0.0
     adaptive_sam: Annotated[
-        bool, _optimiser("Measure RHO relative to each weight's size.", ("--adaptive-sam",))
+        bool, _optimiser("Radius of --sam relative to each weight's size.", ("--adaptive-sam",))
     ] = False
     ema: Annotated[
         float, _optimiser("Decay of a moving average of the weights; 0: none.", metavar="DECAY")
@@ -281,15 +280,15 @@ class FinetuneSettings:
     enclosure_penalty: Annotated[
         float,
         _enclosure(
-            "Weight of a penalty that lets certify --method local prove more: 0.3.",
+            "Weight of a penalty after which certify --method local proves more, e.g. 0.3.",
             metavar="W",
         ),
     ] = 0.0
     penalty_places: Annotated[
         tuple[float, float, float] | None,
         _enclosure(
-            "Factors of --enclosure-penalty for norms, softmax, activations. Default: "
-            "1,1,1; 1,0.03,3 keeps attention at work.",
+            "Factors of --enclosure-penalty for norms, softmax, activations. Default: 1,1,1; "
+            "1,0.03,3 keeps attention in use.",
             metavar="N,S,A",
             read=_factors_of_places,
         ),
@@ -297,17 +296,18 @@ class FinetuneSettings:
     project: Annotated[
         str | None,
         _norms(
-            "After each step bring norms to the radius: ball (larger norms only) or spectral (all)."
+            "After each step scale norms to --project-radius: ball (larger norms only) or "
+            "spectral (all)."
         ),
     ] = None
-    project_radius: Annotated[float, _norms("Largest spectral norm that --project leaves.")] = 1.0
+    project_radius: Annotated[float, _norms("Spectral norm for --project.")] = 1.0
 
-    distill_weight: Annotated[float, _teacher("Share of the teacher in the loss.")] = 0.5
-    distill_temperature: Annotated[float, _teacher("Temperature of both answers.")] = 2.0
+    distill_weight: Annotated[float, _teacher("Weight of the teacher in the loss.")] = 0.5
+    distill_temperature: Annotated[float, _teacher("Temperature of both softmaxes.")] = 2.0
 
-    adversarial: Annotated[
-        str, _attack("none, fgsm, pgd or trades: train on images attacked on the fly.")
-    ] = "none"
+    adversarial: Annotated[str, _attack("Adversarial training: none, fgsm, pgd or trades.")] = (
+        "none"
+    )
     attack_norm: Annotated[str, _attack("Norm of the training attack: linf or l2.")] = "linf"
     attack_epsilon: Annotated[
         float,
@@ -321,7 +321,7 @@ class FinetuneSettings:
     attack_step_size: Annotated[
         float | None,
         _attack(
-            "Size of a step. Default: 2.5 radii over all steps, fgsm 1.25.",
+            "Step size. Default: 2.5 radii / steps, fgsm 1.25 radii.",
             metavar="A",
             read=parse_radius,
         ),
@@ -345,7 +345,7 @@ class FinetuneSettings:
         _attack("Drop the attack's change on a share P of the patches, at first.", metavar="P"),
     ] = 0.0
     mask_decay: Annotated[
-        float, _attack("Share of the steps in which --ard and --prm fall to 0; 0: they stay.")
+        float, _attack("Share of the steps in which --ard and --prm decrease to 0; 0: constant.")
     ] = 0.25
 
     validation_limit: Annotated[
@@ -355,7 +355,7 @@ class FinetuneSettings:
     train_on_rest: Annotated[
         bool,
         Option(
-            "Train also on the validation images that --validation-limit leaves.",
+            "Also train on the validation images beyond --validation-limit.",
             ("--train-on-rest",),
             panel="Images",
         ),
@@ -452,7 +452,7 @@ class FinetuneSettings:
             )
         if self.project is not None and self.optimiser == "stiefel":
             raise UsageError(
-                "--project would undo what stiefel keeps orthogonal",
+                "--project conflicts with stiefel, which keeps matrices orthogonal",
                 "--optimiser adamw, or no --project",
             )
         if self.freeze is not None and (self.project is not None or self.optimiser == "stiefel"):
@@ -470,9 +470,7 @@ class FinetuneSettings:
                 "--ard and --prm weaken an attack, and there is none", "--adversarial pgd"
             )
         if self.adversarial != "none" and self.noise > 0:
-            raise UsageError(
-                "--noise leaves the box of images that an attack starts from", "one of the two"
-            )
+            raise UsageError("--noise and --adversarial exclude each other", "one of the two")
         if self.train_on_rest and self.validation_limit is None:
             raise UsageError(
                 "--train-on-rest needs to know which images validate", "--validation-limit 500"

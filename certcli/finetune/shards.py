@@ -48,7 +48,7 @@ def require_shardable(settings: FinetuneSettings, team: Team) -> None:
     """
     if not team.several:
         raise UsageError(
-            f"{OPTION} shares the weights out among processes, and there is one",
+            f"{OPTION} divides the weights among processes, and there is only one",
             "torchrun --nproc-per-node N -m certcli finetune ...",
         )
     wrong = {
@@ -140,7 +140,8 @@ def _require_average(team: Team, device: torch.device) -> None:
             )
     except (RuntimeError, ValueError, NotImplementedError) as failure:
         raise UsageError(
-            f"{OPTION}: PyTorch {torch.__version__} cannot share gradients out on {device.type} ({one_line(failure)})",
+            f"{OPTION}: PyTorch {torch.__version__} cannot divide gradients on {device.type} "
+            f"({one_line(failure)})",
             f"a newer PyTorch, or GPUs; or leave {OPTION} out",
         ) from failure
 
@@ -174,7 +175,7 @@ def _require_called(model: PixelModel, device: torch.device, precision: str) -> 
         if any(word in f"{type(failure).__name__} {failure}" for word in ("gloo", "NCCL", "Dist")):
             raise  # another process has ended
         raise ArchitectureError(
-            f"{OPTION}: the network does not run with its weights shared out ({one_line(failure)})",
+            f"{OPTION}: the network does not run with divided weights ({one_line(failure)})",
             f"leave {OPTION} out",
         ) from failure
     let_go(model.net)

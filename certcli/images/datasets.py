@@ -69,7 +69,7 @@ def require_classes(
     if images.unlabelled:
         raise DataError(
             f"the images of '{images.name}' have no labels",
-            "one folder a class, or a labels.csv; audit, attack and certify judge the network's own answers without",
+            "one folder a class, or a labels.csv; audit, attack and certify need no labels",
         )
     mapping = imagenet_indices(images.classes) if classes == 1000 else None
     if mapping is not None:

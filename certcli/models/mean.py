@@ -38,7 +38,8 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
             )
         if member_record.surgery or not isinstance(getattr(member.net, "head", None), FlatHead):
             raise ArchitectureError(
-                f"member {number}: no mean of such networks is built", "certvit_lip_*, sort or mix"
+                f"member {number}: certvit does not average such networks",
+                "certvit_lip_*, sort or mix",
             )
     arguments: dict[str, Any] = {"members": len(members), "mirror": mirror}
     for key in sorted({key for member in members for key in member.record.arch_args}):

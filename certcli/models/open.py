@@ -367,8 +367,8 @@ def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> b
 def _headless(source: str) -> ArchitectureError:
     return ArchitectureError(
         f"{one_line(source)} has no classifier: its network ends in features",
-        "for a bound of them: certvit lipschitz --features; all else needs a classifier: train one on them with timm or "
-        "transformers, and give certvit that network",
+        "certvit lipschitz --features bounds them; other commands need a classifier: train one "
+        "on the features with timm or transformers",
     )
 
 

@@ -21,7 +21,7 @@ from certcli.report.shares import COLUMNS, NUMBERS, share_rows
 
 NOTE = (
     "Certified: correct, and no image within the radius has another class, proven or with the given probability. Attacked: "
-    "still correct after all attacks; the true share lies between proven and attacked. Smoothing speaks of the smoothed "
+    "still correct after all attacks; the true share lies between proven and attacked. Smoothing is about the smoothed "
     "network, which is another function. Vertical lines are 95 % intervals of the shares."
 )
 CONSTANTS = (

@@ -337,4 +337,4 @@ def local_rank() -> int:
 def require_one(what: str, hint: str) -> None:
     """Raise UsageError where there are several processes and `what` cannot be split."""
     if team().several:
-        raise UsageError(f"{what} in one process only, and these are {team().size}", hint)
+        raise UsageError(f"{what} in one process only, not in {team().size}", hint)

@@ -54,7 +54,7 @@ def check_laws(report: ReportFields) -> Iterator[str]:
     if (report.upper_finite, report.upper_text) != (root.finite, str(root)):
         yield f"the headline is '{one_line(report.upper_text)}', the root of the proof {root}"
     if (report.proof[-1].kind == FEATURES) is not (report.bound_of == FEATURES):
-        yield f"the headline speaks of {report.bound_of}, the root of the proof of {one_line(report.proof[-1].kind)[:40]}"
+        yield f"the headline is about {report.bound_of}, the root of the proof about {one_line(report.proof[-1].kind)[:40]}"
     if not _same_log10(report.log10_upper, root):
         yield f"the headline log10_upper {report.log10_upper} is not that of the root of the proof, {root}"
 

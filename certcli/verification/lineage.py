@@ -32,7 +32,7 @@ def check_lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
     late = _late_beginning(commands)
     if late is not None:
         yield refuted(f"step {late + 1} is `init`, which only begins")
-    why = "told by the file; give the earlier files too to compare"
+    why = "stated by the file; give the earlier files too, to compare"
     yield Claim(statement, "unverified", why, asked=False, entry="lineage")
 
 

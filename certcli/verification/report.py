@@ -60,7 +60,7 @@ def check_weights(
     if report.function not in (record.function(), UNSET):
         yield "the report's function (architecture, arguments, input, surgery) is not this network's"
     if report.bound_of != (outputs := LOGITS if record.classes else FEATURES):
-        yield f"the report speaks of {report.bound_of}, and this network ends in {outputs}"
+        yield f"the report is about {report.bound_of}, and this network ends in {outputs}"
         return
     network_bound = prove_checkpoint(checkpoint, device)
     upper = network_bound.upper

@@ -199,7 +199,7 @@ def test_what_cannot_be_replaced_is_said_in_a_line(name: str) -> None:
     """Which network, which attention, where; and what serves it."""
     with pytest.raises(ArchitectureError) as refusal:
         plan(make(name), CERTIFY)
-    assert "it does not know how the blocks of" in refusal.value.message
+    assert "it knows neither the blocks of" in refusal.value.message
     assert "\n" not in refusal.value.message
     assert "--goal keep" in refusal.value.hint
 

@@ -60,7 +60,7 @@ def test_gates(workshop: Path) -> None:
         ("clean@0.5<0.4", "clean<0.9"),
         ("certified@0.25>0.4", "did you mean 'certified@0.25<0.4'"),
         ("upper<100", "did you mean 'upper>100'"),
-        ("certified@0.25<40", "0.4 stands for 40 %"),
+        ("certified@0.25<40", "0.4 means 40 %"),
         ("upper>nan", ""),
         ("upper>1/0", ""),
         ("clean<0.9; clean<0.8", ""),

@@ -127,7 +127,7 @@ def test_the_digest_covers_tensors_attributes_code_and_sigma() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a row of the batch": (AcrossBatch, "beside it"),
-    "random numbers": (Drawing, "another answer each time"),
+    "random numbers": (Drawing, "another output each time"),
     "another shape": (Halving, "returns"),
     "an error": (Failing, "KeyError"),
     "infinite": (Infinite, "infinite"),

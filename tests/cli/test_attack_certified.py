@@ -126,7 +126,7 @@ def test_certificates_that_speak_of_something_else_are_refused(
 
     refused(UsageError, "holds with probability", failure=0.001)
     refused(DataError, "radius", radius="far")
-    refused(DataError, "speaks twice of image 1", index=1)
+    refused(DataError, "has two records of image 1", index=1)
     refused(DataError, "none of the", radius=0.0)
     refused(DataError, "is another one", label=3, prediction=3)
     words = ("--only-certified", certificates, "--no-checks")

@@ -160,7 +160,7 @@ def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, p
     assert parameters["mean_squared"] == PRESETS[preset].mean_squared
     assert parameters["tokens"] == 0
     for other in ("--eta 0.1", "--keep 0.9", "--target 10", "--prox nuclear", "--beta 0.5"):
-        with pytest.raises(UsageError, match="--preset settles"):
+        with pytest.raises(UsageError, match="--preset sets"):
             _raised(attempt(*words, *typed(other)))
     with pytest.raises(UsageError, match="unknown preset"):
         _raised(attempt("constrain", source, "--preset", "other"))

@@ -133,7 +133,7 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         ("--patch 2 --procedure voting --bands rings", "--bands of rings"),
         ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
         ("--patch 2 --hide faces", "--hide faces"),
-        ("--patch 2 --min-certified 0.5@3", "another patch"),
+        ("--patch 2 --min-certified 0.5@3", "names a patch that is not certified"),
     ],
 )
 def test_bad_input_is_one_clear_line(workshop: Path, words: str, named: str) -> None:

@@ -71,7 +71,7 @@ def test_precedence(asked: Any, tmp_path: Path) -> None:
     ("text", "told", "hint"),
     [
         ("[audit]\ntime-buget = '1m'", "no setting 'time-buget'", "did you mean 'time-budget'"),
-        ("[audt]\nlimit = 3", "no settings of 'audt'", "did you mean 'audit'"),
+        ("[audt]\nlimit = 3", "no settings for 'audt'", "did you mean 'audit'"),
         ("[audit]\noutput = 'x.safetensors'", "no setting 'output'", ""),
         ("[audit]\nforce = true", "no setting 'force'", ""),
         ("[audit]\nlimit = 'many'", "[audit] limit: ", "certvit audit --help"),

@@ -105,7 +105,7 @@ def test_an_option_of_another_method_is_refused(words: tuple[str, ...], workshop
     words = tuple(str(file) if word == "FILE" else word for word in words)
     done = console("certify", file, "--dataset", "digits", *words)
     assert done.code == 2
-    assert "is of --method" in done.err
+    assert "works with --method" in done.err
 
 
 def test_defaults_are_not_given() -> None:

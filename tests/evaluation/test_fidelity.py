@@ -401,5 +401,5 @@ def test_synthetic_photographs_do_not_vouch_for_large_changes(
     )
     show(kept, Sink(False, False))
     said = capsys.readouterr()
-    assert ("nothing may be left" in " ".join(said.err.split())) == warned
+    assert ("use --dataset with images like yours" in " ".join(said.err.split())) == warned
     assert ("expected on real images" in said.out) == (not warned)

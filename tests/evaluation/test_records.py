@@ -250,7 +250,7 @@ def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> No
             assert path.read_bytes() == whole
     other = Certificate(999, 1, 1, 0.5, "local", 0.0).to_json() | {PIXELS: "0" * 16}
     path.write_bytes(whole + json.dumps(other).encode() + b"\n")
-    with pytest.raises(DataError, match="speaks of image 999"):
+    with pytest.raises(DataError, match="has a record of image 999"):
         RecordFile(path, run, images, resume=True)
 
 
@@ -352,7 +352,7 @@ def test_a_figure_compares_the_images_that_both_know(
         "--attack-records",
         attacked,
     )
-    assert "local is left out: no local certificate" in several.stderr
+    assert "skipped local: no local certificate" in several.stderr
     (above,) = [line for line in several.stdout.splitlines() if line.startswith("attack ")]
     assert "measured" in above
     other = workshop / "constrained.safetensors"

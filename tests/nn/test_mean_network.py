@@ -230,7 +230,7 @@ def test_what_makes_no_mean_is_refused_before_anything_is_written(
         assert told in str(result.exception)
         assert not mean.exists()
     result = certvit("init", "certvit_vit_digits", "--member", plain, "-o", mean, code=4)
-    assert "no mean of such networks" in str(result.exception)
+    assert "certvit does not average such networks" in str(result.exception)
     before = files[0].read_bytes()
     certvit("init", "certvit_lip_digits", "--member", files[0], "-o", files[0], "--force", code=2)
     assert files[0].read_bytes() == before

@@ -15,25 +15,24 @@ from tests.helpers.layouts import FORMATS, KERNELS
 
 HEAD = """# Which executions a rounding bound covers
 
-A certificate with `--arithmetic` speaks of the network as it is executed. A library may compute one operation by several
-algorithms, and chooses by memory format, batch, processor and switches. So each rule of `certcli/rounding` states
-which algorithms its bound holds for, and laws execute a row of every rule in all of these ways. This page is written by
-`python -m tests.rounding.coverage`; a test compares it.
+A certificate with `--arithmetic` is about the network as it is executed. A library may compute an operation by several
+algorithms, depending on memory format, batch, processor and switches. So each rule of `certcli/rounding` states the
+algorithms for which its bound holds, and tests execute every rule in all of these ways.
+`python -m tests.rounding.coverage` writes this page.
 
 | algorithm | |
 |---|---|
 """
 RUNS = """**What is run.** `tests/rounding/test_every_rule.py` runs networks of the rules at neighbours, in
-{precisions} (tf32 with factors that are cut off by hand), in batches of one and of several (65 under `make soundness`),
-with sums in turn, backwards and in blocks, and of biases of 3,000 that cancel. `tests/rounding/test_every_operation.py`
-runs the rules of errors that are followed, in float32 against the same formulas in float32's units, of numbers about 0
-and about 3,000, and in float64 against another execution. Both run in each of these memory formats, of every tensor
-that a function gets: {formats}; and with these kernels: {kernels}. The default suite takes them in turn,
-`make soundness` takes every pair."""
+{precisions} (tf32 with factors truncated in the test), in batches of one and of several (65 under `make soundness`), with
+sums in turn, backwards and in blocks, and with biases of 3,000 that cancel. `tests/rounding/test_every_operation.py` runs
+the rules that follow errors, on numbers about 0 and about 3,000, in float32 against the same formulas in float32's units,
+and in float64 against another execution. Both run in each of these memory formats of the input tensors: {formats}; and
+with these kernels: {kernels}. The default suite takes them in turn, `make soundness` takes every pair."""
 REFUSED = """
-**What is refused.** An operation without a rule, by name. A convolution in float32 where oneDNN is off and NNPACK is on:
-torch then runs batches of 16 and more by Winograd's and Fourier's transforms, which lost 1.4 times the bound of sums of
-products. In channels-last batches torch computes GroupNorm in one pass; the bound has it.
+**What is refused.** An operation without a rule, and a convolution in float32 with oneDNN off and NNPACK on: torch then
+runs batches of 16 and more by Winograd's and Fourier's transforms, whose error was 1.4 times the bound of sums of
+products. For channels-last batches torch computes GroupNorm in one pass; the bound includes that.
 """
 TABLE = """
 ## {title}

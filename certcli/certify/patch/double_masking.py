@@ -58,7 +58,7 @@ class DoubleMasking(Procedure):
         self.met = {patch: met_views(masks, grid, patch) for patch in patches}
         for patch in patches:  # several at once, too
             if not self.standing(patch, [True] * self.count):
-                raise UsageError(f"no mask hides {patch} at all of its places", "more masks")
+                raise UsageError(f"no mask hides {patch} at every place", "more masks")
         self._pairs = list(itertools.combinations(range(self.count), 2))
         self._view = {pair: self.count + place for place, pair in enumerate(self._pairs)}
         first, second = torch.tensor(self._pairs, dtype=torch.int64).reshape(-1, 2).T

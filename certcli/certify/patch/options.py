@@ -51,9 +51,11 @@ class Patches(CertifierOptions):
     masks: Annotated[
         int, Option("K x K masks. A larger K hides less and takes more passes.", metavar="K")
     ] = 3
-    bands: Annotated[str, Option("What a vote sees: columns, rows or blocks.")] = "columns"
+    bands: Annotated[
+        str, Option("Visible part of the image in each vote: columns, rows or blocks.")
+    ] = "columns"
     band_width: Annotated[
-        int, Option("Cells across a band. A cell is a token where tokens are dropped.")
+        int, Option("Width of a band in cells (in tokens, if tokens are dropped).")
     ] = 3
     hide: Annotated[
         str,
@@ -68,11 +70,11 @@ class Patches(CertifierOptions):
         for name, kind in KINDS.items():  # records are files
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-                raise UsageError(f"{name} {value!r} is not of its kind")
+                raise UsageError(f"{name} {value!r} has the wrong type")
         for name in ("patches", "cell"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (list, tuple)):
-                raise UsageError(f"{name} {value!r} is not of its kind")
+                raise UsageError(f"{name} {value!r} has the wrong type")
         if self.cell is not None and (
             len(self.cell) != 2 or not all(type(side) is int for side in self.cell)
         ):
@@ -95,7 +97,7 @@ class Patches(CertifierOptions):
         """
         if not self.patches:
             raise UsageError(
-                "--method patch: against which patch?",
+                "--method patch needs a patch",
                 "--patch 32 (pixels), --patch 2%, --patch 16x64",
             )
         return [Patch.read(str(text), image) for text in self.patches]

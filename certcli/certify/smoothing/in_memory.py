@@ -56,8 +56,8 @@ class ModuleAtSigma(PixelDenoiser):
             raise ArchitectureError(f"the denoiser {name} gives NaN or infinite pixels")
         if not torch.equal(*answers):
             raise ArchitectureError(
-                f"the denoiser {name} gives another answer each time: "
-                "it must be a function of the pixels",
+                f"the denoiser {name} gives another output each time: it must be a function of "
+                "the pixels",
                 "no random numbers and no memory in its forward",
             )
 

@@ -64,7 +64,7 @@ class Smoothing(CertifierOptions):
     sigma: Annotated[
         float | Literal["auto"],
         Option(
-            "Standard deviation of the noise, pixel units; auto: by a few other images.",
+            "Standard deviation of the noise, pixel units; auto: chosen on a few other images.",
             metavar="S",
             read=lambda text: text if text == AUTO else parse_number(text),
         ),
@@ -82,7 +82,7 @@ class Smoothing(CertifierOptions):
     )
     enough: Annotated[
         float | None,
-        Option("Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius),
+        Option("Stop drawing once an image is certified beyond R.", metavar="R", read=parse_radius),
     ] = None
     decide: Annotated[
         bool,
@@ -95,10 +95,7 @@ class Smoothing(CertifierOptions):
     ] = False
     precision: Annotated[
         str,
-        Option(
-            "Precision in which the network runs, float32 or bf16; the certificate is "
-            "about the network in it."
-        ),
+        Option("Precision of the certified network: float32 or bf16."),
     ] = "float32"
     denoiser_file: Annotated[
         Path | None,
@@ -132,7 +129,7 @@ class Smoothing(CertifierOptions):
             if not optional and (
                 not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)
             ):
-                raise UsageError(f"--{name} {value!r} is not of its kind")
+                raise UsageError(f"--{name} {value!r} has the wrong type")
         if self.sigma != AUTO and not 0 < self.sigma < math.inf:
             raise UsageError(
                 f"--sigma {self.sigma:g} is not a finite number above 0",
@@ -158,8 +155,8 @@ class Smoothing(CertifierOptions):
         if self.reach <= 0:
             fewest = math.floor(math.log(self.levels[self.samples]) / math.log(0.5)) + 1
             raise UsageError(
-                f"{self.samples} samples can certify no radius at alpha {self.alpha:g}: all of one class bound p by 1/2",
-                f"--samples {fewest} is the least, 1000 a good number",
+                f"{self.samples} samples can certify no radius at alpha {self.alpha:g}, even if all of them agree",
+                f"--samples {fewest} or more; 1000 is a good number",
             )
         if self.enough is not None and self.enough >= self.reach:
             raise UsageError(

@@ -58,7 +58,7 @@ def adapt(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Replace layers by Lipschitz layers: keep the network's answers, or prepare it for certified training."""
+    """Replace layers by Lipschitz layers: keep the predictions, or prepare for certified training."""
     from certcli.adapt.pixels import compact
     from certcli.adapt.plan import plan
     from certcli.adapt.state import KEY

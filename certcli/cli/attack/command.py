@@ -36,7 +36,7 @@ def attack(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Accuracy under attack: an upper limit on any certified accuracy."""
+    """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
     from certcli.attack.certified_radii import read_certified
     from certcli.attack.stages import in_norm, parameters_of, tasks_of
     from certcli.evaluation.records import digested

@@ -99,48 +99,48 @@ class Attacks:
         typer.Option(min=1, help="Steps of iterated attacks. Default: each attack's own."),
     ] = None
     restarts: Annotated[
-        int, typer.Option(min=1, help="Runs of random attacks on images that still stand.")
+        int, typer.Option(min=1, help="Runs of random attacks on images that are not broken yet.")
     ] = 1
     step_size: Annotated[
         float | None,
         typer.Option(
             parser=options.fraction,
             metavar="A",
-            help="Every step, in pixel units. Default: falls from 2 radii to 0.",
+            help="Constant step size, pixel units. Default: decreases from 2 radii to 0.",
         ),
     ] = None
     samples: Annotated[
         int,
         typer.Option(
-            min=1, help="Draws that the judge and eot-pgd average, for networks with randomness."
+            min=1,
+            help="Draws to average for networks with randomness, in eot-pgd and in the verdict.",
         ),
     ] = 1
     precision: Annotated[
         str,
         typer.Option(
-            help="Precision of the attack's own passes, float32 or bf16; the network's own "
-            "judges the result."
+            help="Precision of the attack's own passes, float32 or bf16; results are judged in "
+            "the network's own."
         ),
     ] = "float32"
     pixels: Annotated[
         str,
         typer.Option(
-            help="float, or 8bit: rounds the images, and counts only adversarial images that "
-            "a file can hold."
+            help="float, or 8bit: round the images first, and search among 8-bit images only."
         ),
     ] = "float"
     independent: Annotated[
         bool,
         typer.Option(
             "--independent",
-            help="Show every image to every attack, not only those that still stand.",
+            help="Run every attack on every image, also on images that are broken already.",
         ),
     ] = False
     refine: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Bisection steps that shorten each successful change, towards minimal norms.",
+            help="Bisection steps that shorten each successful change.",
         ),
     ] = 0
     crafted_on: Annotated[
@@ -167,7 +167,7 @@ class Attacks:
             pixels=self.pixels,
         )
         if self.refine and self.pixels == "8bit":
-            raise UsageError("--refine halves changes, which 8 bits do not hold", "leave out one")
+            raise UsageError("--refine does not work with --pixels 8bit", "leave out one")
         if certified and self.precision != "float32":
             raise UsageError("certificates are attacked in float64", "leave out --precision")
         return settings, stages_of(
@@ -212,15 +212,15 @@ class AttackOutput:
             "--min-robust",
             parser=options.share,
             metavar="A",
-            help="Least share that withstands the attacks at the smallest radius: exit 7 "
-            "where it is missed, 9 where the images do not decide.",
+            help="Required share that withstands the attacks at the smallest radius: exit 7 if "
+            "it is missed, 9 if the images do not decide.",
         ),
     ] = None
     records: options.Records = None
     resume: options.Resume = False
     save_examples: Annotated[
         Path | None,
-        typer.Option("--save-examples", help="Adversarial examples as safetensors."),
+        typer.Option("--save-examples", help="Write adversarial examples as safetensors."),
         options.Writes(),
     ] = None
     gallery: Annotated[
@@ -232,7 +232,7 @@ class AttackOutput:
         options.Writes(figure=True),
     ] = None
     compare: Annotated[
-        str | None, typer.Option(help="Second checkpoint in the gallery."), options.Reads()
+        str | None, typer.Option(help="Second checkpoint, shown in the gallery."), options.Reads()
     ] = None
 
     @property
@@ -243,12 +243,10 @@ class AttackOutput:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise UsageError(
-                "--resume knows no images of what was attacked before",
+                "the records that --resume reads hold no images",
                 "leave out --save-examples, --gallery",
             )
         if self.compare is not None and self.gallery is None:
-            raise UsageError("--compare is drawn in the gallery", "--gallery FILE.png")
+            raise UsageError("--compare needs --gallery", "--gallery FILE.png")
         if data.limit is not None and data.per_class is not None:
-            raise UsageError(
-                "--limit and --per-class are two ways to choose images", "use one of them"
-            )
+            raise UsageError("--limit and --per-class exclude each other", "use one of them")

@@ -34,7 +34,8 @@ def audit(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Is it robust? Bound, slope, certificates and attacks within a time budget, answered in words."""
+    """Say in words how robust a network is: bound, slope, certificates and attacks within a time
+    budget."""
     from certcli.audit.clock import Clock
     from certcli.audit.document_builder import compose
     from certcli.audit.plan import Typed, reproduce

@@ -83,16 +83,14 @@ class AuditOptions:
     precision: Annotated[
         str,
         typer.Option(
-            help="Precision of smoothing and of the attacks' own passes: float32, bf16, or "
-            "auto (bf16 for a million parameters and more, where the machine multiplies "
-            "matrices in it)."
+            help="Precision of smoothing and of the attacks' own passes: float32, bf16, or auto "
+            "(bf16 for a million parameters and more, on hardware for it)."
         ),
     ] = "auto"
     pixels: Annotated[
         str,
         typer.Option(
-            help="Where attacks search: float, or 8bit (images that a file can hold; the images "
-            "are rounded)."
+            help="Images that attacks search among: float, or 8bit (the images are rounded first)."
         ),
     ] = "float"
     fail_on: Annotated[
@@ -100,10 +98,9 @@ class AuditOptions:
         typer.Option(
             "--fail-on",
             metavar="GATE",
-            help="Gate, may be repeated: exit 7 where it is true, 9 where the images do not "
-            "decide. certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, "
-            "patched@32<0.1, "
-            "clean<0.9, upper>100.",
+            help="Gate, may be repeated: exit 7 if it is true, 9 if the images do not decide. "
+            "certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, clean<0.9, "
+            "upper>100.",
         ),
     ] = field(default_factory=list)
 
@@ -175,7 +172,7 @@ class Reports:
         typer.Option(
             "--compare",
             metavar="FILE",
-            help="An earlier --report FILE.json: what changed since then.",
+            help="Earlier --report FILE.json to compare with.",
         ),
         options.Reads(),
     ] = None

@@ -41,7 +41,7 @@ def certify(
     output: Output = Output(),
     talk: Talk = Talk(),
 ) -> None:
-    """Certified accuracy at each pixel l2 radius, or against each patch."""
+    """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested

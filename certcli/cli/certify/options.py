@@ -40,7 +40,7 @@ class CertifyTarget:
             help="lipschitz (proof, global bound), box (proof, larger radii where pixels are 0 or 1), "
             "local (proof image by image, small networks), local-lip or bcp (proof, chains of "
             "layers), smoothing (any network, with a probability), patch (proof against patches, "
-            "any network behind masks), auto (says which is worth having); several: side by side.",
+            "any network behind masks), auto (chooses, and says why); several are shown side by side.",
         ),
     ] = field(default_factory=lambda: ["lipschitz"])
     minimum: Annotated[
@@ -48,8 +48,8 @@ class CertifyTarget:
         typer.Option(
             "--min-certified",
             metavar="SHARE[@R]",
-            help="Least certified share at radius (or patch) R, by default the smallest: "
-            "exit 7 where it is missed, 9 where the images do not decide.",
+            help="Required certified share at radius (or patch) R, by default the smallest: "
+            "exit 7 if it is missed, 9 if the images do not decide.",
         ),
     ] = None
     records: options.Records = None
@@ -58,8 +58,7 @@ class CertifyTarget:
         Path | None,
         typer.Option(
             "--attack-records",
-            help="Records of `attack`, shown beside the certificates and above the curve of "
-            "--plot.",
+            help="Records of `attack`, shown beside the certificates and in --plot.",
         ),
         options.Reads(),
     ] = None

@@ -103,18 +103,19 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
         raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
     if norm == "linf" and methods != ["local"]:
         raise UsageError(
-            "--norm linf is of --method local alone",
+            "--norm linf works with --method local only",
             "certvit certify ... --method local --norm linf -e 1/255",
         )
     if options.proof.arithmetic is not None and not set(methods) <= set(PROVING):
-        reason = "smoothing has --precision, patch speaks of the network as it runs"
+        reason = "smoothing has --precision, patch is about the network as it runs"
         raise UsageError(
-            f"--arithmetic is of --method {', '.join(PROVING)}: {reason}", "leave out --arithmetic"
+            f"--arithmetic works with --method {', '.join(PROVING)}: {reason}",
+            "leave out --arithmetic",
         )
     for method, values in (("smoothing", options.smoothing), ("local", options.local)):
         if method not in methods and AUTO not in methods and (unused := _given(values)):
             raise UsageError(
-                f"{unused} is of --method {method}, not of {', '.join(methods)}",
+                f"{unused} works with --method {method}, not with {', '.join(methods)}",
                 f"leave it out, or --method {method}",
             )
     if target.records is not None and len(methods) > 1:
@@ -156,7 +157,7 @@ def _demand(
     there = Threat.read(size, chosen[0].norm, image) if at else chosen[0]
     if there.norm == "patch" and there not in chosen:
         raise UsageError(
-            f"--min-certified {text} speaks of another patch", f"--patch {size} beside the others"
+            f"--min-certified {text} names a patch that is not certified", f"add --patch {size}"
         )
     return CertifiedDemand(there, minimum), sorted({*chosen, there})
 
@@ -210,7 +211,7 @@ def run_all(
                 method == choice.method
             ):  # gate and document speak of the first: no other may stand in its place
                 raise
-            sink.warn(f"{method} is left out: {failure.message}")
+            sink.warn(f"skipped {method}: {failure.message}")
         else:
             results += [result] if result is not None else []
     return results
@@ -445,7 +446,7 @@ def attacked_shares(
     common = set.intersection(*map(set, outcomes.values())) if outcomes else set()
     if not common:
         raise DataError(
-            f"no image of these was attacked in {norm} at all of the radii in {path}",
+            f"none of these images has records in {norm} at every radius of {path}",
             "certvit attack this checkpoint on these images, with --epsilon and --records",
         )
     outcomes.setdefault(Threat(norm, 0.0), clean)

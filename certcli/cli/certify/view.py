@@ -77,13 +77,14 @@ def table(
         sink.text(f"{results[0].resumed}")
     if attacked:
         count = len(next(iter(attacked.values())))
-        message = "what attacks leave of the network itself, without noise"
+        message = "robust accuracy of the network itself, without noise"
         shown = ", ".join(
             f"{share_text(shares[threat], count)} at {threat.attacked()}"
             for threat in sorted(attacked)
         )
         sink.text(
-            f"attacked (measured, as the file says, not run again): {message}, {count} of these images: {shown}"
+            f"after attacks (measured, as the file states, not run again): {message}, {count} of "
+            f"these images: {shown}"
         )
 
 

@@ -45,7 +45,7 @@ class Aim:
     target: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Bring the network's proven bound to this, at the least output error."
+            min=0, help="Lower the network's proven bound to this, at the smallest output error."
         ),
     ] = None
     distance: Annotated[
@@ -56,7 +56,7 @@ class Aim:
         ),
     ] = "plain"
     groups: Annotated[
-        int, typer.Option(min=1, help="Mini-batch groups, each with a constraint of its own.")
+        int, typer.Option(min=1, help="Number of mini-batch groups, each with its own constraint.")
     ] = 1
     tokens: Annotated[
         int,
@@ -72,7 +72,7 @@ def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
     settled = aim.keep is not None or aim.eta is not None or aim.target is not None
     if settled or settings != ConstrainSettings():
         raise UsageError(
-            "--preset settles the method and the error",
+            "--preset sets the method and the error",
             "leave out --eta, --keep, --target and the options under Method, or --preset",
         )
     return preset_of(aim.preset)
@@ -94,7 +94,7 @@ class Layers:
     ] = field(default_factory=list)
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory for statistics, e.g. 2G; more layers take several passes."),
+        typer.Option(help="Memory limit for statistics, e.g. 2G; a smaller one needs more passes."),
     ] = None
     plot: options.Plot = None
 

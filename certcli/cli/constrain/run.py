@@ -71,6 +71,6 @@ class Job:
                 lambda eta, path: bar.advance(remark=f"eta {eta:.3g}: {path}"),
             )
         if not outcome.results:
-            message = f"no eta that was tried keeps {100 * share:g} % of the first choices"
-            self.sink.warn(f"{message}: nothing is changed")
+            message = f"no tried eta preserves {100 * share:g} % of the top-1 predictions"
+            self.sink.warn(f"{message}: the network is unchanged")
         return list(outcome.results), outcome.fidelity

@@ -29,7 +29,8 @@ class Finding:
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
 def doctor(talk: Talk = Talk()) -> None:
-    """Check that the installed packages fit together, and describe this machine; exit 7 where something is broken."""
+    """Check that the installed packages fit together, and describe this machine; exit 7 if
+    something is broken."""
     sink = talk.sink()
     gate = Gate()
     findings = [

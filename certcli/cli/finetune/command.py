@@ -45,11 +45,12 @@ OFTEN = (
     often=OFTEN,
 )
 def finetune(order: Order, talk: Talk = Talk()) -> None:
-    """Train on --dataset, choose by its validation images, and prove the bound of the result."""
+    """Train on --dataset, choose the epoch on its validation images, and prove the bound of the
+    result."""
     from certcli.cli.finetune.run import Training
 
     if order.settings.time_budget is not None and order.settings.steps is not None:
-        raise UsageError("--steps and --time-budget both say how long", "one of the two")
+        raise UsageError("--steps and --time-budget exclude each other", "one of the two")
     order.settings.require_teacher(order.teacher is not None)
     training = Training(order, talk.sink())
     with training.held:

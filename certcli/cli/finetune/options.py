@@ -45,8 +45,8 @@ class Order:
         typer.Option(
             is_eager=True,
             callback=take_preset,
-            help="A paper's training: gloro-mnist, local-lip-cifar10, certvit-cifar10, cauchy, ... "
-            "What you type comes before it.",
+            help="A paper's training: gloro-mnist, local-lip-cifar10, certvit-cifar10, cauchy, "
+            "... Options that you type override it.",
             rich_help_panel="Objective",
         ),
     ] = None
@@ -63,7 +63,8 @@ class Order:
         bool,
         typer.Option(
             "--shard-weights",
-            help="Under torchrun: each process keeps a part of the weights (ce, with adamw or sgd).",
+            help="Under torchrun: each process holds a part of the weights (ce, with adamw or "
+            "sgd).",
             rich_help_panel="Optimiser",
         ),
     ] = False
@@ -71,7 +72,7 @@ class Order:
         str | None,
         typer.Option(
             metavar="CKPT",
-            help="Learn from this network's answers too (distillation).",
+            help="Also learn from this network's outputs (distillation).",
             rich_help_panel="Teacher",
         ),
         options.Reads(),
@@ -81,7 +82,7 @@ class Order:
         typer.Option(
             "--denoiser",
             metavar="PATH",
-            help="With --noise: noisy images pass it first, as in certify --denoiser.",
+            help="With --noise: denoiser of the noisy images, as in certify --denoiser.",
             rich_help_panel="Augmentation",
         ),
         options.Reads(),

@@ -128,9 +128,9 @@ class Training:
             hold_state(self.state_path, self.held)
         if order.resume and self.state_path.exists():
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
-            sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
+            sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
-            sink.note(f"no {self.state_path.name} to go on from: starting at the beginning")
+            sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
         end: float | None = (
             None  # a run that goes on keeps to its last plan: what it took before is not known
         )
@@ -326,7 +326,7 @@ class Training:
         except OutputError as failure:
             if self.savable:
                 self.sink.warn(
-                    f"{failure.message}; training goes on, but --resume will lack these epochs"
+                    f"{failure.message}; training continues, but --resume will lack these epochs"
                 )
             self.savable = False
 

@@ -47,9 +47,7 @@ class Architecture:
     ] = None
     member: Annotated[
         list[str],
-        typer.Option(
-            metavar="CKPT", help="Take the mean of trained networks of ARCH; once for each."
-        ),
+        typer.Option(metavar="CKPT", help="Trained network of ARCH to average; repeat for each."),
         options.Reads(),
     ] = field(default_factory=list)
 
@@ -74,8 +72,8 @@ class Architecture:
                 or from_options.std
             ):
                 raise UsageError(
-                    "--member takes everything else from its files",
-                    "of the others it takes mirror alone",
+                    "--member takes all other arguments from its files",
+                    "only --arch-arg mirror=true goes with it",
                 )
             return mean_of(self.arch, [open_checkpoint(source) for source in self.member], mirror)
         if self.pretrained:

@@ -23,9 +23,7 @@ def lipschitz(
     source: BoundedNetwork,
     maximum: Annotated[
         float | None,
-        typer.Option(
-            "--max", min=0, help="Exit 7 when the bound exceeds this; 5 if there is none."
-        ),
+        typer.Option("--max", min=0, help="Exit 7 if the bound exceeds this; 5 if there is none."),
     ] = None,
     show: Views = Views(),
     slope: SlopeSearch = SlopeSearch(),

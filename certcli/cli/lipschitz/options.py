@@ -37,7 +37,7 @@ class SlopeSearch:
         bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")
     ] = True
     iterations: Annotated[
-        int, typer.Option(min=1, help="Maximum of power iterations an image.")
+        int, typer.Option(min=1, help="Largest number of power iterations an image.")
     ] = 20
 
 
@@ -46,7 +46,7 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: Annotated[
-        bool, typer.Option("--layers", help="One row a layer instead of one a block.")
+        bool, typer.Option("--layers", help="One row for each layer instead of each block.")
     ] = False
     heads: Annotated[
         bool,
@@ -61,7 +61,7 @@ class Views:
         typer.Option(
             "--compare",
             metavar="CKPT",
-            help="A second checkpoint, side by side; --arch and the like hold for both.",
+            help="Second checkpoint, shown side by side; --arch and the like apply to both.",
         ),
         options.Reads(),
     ] = None

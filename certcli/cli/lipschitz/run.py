@@ -58,7 +58,7 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
         sink.warn(why)
     if labels is not None:
         right = sum(right_of(audited.model, images, options.machine.batch_size, labels))
-        sink.note(f"right on {right} of these {len(images)} images")
+        sink.note(f"correct on {right} of these {len(images)} images")
         doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
     return _steepest(audited.model, images, options, sink)
 

@@ -124,15 +124,13 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
     if lower is not None:
         sink.text(f"lower bound{of} (measured):  {rounded_down(lower, 4)}")
     if audited.of_features:
-        sink.text(
-            "the file has no classifier: this says how far its features move, and nothing about classes"
-        )
+        sink.text("the file has no classifier: this bounds its features, not its classes")
     elif upper.finite and float(upper) > 0:
         radius = (1 - 2**-50) / (2**0.5 * float(upper))
         if radius >= USABLE:
             sink.text(
-                "an image whose margin is 1 is certified within r = "
-                f"{proven_radius(radius, 3)} at least; pair by pair, further"
+                f"an image whose margin is 1 is certified within r = {proven_radius(radius, 3)} "
+                "at least; per-pair margins give more"
             )
         else:
             sink.text(

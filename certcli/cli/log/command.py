@@ -22,8 +22,7 @@ class LogPage(Page):
         typer.Option(
             "--format",
             metavar="NAME",
-            help="Write the comparison as csv, or as latex (a tabular with booktabs), to the "
-            "standard output.",
+            help="Print the comparison as csv or latex (booktabs).",
         ),
     ] = None
 
@@ -47,7 +46,7 @@ def log(
     page: LogPage = LogPage(),
     talk: Talk = Talk(),
 ) -> None:
-    """Lineage and evidence of a checkpoint, or a table that compares several."""
+    """Show lineage and evidence of a checkpoint, or compare several in a table."""
     from certcli.checkpoint.file import Checkpoint
 
     sink = talk.sink()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from certcli.evaluation.evidence import Decoded
 
 NOT_UNDERSTOOD = "not understood, not shown"
-STALE = "STALE: about another network, not these weights; nothing recomputes it, all of it is the author's word"
+STALE = "STALE: about an earlier network, not these weights; nothing can recompute it"
 AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 
@@ -197,10 +197,8 @@ def _finetune(result: Any, about: Any) -> str:
 
 def _kept(result: Any, about: Any) -> str:
     n = result.images
-    parts = [
-        f"{n} images of {result.dataset}: first choice kept on {share_text(result.agreement, n)}"
-    ]
-    parts.append(f"logits to {percent(result.logits_error)}")
+    parts = [f"{n} images of {result.dataset}: same top-1 on {share_text(result.agreement, n)}"]
+    parts.append(f"logit error {percent(result.logits_error)}")
     if result.accuracy_before is not None:
         before, after = (
             share_text(share, n) for share in (result.accuracy_before, result.accuracy_after)
@@ -284,7 +282,7 @@ def compare(
     silent = [row[0] for row in cells if row not in rows_with_results]
     if silent and written is None:
         sink.text(
-            f"nothing about accuracy or bounds: {', '.join(silent)} (certify, attack, lipschitz with -o add it)"
+            f"no accuracy or bound: {', '.join(silent)} (certify, attack and lipschitz add them with -o)"
         )
     judged = [
         each[name].result.dataset

@@ -36,7 +36,7 @@ class Pictures:
     defence: Annotated[
         str,
         typer.Option(
-            help="patch: the classifier that certify --method patch is about, with the same options."
+            help="patch: the defended classifier of certify --method patch, with the same options."
         ),
     ] = "none"
     top: Annotated[
@@ -47,7 +47,8 @@ class Pictures:
         bool,
         typer.Option(
             "--prove",
-            help="With a defence: say of each image whether a patch can change its class.",
+            help="With a defence: say for each image which patches provably cannot change its "
+            "class.",
         ),
     ] = False
 
@@ -65,8 +66,8 @@ def predict(
     machine: BatchDevice = BatchDevice(),
     talk: Talk = Talk(),
 ) -> None:
-    """The class of each image, by the network itself or by the classifier that is certified
-    against patches.
+    """Predict the class of each image, by the network itself or by its classifier defended against
+    patches.
     """
     import torch
 

@@ -29,7 +29,8 @@ def measure_reference(
     judges = held_out if len(held_out) else images
     if not len(held_out):
         sink.warn(
-            f"{len(images)} images are too few to hold any out: the images that took part judge the result"
+            f"{len(images)} images are too few to hold any out: the agreement is measured on the "
+            "calibration images"
         )
     labels, why = known_labels(judges, record)
     if why:
@@ -103,8 +104,8 @@ def show(record: Mapping[str, Any], sink: Sink) -> None:
             )
         else:
             sink.warn(
-                "synthetic photographs do not tell how such a change does on real images, where nothing may be left: "
-                "--dataset fits to images like yours and judges by them"
+                "synthetic photographs do not show the effect of such a change on real images: "
+                "use --dataset with images like yours"
             )
     if record["accuracy_after"] is not None:
         names = ("accuracy_before", "accuracy_after")
@@ -119,8 +120,8 @@ def _say_few_judges(images: int, sink: Sink) -> None:
     factor = worth_of_judges(images)
     if factor > 1.05:
         sink.note(
-            f"{images} images judge, which limits eta: {MANY_JUDGES} (of a larger dataset, with --limit {MANY_JUDGES // 2}) "
-            f"would allow about {factor:.1f} times as much"
+            f"{images} held-out images limit eta: {MANY_JUDGES} (of a larger dataset, with "
+            f"--limit {MANY_JUDGES // 2}) would allow about {factor:.1f} times as much"
         )
 
 

@@ -162,8 +162,8 @@ def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) ->
         for _, pixels, _ in images.batches(ANSWERED_AT_ONCE):
             classes += model(sent(pixels, device)).argmax(1).tolist()
     sink.note(
-        f"{images.name}: {len(images)} images without labels, so attacks and certificates are of the network's own "
-        "answers, and its accuracy is not measured"
+        f"{images.name}: {len(images)} images without labels, so attacks and certificates are "
+        "about the network's own predictions, and accuracy is not measured"
     )
     names = checkpoint.record.class_names
     class_names = names or tuple(str(number) for number in range(checkpoint.record.classes))

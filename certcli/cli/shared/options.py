@@ -72,7 +72,7 @@ ShardSize = Annotated[
     typer.Option(
         "--shard-size",
         metavar="SIZE",
-        help="Size of a file where -o ends in .safetensors.index.json: 5GB, 200MB.",
+        help="Largest file of a sharded output (-o FILE.safetensors.index.json): 5GB, 200MB.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output file.")]
@@ -101,7 +101,10 @@ Seed = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", min=1, max=MOST_IMAGES, help="Most images in a batch.")
+    int,
+    typer.Option(
+        "--batch-size", min=1, max=MOST_IMAGES, help="Largest number of images in a batch."
+    ),
 ]
 Workers = Annotated[
     int | None,
@@ -129,7 +132,7 @@ Html = Annotated[
     typer.Option(
         "--html",
         metavar="FILE.html",
-        help="Write a page that opens from disk.",
+        help="Write the result as an HTML page.",
         rich_help_panel="Output",
     ),
     Writes(),
@@ -139,7 +142,7 @@ Records = Annotated[
     typer.Option(
         "--records",
         metavar="FILE.jsonl",
-        help="Write one JSON line an image, during the run.",
+        help="Write one JSON line for each image, during the run.",
         rich_help_panel="Output",
     ),
     Writes(resumable=True),
@@ -147,7 +150,9 @@ Records = Annotated[
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume", help="Continue the --records of the same run.", rich_help_panel="Output"
+        "--resume",
+        help="Continue an interrupted --records file of the same run.",
+        rich_help_panel="Output",
     ),
 ]
 Epsilons = Annotated[
@@ -190,13 +195,13 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         metavar="raw|ema|KEY",
-        help="Which weights of a file that holds several: raw or averaged ones, or those under a key.",
+        help="Weights to read from a file that holds several: raw, ema, or a key.",
     ),
 ]
 AsStated = Annotated[
     bool,
     typer.Option(
         "--as-stated",
-        help="Believe --arch-arg and config.json where the tensors fit another network too.",
+        help="Trust --arch-arg and config.json even if the tensors also fit another network.",
     ),
 ]

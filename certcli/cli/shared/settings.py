@@ -56,7 +56,8 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
         for other in table:
             if other not in COMMANDS:
                 raise UsageError(
-                    f"{path}: there are no settings of '{one_line(other)}'", one_of(other, COMMANDS)
+                    f"{path}: certvit has no settings for '{one_line(other)}'",
+                    one_of(other, COMMANDS),
                 )
         section = table.get(command, {})
         if not isinstance(section, dict):

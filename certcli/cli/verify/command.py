@@ -20,9 +20,7 @@ def verify(
     page: Page = Page(),
     talk: Talk = Talk(),
 ) -> None:
-    """Check what a file states, again from the weights; exit 7 unless all that was asked for is
-    verified.
-    """
+    """Verify the statements of a file again from the weights; exit 7 unless all required ones hold."""
     from certcli.cli.verify import run
 
     run.verify(VerifyOptions(files, scope, data, reading, machine, page), talk.sink())

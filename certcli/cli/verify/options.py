@@ -35,7 +35,8 @@ class Files:
         list[str],
         typer.Argument(
             metavar="CKPT",
-            help="The network that a report or records are about; further checkpoints beside a checkpoint.",
+            help="Network of the report or records; with a checkpoint: further checkpoints of "
+            "its lineage.",
         ),
         options.Reads(),
     ] = field(default_factory=list)
@@ -50,16 +51,18 @@ class VerifyScope:
         typer.Option(
             min=1,
             metavar="N",
-            help="Check only N images, drawn afresh. Shares are then checked against an interval.",
+            help="Check only N random images; shares are then compared with an interval.",
         ),
     ] = None
     proven_only: Annotated[
         bool,
-        typer.Option("--proven-only", help="Do not ask for measured results, which prove nothing."),
+        typer.Option("--proven-only", help="Do not require measured results."),
     ] = False
     draws: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Random draws of an image that records may ask for."),
+        typer.Option(
+            min=1, metavar="N", help="Largest number of draws an image that records may require."
+        ),
     ] = MOST_DRAWS
     denoiser: Annotated[
         Path | None,

@@ -148,7 +148,7 @@ def _method_of(run: Run, path: Path, allowed: int) -> str:
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
     if draws > allowed:
         raise DataError(
-            f"{path} states {draws:,} draws an image; a file alone may ask for {allowed:,}",
+            f"{path} states {draws:,} draws an image; without --draws at most {allowed:,} are allowed",
             f"--draws {draws} allows them",
         )
     return run.method

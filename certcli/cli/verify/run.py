@@ -191,8 +191,8 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     sample = options.scope.sample
     by = "" if sample is None else f" (shares by samples of {sample} images)"
     sink.text(
-        f"verified{by}: all that the evidence states as proven of this network; measured figures, lineage and results "
-        "about other networks are the author's word"
+        f"verified{by}: all proven statements about this network; measured figures, lineage and "
+        "results about other networks cannot be verified"
     )
 
 
