@@ -14,7 +14,7 @@ from certcli.attack import checks
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.carlini import carlini_wagner
 from certcli.attack.families.fab import projection
-from certcli.attack.families.margin import ascend, lost_margin
+from certcli.attack.families.margin import Stretch, ascend, lost_margin
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
@@ -310,7 +310,14 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
     heights = []
     for steps in range(1, 8):
         peak = ascend(
-            model, images, labels, region, settings, lost_margin, steps=steps, random_start=False
+            model,
+            images,
+            labels,
+            region,
+            settings,
+            lambda logits, labels, _: lost_margin(logits, labels),
+            [Stretch(steps)],
+            random_start=False,
         )
         with torch.no_grad():
             heights.append(lost_margin(model(peak), labels))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.gradient import cross_entropy
+from certcli.attack.families.gradient import log_odds
 from certcli.attack.families.margin import lost_margin, targeted_margin
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import AttackSearch, climb_with, count_targets
@@ -33,7 +33,7 @@ def apgd_ce(
 
     Source: Croce & Hein 2020, Algorithm 1.
     """
-    return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, region, settings)
+    return _untargeted(lambda z, y, _: log_odds(z, y), model, images, labels, region, settings)
 
 
 def apgd_dlr(
