@@ -28,6 +28,7 @@ from tests.helpers.attack_nets import (
     NORMS,
     ROUNDING,
     SHORT,
+    Aside,
     Hole,
     Scaled,
     batches,
@@ -339,6 +340,62 @@ def test_tiny_gradients_still_give_whole_steps() -> None:
     assert runs[0].robust == runs[1].robust == 0.0
 
 
+OF_THE_SOFTMAX = ("fgsm", "eot-pgd", "apgd-ce", "autoattack", "autoattack-full")
+"""Attacks that are published for the softmax of the logits as they are: of two classes only is its direction the margin's."""
+SCALE_FREE = [
+    (name, norm, 2 if name in OF_THE_SOFTMAX else 4)
+    for name, norm in CASES
+    if name != "cw"  # weighs the margin against the distance
+]
+
+
+@pytest.mark.parametrize(("name", "norm", "classes"), SCALE_FREE)
+def test_the_scale_of_the_logits_decides_nothing(name: str, norm: Norm, classes: int) -> None:
+    """Powers of two scale without rounding, so verdicts and norms are the same to the last bit. At
+    the largest the softmax is exactly 1.
+    """
+    images = pictures(10)
+    radii = [(0.3 if norm == "l2" else 0.05) * row for row in range(1, len(images) + 1)]
+    labels = labelled(Scaled(1.0, classes).eval(), images)
+    data = batches(images, labels, len(images))
+    runs = [
+        list(
+            attack_images(
+                Scaled(factor, classes).eval(), data, [name], Region.each(norm, radii), SHORT
+            )
+        )
+        for factor in (1.0, 2.0**-10, 2.0**17)
+    ]
+    assert 0 < sum(record.withstood for record in runs[0]) < len(images)
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("name", ["pgd", "margin-pgd"])
+@pytest.mark.parametrize("steps", [10, 20, 50])
+def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
+    name: str, steps: int
+) -> None:
+    """Each stretch values its last point, too. The winner is class 2, not the likeliest: a pit that
+    only the margin to it leads to.
+    """
+    images = torch.full((1, 1, 4, 4), 0.5)
+    model = Aside().eval()
+    with torch.no_grad():
+        assert model(images).topk(3).indices.tolist() == [[0, 1, 2]]
+    passes: list[bool] = []
+    model.register_forward_hook(lambda _, __, output: passes.append(output.requires_grad))
+    settings = AttackSettings(steps=steps, stop_early=False, classes=3)
+    label = torch.zeros(1, dtype=torch.long)
+    point = ATTACKS.load(name)(model, images, label, Region("l2", 1.0), settings)
+    stretches = len(passes) - steps
+    assert 1 < stretches <= 1 + 6
+    passes.clear()
+    classical = replace(settings, relative_step=2.5)
+    ATTACKS.load(name)(model, images, label, Region("l2", 1.0), classical)
+    assert len(passes) == steps + 1
+    assert int(model(point).argmax()) == 2
+
+
 def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
     model = perceptron(3)
     images = pictures(6)
@@ -382,9 +439,9 @@ def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
             model, batches(images, labels, 10), ["pgd-9"], Region("l2", 2.0), SHORT, source=source
         )
     )
-    assert (
-        seen == [10] * 10
-    )  # no row rests when the source is fooled: that says nothing about the tested net
+    # after one image, which tells the number of classes, no row rests when the source is fooled:
+    # that says nothing about the tested net
+    assert seen == [1] + [10] * 10
     assert not any(calls)  # the tested net is only ever asked, never differentiated
 
 
