@@ -50,7 +50,7 @@ def apgd_dlr(
         if logits.shape[1] < 3:
             return lost_margin(logits, labels)
         top = logits.topk(3, dim=1).values
-        return lost_margin(logits, labels) / (top[:, 0] - top[:, 2] + 1e-12)
+        return lost_margin(logits, labels) / (top[:, 0] - top[:, 2]).clamp_min(1e-12)
 
     return _untargeted(ratio, model, images, labels, region, settings)
 
@@ -89,7 +89,7 @@ def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     if logits.shape[1] < 4:
         return margin
     top = logits.topk(4, dim=1).values
-    return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
+    return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2).clamp_min(1e-12)
 
 
 def _untargeted(
