@@ -76,7 +76,7 @@ ATTACKS = AttackRegistry(
     Attack(
         "margin-pgd",
         "certcli.attack.families.margin:margin_pgd",
-        "projected gradient ascent of z_t - z_y, which a margin certificate bounds, for the likeliest wrong classes t in turn",
+        "projected gradient ascent of z_t - z_y, which a margin certificate bounds, for likely classes t in turn",
         "Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent)",
     ),
     Attack(
