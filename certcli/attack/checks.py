@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from certcli.attack.eight_bit import nearest_within, rounded
+from certcli.attack.families.gradient import log_odds
 from certcli.attack.judge import judge
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned
@@ -62,10 +62,10 @@ CHECKS = {
         ),
         Check(
             "zero gradients",
-            f"the input gradient of the cross entropy is exactly 0 (or not finite) for more than {_ZERO_SHARE:.0%} of "
-            "the images that are classified correctly",
-            "Gradient attacks cannot move these images: the loss saturates, or something in the model (rounding, "
-            "argmax, detach) masks gradients. Trust margin-pgd and square more than pgd and apgd-ce here.",
+            f"the input gradient of the log odds is exactly 0 (or not finite) for more than {_ZERO_SHARE:.0%} of the "
+            "images that are classified correctly",
+            "Gradient attacks cannot move these images: something in the model (saturation, rounding, argmax, "
+            "detach) masks gradients. Trust square more than attacks by gradients here.",
         ),
         Check(
             "randomness",
@@ -116,7 +116,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class First:
-    """The first pass of an ascent: logits (b, k), and the slope of the cross entropy (b, c, h, w).
+    """The first pass of an ascent: logits (b, k), and the slope of the log odds (b, c, h, w).
 
     Attributes:
         slope: None where no gradient leads from the logits to the pixels.
@@ -131,7 +131,7 @@ def first_pass(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 
     with undisturbed(model, images, seed):
         point = images.detach().clone().requires_grad_(True)
         logits = model(point)
-        loss = functional.cross_entropy(logits, labels.to(images.device), reduction="sum")
+        loss = log_odds(logits, labels.to(images.device)).sum()
         slope = (
             torch.autograd.grad(loss, point, allow_unused=True)[0] if loss.requires_grad else None
         )

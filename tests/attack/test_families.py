@@ -14,7 +14,7 @@ from certcli.attack import checks
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.carlini import carlini_wagner
 from certcli.attack.families.fab import projection
-from certcli.attack.families.margin import ascend, lost_margin
+from certcli.attack.families.margin import Stretch, ascend, lost_margin
 from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
@@ -28,6 +28,7 @@ from tests.helpers.attack_nets import (
     NORMS,
     ROUNDING,
     SHORT,
+    Aside,
     Hole,
     Scaled,
     batches,
@@ -310,7 +311,14 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
     heights = []
     for steps in range(1, 8):
         peak = ascend(
-            model, images, labels, region, settings, lost_margin, steps=steps, random_start=False
+            model,
+            images,
+            labels,
+            region,
+            settings,
+            lambda logits, labels, _: lost_margin(logits, labels),
+            [Stretch(steps)],
+            random_start=False,
         )
         with torch.no_grad():
             heights.append(lost_margin(model(peak), labels))
@@ -330,6 +338,58 @@ def test_tiny_gradients_still_give_whole_steps() -> None:
         for net in (plain, tiny)
     ]
     assert runs[0].robust == runs[1].robust == 0.0
+
+
+OF_THE_SOFTMAX = ("fgsm", "eot-pgd", "apgd-ce", "autoattack", "autoattack-full")
+"""Attacks that are published for the softmax of the logits as they are: of two classes only is its direction the margin's."""
+SCALE_FREE = [
+    (name, norm, 2 if name in OF_THE_SOFTMAX else 4)
+    for name, norm in CASES
+    if name != "cw"  # weighs the margin against the distance
+]
+
+
+@pytest.mark.parametrize(("name", "norm", "classes"), SCALE_FREE)
+def test_the_scale_of_the_logits_decides_nothing(name: str, norm: Norm, classes: int) -> None:
+    """Powers of two scale without rounding, so verdicts and norms are the same to the last bit. At
+    the largest the softmax is exactly 1.
+    """
+    images = pictures(10)
+    smallest = 0.02 if norm == "l2" else 0.004
+    region = Region.each(norm, [smallest * 2.0**row for row in range(len(images))])
+    nets = [Scaled(factor, classes).eval() for factor in (1.0, 2.0**-10, 2.0**17)]
+    for net in nets:  # no class is far away
+        net.net[-1].bias.data -= net.net(images).mean(dim=0)
+    data = batches(images, labelled(nets[0], images), len(images))
+    runs = [list(attack_images(net, data, [name], region, SHORT)) for net in nets]
+    assert 0 < sum(record.withstood for record in runs[0]) < len(images)
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("name", ["pgd", "margin-pgd"])
+@pytest.mark.parametrize("steps", [10, 20, 50])
+def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
+    name: str, steps: int
+) -> None:
+    """Each stretch values its last point, too. The winner is class 2, not the likeliest: a pit that
+    only the margin to it leads to.
+    """
+    images = torch.full((1, 1, 4, 4), 0.5)
+    model = Aside().eval()
+    with torch.no_grad():
+        assert model(images).topk(3).indices.tolist() == [[0, 1, 2]]
+    passes: list[bool] = []
+    model.register_forward_hook(lambda _, __, output: passes.append(output.requires_grad))
+    settings = AttackSettings(steps=steps, stop_early=False, classes=3)
+    label = torch.zeros(1, dtype=torch.long)
+    point = ATTACKS.load(name)(model, images, label, Region("l2", 1.0), settings)
+    stretches = len(passes) - steps
+    assert 1 < stretches <= 1 + 6
+    passes.clear()
+    classical = replace(settings, relative_step=2.5)
+    ATTACKS.load(name)(model, images, label, Region("l2", 1.0), classical)
+    assert len(passes) == steps + 1
+    assert int(model(point).argmax()) == 2
 
 
 def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
@@ -375,9 +435,9 @@ def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
             model, batches(images, labels, 10), ["pgd-9"], Region("l2", 2.0), SHORT, source=source
         )
     )
-    assert (
-        seen == [10] * 10
-    )  # no row rests when the source is fooled: that says nothing about the tested net
+    # after one image, which tells the number of classes, no row rests when the source is fooled:
+    # that says nothing about the tested net
+    assert seen == [1] + [10] * 10
     assert not any(calls)  # the tested net is only ever asked, never differentiated
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.gradient import cross_entropy
+from certcli.attack.families.gradient import log_odds
 from certcli.attack.families.margin import lost_margin, targeted_margin
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import AttackSearch, climb_with, count_targets
@@ -33,7 +33,7 @@ def apgd_ce(
 
     Source: Croce & Hein 2020, Algorithm 1.
     """
-    return _untargeted(lambda z, y, _: cross_entropy(z, y), model, images, labels, region, settings)
+    return _untargeted(lambda z, y, _: log_odds(z, y), model, images, labels, region, settings)
 
 
 def apgd_dlr(
@@ -50,7 +50,7 @@ def apgd_dlr(
         if logits.shape[1] < 3:
             return lost_margin(logits, labels)
         top = logits.topk(3, dim=1).values
-        return lost_margin(logits, labels) / (top[:, 0] - top[:, 2] + 1e-12)
+        return lost_margin(logits, labels) / (top[:, 0] - top[:, 2]).clamp_min(1e-12)
 
     return _untargeted(ratio, model, images, labels, region, settings)
 
@@ -89,7 +89,7 @@ def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     if logits.shape[1] < 4:
         return margin
     top = logits.topk(4, dim=1).values
-    return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + 1e-12)
+    return margin / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2).clamp_min(1e-12)
 
 
 def _untargeted(

@@ -2,15 +2,23 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from certcli.attack.families.margin import ascend
+from certcli.attack.families.margin import Stretch, ascend, lost_margin, others, true
 from certcli.attack.settings import AttackSettings
+from certcli.attack.watched_model import count_targets
 from certcli.evaluation.perturbation import Region
 
 PGD_STEPS = 20
 EOT_SAMPLES = 10
+WARMTH = 0.3
+"""Temperature of PGD's softmax, as a share of the margin where a run begins."""
+AIMED = 6
+"""Classes that a run of PGD takes in turn, at most; each gets an eighth of its steps, `SHORTEST` or more."""
+SHORTEST = 4
+UNTARGETED = 6
+"""Steps of the cross entropy before them, at least; a quarter of the run where that is more."""
 
 
 def fgsm(
@@ -22,7 +30,7 @@ def fgsm(
     `steps` and `restarts` do not apply. Source: Goodfellow et al. 2015.
     """
     single = replace(settings, steps=1, step_size=None, relative_step=1.0)
-    return ascend(model, images, labels, region, single, cross_entropy, steps=1, random_start=False)
+    return ascend(model, images, labels, region, single, log_odds, [Stretch(1)], random_start=False)
 
 
 def pgd(
@@ -30,18 +38,27 @@ def pgd(
 ) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad CE)), 20 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
-    The first run starts at the image, restarts at random. With steps of one length every run starts
-    at random, as Madry et al. do.
-    Source: Madry et al. 2018.
+    The logits are divided by .3 of the margin that the image has, so their scale does not matter.
+    Longer runs leave up to three quarters of their steps to z_t - z_y, for the likeliest wrong
+    classes t in turn: the gradient of the cross entropy leads to few of them. The first run starts
+    at the image, restarts at random. With steps of one length a run is Madry et al.'s: all of the
+    cross entropy of the logits as they are, from a random start.
+    Source: Madry et al. 2018; Gowal et al. 2019 (the targets).
     """
+    steps = settings.steps or PGD_STEPS
+    each = max(SHORTEST, steps // 8)
+    targets = count_targets(model, images, settings)
+    aimed = min(AIMED, targets, max(0, steps - max(UNTARGETED, steps // 4)) // each)
+    if settings.classical or targets < 2:
+        aimed = 0
     return ascend(
         model,
         images,
         labels,
         region,
         settings,
-        cross_entropy,
-        steps=settings.steps or PGD_STEPS,
+        log_odds if settings.classical else tempered_odds,
+        [Stretch(steps - aimed * each), *(Stretch(each, rank + 1) for rank in range(aimed))],
         random_start=settings.classical or settings.restart > 0,
     )
 
@@ -55,13 +72,30 @@ def eot_pgd(
     10 draws a step unless `samples` says more than 1. One lucky draw is no success of a random net.
     Source: Athalye et al. 2018; Zimmermann 2019.
     """
-    steps = settings.steps or PGD_STEPS
+    stretches = [Stretch(settings.steps or PGD_STEPS)]
     samples = settings.samples if settings.samples > 1 else EOT_SAMPLES
-    return ascend(
-        model, images, labels, region, settings, cross_entropy, steps=steps, samples=samples
-    )
+    return ascend(model, images, labels, region, settings, log_odds, stretches, samples=samples)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log softmax(z)_y of each row: (b, k), (b,) -> (b,)."""
-    return functional.cross_entropy(logits, labels, reduction="none")
+def log_odds(logits: Tensor, labels: Tensor, first: Tensor | None = None) -> Tensor:
+    """log sum_{j != y} exp z_j - z_y of each row, which grows with the cross entropy: (b, k), (b,)
+    -> (b,).
+
+    CE = log(1 + exp of it), so both point the same way. But in float32 the gradient of CE itself
+    loses the part of z_y once p_y rounds to 1, and is 0 where all other p_j do to 0.
+    """
+    return others(logits, labels).logsumexp(dim=1) - true(logits, labels)
+
+
+def tempered_odds(logits: Tensor, labels: Tensor, first: Tensor) -> Tensor:
+    """T (log sum_{j != y} exp(z_j / T) - z_y / T), T = .3 |margin of `first`|: (b, k), (b,), (b, k)
+    -> (b,).
+
+    Twice the logits are twice the loss: its direction is the same.
+    """
+    warmth = WARMTH * lost_margin(first, labels).abs()[:, None]
+    warmth = warmth.clamp_min(torch.finfo(logits.dtype).tiny)
+    rest = others(logits, labels)
+    top = rest.detach().amax(dim=1, keepdim=True)  # 0 / T is 0 for any T
+    soft = warmth * ((rest - top) / warmth).logsumexp(dim=1, keepdim=True) + top
+    return soft.squeeze(1) - true(logits, labels)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.attack.families.gradient import PGD_STEPS, cross_entropy
-from certcli.attack.families.margin import ascend
+from certcli.attack.families.gradient import PGD_STEPS, log_odds
+from certcli.attack.families.margin import Stretch, ascend
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import seeded
 from certcli.evaluation.perturbation import Region
@@ -33,14 +33,12 @@ def saga(
     black pixel; we do not. UsageError on a network without self-attention over patches. Source:
     Mahmood, Mahmood, van Dijk 2021, section 5; rollout: Abnar & Zuidema 2020.
     """
-    steps = settings.steps or PGD_STEPS
     if not len(images):
         return images.clone()
     with torch.no_grad(), seeded(images, settings.draw):
         weights = rollout(model, images)
-    return ascend(
-        model, images, labels, region, settings, cross_entropy, steps=steps, weights=weights
-    )
+    stretches = [Stretch(settings.steps or PGD_STEPS)]
+    return ascend(model, images, labels, region, settings, log_odds, stretches, weights=weights)
 
 
 def rollout(model: nn.Module, images: Tensor) -> Tensor:
