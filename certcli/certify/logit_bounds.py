@@ -22,6 +22,7 @@ from certcli.certify.local_options import Local
 from certcli.certify.proof_options import REAL
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
+from certcli.engine.replay import agree
 from certcli.engine.table import NoRule
 from certcli.evaluation.radii import Norm, require_norm
 from certcli.models.build import load_double
@@ -118,6 +119,7 @@ def logit_bounds(
     images = pixels.double().to(device)
     logits = torch.cat([model(image[None]) for image in images])
     require_logits(logits, images)
+    _require_alike_in_a_batch(model, images, logits)
     chosen = logits.argmax(1) if classes is None else classes.to(device)
     bounds = _unbounded(logits, chosen)
     if near.method != LOCAL:
@@ -125,6 +127,19 @@ def logit_bounds(
     if near.method != GLOBAL:
         bounds = bounds.tightened(_by_zonotopes(model, images, chosen, near))
     return bounds
+
+
+def _require_alike_in_a_batch(model: torch.nn.Module, images: Tensor, logits: Tensor) -> None:
+    """NoBoundError where the logits of these images in one batch are not those of each alone."""
+    try:
+        together = model(images)
+    except Exception:  # a network of single images
+        return
+    if not agree(together, logits):
+        raise NoBoundError(
+            f"no bounds: the logits of an image in a batch of {len(images)} are not those of the image alone",
+            "one image at a time, if they depend on the batch",
+        )
 
 
 def _unbounded(logits: Tensor, classes: Tensor, why: str = "") -> LogitBounds:

@@ -40,6 +40,9 @@ def _callables(space: Mapping[str, Any]) -> Names:
 _TORCH = sorted({*dir(torch._C._VariableFunctions), *torch.functional.__all__} & vars(torch).keys())
 _FUNCTIONAL = sorted(_callables(vars(functional)))
 
+_BEFORE_FORWARD = ("__init__", "__setstate__")
+"""What makes or copies a module, and no forward: torch replaces both itself when something is compiled."""
+
 
 def _spaces() -> dict[str, Mapping[str, Any]]:
     """Return torch's functions and methods, unbound, by the name of their owner."""
@@ -60,6 +63,8 @@ def _pinned() -> Iterator[tuple[str, str, Any, Any, CodeType | None]]:
     names = {"torch": _TORCH, "torch.nn.functional": _FUNCTIONAL}
     for owner, space in spaces.items():
         for name in names.get(owner, space):
+            if owner == "torch.nn.Module" and name in _BEFORE_FORWARD:
+                continue
             value, code = _code(space[name])
             yield owner, name, value, _inner(value), code
 

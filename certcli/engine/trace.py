@@ -16,6 +16,7 @@ from certcli.engine.pinned import patched
 from certcli.engine.table import RuleTable
 from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, reason_of
 from certcli.models.build import own_name
+from certcli.models.foreign_tensors import foreign_tensor
 
 
 class Step(NamedTuple):
@@ -166,11 +167,20 @@ def refuse_hooks(root: nn.Module) -> None:
     """
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:
         raise Untraceable("a hook is set for all modules")
+    foreign = foreign_tensor(root)
+    if foreign is not None:
+        raise Untraceable(
+            f"{foreign} is no tensor of torch's own type: its operations may be other ones"
+        )
     for path, module in root.named_modules():
         where = own_name(root, path) or "the network"
         if isinstance(module, torch.jit.ScriptModule):
             raise Untraceable(
                 f"{where} is a scripted module, whose operations torch.fx cannot follow"
+            )
+        if type(module).__module__.startswith("torch._dynamo"):
+            raise Untraceable(
+                f"{where} is a compiled module, which torch.fx cannot follow: give its _orig_mod"
             )
         if module.training:
             raise Untraceable(f"{where} is in training mode")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.models.build import own_name
+from certcli.models.foreign_tensors import is_own
 
 _STATIC_ATTRIBUTES = frozenset(
     ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",
@@ -86,6 +87,8 @@ class Proxy(fx.Proxy):
         return len(self.value)
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.value, Tensor):  # `q, k, v = x`: what a tensor does
+            return iter(self.unbind(0))
         return iter([operator.getitem(self, index) for index in range(len(self.value))])
 
     # Python's `x += y` would silently fall back to `x = x + y`, which hides that views of x change
@@ -172,6 +175,10 @@ class Tracer(fx.Tracer):
                 self.state.result = self._concrete(a)
             return a.node
         if isinstance(a, Tensor):
+            if not is_own(a):
+                raise self.refusal(
+                    f"{self._where()}: a {type(a).__name__} is no tensor of torch's own"
+                )
             # no module can have an attribute of this name: a dot in front
             name = self.parameter_names.get(id(a)) or f".{len(self.state.constants)}"
             if name not in self.state.constants:

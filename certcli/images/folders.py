@@ -4,7 +4,7 @@ labels.csv.
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -260,6 +260,10 @@ def _lines(handle: IO[str], listing: Path) -> Iterator[str]:
         yield line
 
 
+_FILE_COLUMNS = ("file", "filename", "path", "image", "name")
+_CLASS_COLUMNS = ("synset", "wnid", "class", "label", "index")
+
+
 def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
     """Return the images beside a labels.csv, which has a header and columns for file and class.
 
@@ -268,28 +272,31 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
     """
     try:
         with listing.open(newline="", encoding="utf-8-sig") as handle:  # Excel begins with a mark
-            rows = list(csv.DictReader(_lines(handle, listing), restkey="", restval=""))
+            reader = csv.DictReader(_lines(handle, listing), restkey="", restval="")
+            rows = list(reader)
     except (UnicodeError, csv.Error) as failure:
         raise DataError(
             f"{listing} is not a table of text ({one_line(failure)})", "columns 'file' and 'class'"
         ) from failure
-    columns = list(rows[0]) if rows else []
-    name_column = next(
-        (c for c in columns if c.lower() in ("file", "filename", "path", "image", "name")), None
-    )
-    class_column = next(
-        (c for c in columns if c.lower() in ("synset", "wnid", "class", "label", "index")), None
-    )
-    if name_column is None or class_column is None:
+    columns = list(reader.fieldnames or ()) if rows else []
+    name_columns = [c for c in columns if c.lower() in _FILE_COLUMNS]
+    class_columns = [c for c in columns if c.lower() in _CLASS_COLUMNS]
+    if not name_columns or not class_columns:
         shown = one_line(", ".join(columns) or "none")
         raise DataError(f"{listing} needs the columns 'file' and 'class'", f"it has: {shown}")
+    name_column, class_column = name_columns[0], class_columns[0]
     empty = next((row for row in rows if not row[name_column] or not row[class_column]), None)
     if empty is not None:
         raise DataError(
             f"{listing} has a row without file or class", f"line {rows.index(empty) + 2}"
         )
-    classes = in_order({row[class_column] for row in rows})
-    number_of = {name: number for number, name in enumerate(classes)}
+    classes, labels = _numbered(rows, class_column)
+    for other in class_columns[1:]:
+        if other == class_column or _numbered(rows, other)[1] != labels:
+            raise DataError(
+                f"{listing} has two columns of classes that disagree: {class_column}, {other}",
+                "leave one of them",
+            )
     paths = [folder / row[name_column] for row in rows]
     for row, path in zip(rows, paths, strict=True):
         if ".." in path.parts or Path(row[name_column]).is_absolute():
@@ -298,7 +305,14 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
             )
         if not path.is_file():
             raise DataError(f"{listing} names {one_line(path.name)}, which does not exist")
-    return paths, [number_of[row[class_column]] for row in rows], classes
+    return paths, labels, classes
+
+
+def _numbered(rows: Sequence[Mapping[str, str]], column: str) -> tuple[list[str], list[int]]:
+    """Return the classes that a column names, in order, and the number of each row's."""
+    classes = in_order({row[column] for row in rows})
+    number_of = {name: number for number, name in enumerate(classes)}
+    return classes, [number_of[row[column]] for row in rows]
 
 
 def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:

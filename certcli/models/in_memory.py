@@ -5,17 +5,20 @@ a file.
 import copy
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from certcli.checkpoint.file import Checkpoint, require_numbers
 from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import require_pixels
 from certcli.models import build
+from certcli.models.foreign_tensors import foreign_tensor
 from certcli.models.open import require_classifier, require_features
 from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
 
@@ -84,6 +87,18 @@ def open_module(
         raise ArchitectureError(
             f"'{one_line(min(hidden))}' of the {kind} is no tensor of its state_dict"
         )
+    unset = next((name for name, value in state.items() if is_lazy(value)), None)
+    if unset is not None:
+        raise ArchitectureError(
+            f"'{one_line(unset)}' of the {kind} has no values yet",
+            "run the module on an image first",
+        )
+    foreign = foreign_tensor(module)
+    if foreign is not None:
+        raise ArchitectureError(
+            f"{one_line(foreign)} of the {kind} is no tensor of torch's own type",
+            "give it as an ordinary tensor, which holds its entries",
+        )
     tensors = {name: value.detach() for name, value in state.items()}
     require_numbers(tensors, f"the {kind}")
     try:
@@ -115,6 +130,7 @@ def open_module(
             f"the {kind} is no classifier of images of size {spec.size}: {failure.message}",
             "it must map (b, c, h, w) to logits (b, k)",
         ) from failure
+    _require_same_function(module, model)
     class_count = getattr(net, "num_classes", None)  # of any type, in a module of the user's
     is_number = isinstance(class_count, int)
     ends = (is_number and class_count == 0) or (
@@ -129,6 +145,58 @@ def open_module(
     )
     (require_features if features else require_classifier)(opened, f"the {kind}")
     return opened
+
+
+@torch.no_grad()
+def _require_same_function(module: nn.Module, model: build.PixelModel) -> None:
+    """Raise ArchitectureError unless the network that was made of a module gives the module's logits.
+
+    Copying a module, taking its weights out and putting them in again runs code of its classes,
+    hooks and types of tensors. Two images of noise, each alone; a module that does not run on them,
+    or that answers otherwise when it is asked twice, has no logits to compare.
+    """
+    numbers = [*module.parameters(), *module.buffers(), torch.zeros(())]
+    weights = [value for value in numbers if value.is_floating_point()]
+    weight = weights[0]
+    build.keep_float32(weight.device)
+    ours = next(model.parameters(), torch.zeros(())).dtype
+    noise = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(22))
+    images = model.normalize(noise.to(ours))
+    try:
+        with _evaluated(module), torch.random.fork_rng(devices=[]):
+            theirs, again = (
+                torch.cat([module(image[None].to(weight.device, weight.dtype)) for image in images])
+                for _ in range(2)
+            )
+        theirs = theirs.to("cpu", ours)
+        if not torch.equal(theirs, again.to("cpu", ours)):
+            return
+    except Exception:  # code of the module raises errors of any type
+        return
+    logits = torch.cat([model.net(image[None]) for image in images])
+    dtypes = {value.dtype for value in weights[:-1]} or {ours}
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    is_run_alike = dtypes == {ours} and weight.device.type == "cpu"
+    scale = logits.amax(0) - logits.amin(0) if is_run_alike else logits.abs().amax()
+    allowed = rounding * scale + 8 * torch.finfo(ours).eps * logits.abs()
+    if theirs.shape != logits.shape or not bool(((theirs - logits).abs() <= allowed).all()):
+        raise ArchitectureError(
+            f"the network that is made of the {type(module).__name__} and its weights gives other logits than the module",
+            "its copy, state_dict, hooks of loading or types of tensors change it: give it as plain modules and tensors",
+        )
+
+
+@contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    """Put all parts of a module into eval mode for the body, without calling its own `eval`."""
+    training = {part: part.training for part in module.modules()}
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part, was_training in training.items():
+            part.training = was_training
 
 
 def _removal_of_old_hooks(module: nn.Module) -> str:

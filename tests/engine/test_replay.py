@@ -94,6 +94,11 @@ def has_attribute(net: Net, x: Any) -> Tensor:
     return 2 * x if hasattr(x, "not_an_attribute_of_tensors") else 50 * x
 
 
+def unpacks(net: Net, x: Any) -> Tensor:
+    first, second = x.transpose(0, 1)
+    return 2 * first - second
+
+
 def tries(net: Net, x: Tensor) -> Tensor:
     try:
         bright = bool(x.mean())
@@ -209,6 +214,7 @@ TRACES: dict[str, Case] = {
     "type": (lambda: Net(is_exactly_tensor), "another"),
     "type and bright": (lambda: Net(is_bright_exactly), "value"),
     "type and bright list": (lambda: Net(is_bright_list), "tolist"),
+    "unpacks": (lambda: Net(unpacks), None),
     "hasattr": (lambda: Net(has_attribute), None),
     "tries": (lambda: Net(tries), "branches"),
     "counts": (lambda: Net(counts), "calls"),

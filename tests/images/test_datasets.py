@@ -206,6 +206,24 @@ def test_classes_of_a_table_stand_in_the_order_of_names_or_numbers(
     assert list(images.file_of.values()) == ["0.png", "1.png", "2.png"]
 
 
+@pytest.mark.parametrize("header", ["index,file,class", "label,file,class", "class,file,class"])
+def test_columns_that_number_the_classes_otherwise_are_refused(tmp_path: Path, header: str) -> None:
+    """The rows' numbers in a column called index were taken for classes."""
+    classes = ("dog", "ape", "cat")
+    for number, _ in enumerate(classes):
+        Image.new("L", (8, 8), number).save(tmp_path / f"{number}.png")
+    rows = [f"{number},{number}.png,{name}\n" for number, name in enumerate(classes)]
+    (tmp_path / "labels.csv").write_text(f"{header}\n" + "".join(rows))
+    with pytest.raises(DataError, match="two columns of classes that disagree"):
+        datasets.load(str(tmp_path), DIGITS)
+    alike = [
+        f"{sorted(classes).index(name)},{number}.png,{name}\n"
+        for number, name in enumerate(classes)
+    ]
+    (tmp_path / "labels.csv").write_text("index,file,class\n" + "".join(alike))
+    assert datasets.load(str(tmp_path), DIGITS).labels.tolist() == [2, 0, 1]
+
+
 def test_small_images_are_decoded_once_and_stay_as_they_are(tmp_path: Path) -> None:
     for size in ((24, 20), (12, 10)):
         folder = make_folder(tmp_path / str(size), {"a": 3, "b": 3})

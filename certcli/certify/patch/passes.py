@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certcli.engine.replay import close, movement_of_margins
 from certcli.images.labelled import sent
 from certcli.models.visible_part import SeenPart
+from certcli.system.errors import UsageError
 
 NONE = -1
 """The class of a pass whose logits are not finite: a patch must not end the procedure by breaking what sees it."""
@@ -55,6 +57,21 @@ class Answer:
     top: int
     lead: float
     firm: bool
+
+
+def _require_alone(after: Tensor, before: Tensor, rows: Tensor) -> None:
+    """UsageError where passes in other company (n, k) differ by more than kernels round.
+
+    The company of a pass may see the patch, and moves it further then than was measured here.
+
+    Args:
+        rows: The logits whose movement is the scale, (r, k).
+    """
+    tolerance = torch.finfo(rows.dtype).eps ** 0.5 * movement_of_margins(rows)
+    if len(rows) > 1 and bool(torch.isfinite(rows).all()) and not close(after, before, tolerance):
+        raise UsageError(
+            "no certificate against patches: the network's logits of an image depend on the images beside it"
+        )
 
 
 class MaskedPasses:
@@ -143,6 +160,7 @@ class MaskedPasses:
                 after = self._logits(pixels, first)
                 compared = [0]
                 origin = [0]
+            _require_alone(after[compared], before[origin], before)
             gap = (after[compared] - before[origin]).abs().max().double()
             largest = max(largest, float(gap) if bool(torch.isfinite(gap)) else float("inf"))
             passes += len(compared)

@@ -74,7 +74,7 @@ _WINDOWS = "kernel_size", "stride", "padding", "ceil_mode"
 rules.module(nn.MaxPool2d)(with_attributes(max_pool, *_WINDOWS, "dilation", "return_indices"))
 
 
-@rules.function(functional.avg_pool2d, functional.avg_pool1d, torch.avg_pool1d)
+@rules.function(functional.avg_pool2d)
 def average_pool(
     ctx: Context,
     x: Value,
@@ -84,10 +84,11 @@ def average_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: Any = None,
+    *,
+    axes: int = 2,
 ) -> Value:
     """Averages separate by axis: the product of the norms of the averaging matrices."""
     ctx.require(divisor_override is None, "average pooling with another divisor")
-    axes = int(ctx.kind[-2])  # avg_pool1d, AvgPool2d
     steps = pair(stride if stride not in (None, [], ()) else kernel_size)
     matrices = []
     for size, k, s, p in zip(
@@ -98,10 +99,16 @@ def average_pool(
     return separable(ctx, x, matrices, "average over windows")
 
 
+@rules.function(functional.avg_pool1d, torch.avg_pool1d)
+def average_pool_of_lines(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
+    """The same along the last axis."""
+    return average_pool(ctx, x, *args, **kwargs, axes=1)
+
+
 rules.module(nn.AvgPool2d)(
     with_attributes(average_pool, *_WINDOWS, "count_include_pad", "divisor_override")
 )
-rules.module(nn.AvgPool1d)(with_attributes(average_pool, *_WINDOWS, "count_include_pad"))
+rules.module(nn.AvgPool1d)(with_attributes(average_pool_of_lines, *_WINDOWS, "count_include_pad"))
 
 
 def separable(

@@ -1,0 +1,251 @@
+"""The network that is made of a module in memory is the module: it gives its logits, or it is refused."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import certvit
+from certcli.system.errors import ArchitectureError
+
+SIZE = (1, 2, 2)
+OPTIONS: dict[str, Any] = {"mean": 0.0, "std": 1.0, "input_size": SIZE}
+
+
+class Steep(nn.Module):
+    """Logits times `steepness`, which a copy may lose."""
+
+    def __init__(self, steepness: float = 50.0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.steepness = steepness
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.flatten(1)) * self.steepness
+
+
+class ByCopy(Steep):
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        other = ByCopy(1.0)
+        other.fc.load_state_dict(self.fc.state_dict())
+        return other
+
+
+class ByState(Steep):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "steepness": 1.0}
+
+
+class ByMoving(Steep):
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.steepness = 1.0
+        return super()._apply(fn, recurse)
+
+
+class ByEval(Steep):
+    def eval(self) -> Any:
+        self.steepness = 1.0
+        return super().eval()
+
+
+class ByExtraState(Steep):
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.steepness)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.steepness = 1.0
+
+
+class ByGradient(Steep):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if self.fc.weight.requires_grad else 0.02)
+
+
+class Doubled(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        halves(state, kwargs.get("prefix", ""))
+        return state
+
+
+def hooked(register: Callable[[nn.Module], Any]) -> nn.Module:
+    net = Steep()
+    register(net.fc)
+    return net
+
+
+def halves(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "copy": ByCopy,
+    "pickled state": ByState,
+    "conversion": ByMoving,
+    "eval": ByEval,
+    "extra state": ByExtraState,
+    "gradients of weights": ByGradient,
+    "weights that are handed out": lambda: nn.Sequential(nn.Flatten(), Doubled(4, 2)),
+    "hook of the weights that are handed out": lambda: hooked(
+        lambda fc: fc.register_state_dict_post_hook(
+            lambda module, state, prefix, metadata: halves(state, prefix)
+        )
+    ),
+    "hook before loading": lambda: hooked(lambda fc: fc._register_load_state_dict_pre_hook(halves)),
+    "hook after loading": lambda: hooked(
+        lambda fc: fc.register_load_state_dict_post_hook(
+            lambda module, keys: setattr(module, "weight", nn.Parameter(module.weight / 2))
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_module_that_its_copy_is_not_is_refused(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = MODULES[name]().to(dtype)
+    module.steepness = 50.0  # type: ignore[assignment]
+    with pytest.raises(ArchitectureError, match="other logits than the module"):
+        certvit.load(module, **OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_module_is_loaded_and_left_as_it_was(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    parts = nn.Flatten(), nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+    module = nn.Sequential(*parts).to(dtype).train()
+    module[2].eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    states = torch.get_rng_state()
+    certvit.load(module, **OPTIONS)
+    assert [part.training for part in parts] == [True, True, False, True, True]
+    assert torch.equal(torch.get_rng_state(), states)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_weights_of_two_precisions_are_loaded() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 8).double()
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x.flatten(1).to(self.first.weight.dtype))
+            return self.last(x.to(self.last.weight.dtype))
+
+    torch.manual_seed(0)
+    assert certvit.bound(certvit.load(Two(), **OPTIONS)).upper.finite
+
+
+def test_weights_without_values_are_refused_by_name() -> None:
+    with pytest.raises(ArchitectureError, match=r"'1\.weight' of the Sequential has no values yet"):
+        certvit.load(nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), **OPTIONS)
+
+
+class Times50(nn.Parameter):
+    """A parameter whose products are 50 times those of its entries."""
+
+    def __new__(cls, data: Tensor) -> "Times50":
+        return Tensor._make_subclass(cls, data, True)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in (functional.linear, torch.conv2d):
+            return result * 50
+        kept = func in (Tensor.detach, Tensor.to, Tensor.clone, Tensor.requires_grad_)
+        return Tensor._make_subclass(cls, result, False) if kept else result
+
+    def __deepcopy__(self, memo: Any) -> "Times50":
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor._make_subclass(Times50, self.data.clone(), False)
+
+
+def linear() -> nn.Module:
+    layer = nn.Linear(4, 2)
+    layer.weight = Times50(layer.weight.data)
+    return nn.Sequential(nn.Flatten(), layer)
+
+
+def convolution() -> nn.Module:
+    layer = nn.Conv2d(1, 2, 2)
+    layer.weight = Times50(layer.weight.data)
+    return nn.Sequential(layer, nn.Flatten())
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Times50(torch.rand(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x.flatten(1), self.weight)
+
+
+class Elsewhere(Functional):
+    """The tensor lies where no module shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = [self.weight]
+        del self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x.flatten(1), self.there[0])
+
+
+@pytest.mark.parametrize("build", [linear, convolution, Functional, Elsewhere])
+def test_a_tensor_of_another_type_has_no_bound(build: Callable[[], nn.Module]) -> None:
+    from certcli.lipschitz.network import bound_network
+
+    torch.manual_seed(0)
+    net = build().eval()
+    result = bound_network(net, SIZE, 2)
+    assert not result.upper.finite
+    assert "no tensor of torch's own" in result.bound.why
+    assert "Times50" in result.bound.why
+
+
+@pytest.mark.parametrize("build", [linear, convolution, Functional])
+def test_a_module_with_a_tensor_of_another_type_is_not_loaded(
+    build: Callable[[], nn.Module],
+) -> None:
+    with pytest.raises(ArchitectureError, match=r"weight' \(Times50\) of the"):
+        certvit.load(build(), **OPTIONS)
+
+
+@contextmanager
+def replaced(**methods: Any) -> Iterator[None]:
+    saved = {name: getattr(nn.Module, name) for name in methods}
+    try:
+        for name, method in methods.items():
+            setattr(nn.Module, name, method)
+        yield
+    finally:
+        for name, method in saved.items():
+            setattr(nn.Module, name, method)
+
+
+def test_networks_are_proven_where_torch_has_compiled_another_one() -> None:
+    """torch.compile replaces how modules are made and copied, for good."""
+    made = nn.Module.__init__
+    restored = nn.Module.__setstate__
+
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+
+    def noted_again(self: nn.Module, state: Any) -> None:
+        restored(self, state)
+
+    with replaced(__init__=noted, __setstate__=noted_again):
+        module = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+        assert certvit.bound(certvit.load(module, **OPTIONS)).upper.finite
