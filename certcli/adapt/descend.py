@@ -16,9 +16,7 @@ COMPARED = 256  # images that compare two epochs
 
 
 def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractContextManager[Any]:
-    """Use bfloat16 products on GPUs and on CPUs with matrix tiles, for streams long enough to gain
-    from it.
-    """
+    """Use bfloat16 products where the device has them and the streams are long enough to gain."""
     if size < 2**14 or not multiplies_bf16(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -145,9 +143,7 @@ def set_gradients(
 
 
 def _feature_deviations(lots: Lots, targets: Mapping[int, Tensor], scale: float) -> Tensor:
-    """Return the standard deviation (d,) float64 of each feature of targets / scale, on COMPARED
-    images.
-    """
+    """Return the deviation (d,) float64 of each feature of targets / scale, on COMPARED images."""
 
     def per_lot(lot: int) -> list[Tensor]:
         rows = targets[lot][: lots.size(lot, COMPARED)].flatten(0, -2).double() / scale

@@ -1,6 +1,4 @@
-"""Distil end to end: train all parts together on the old network's logits of augmented calibration
-images.
-"""
+"""Distil end to end: train all parts on the old network's logits of augmented images."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

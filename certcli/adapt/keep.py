@@ -135,9 +135,7 @@ class Keeper:
 
 
 def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelModel:
-    """Return the network after the record's surgery: floors of 1 in its norms, every other tensor
-    as in the teacher.
-    """
+    """Return the network after surgery: floors of 1, all other tensors as in the teacher."""
     net = build.build(record, initialise=True).requires_grad_(False)
     tensors = dict(teacher.net.state_dict())
     for name, value in net.state_dict().items():

@@ -188,9 +188,7 @@ class AdaptSettings:
                 object.__setattr__(self, name, value)
 
     def parameters(self) -> dict[str, Any]:
-        """Return what the lineage records, and what a resumed run must share with the run that it
-        continues.
-        """
+        """Return what the lineage records, and what a resumed run must share."""
         left_out = {"seed", "goal", "keep"}
         left_out |= {"norm_floor"} if self.norm_floor is None else set()
         left_out |= {"refit"} if self.refit else set()

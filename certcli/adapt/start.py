@@ -140,9 +140,7 @@ def fold_gain(layer: nn.Linear, gain: Tensor | float) -> None:
 
 
 def fold_center_norm(norm: CenterNorm, layer: nn.Linear) -> None:
-    """Set W <- d/(d-1) W diag(weight) P, b <- b + W bias: fold the norm into the layer that reads
-    it.
-    """
+    """Set W <- d/(d-1) W diag(weight) P, b <- b + W bias: fold the norm into the next layer."""
     weight = layer.weight.detach().double()
     scaled = weight * norm.weight.detach().double() * (norm.width / (norm.width - 1))
     if layer.bias is not None:

@@ -142,17 +142,13 @@ def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> No
 
 @speaks_python
 def history(source: Network) -> Record:
-    """Return the record: architecture, input, surgery, lineage, evidence. The file states it;
-    nothing is verified.
-    """
+    """Return the unverified record: architecture, input, surgery, lineage, evidence."""
     return load(source).record
 
 
 @speaks_python
 def network(source: Network, *, double: bool = False, device: str = "cpu") -> PixelModel:
-    """Return the network as a module in eval mode: pixels in [0, 1] -> logits; its first layer
-    normalises.
-    """
+    """Return the network in eval mode, pixels in [0, 1] -> logits; its first layer normalises."""
     return (build.load_double if double else build.load)(load(source), torch.device(device))
 
 
@@ -166,9 +162,7 @@ def images(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Images:
-    """Return images of a dataset in the network's input size, with labels of its classes where it
-    has any.
-    """
+    """Return images of a dataset in the network's input size, labelled where they can be."""
     record = load(source).record
     folder = None if data_dir is None else Path(data_dir)
     split_images = datasets.load(dataset, record.input, split, folder)
@@ -179,9 +173,7 @@ def images(
 
 @speaks_python
 def bound(source: Network, *, device: str = "cpu") -> ProvenBound:
-    """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` is a Real that only rounds
-    up.
-    """
+    """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` only rounds up."""
     return ProvenBound(**vars(prove_checkpoint(load(source), torch.device(device))))
 
 
@@ -265,9 +257,7 @@ def certify(
 def shares(
     certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]
 ) -> CertifiedAccuracy:
-    """Return the certified accuracy at each radius (of l2, unless it is a `Threat`) or `Patch`,
-    with 95 % intervals.
-    """
+    """Return certified accuracy and 95 % interval at each radius (l2), `Threat` or `Patch`."""
     certificates = arguments.certificates(certificates)
     return certified_accuracy(certificates, [Threat.of(size) for size in sizes])
 
@@ -400,9 +390,7 @@ def _classifier(source: Network) -> OpenCheckpoint:
 
 
 def _options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> _Kind:
-    """Return a method's options; UsageError for a name that they do not have, or a value of another
-    type.
-    """
+    """Return a method's options; UsageError for an unknown name or a value of another type."""
     return kind.of(arguments.options(kind, values, where))
 
 

@@ -1,6 +1,4 @@
-"""Images as people hold them in Python: arrays, tensors, loaders, data sets and generators become
-`Images`.
-"""
+"""Arrays, tensors, loaders, data sets and generators become `Images`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -98,9 +96,7 @@ def _parts(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def _items(data: Any) -> Iterator[Any]:
-    """Yield the items of an iterable, or of a map-style data set, which has a length and numbered
-    items only.
-    """
+    """Yield the items of an iterable, or of a map-style data set with length and indices."""
     if hasattr(data, "__iter__"):
         yield from data
         return

@@ -23,9 +23,7 @@ from certcli.evaluation.radii import attacked_radius, proven_radius
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that can be wrong with an evaluation. fatal: it proves a bug, in the tool or in the
-    certificate.
-    """
+    """A possible flaw of an evaluation. fatal: it proves a bug in the tool or the certificate."""
 
     name: str
     raised_if: str
@@ -141,9 +139,7 @@ def first_pass(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 
 def inspect_model(
     model: nn.Module, images: Tensor, labels: Tensor, first: First, *, seed: int = 0
 ) -> tuple[Flag, ...]:
-    """Flags about the net on one batch: probabilities, zero gradients, randomness. (b, c, h, w),
-    (b,).
-    """
+    """Flag probabilities, zero gradients and randomness on one batch (b, c, h, w), (b,)."""
     # from another seed than the first pass, or a random net would draw the same twice
     with undisturbed(model, images, seed + 1), torch.no_grad():
         repeated = model(images)
@@ -281,9 +277,7 @@ def _weak(model: nn.Module, attacked: Attacked, first: First, settings: AttackSe
 
 
 def rising_accuracy(shares: Mapping[float, float], images: int) -> Flag:
-    """max over r < r' of robust(r') - robust(r), independent runs at each radius, against the
-    allowance.
-    """
+    """max over r < r' of robust(r') - robust(r), independent runs each, against the allowance."""
     radii = sorted(shares)
     rises = [
         (shares[large] - shares[small], small, large)

@@ -1,6 +1,4 @@
-"""Images with 8 bits a value, as files and cameras hold them: what is left of an attack there, and
-attacks among them.
-"""
+"""Images with 8 bits a value, as files hold them: what is left of an attack, and attacks there."""
 
 import torch
 from torch import Tensor
@@ -14,9 +12,7 @@ LONGEST = 256.0
 
 
 def rounded(images: Tensor) -> Tensor:
-    """Return the nearest images with 8 bits a value: (b, c, h, w) in [0, 1] -> multiples of 1 /
-    255.
-    """
+    """Return the nearest 8-bit images: (b, c, h, w) in [0, 1] -> multiples of 1 / 255."""
     return (images * LEVELS).round() / LEVELS
 
 

@@ -1,6 +1,4 @@
-"""What an evaluation found: shares of every task, flags about the evaluation, and one document for
-programs.
-"""
+"""What an evaluation found: shares of every task, flags, and one document for programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -154,9 +152,7 @@ class AttackFindings:
         }
 
     def _curve(self) -> list[dict[str, Any]]:
-        """Rows of the first stage's attacks; with certificates each radius has a part and images of
-        its own.
-        """
+        """Rows of the first stage's attacks; with certificates, a part for each radius."""
         stage = self.parts[0].stage
         same = [
             part
@@ -172,9 +168,7 @@ def findings_of(
     flags: Sequence[checks.Flag],
     certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> AttackFindings:
-    """Records by number of the task -> the outcome; with certificates, their records may hold no
-    success at all.
-    """
+    """Records by task -> the outcome; with certificates, records may hold no success at all."""
     if certificates is not None:
         every = [record for rows in records.values() for record in rows]
         radii = {index: certificate.radius for index, certificate in certificates.items()}

@@ -1,6 +1,4 @@
-"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says about
-itself.
-"""
+"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says."""
 
 from dataclasses import dataclass
 

@@ -33,9 +33,7 @@ FINALISTS = 3
 
 @dataclass(frozen=True)
 class PatchTarget:
-    """climbed: corner -> pixels to logits, with gradients. classify: pixels (b, c, h, w) -> the
-    classes that count.
-    """
+    """climbed: corner -> pixels to logits, with gradients. classify: (b, c, h, w) -> classes."""
 
     climbed: Callable[[Corner], nn.Module]
     classify: Callable[[Tensor], list[int | None]]
@@ -43,9 +41,7 @@ class PatchTarget:
 
 @dataclass(frozen=True)
 class PatchRecord:
-    """One image at one size. found: the class of the patched image, None where no patch was found;
-    corner: its place.
-    """
+    """One image, one size. found: the patched image's class (None: no patch); corner: its place."""
 
     patch: Patch
     index: int

@@ -223,9 +223,7 @@ class _Standing:
     def attack(
         self, entry: Planned, region: Region, source: nn.Module | None, independent: bool
     ) -> None:
-        """Run one attack with its restarts on the rows that it may still break, and write down what
-        it broke.
-        """
+        """Run an attack and its restarts on the rows it may still break; record what it broke."""
         craft: Craft = ATTACKS.load(entry.attack)
         outcome = self.outcome[entry.label]
         standing = self._open(entry.label, independent)

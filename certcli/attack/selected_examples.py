@@ -40,9 +40,7 @@ class Exhibit:
 
 
 def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
-    """The first `count` images that fell, those before others that fall as 8-bit files too, at the
-    radius of their fall.
-    """
+    """The first `count` images that fell, at that radius; those that fall as 8-bit files lead."""
     chosen: dict[int, Exhibit] = {}
     for record in sorted(records, key=lambda record: record.as_8bit is not True):
         if len(chosen) == count:

@@ -95,9 +95,7 @@ class AttackSettings:
 
     @property
     def stops(self) -> bool:
-        """Whether a success ends a run. On a random net one lucky draw is none: the end is judged,
-        on the average.
-        """
+        """Whether a success ends a run; on a random net the end is judged, on the average."""
         return self.stop_early and self.samples == 1
 
     def step(self, region: Region, turn: int, steps: int, images: Tensor) -> Tensor:
@@ -131,9 +129,7 @@ class Planned:
 def planned_attacks(
     names: Sequence[str | Planned], settings: AttackSettings
 ) -> tuple[Planned, ...]:
-    """("fgsm", "pgd-20") -> a plan; a trailing number is a step count. UsageError on an unknown or
-    repeated name.
-    """
+    """("fgsm", "pgd-20") -> a plan, 20 a step count. UsageError: an unknown or repeated name."""
     planned = [name if isinstance(name, Planned) else _parse(name, settings) for name in names]
     labels = [entry.label for entry in planned]
     if not planned:

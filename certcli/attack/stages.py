@@ -1,6 +1,4 @@
-"""An evaluation as stages: which attacks run together, in which norm, at which radii, on which
-images.
-"""
+"""An evaluation as stages: attacks that run together, their norm, their radii, their images."""
 
 import hashlib
 import json
@@ -33,9 +31,7 @@ DEFAULT_RADIUS = 0.5
 
 @dataclass(frozen=True)
 class Stage:
-    """Attacks that share a norm, in order, at radii that ascend. No radius: each image at its
-    certified one.
-    """
+    """Attacks that share a norm, at ascending radii. No radius: each image at its certified one."""
 
     norm: Norm
     radii: tuple[float, ...]
@@ -43,9 +39,7 @@ class Stage:
     independent: bool
 
     def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
-        """The same stage with the seed of its draws, the crafting precision, and k, else read off
-        the model.
-        """
+        """The stage with its draws' seed, the crafting precision, and k (else the model's)."""
         plans = [
             replace(
                 entry,
@@ -153,9 +147,7 @@ class StageTask:
             yield list(range(start, min(start + batch_size, len(self.images))))
 
     def rounds(self, indices: Sequence[int]) -> list[tuple[Region, list[float]]]:
-        """The regions to the images of one batch, in order, and the radius of each image under
-        them.
-        """
+        """The regions to the images of a batch, in order, and each image's radius under them."""
         norm = self.stage.norm
         if self.own is not None:
             radii = [self.own[index] for index in indices]
@@ -210,9 +202,7 @@ def tasks_of(
 def parameters_of(
     tasks: Sequence[StageTask], settings: AttackSettings, **more: Any
 ) -> dict[str, Any]:
-    """What decides the numbers, as plain values, for evidence: images, attacks and their order,
-    radii, budget; `more`.
-    """
+    """Return, for evidence, all that decides the numbers, as plain values; `more` joins them."""
     images = tasks[0].images
     about = {"dataset": images.name, "split": images.split, "images": len(images)}
     return {**about, **_stages(tasks), "settings": asdict(settings), **more}
@@ -359,9 +349,7 @@ class Campaign:
 def read_again(
     rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None
 ) -> list[AttackRecord]:
-    """Records of a file as they were; DataError where one is of another norm or other attacks than
-    the stage's.
-    """
+    """Records of a file as they were; DataError: another norm or attacks than the stage's."""
     labels = [entry.label for entry in stage.plan]
     for row in rows:
         if row["kind"] != stage.norm or list(row["robust"]) != labels:

@@ -36,9 +36,7 @@ class RobustAccuracy:
 
 
 def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
-    """The summary of records of one radius; DataError when there is none, or when radii or attacks
-    are mixed.
-    """
+    """The summary of one radius' records; DataError: none, or several radii or attacks."""
     rows = list(records)
     if not rows:
         raise DataError("no image was attacked")

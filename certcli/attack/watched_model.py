@@ -1,6 +1,4 @@
-"""The model as torchattacks is allowed to see it: undisturbed, seeded, and watched for points that
-already succeed.
-"""
+"""The model as torchattacks sees it: undisturbed, seeded, and watched for early successes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,9 +23,7 @@ class AllSolved(Exception):
 
 
 class Successes:
-    """Which images of a batch were seen to fall, and where: what flips is judged at once, by the
-    model itself.
-    """
+    """Images of a batch that were seen to fall, and where; the model judges each flip at once."""
 
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, region: Region) -> None:
         self._model = model
@@ -39,9 +35,7 @@ class Successes:
         self._kept = self._images.clone()
 
     def note(self, owner: Tensor, points: Tensor, logits: Tensor) -> None:
-        """points (r, c, h, w), logits (r, k) of images `owner` (r,), of which several may be the
-        same.
-        """
+        """Judge points (r, c, h, w), logits (r, k) of images `owner` (r,), which may repeat."""
         flipped = (
             (logits.argmax(dim=1) != self._labels[owner])
             & logits.isfinite().all(dim=1)
@@ -69,9 +63,7 @@ class Successes:
         self.count += len(first)
 
     def harvest(self, adversarial: Tensor) -> Tensor:
-        """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w)
-        -> (b, c, h, w).
-        """
+        """Solved images' points, the attack's answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
         solved = along(self.solved, adversarial)
         return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
 
@@ -146,9 +138,7 @@ class Watched(nn.Module):
 
 @contextmanager
 def seeded(images: Tensor, seed: int) -> Iterator[None]:
-    """Global random numbers from `seed`, on the images' device and the CPU; the caller's are put
-    back afterwards.
-    """
+    """Global random numbers from `seed`, on device and CPU; the caller's are restored."""
     devices = [images.device] if images.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         seed_all(seed)
@@ -292,7 +282,5 @@ def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) ->
 
 
 def count_targets(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:
-    """Return how many wrong classes a targeted attack tries: `targets`, at most all; 0 without
-    images.
-    """
+    """Return how many wrong classes a targeted attack tries, at most all; 0 without images."""
     return min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0

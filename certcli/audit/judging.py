@@ -91,9 +91,7 @@ def predictions(
 
 
 def own(team: Team, images: Images, done: int, size: int) -> list[int]:
-    """Positions of this process's batch of the next ones, after the first `done` images; none where
-    they are not enough.
-    """
+    """Positions of this process's next batch after `done` images; none where too few are left."""
     start = done + team.rank * size
     return list(range(start, min(start + size, len(images))))
 

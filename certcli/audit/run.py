@@ -120,9 +120,7 @@ def _precision(plan: AuditPlan, model: build.PixelModel, parameters: int) -> str
 def _prove(
     model: build.PixelModel, classes: int, clock: Clock, findings: AuditFindings
 ) -> tuple[build.PixelModel, NetworkBound] | None:
-    """Return the network in float64 and its bound; None where the time was over, and in processes
-    that do not lead.
-    """
+    """Return the float64 network and its bound; None: out of time, or not the leader."""
     part = clock.part(0.4)
     if not clock.team.leads:  # it proves; the others measure slopes
         return None
@@ -145,9 +143,7 @@ def _classify(
     clock: Clock,
     findings: AuditFindings,
 ) -> float:
-    """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an
-    image.
-    """
+    """Measure clean accuracy, ask how the file is read, and return seconds an image."""
     findings.dataset, findings.images, findings.sample = (
         judging.dataset_of(images),
         images,

@@ -88,9 +88,7 @@ class ProvingCertifier(Certifier):
 
     @cached_property
     def _executed(self) -> nn.Module:
-        """The network in its arithmetic, where torch runs it on any machine; else the one that is
-        attacked.
-        """
+        """The network in its arithmetic, if any machine runs it; else the attacked one."""
         if self._neighbours is None or self.arithmetic in ("float64", "tf32"):
             return self.model
         return copy.deepcopy(self.model).to(self._neighbours.precision.dtype).eval()
@@ -163,9 +161,7 @@ class ProvingCertifier(Certifier):
 
     @cached_property
     def _run(self) -> nn.Module:
-        """The network as `require_as_run` runs it: for TF32 in float32, which is nearer to real
-        arithmetic.
-        """
+        """The network as `require_as_run` runs it; float32 for TF32, nearer to real numbers."""
         if self.arithmetic == "tf32":
             return copy.deepcopy(self.model).float().eval()
         return self._executed
@@ -178,9 +174,7 @@ class ProvingCertifier(Certifier):
     def stands(
         self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
     ) -> list[bool]:
-        """Tell whether the network as it is executed still gives the claimed class, by finite
-        logits.
-        """
+        """Tell whether the executed network gives the claimed class, by finite logits."""
         try:
             logits = self._executed(
                 nearby.to(next(self._executed.parameters(), nearby).dtype)

@@ -117,9 +117,7 @@ class LocalCertifier(ProvingCertifier):
             self.title += f" (not {self.most_symbols:,}: memory)"
 
     def _enclosed(self) -> LocalNetwork | None:
-        """Return the network for zonotopes; None where `auto` does without. NoBoundError where they
-        were asked for.
-        """
+        """Return the network for zonotopes; None: `auto` does without. NoBoundError: asked."""
         try:
             network = LocalNetwork(self.model, self._size, self._neighbours)
         except (NoRule, Untraceable) as reason:
@@ -146,9 +144,7 @@ class LocalCertifier(ProvingCertifier):
         return network
 
     def _has_squares(self, network: LocalNetwork) -> bool:
-        """Tell whether e e^T has columns, and these are worth more than the way back, which is
-        better at ReLU.
-        """
+        """Tell whether e e^T has columns that pay: ReLU does better by the way back."""
         few = math.prod(self._size) <= SQUARES
         return self.norm == "l2" and (few or (network.numbers <= SQUARES and not network.opens))
 
@@ -227,9 +223,7 @@ class LocalCertifier(ProvingCertifier):
         return certificates
 
     def _best(self, image: Tensor, label: Tensor) -> "Found":
-        """Return the radius of one image, the rung that gave it, and the splits that its proof
-        took.
-        """
+        """Return one image's radius, its rung, and the splits that its proof took."""
         if self.effort == BRANCH:
             branched = self.branched(image, int(label))
             return branched.radius, self.rung, branched.splits.to_json()
@@ -277,9 +271,7 @@ class LocalCertifier(ProvingCertifier):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
-        """Prove the stated radius again, at once: a search begun elsewhere may end at another
-        radius.
-        """
+        """Prove the stated radius at once: another search may end at another radius."""
         self._weights.require_unchanged()
         confirmations = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
@@ -317,9 +309,7 @@ class LocalCertifier(ProvingCertifier):
         return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
 
     def radius(self, image: Tensor, label: int) -> float:
-        """Return a pixel radius at which every margin of `label` was proven positive; the search
-        starts at the last one.
-        """
+        """Return a pixel radius that proves every margin of `label`, from the last one on."""
         if self.effort == BRANCH:
             return self.branched(image, label).radius
         if self.at:
@@ -337,9 +327,7 @@ class LocalCertifier(ProvingCertifier):
         return radius
 
     def start(self, image: Tensor, radius: float, *, in_box: bool) -> Form:
-        """Return the form of the images (1, c, h, w) within `radius`, of those in [0, 1] alone
-        where `in_box`.
-        """
+        """Return the form of the images (1, c, h, w) within `radius`, and [0, 1] if `in_box`."""
         back = self.walked in (BACKWARD, BRANCH)
         if self.norm == "linf":
             return linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
@@ -382,7 +370,5 @@ class LocalCertifier(ProvingCertifier):
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
-    """Return the checkpoint's network traced for local certificates. NoBoundError names what has no
-    theorem.
-    """
+    """Return the network traced for local certificates. NoBoundError: no theorem for a part."""
     return LocalCertifier(load_double(checkpoint, device), checkpoint.record.input.size, options)

@@ -1,6 +1,4 @@
-"""Which certificate is worth having for a network: a proof where one reaches far enough, else a
-statement of chance.
-"""
+"""Which certificate is worth having: a proof where one reaches, else a statement of chance."""
 
 import math
 import time

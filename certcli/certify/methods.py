@@ -83,9 +83,7 @@ def prepare(
 
 
 def options_of(method: str, values: Mapping[str, Any]) -> CertifierOptions:
-    """Return the method's options from plain values (`CertifierOptions.of`): its `prepare` names their
-    class.
-    """
+    """Return the method's options from plain values: its `prepare` names their class."""
     kind: type[CertifierOptions] = get_type_hints(METHODS.load(method))["options"]
     return kind.of(values)
 

@@ -1,6 +1,4 @@
-"""A checkpoint: tensors and their record. Read whole and checked, written atomically and
-byte-reproducibly.
-"""
+"""A checkpoint: tensors and record, read whole, checked, written atomically and reproducibly."""
 
 import hashlib
 import json
@@ -34,9 +32,7 @@ INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.in
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """Tensors and their record. Immutable: a command reads one and derives another, with one more
-    step in its lineage.
-    """
+    """Tensors and their record. Immutable: a command derives another, a step longer in lineage."""
 
     tensors: Mapping[str, Tensor]
     record: Record
@@ -62,9 +58,7 @@ class Checkpoint:
 
     @staticmethod
     def read(path: Path) -> "Checkpoint":
-        """Read a checkpoint that certvit wrote. CheckpointError for an unreadable or foreign file,
-        or one that holds NaN.
-        """
+        """Read certvit's checkpoint. CheckpointError: unreadable, foreign, or with NaN."""
         tensors, metadata = read_tensors(path)
         if KEY not in metadata:
             raise CheckpointError(f"{path} is a safetensors file without a certvit record")
@@ -78,9 +72,7 @@ class Checkpoint:
         seed: int = 0,
         **changes: Any,
     ) -> "Checkpoint":
-        """Return the checkpoint after one more step; `changes` are new values of the record's
-        fields.
-        """
+        """Return the checkpoint after a step; `changes` are new fields of the record."""
         step = LineageStep(command, dict(parameters), seed, versions(), self.digest)
         record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
         return Checkpoint(dict(tensors), record)
@@ -92,9 +84,7 @@ class Checkpoint:
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 
     def write(self, path: Path, force: bool = False, shard_bytes: int = shards.SHARD_BYTES) -> None:
-        """Write atomically, to one file, or to the index `path` and files of at most `shard_bytes`
-        beside it.
-        """
+        """Write atomically one file, or an index and files of at most `shard_bytes`."""
         require_numbers(self.tensors, path.name)
         text = self.record.to_json()
         Record.from_json(text)  # refuses to write a record that cannot be read back
@@ -138,9 +128,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Read the tensors of all files that the index names; CheckpointError where file and index
-    disagree.
-    """
+    """Read tensors of all files of the index; CheckpointError where they disagree."""
     tensors: dict[str, Tensor] = {}
     for path, names in shards.named(index).items():
         if not path.is_file():
@@ -176,9 +164,7 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise CheckpointError for a tensor of another type than weights have, with NaN or infinity,
-    or without a plain name.
-    """
+    """Raise CheckpointError: a type weights do not have, NaN, infinity, or no plain name."""
     for name in sorted(tensors):
         tensor = tensors[name]
         if not name.isprintable() or len(name) > LONGEST_NAME:

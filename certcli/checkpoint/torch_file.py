@@ -61,9 +61,7 @@ _NAMES = frozenset(
 
 
 class _Ignored:
-    """Stands for numpy's numbers and types in a file, an accuracy say, which the network does not
-    need.
-    """
+    """Stands for numpy's numbers and types, which the network does not need."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -108,9 +106,7 @@ def load_plain(path: Path) -> Any:
 
 
 def _require_plain(file: IO[bytes], path: Path) -> bool:
-    """Raise Refused or CheckpointError before torch reads the file; return whether it is an
-    archive.
-    """
+    """Raise Refused or CheckpointError before torch reads it; return whether an archive."""
     start = file.read(len(_OLD_MAGIC))
     if start.startswith(MAGIC):
         _require_archive(file)
@@ -146,9 +142,7 @@ def _opened(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
 
 
 def _require_names(content: IO[bytes]) -> None:
-    """Raise Refused for a pickle that calls a name outside the closed list, or copies a text too
-    often.
-    """
+    """Raise Refused for a pickle with names outside the closed list, or copied too often."""
     calls = 0
     longest = 0
     names = set()

@@ -1,6 +1,4 @@
-"""The least norm at a given output error: min L(W) subject to |W X_j - W0 X_j|_F <= eta |W0 X_j|_F
-for each group j.
-"""
+"""The least norm at an output error: min L(W), |W X_j - W0 X_j|_F <= eta |W0 X_j|_F for each j."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,6 +1,4 @@
-"""Constrain all layers of a network: at one eta, along their Pareto curves, or to a target for its
-bound.
-"""
+"""Constrain all layers: at one eta, along their Pareto curves, or to a target for the bound."""
 
 import contextlib
 import math
@@ -113,9 +111,7 @@ class LayerCalibration:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Gather the held-out statistics while the caller runs the held-out images, in the batches
-        of `held_out`.
-        """
+        """Gather the held-out statistics while the caller runs the batches of `held_out`."""
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return
@@ -262,9 +258,7 @@ def try_at(
     settings: ConstrainSettings,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and weight of each layer, close to the result of `constrain_to` (`try_layer`): for
-    trials only.
-    """
+    """Yield path and weight of layers, near those of `constrain_to`: for trials only."""
     spool = Spool()
 
     def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:

@@ -28,9 +28,7 @@ On ViT-Tiny with 4 calibration images it halves the held-out output error of the
 
 @dataclass(frozen=True, eq=False)
 class Eigenbasis:
-    """G + ridge * mean eigenvalue * I = U diag(values) U^T, values descending; `rank` is that of G
-    itself.
-    """
+    """G + ridge * mean eigenvalue * I = U diag(values) U^T, values descending; `rank`: of G."""
 
     values: Tensor
     vectors: Tensor
@@ -113,9 +111,7 @@ def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[T
 
 
 def pull_to(displacement: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
-    """Return s D with the largest s <= 1 inside the ellipsoid, for a D (out, in) that rounding left
-    outside.
-    """
+    """Return s D, largest s <= 1, in the ellipsoid, for D (out, in) that rounding left outside."""
     total = float((displacement * displacement * basis.values).sum())
     if total <= radius * (1.0 - ROUNDING):
         return displacement
@@ -165,9 +161,7 @@ def project(
 
 
 def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
-    """Project `start` onto {<W - current, start - current> <= 0} and {<W - current + cut, cut> <=
-    0}.
-    """
+    """Project `start` onto {<W - current, start - current> <= 0, <W - current + cut, cut> <= 0}."""
     away = start - current
     pi = float((away * cut).sum())
     mu = float((away * away).sum())
@@ -185,9 +179,7 @@ def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
 
 
 def pull_inside(matrix: Tensor, centre: Tensor, grams: Tensor, radii: Tensor) -> Tensor:
-    """Return W0 + s (W - W0) with the largest s <= 1 that meets every constraint: the set is convex
-    and contains W0.
-    """
+    """Return W0 + s (W - W0), largest s <= 1 within all constraints: convex sets with W0."""
     excess = float((energy(matrix - centre, grams) / radii).max())
     if excess <= 1.0:
         return matrix

@@ -21,9 +21,7 @@ _TOLERATED = 0.01
 
 
 def l1(matrix: Tensor, strength: float) -> Tensor:
-    """Return sign(v) max(|v| - strength, 0), the prox of strength * sum |w|. Source: CertViT,
-    Algorithm 1.
-    """
+    """Return sign(v) max(|v| - strength, 0): prox of strength sum |w|. CertViT, Algorithm 1."""
     return matrix.sign() * (matrix.abs() - strength).clamp_min(0)
 
 
@@ -94,9 +92,7 @@ class LeadingSpectral:
 
 
 def nuclear(matrix: Tensor, strength: float) -> Tensor:
-    """Map s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen
-    2010, Theorem 2.1.
-    """
+    """s_i -> max(s_i - strength, 0): prox of strength sum s_i. Cai, Candes & Shen 2010, Thm 2.1."""
     vectors, values = _left_singular(matrix)
     return _rescale(matrix, vectors, values, values.clamp_max(strength))
 
@@ -108,9 +104,7 @@ def clip(matrix: Tensor, radius: float) -> Tensor:
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Return singular values, descending: (..., n, m) -> (..., min(n, m)). They are estimates, not
-    bounds.
-    """
+    """Return singular values, descending, estimated: (..., n, m) -> (..., min(n, m))."""
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp_min(0).sqrt()
 
@@ -226,7 +220,5 @@ L1 = Penalty(
 
 
 def per_head(matrix: Tensor, blocks: int) -> Tensor:
-    """Group the rows of a q/k/v matrix in heads, as the maps above take them: (blocks * r, m) ->
-    (blocks, r, m).
-    """
+    """Group a q/k/v matrix' rows in heads, as maps above do: (blocks * r, m) -> (blocks, r, m)."""
     return matrix.unflatten(-2, (blocks, matrix.shape[-2] // blocks)) if blocks > 1 else matrix

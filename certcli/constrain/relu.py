@@ -91,9 +91,7 @@ class StreamedInputs:
     def __init__(
         self, model: nn.Module, batches: Batches, path: str, groups: int, keep_bytes: int | None
     ) -> None:
-        """Keep at most `keep_bytes` (None: any number). The model must not change where inputs are
-        recomputed.
-        """
+        """Keep at most `keep_bytes` (None: all). The model must not change where recomputed."""
         self.model = model
         self.batches = batches
         self.path = path
@@ -145,9 +143,7 @@ class SignPass:
 
 @dataclass(frozen=True, eq=False)
 class RectifiedStatistics(LayerStatistics):
-    """A layer's statistics with its inputs, measured by the one-sided distance; eta is relative to
-    |y|.
-    """
+    """A layer's statistics with inputs, by the one-sided distance; eta is relative to |y|."""
 
     bias: Tensor | None = None
     inputs: StreamedInputs | None = None
@@ -251,9 +247,7 @@ class RectifiedStatistics(LayerStatistics):
         weight: Tensor,
         see: Callable[[int, Tensor, Tensor, Tensor], None],
     ) -> None:
-        """Call see(group, x, W0 x + b, W x + b) for pieces of the inputs so small that a few copies
-        cost little.
-        """
+        """Call see(group, x, W0 x + b, W x + b) for small pieces of the inputs."""
         assert inputs is not None
         both = torch.cat([self.weight, weight]).mT.contiguous()
         outputs = len(weight)

@@ -1,6 +1,4 @@
-"""The settings of Douglas-Rachford, most of which are options. Importing this file imports no
-torch.
-"""
+"""The settings of Douglas-Rachford, mostly options. Importing this file imports no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

@@ -59,9 +59,7 @@ _CAUTION = 0.8
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Z (out, in) and its strength at the end of a run, from which a run on a neighbouring
-    ellipsoid starts.
-    """
+    """Z (out, in) and its strength at a run's end: the start for a neighbouring ellipsoid."""
 
     matrix: Tensor
     strength: float
@@ -69,9 +67,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class GroupSolution:
-    """A feasible matrix, its L, and a lower limit of L over the ellipsoid, all in float64.
-    residual: |Q - P|_F / |W0|_F.
-    """
+    """A feasible matrix, its L, a limit below L, in float64. residual: |Q - P|_F / |W0|_F."""
 
     weight: Tensor
     state: State | None
@@ -173,9 +169,7 @@ def roughly(
 def _framed(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> "tuple[_Ellipsoid, Tensor | None]":
-    """Return the ellipsoid in the eigenbasis, and F where its matrices are those of the column
-    space of W0.
-    """
+    """Return the ellipsoid in the eigenbasis; F where matrices are of W0's column space."""
     turned = centre @ basis.vectors
     frame = None
     if penalty.left_invariant and len(turned) > turned.shape[1]:
@@ -210,9 +204,7 @@ def balance(pull: float, displacement: Tensor, aim: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Iterate:
-    """P - W0, the largest share of it that is feasible, L(P), |Z - P|, Q - P, and the lower limit
-    of the least L.
-    """
+    """P - W0, its largest feasible share, L(P), |Z - P|, Q - P, a limit below the least L."""
 
     moved: Tensor
     share: float
@@ -318,9 +310,7 @@ class _Ellipsoid:
         return step.share * step.size + (1.0 - step.share) * self.whole
 
     def better(self, best: tuple[float, Tensor], displacement: Tensor) -> tuple[float, Tensor]:
-        """Return the lesser of `best` and (L(W), W - W0) for a W that rounding may have left
-        outside.
-        """
+        """Return the lesser of `best` and (L(W), W - W0), W pulled inside from rounding."""
         displacement = pull_to(displacement, self.basis, self.radius)
         objective = float(self.penalty.value(self.back(self.centre + displacement)))
         return (objective, displacement) if objective < best[0] else best

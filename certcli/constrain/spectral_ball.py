@@ -1,6 +1,4 @@
-"""Least output error on a spectral ball, and plain clipping: both search the radius at which the
-error is eta.
-"""
+"""Least output error on a spectral ball, and clipping: both seek the radius of error eta."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +19,7 @@ RELAXATION = 1.5
 
 @dataclass(frozen=True, eq=False)
 class BallFit:
-    """A point of the ball, its squared error, a lower limit of the squared error over the ball, and
-    the end of the run.
-    """
+    """A point of the ball, its squared error, a lower limit over the ball, and the run's end."""
 
     matrix: Tensor
     error: float
@@ -123,9 +119,7 @@ def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> 
 
 
 def constrain_clip(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
-    """Cut the singular values of W0 at the lowest level of relative error at most eta, without a
-    fit or a ridge.
-    """
+    """Cut W0's singular values at the lowest level of relative error <= eta, without a fit."""
     basis = eigenbasis(statistics.gram, settings.ridge)
     return _search(
         statistics,

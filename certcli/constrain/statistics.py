@@ -82,9 +82,7 @@ class LayerStatistics:
         return energy(self.weight, self.grams)
 
     def relative_errors(self, weight: Tensor) -> Tensor:
-        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in), any float dtype, ->
-        (groups,). 0 / 0 is 0.
-        """
+        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F, (out, in) -> (groups,), any dtype. 0 / 0 is 0."""
         return error_ratio(energy(weight - self.weight, self.grams), self.energies)
 
     def held_out_error(self, weight: Tensor) -> float | None:
@@ -140,17 +138,13 @@ def error_ratio(error: Tensor, reference: Tensor) -> Tensor:
 
 
 def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:
-    """Return the bytes of all these layers' statistics, with weights in float64; `copies` as in
-    `passes_within`.
-    """
+    """Return the bytes of all layers' statistics, float64 weights; `copies`: `passes_within`."""
     shapes = [module_at(model, path).weight.flatten(1).shape for path in paths]
     return sum(8 * (copies * columns**2 + rows * columns) for rows, columns in shapes)
 
 
 def work_bytes(model: nn.Module, path: str) -> int:
-    """Return the bytes that work on a layer needs beside its statistics: 3 Gram matrices, 10
-    weights (measured).
-    """
+    """Return the bytes of work on a layer: 3 Gram matrices, 10 weights (measured)."""
     rows, columns = module_at(model, path).weight.flatten(1).shape
     return 8 * (3 * columns**2 + 10 * rows * columns)
 
@@ -246,9 +240,7 @@ def _collect(
     held_out: Mapping[str, Tensor] | None,
     following: Sequence[str],
 ) -> dict[str, LayerStatistics]:
-    """Return the statistics of one pass; the weights share the model's memory. following: the
-    layers of the next pass.
-    """
+    """Return a pass' statistics, sharing the model's weights. following: the next pass' layers."""
     _check(model, paths, groups)
     sums, count = _accumulate(streams, paths, following, groups, sample)
     if count < groups:
@@ -315,9 +307,7 @@ def _accumulate(
 def gather_grams(
     model: nn.Module, paths: Sequence[str], sample: int | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield path -> Gram matrix of the layer's inputs, which is filled when the caller has run the
-    model.
-    """
+    """Yield path -> Gram matrix of the layer's inputs, filled once the caller ran the model."""
     grams: dict[str, Tensor] = {}
     sums_of: dict[str, GramSums] = {}
     with visiting(model, paths, _adding(sums_of, 1, sample)):
@@ -326,9 +316,7 @@ def gather_grams(
 
 
 def _reported(sums_of: dict[str, GramSums], sample: int | None) -> dict[str, Tensor]:
-    """Return the Gram matrices of held-out images, in float32 for a sample of tokens to save
-    memory.
-    """
+    """Return held-out Gram matrices, in float32 of sampled tokens to save memory."""
     return {
         path: sums.grams[0] if sample is None else sums.grams[0].float()
         for path, sums in sums_of.items()
@@ -359,9 +347,7 @@ def _adding(sums_of: dict[str, GramSums], groups: int, sample: int | None) -> Vi
 
 
 def _ordinary(sums_of: dict[str, GramSums]) -> dict[str, GramSums]:
-    """Settle the sums, and clone tensors made under inference mode, which autograd would refuse
-    later.
-    """
+    """Settle the sums, and clone inference tensors, which autograd would refuse later."""
     for path, sums in sums_of.items():
         with torch.inference_mode():
             for group in range(len(sums.waiting)):

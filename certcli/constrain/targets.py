@@ -142,9 +142,7 @@ def allocate(
 
 
 def _hull(curve: Sequence[Point]) -> list[Point]:
-    """Return the lower convex hull of the curve in (-log norm, error^2), from the largest norm
-    down.
-    """
+    """Return the lower convex hull of (-log norm, error^2), from the largest norm down."""
     hull: list[Point] = []
     for point in sorted(curve, key=lambda point: (-point.norm, point.error)):
         if hull and (point.norm == hull[-1].norm or point.norm <= 0):

@@ -1,6 +1,4 @@
-"""What a network makes of its own tensors: by moving numbers, which no arithmetic can round, or by
-computing others.
-"""
+"""What a network makes of its own tensors: numbers moved, never rounded, or others computed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -41,9 +41,7 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class ModuleScope:
-    """A call of a module that is not a leaf: the nodes that enter and leave it, for the per-block
-    report.
-    """
+    """A call of a module that is no leaf: nodes that enter and leave, for the block report."""
 
     path: str
     kind: str
@@ -135,9 +133,7 @@ class _State:
 
 
 class Tracer(fx.Tracer):
-    """Traces one image, (1, c, h, w). A node's `meta` holds `path` (its module, or the caller's),
-    `shape` and `dtype`.
-    """
+    """Traces an image (1, c, h, w). `meta`: `path` (module, or the caller's), `shape`, `dtype`."""
 
     def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -153,9 +149,7 @@ class Tracer(fx.Tracer):
         return attr_val  # parameters stay tensors: what depends on no input is computed, not traced
 
     def refusal(self, reason: str) -> Untraceable:
-        """Return the error to raise. It stands even if the network catches it: what follows is not
-        what would have run.
-        """
+        """Return the error to raise; it stands even if the network catches it."""
         failure = Untraceable(reason)
         self.state.refused = self.state.refused or failure
         return failure

@@ -235,9 +235,7 @@ class _Readers(TorchFunctionMode):
 
 
 def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
-    """Return function(image) and its operations. Untraceable where one of them reads a number,
-    caught there or not.
-    """
+    """Return function(image) and its operations. Untraceable where one reads a number."""
     image = image.clone()
     record = _Record()
     follow = _Follow(image, record)
@@ -247,9 +245,7 @@ def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
 
 
 def shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
-    """Return what `followed` returns, of an image without memory: nothing but operations can read
-    it.
-    """
+    """Return what `followed` returns, of an image without memory: only operations read it."""
     _require_no_guard()
     record = _Record()
     readers = _Readers(record, lambda x: isinstance(x, Recorded) and not x.is_constant)
@@ -361,9 +357,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def steps_of(operations: list[Operation]) -> list[tuple[str, list[Any]]]:
-    """Return the operations without what torch decides by strides, which differ in a batch: copies,
-    and x W^T + b in two.
-    """
+    """Operations without what strides decide, which differ in a batch: copies, x W^T + b in 2."""
     steps: list[tuple[str, list[Any]]] = []
     for name, _, numbers, *_ in operations:
         if name in ("view", "_unsafe_view", "clone"):

@@ -1,6 +1,4 @@
-"""Compare a changed network with the original, end to end, on images that took no part in the
-change.
-"""
+"""Compare a changed network with the original, on images that took no part in the change."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -256,9 +254,7 @@ def expected_on_real(fidelity: Fidelity, channels: int) -> dict[str, float]:
 
 
 def keeps_enough(fidelity: Fidelity, keep: float) -> bool:
-    """Return whether the share `keep` of first choices stays, by the margins of the images; see
-    `allowed_share`.
-    """
+    """Return whether a share `keep` of first choices stays, by margins; see `allowed_share`."""
     return allowed_share(fidelity, keep) >= 1 and (keep < 1 or fidelity.same == fidelity.images)
 
 
@@ -273,9 +269,7 @@ def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
 
 
 def worth_of_judges(images: int) -> float:
-    """Return the change that MANY_JUDGES images with these margins would allow, over the change
-    that `images` of them do.
-    """
+    """Return the change that MANY_JUDGES images would allow, over that of `images`."""
 
     def surplus(count: int) -> float:
         rank = max(1, min(count // 5, MOST_RANKED))

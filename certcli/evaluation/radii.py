@@ -1,6 +1,4 @@
-"""Radii and norms as text: keys that read back to the same number, and figures for a screen,
-rounded to what holds.
-"""
+"""Radii and norms as text: keys that read back exactly, and figures rounded to what holds."""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -111,9 +109,7 @@ def percent_ends(interval: tuple[float, float], digits: int = 1) -> str:
 
 
 def confidence(failure: float, whole: int = 1) -> str:
-    """1 - failure, rounded down to the digits that tell it from 1: "0.999"; of a whole of 100,
-    "99.9".
-    """
+    """1 - failure, rounded down to digits that tell it from 1: "0.999"; of 100, "99.9"."""
     digits = 6 if failure <= 0 else min(20, max(6, 2 - math.floor(math.log10(failure))))
     exact = Context(
         prec=400

@@ -1,6 +1,4 @@
-"""How much an attacker may change, as one type: the radius of a ball in l2 or linf, or the size of
-a patch.
-"""
+"""How much an attacker may change: the radius of a ball in l2 or linf, or a patch's size."""
 
 from __future__ import annotations
 
@@ -136,9 +134,7 @@ class Threat:
 
     @staticmethod
     def read(text: str, norm: Kind, image: tuple[int, int] = ANY_IMAGE) -> Threat:
-        """Read what a person writes: "8/255", or a patch (`Patch.read`). UsageError for other
-        texts.
-        """
+        """Read a typed "8/255", or a patch (`Patch.read`). UsageError for others."""
         if norm == "patch":
             return Threat(norm, Patch.read(text, image))
         require_norm(norm)
@@ -163,9 +159,7 @@ class Threat:
 
     @property
     def key(self) -> str:
-        """The size as records and evidence spell it, which reads back to the same threat: "0.25",
-        "32x32".
-        """
+        """The size in records and evidence, which reads back to the threat: "0.25", "32x32"."""
         return str(self.size) if isinstance(self.size, Patch) else radius_key(self.size)
 
     def proven(self) -> str:
@@ -197,9 +191,7 @@ class Threat:
 
 
 def one_norm(threats: Iterable[Threat]) -> Kind:
-    """Return the norm that all threats share; TypeError where they have several, since their shares
-    cannot be compared.
-    """
+    """Return the one norm of all threats; TypeError for several: shares would not compare."""
     norms = sorted({threat.norm for threat in threats})
     if len(norms) != 1:
         raise TypeError(

@@ -40,9 +40,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Sample:
-    """Outcomes of the first images, in order. available: the images that there are to judge,
-    whatever the time.
-    """
+    """Outcomes of the first images, in order. available: the images there are to judge."""
 
     outcomes: Sequence[bool]
     available: int
@@ -75,9 +73,7 @@ def decided(hits: int, images: int, demand: Demand, chance: float = CHANCE) -> V
 
 
 def looks(available: int) -> list[int]:
-    """Return the numbers of images after which a share is looked at: 50, 100, 200, ... and all of
-    them.
-    """
+    """Return the numbers of images at which a share is looked at: 50, 100, 200, ..., all."""
     counts = []
     count = FEWEST
     while count < available:
@@ -87,9 +83,7 @@ def looks(available: int) -> list[int]:
 
 
 def judged(sample: Sample, demand: Demand) -> Look:
-    """Return the first look that decides; else the last one, or what there is before the first,
-    which decides nothing.
-    """
+    """Return the first look that decides; else the last one, or what there is before the first."""
     planned = looks(sample.available)
     chance = CHANCE / len(planned)
     look = _look(sample, min(len(sample.outcomes), planned[0]), chance, UNDECIDED)

@@ -1,6 +1,4 @@
-"""Training behind masks: the network sees a part of each image, in the passes of a certificate
-against patches.
-"""
+"""Training behind masks: the network sees parts of images, as certificates against patches do."""
 
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -80,9 +78,7 @@ class Hiding:
         return logits[torch.cat(rows).argsort()]
 
     def validated(self, images: Tensor) -> Tensor:
-        """Return the logits of images for validation, each behind one of all views in turn, the
-        same in each epoch.
-        """
+        """Return logits of validation images, behind the views in turn, alike each epoch."""
         sets = [*self.bands]
         for _, count, views in self.squares:
             places = combinations_with_replacement(range(len(views)), count)

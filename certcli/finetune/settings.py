@@ -520,9 +520,7 @@ class FinetuneSettings:
         )
 
     def parameters(self) -> dict[str, object]:
-        """Return what the lineage records: the settings that are on, without the seed, which has
-        its own place there.
-        """
+        """Return what the lineage records: the settings that are on, without the seed."""
         hidden = {"seed"} | ({"epochs"} if self.steps is not None else set())
         for switch, dependants in SWITCHES.items():
             if self._is_default(switch):

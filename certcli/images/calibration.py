@@ -61,9 +61,7 @@ def calibration_images(
 
 
 def default_for(record: Record, count: int, seed: int, judges: int) -> Images:
-    """Return digits for a network of digits, synthetic photographs of the input size for every
-    other network.
-    """
+    """Return digits for a network of digits, else synthetic photographs of the input size."""
     remembered = (record.dataset or "").lower()
     if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):
         return datasets.load(DIGITS, record.input, "train").limit(count + judges, seed)
@@ -128,9 +126,7 @@ def hold_out(images: Images, share: int = 5, limit: int | None = None) -> tuple[
 
 
 def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator) -> Array:
-    """Return noise (c, h, w) whose amplitude falls like 1/f^slope, with channels correlated as in
-    daylight.
-    """
+    """Return noise (c, h, w) of amplitude 1/f^slope, channels correlated as in daylight."""
     channels, height, width = size
     down = np.fft.fftfreq(height)[:, None]
     across = np.fft.rfftfreq(width)[None]

@@ -1,6 +1,4 @@
-"""Limits on building a network that a file describes: no needless initialisation, nothing far
-larger than its tensors.
-"""
+"""Limits on building a described network: no needless initialisation, nothing far too large."""
 
 import contextlib
 import math
@@ -122,9 +120,7 @@ _POINTWISE = frozenset(
 
 
 def _values(name: str, args: tuple[Any, ...]) -> int:
-    """Return how many values an operation on these arguments will make, by a size argument or by
-    broadcasting.
-    """
+    """Return how many values an operation makes, by a size argument or by broadcasting."""
     shapes = [tuple(part.shape) for part in args if isinstance(part, Tensor)]
     if shapes:
         largest = max(map(math.prod, shapes))

@@ -165,9 +165,7 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
 
 
 def _valid(record: Record, name: str) -> Record:
-    """Return the record; ArchitectureError unless it could be read again from a file of certvit's
-    own.
-    """
+    """Return the record; ArchitectureError unless certvit's own file of it would be read."""
     try:
         return Record.from_json(record.to_json())
     except CertvitError as failure:
@@ -207,9 +205,7 @@ def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Conve
 
 
 def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
-    """Return the network of timm that computes the same function; ArchitectureError where a tensor
-    is missing or left.
-    """
+    """Return timm's network of the same function; ArchitectureError: tensors missing or left."""
     record = converted.record
     tensors = converted.tensors
     net = build.build(record, like=tensors)
@@ -230,9 +226,7 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
 
 
 def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
-    """Return the network of a file with timm's names, or those of the repository that timm took the
-    network from.
-    """
+    """Return the network of a file with names of timm, or of the repository that timm took."""
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
         raise ArchitectureError(f"{path} {appearance(bare.tensors)}", _MISSING_HINT)
@@ -297,9 +291,7 @@ def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
-    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse
-    what would not load.
-    """
+    """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
     whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
     if whole.keys() == net.state_dict().keys():
         bare = replace(

@@ -30,9 +30,7 @@ class Grid:
 
 
 def band_views(grid: Grid, kind: str, width: int) -> Tensor:
-    """Views (m, rows, columns) that see `width` columns (or rows, or a block), one for each place,
-    wrapped around.
-    """
+    """Views (m, rows, columns) of `width` columns (or rows, or a block), at each wrapped place."""
     rows, columns = grid.shape
     across = [_ring(columns, width)] if kind != "rows" else []
     down = [_ring(rows, width)] if kind != "columns" else []

@@ -151,9 +151,7 @@ def _require_tokens(net: nn.Module) -> PatchEmbed:
 
 @torch.no_grad()
 def _require_same(part: KeptTokens, size: tuple[int, int, int]) -> None:
-    """UsageError unless it is the network itself where all tokens are kept, and runs where some are
-    not.
-    """
+    """UsageError unless it is the network where all tokens stay, and runs where some do not."""
     weight = next(part.model.parameters())
     pixels = torch.rand(2, *size, generator=torch.Generator().manual_seed(0)).to(weight.device)
     views = torch.ones(2, *part.grid.shape, dtype=torch.bool, device=weight.device)

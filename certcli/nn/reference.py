@@ -111,9 +111,7 @@ def _sized(
     shape: dict[str, Any],
     options: dict[str, Any],
 ) -> nn.Module:
-    """Build make(channels, side, classes, **shape), where `given` may change each; other channels
-    share one statistic.
-    """
+    """Build make(channels, side, classes, **shape), `given` changing each; one statistic if so."""
     arguments = _network_arguments(options)
     channels = arguments.pop("in_chans", config["input_size"][0])
     side = arguments.pop("img_size", config["input_size"][1])

@@ -168,9 +168,7 @@ def _asked(
 
 
 def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
-    """Certified radius of each image, negative where it is misclassified -> (radius, share
-    certified beyond it).
-    """
+    """Certified radii (negative: misclassified) -> (radius, share certified beyond it)."""
     count = len(radii)
     finite = sorted({radius for radius in radii if 0 < radius < float("inf")})
     points = [(0.0, sum(radius >= 0 for radius in radii) / count)]
@@ -218,9 +216,7 @@ def _tables(audit: Audit) -> Iterator[Table]:
 def lineage_table(
     steps: Iterable[tuple[Any, Mapping[str, Any]]], title: str = "Lineage, as the file tells it"
 ) -> Table:
-    """Return a row for each step, which has a command, a seed and a parent, with the parameters
-    that are shown of it.
-    """
+    """Return a row a step with a command, seed, parent and the parameters that are shown."""
     rows = [
         [str(number), step.command, str(step.seed), (step.parent or "-")[:12], _short(parameters)]
         for number, (step, parameters) in enumerate(steps, 1)

@@ -24,9 +24,7 @@ _declared: list[torch.library.Library] = []  # a Library withdraws its schemas w
 
 
 def ensure_torchvision() -> None:
-    """Import torchvision. Where `torchvision::nms` is missing, declare the schemas and import
-    again.
-    """
+    """Import torchvision; where `torchvision::nms` is missing, declare it and try again."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError as failure:

@@ -60,9 +60,7 @@ class OutputError(CertvitError):
 
 
 class UndecidedError(CertvitError):
-    """A gate was not decided: what was measured allows for both verdicts. More images, or more
-    time, decide it.
-    """
+    """A gate was not decided: both verdicts are possible. More images, or time, decide it."""
 
     code = 9
 

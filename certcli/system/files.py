@@ -159,9 +159,7 @@ def open_stream(path: Path) -> IO[bytes]:
 
 
 def open_alone(path: Path) -> IO[bytes]:
-    """Open a file for reading and writing, make it where it is absent, and refuse other runs until
-    it is closed.
-    """
+    """Open a file to read and write, made where absent; refuse other runs until it closes."""
     handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

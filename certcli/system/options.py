@@ -1,6 +1,4 @@
-"""The command line's form of a field of an options dataclass; `cli.shared.command` makes Typer's
-option from it.
-"""
+"""An options dataclass' field on the command line; `cli.shared.command` makes Typer's option."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

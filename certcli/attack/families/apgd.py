@@ -1,6 +1,4 @@
-"""APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image
-at once.
-"""
+"""APGD of Croce and Hein, for any row-wise loss and several targets of an image at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -110,9 +108,7 @@ def _untargeted(
 
 @dataclass
 class _Runs:
-    """One row a run; owner: the image it attacks. `rises` counts the steps that raised the loss
-    since a checkpoint.
-    """
+    """One row a run; owner: its image; rises: steps since a checkpoint that raised the loss."""
 
     owner: Tensor
     target: Tensor

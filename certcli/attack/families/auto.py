@@ -1,6 +1,4 @@
-"""AutoAttack: APGD-CE, APGD-T, FAB-T and Square in turn, with the published budgets and for any
-number of classes.
-"""
+"""AutoAttack: APGD-CE, APGD-T, FAB-T and Square in turn, with budgets as published."""
 
 from dataclasses import replace
 

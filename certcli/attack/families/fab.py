@@ -1,6 +1,4 @@
-"""FAB of Croce and Hein: the smallest perturbation, by projections onto linearised class
-boundaries.
-"""
+"""FAB of Croce and Hein: the smallest perturbation, by projections onto linearised boundaries."""
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +72,7 @@ def _run(
 
 @torch.no_grad()
 def _search(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """One run for each entry of `owner`: the nearest success (r, c, h, w) and its norm (r,), inf
-    where there is none.
-    """
+    """Run each entry of `owner`: nearest success (r, c, h, w) and norm (r,), inf without one."""
     net = search.net
     successes = search.successes
     settings = search.settings

@@ -1,6 +1,4 @@
-"""Run any attack of torchattacks as it is: the radius, the seed and the number of classes are ours,
-the search is its own.
-"""
+"""Run attacks of torchattacks as they are: radius, seed and number of classes are ours."""
 
 import contextlib
 import io
@@ -81,9 +79,7 @@ def _arguments(
     model: nn.Module,
     images: Tensor,
 ) -> dict[str, Any]:
-    """What the attack is called with: arguments that are ours, defaults that follow the budget, and
-    those that were given.
-    """
+    """Return the call's arguments: ours, defaults that follow the budget, and those given."""
     if spec.name == "JSMA" and images[0].numel() > JSMA_ENTRIES:
         raise UsageError(
             f"{spec} takes images of {JSMA_ENTRIES:,} values at most, not {images[0].numel():,}"

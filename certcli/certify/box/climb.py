@@ -62,9 +62,7 @@ def climb(
 
 
 def _begun(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor) -> Tensor:
-    """Move the pixels at the edge along the gradient g as far as pays before a plane: m s / (1 -
-    s^2), s = |g there|.
-    """
+    """Move edge pixels along g as far as pays before a plane: m s / (1 - s^2), s = |g there|."""
     _, slope = _with_gradient(margins, images)
     free = slope * (((images <= _EDGE) & (slope > 0)) | ((images >= 1 - _EDGE) & (slope < 0)))
     s = free.norm(dim=1, keepdim=True)

@@ -30,9 +30,7 @@ _SMALLEST = 1e-100
 
 
 class Distance(NamedTuple):
-    """squared: at least |x' - a|^2, (b,). furthest: d of the furthest x' = x + d, nearly, (b, n).
-    mu: (b,).
-    """
+    """squared: at least |x' - a|^2, (b,). furthest: d of x' = x + d, nearly, (b, n). mu: (b,)."""
 
     squared: Tensor
     furthest: Tensor

@@ -156,9 +156,7 @@ class LocalLipCertifier(ProvingCertifier):
         return confirmations
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
-        """Return a proven radius for each image (b, c, h, w), at least `start` (b,), which is
-        proven already.
-        """
+        """Return proven radii of images (b, c, h, w), from the proven `start` (b,) on."""
         proven, failed = start.clone(), torch.full_like(start, torch.inf)
 
         def attempt(chosen: Tensor, radii: Tensor) -> None:
@@ -187,9 +185,7 @@ class LocalLipCertifier(ProvingCertifier):
         largest: Tensor,
         nearby: Tensor,
     ) -> Tensor:
-        """Return radii between `start` and `most` at which margins are proven above `nearby`;
-        `most`, where it is one.
-        """
+        """Return radii from `start` to `most` (only if one) with margins above `nearby`."""
         open_ones = torch.isfinite(largest) & (largest > start)
         verified = (
             self.proven(pixels, labels, torch.where(open_ones, largest, 0.0), values, nearby)

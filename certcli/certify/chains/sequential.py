@@ -69,9 +69,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Values:
-    """Computed values of each affine step at the images themselves, and a bound on their error: (b,
-    ...) each.
-    """
+    """Values of each affine step at the images, and a bound on their error: (b, ...) each."""
 
     centre: list[Tensor]
     error: list[Tensor]
@@ -82,9 +80,7 @@ class Values:
 
 
 class SequentialNetwork:
-    """A network that is a chain, read from its trace. NoBoundError names what it has that a chain
-    has not.
-    """
+    """A network that is a chain, read from its trace. NoBoundError names what is not."""
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         body, last = read_chain(model, size)
@@ -117,9 +113,7 @@ class SequentialNetwork:
         return values
 
     def moves(self, pixels: Tensor, values: Values, radii: Tensor, *, drop: bool) -> Moves:
-        """Of the last layer's input, for each image within its radius (b,). drop: leave constant
-        units out of the norms.
-        """
+        """Moves of the last layer's input within radii (b,). drop: omit constant units."""
         shape = (-1, *([1] * (pixels.dim() - 1)))
         r = radii.view(shape)
         reach = Moves(-torch.minimum(r, pixels), torch.minimum(r, up(1 - pixels)), radii)
@@ -156,9 +150,7 @@ class SequentialNetwork:
     def _charged(
         self, reach: Moves, waiting: tuple[AffineStep, Tensor], after: Tensor, drop: bool
     ) -> Moves:
-        """rho times the norm of a step between the mask before it and the one after, and never
-        above the box's.
-        """
+        """rho times the norm of a step between two masks, never above the box's."""
         step, before = waiting
         norms = (
             _masked_norms(step, before, after)

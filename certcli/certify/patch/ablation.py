@@ -22,9 +22,7 @@ from certcli.models.views import Grid, band_views
 
 
 class Voting(Procedure):
-    """bands: "columns", "rows" or "blocks" of `width` cells, one at each place, wrapped around.
-    classes: of the network.
-    """
+    """bands: "columns", "rows" or "blocks" of `width` cells at each place, wrapped around."""
 
     name = VOTING
 

@@ -1,6 +1,4 @@
-"""What an adaptive attack climbs on: the passes of a procedure that see a patch, put together with
-gradients.
-"""
+"""What an adaptive attack climbs: the passes that see a patch, joined with gradients."""
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,4 @@
-"""Masks that hide every patch of a size, and the passes that a patch meets. Theorems and proofs:
-docs/patch.md.
-"""
+"""Masks that hide every patch of a size, and the passes a patch meets. Proofs: docs/patch.md."""
 
 import itertools
 from collections.abc import Sequence
@@ -32,9 +30,7 @@ def met_blocks(grid: Grid, patch: Patch) -> list[tuple[Interval, Interval]]:
 
 
 def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
-    """The intervals of cells that `patch` pixels meet, at all places in a side of `length`; the
-    largest ones alone.
-    """
+    """The largest intervals of cells that `patch` pixels meet, at all places of `length`."""
     every = {
         (start // cell, (start + patch - 1) // cell + 1) for start in range(length - patch + 1)
     }
@@ -121,9 +117,7 @@ def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
 
 
 def hole(views: Tensor, grid: Grid, patch: Patch) -> tuple[Interval, Interval] | None:
-    """A block of cells that one patch meets and no view hides whole; None where the views cover
-    every place.
-    """
+    """Cells that one patch meets and no view hides whole; None: the views cover every place."""
     blocks = met_blocks(grid, patch)
     open_ones = seen(views, blocks).all(dim=0).nonzero().flatten().tolist()
     return blocks[open_ones[0]] if open_ones else None

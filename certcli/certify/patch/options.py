@@ -1,6 +1,4 @@
-"""Options of --method patch, which other commands that run a defended classifier share. No torch
-here.
-"""
+"""Options of --method patch, and of commands that run a defended classifier. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,9 +88,7 @@ class Patches(CertifierOptions):
             )
 
     def sizes(self, image: tuple[int, int]) -> list[Patch]:
-        """Return the patches for an image (height, width) in the order they are named; UsageError
-        when there is none.
-        """
+        """Return the patches for (height, width), as named; UsageError when there is none."""
         if not self.patches:
             raise UsageError(
                 "--method patch: against which patch?",

@@ -1,6 +1,4 @@
-"""What a defence against patches is: a procedure that classifies by passes over views, and a proof
-of its answers.
-"""
+"""A defence against patches: it classifies by passes over views, and proves its answers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,9 +26,7 @@ class PatchOutcome:
 
 
 class Procedure(ABC):
-    """views: (m, rows, columns), of all its passes. settings: what decides it, for records; title:
-    in words.
-    """
+    """views: (m, rows, columns), of all passes. settings: for records; title: in words."""
 
     name: ClassVar[str]
     views: Tensor
@@ -45,6 +41,4 @@ class Procedure(ABC):
     def certify(
         self, passes: MaskedPasses, pixels: Tensor, labels: Sequence[int]
     ) -> list[PatchOutcome]:
-        """The same with what is proven of it. An image that is not of its label's class may be left
-        unproven.
-        """
+        """Classify, and prove. An image not of its label's class may be left unproven."""

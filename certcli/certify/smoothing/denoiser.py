@@ -107,9 +107,7 @@ def read_denoiser(path: Path, channels: int) -> DenoiserSource:
 
 
 def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Put the tensors into the network, all of them and no others; those that decide its function
-    are returned.
-    """
+    """Load exactly these tensors into the network; return those that decide its function."""
     expected = net.state_dict()
     optional = {name for name in expected if name.endswith("num_batches_tracked")}
     wrong = sorted((expected.keys() - optional) ^ (tensors.keys() - optional))

@@ -103,9 +103,7 @@ class OneShot(PixelDenoiser):
 
 @dataclass(frozen=True)
 class Diffusion:
-    """A UNet and its schedule, which become another function for each sigma; digest: of the
-    tensors.
-    """
+    """A UNet and its schedule, another function for each sigma; digest: of the tensors."""
 
     per_sigma: ClassVar[bool] = True
     net: UNet
@@ -118,9 +116,7 @@ class Diffusion:
 
 
 def step_of(schedule: Schedule, sigma: float) -> int:
-    """Return the step whose noise is nearest to 2 sigma on images in [-1, 1]; UsageError beyond the
-    schedule.
-    """
+    """Return the step of noise nearest to 2 sigma on [-1, 1]; UsageError beyond the schedule."""
     ratios = noise_to_signal(schedule.alpha_bars)
     # the last step without signal is beyond every sigma
     ratios = ratios[ratios.isfinite() & (ratios > 0)]

@@ -194,9 +194,7 @@ class SmoothingCertifier(Certifier):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
-        """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at
-        most the chance `level`.
-        """
+        """Refute p >= Phi(R / sigma) where fresh noise hits so rarely, at most chance `level`."""
         finite = [row for row, claim in enumerate(claims) if self.settings.states(claim.radius)]
         drawn = (
             self._hits([claims[row] for row in finite], pixels[finite], doubt.seed, noise.CONFIRM)
@@ -222,9 +220,7 @@ class SmoothingCertifier(Certifier):
         return confirmations
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
-        """The run's own draws, made again: radius and class are those of the record, but for draws
-        at a tie (`TIES`).
-        """
+        """Repeat the run's draws: the record's radius and class, but for ties (`TIES`)."""
         confirmations = []
         recomputed = self.batch(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
@@ -251,9 +247,7 @@ class SmoothingCertifier(Certifier):
     def stands(
         self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
     ) -> list[bool]:
-        """Inside a true radius the class has more than half of the draws: fails where so few have
-        the chance `level`.
-        """
+        """Fails where so few draws of the class, over 1/2 in truth, have chance `level`."""
         samples = self.settings.samples
         hits = self._hits(claims, nearby, doubt.seed, noise.NEARBY)
         return [_chance_of_so_few(count, samples, 0.5) > doubt.level for count in hits]

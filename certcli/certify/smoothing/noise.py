@@ -38,9 +38,7 @@ def words(
     device: torch.device,
     purpose: int = CERTIFY,
 ) -> Tensor:
-    """Row r: the first `count` 32-bit words of image images[r], sample samples[r], low halves
-    first: (r, count) int32.
-    """
+    """Row r: `count` 32-bit words of (images[r], samples[r]), low halves first: (r, count)."""
     if device.type == "cpu" and count > _FEW:
         blocks = -(-count // 8)
         rows = [
@@ -96,9 +94,7 @@ def _signed(value: int) -> int:
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 64 bits of the product of unsigned numbers, from products of their 32-bit
-    halves.
-    """
+    """High and low 64 bits of an unsigned product, from products of 32-bit halves."""
     f0 = factor & _LOW
     f1 = factor >> 32
     x0 = x & _LOW

@@ -177,17 +177,13 @@ class Smoothing(CertifierOptions):
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """After how many samples the counts are looked at: n0, then doubling, then all. Fixed
-        before anything is drawn.
-        """
+        """When counts are looked at: n0, doubling, all. Fixed before anything is drawn."""
         sizes = [self.n0 << power for power in range(64) if self.n0 << power < self.samples]
         return (*sizes, self.samples)
 
     @property
     def levels(self) -> Mapping[int, float]:
-        """Look -> its part of alpha; a look of level 0 can end in abstention only. They sum to
-        alpha, rounded down.
-        """
+        """Look -> its part of alpha (0: abstention only). They sum to alpha, rounded down."""
         *early, last = self.looks
         if self.enough is None or not early:
             return {**dict.fromkeys(early, 0.0), last: self.alpha}
@@ -200,9 +196,7 @@ class Smoothing(CertifierOptions):
         return self.radius(self.samples, self.samples)
 
     def radius(self, hits: int, drawn: int) -> float:
-        """sigma Phi^-1(p) for the lower bound p that this look may state, rounded down; 0 where p
-        <= 1/2.
-        """
+        """sigma Phi^-1(p) for this look's lower bound p, rounded down; 0 where p <= 1/2."""
         from scipy.special import ndtri
 
         level = self.levels[drawn]
@@ -210,9 +204,7 @@ class Smoothing(CertifierOptions):
         return max(0.0, self.deviation * float(ndtri(p)) * _DOWN) if p > 0.5 else 0.0
 
     def states(self, radius: float) -> bool:
-        """Tell whether there is a count of hits at which CERTIFY with these settings states this
-        radius.
-        """
+        """Tell whether some count of hits states this radius in CERTIFY."""
         for look in self.looks:
             low = 0
             high = look

@@ -90,9 +90,7 @@ def _require_stated(denoiser: PixelDenoiser, options: Smoothing) -> None:
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) -> SmoothingCertifier:
-    """Return the certifier of the network under noise; `options.tuning` chooses a sigma that is
-    "auto".
-    """
+    """Return the certifier under noise; `options.tuning` chooses a sigma that is "auto"."""
     denoiser = _denoiser(checkpoint, options)
     about: dict[str, Any] = {}
     if options.tuning is None:

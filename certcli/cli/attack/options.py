@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 def list_attacks(context: typer.Context, enabled: bool) -> None:
-    """Print every attack, certvit's own and those of torchattacks, with norms, and arguments with
-    their defaults.
-    """
+    """Print every attack, ours and torchattacks', with norms, arguments and defaults."""
     from certcli.attack.catalogue import ATTACKS
     from certcli.attack.torchattacks_spec import PREFIX, names, signature
     from certcli.cli.shared.output import Sink

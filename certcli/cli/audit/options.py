@@ -108,9 +108,7 @@ class AuditOptions:
     ] = field(default_factory=list)
 
     def plan(self, seed: int, batch_size: int, limit: int | None) -> AuditPlan:
-        """Return the audit's plan; UsageError on names and values that mean nothing, before any
-        work.
-        """
+        """Return the audit's plan; UsageError on meaningless names and values."""
         from certcli.attack.settings import PRECISIONS, AttackSettings
         from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse

@@ -173,9 +173,7 @@ def write(
     plan: AuditPlan,
     sink: Sink,
 ) -> None:
-    """Write the reports, and the checkpoint with its evidence. names: of the classes, for the
-    pictures.
-    """
+    """Write the reports, and the checkpoint with its evidence. names: of the classes."""
     from certcli.audit.pictures import pictures_of
     from certcli.report import formats
     from certcli.report.machine import as_annotations

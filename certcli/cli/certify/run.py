@@ -1,6 +1,4 @@
-"""What `certify` does between its options and its result: the demand, the methods, the
-certificates.
-"""
+"""What `certify` does between options and result: demand, methods, certificates."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ class CertifiedDemand:
 
 @dataclass(frozen=True)
 class CertifyTask:
-    """A network, the images on which it is certified, and the threats of one norm at which shares
-    are shown.
-    """
+    """A network, its images, and the threats of one norm at which shares are shown."""
 
     checkpoint: Checkpoint
     images: Images
@@ -68,9 +64,7 @@ class CertifyTask:
 
 
 def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None, list[Threat]]:
-    """Return the demand and the balls; none for patches, whose sizes wait for the image. UsageError
-    for a contradiction.
-    """
+    """Return the demand and the balls (patches wait for the image). UsageError: contradictions."""
     from certcli.certify.methods import METHODS
     from certcli.evaluation.threat import Threat
 
@@ -198,9 +192,7 @@ def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoi
 def run_all(
     choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> list[Result]:
-    """Certify by each method; one beside the first is left out where it says nothing. None where
-    another process leads.
-    """
+    """Certify by each method that says something. None where another process leads."""
     results: list[Result] = []
     for method in (choice.method, *choice.beside):
         try:
@@ -239,9 +231,7 @@ def _options_of(
 
 
 def _local_options(effort: str, options: CertifyOptions) -> MethodOptions:
-    """Return the options of `local`; branching tries the radii that were asked for, where some
-    were.
-    """
+    """Return the options of `local`; branching tries the radii asked for, if any."""
     from certcli.certify.local_options import BRANCH
 
     branches = effort == BRANCH
@@ -258,9 +248,7 @@ def _local_options(effort: str, options: CertifyOptions) -> MethodOptions:
 
 
 def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
-    """Return a few images of another split than the judged one, where the dataset has one, and say
-    which.
-    """
+    """Return a few images, of another split than the judged one where there is one."""
     from certcli.certify.smoothing.sigma import TUNED
 
     judged = task.images
@@ -285,9 +273,7 @@ def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Im
 
 @dataclass(frozen=True)
 class Result:
-    """The certificates of one method. seconds: an image, of this run; None where all was read from
-    --records.
-    """
+    """The certificates of a method. seconds: an image; None where all was read from --records."""
 
     certifier: Certifier
     rows: Sequence[Certificate]
@@ -391,9 +377,7 @@ def _run(
 def _require_reach(
     certifier: Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
 ) -> None:
-    """Raise UsageError when none of these radii can be certified, whatever the network; warn when
-    some cannot.
-    """
+    """Raise UsageError when no radius can be certified by any network; warn when some cannot."""
     if demand.share > 0 and not certifier.searches(demand.threat):
         message = (
             f"nothing is drawn for {demand.threat.attacked()}, of which --min-certified speaks"

@@ -18,9 +18,7 @@ from certcli.system.processes import team
 
 @group("Method")
 class Aim:
-    """The output error that is allowed, the images and tokens that measure it, or a target for the
-    bound.
-    """
+    """The allowed output error, the images and tokens that measure it, or a target bound."""
 
     keep: Annotated[
         float | None,

@@ -1,6 +1,4 @@
-"""The options of `certvit finetune`: the settings of a run, and the files, images and processes
-that it works with.
-"""
+"""The options of `certvit finetune`: the settings of a run, its files, images and processes."""
 
 from pathlib import Path
 from typing import Annotated

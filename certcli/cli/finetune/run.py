@@ -217,9 +217,7 @@ class Training:
         return train.limit(data.limit, self.settings.seed), judges
 
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
-        """Turn the time budget into a number of steps, and return when they should end, in seconds
-        of the clock.
-        """
+        """Turn the time budget into steps, and return when they should end, on the clock."""
         from certcli.finetune.budget import Costs
 
         clock = time.perf_counter()
@@ -311,9 +309,7 @@ class Training:
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
     def _save_state(self, trainer: Trainer) -> None:
-        """Save the state; on a full disk warn once and go on: hours of training are worth more than
-        --resume.
-        """
+        """Save the state; on a full disk warn once and go on: the training is worth more."""
         from certcli.finetune.state import save_state
         from certcli.system.errors import OutputError
 
@@ -331,9 +327,7 @@ class Training:
             self.savable = False
 
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
-        """Write the best weights, prove their bound and write it too; then the last weights where
-        they are others.
-        """
+        """Write the best weights and their bound, then the last weights where they differ."""
         output = self.order.output
         settings = trainer.settings
         sink = self.sink

@@ -69,9 +69,7 @@ def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
 
 
 def spelled(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Values by name, nested ones by the path of names; what is empty, or only says no, is left
-    out.
-    """
+    """Values by name, nested ones by paths of names; empty values and `no` are left out."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from spelled(value, f"{prefix}{name}.")
@@ -216,9 +214,7 @@ _WORDS: Mapping[str, Callable[[Any, Any], str]] = {
 
 
 def _images(result: Any) -> str:
-    """How many images, of which dataset; attacks on certified images alone state fewer than their
-    dataset has.
-    """
+    """How many images of which dataset; attacks on certified images state fewer than it has."""
     images = result.dataset
     count = getattr(result, "images", None) or images.images
     text = f"{count} image{'s' * (count != 1)}"
@@ -366,9 +362,7 @@ def _attacked(entries: Found) -> _Cell | None:
 
 
 def _certified(entries_of: Sequence[Found], kind: str) -> list[_Cell | None]:
-    """Of each file the share at the size that most can be shown at, else at its smallest; threats
-    of this kind alone.
-    """
+    """Of each file the share at the size that most share, else at its smallest; one kind."""
     results = [
         result if (result := _result(each, "certify")) and result.norm == kind else None
         for each in entries_of

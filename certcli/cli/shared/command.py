@@ -49,9 +49,7 @@ SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def group(panel: str | None = None) -> Callable[[type], Any]:
-    """Class decorator: a frozen dataclass whose fields are options, shown in `--help` under
-    `panel`.
-    """
+    """Class decorator: a frozen dataclass of options, shown in `--help` under `panel`."""
 
     def decorate(kind: type) -> Any:
         dataclass_of: Any = dataclass(frozen=True, kw_only=True)(kind)
@@ -127,9 +125,7 @@ def command(
 
 
 def _docs() -> Path:
-    """The folder of the documentation: packed into a wheel beside the code, in a checkout beside
-    the package.
-    """
+    """The folder of the documentation: in a wheel in the package, in a checkout beside it."""
     package = Path(__file__).parents[2]
     packed = package / "docs"
     return packed if packed.exists() else package.parent / "docs"
@@ -197,9 +193,7 @@ def _place(option: inspect.Parameter) -> int:
 
 
 def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
-    """The fields of a group as keyword parameters; `given`: the instance that holds a command's own
-    defaults.
-    """
+    """A group's fields as keyword parameters; `defaults`: an instance with the command's own."""
     hints = hints_of(kind)
     options = []
     for field in fields(kind):
@@ -273,9 +267,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def in_panel(hint: Any, panel: str | None) -> Any:
-    """Annotated[T, Option(...)] with the panel written into the option, unless it names one of its
-    own.
-    """
+    """Annotated[T, Option(...)] with the panel in the option, unless it names its own."""
     if get_origin(hint) is not Annotated:
         return hint
     base, *notes = get_args(hint)
@@ -309,9 +301,7 @@ def spelling(name: str, info: Any) -> list[str]:
 
 
 def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Mark, Any]]:
-    """(option, its mark, its value) for every option in these groups that carries a mark of this
-    kind and has a value.
-    """
+    """(option, mark, value) for every option with a mark of this kind and a value."""
     for part in groups:
         for name, hint in hints_of(type(part)).items():
             value = getattr(part, name)

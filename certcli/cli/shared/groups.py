@@ -1,6 +1,4 @@
-"""The options that commands share, in groups: each group makes the object that its options
-describe.
-"""
+"""The options that commands share, in groups; each makes the object that they describe."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ class Source(Reading):
     ckpt: options.CheckpointArgument
 
     def open(self, sink: Sink) -> OpenCheckpoint:
-        """Return the checkpoint; the assumptions of its reading are printed, and stand in the
-        document.
-        """
+        """Return the checkpoint; print the assumptions of its reading, for documents too."""
         checkpoint = self.read(sink)
         sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
         return checkpoint
@@ -172,9 +168,7 @@ class Calibration(Data):
     limit: Annotated[int, typer.Option("--limit", help="Number of calibration images.")] = 500
 
     def images(self, record: Record, sink: Sink, judges: int = 0) -> Images:
-        """Return `limit` images, and at most `judges` further ones of a dataset, all in the
-        dataset's order.
-        """
+        """Return `limit` images, and at most `judges` more, in the dataset's order."""
         from certcli.images.calibration import calibration_images
 
         images = calibration_images(
@@ -236,9 +230,7 @@ class BatchDevice(Device):
 
 @group("Output")
 class Output:
-    """The checkpoint that a command writes; all written files are compared with all read files
-    here.
-    """
+    """The checkpoint to write; all written files are compared with all read files here."""
 
     output: options.Output = None
     shard_size: options.ShardSize = None
@@ -287,9 +279,7 @@ class Output:
         checkpoint.write(path, self.force, self.shard_bytes())
 
     def shard_bytes(self) -> int:
-        """Return the most bytes of one file. UsageError where -o is no index and --shard-size asks
-        for several files.
-        """
+        """Return the most bytes of a file. UsageError: --shard-size where -o is no index."""
         from certcli.checkpoint.shards import ENDING, SHARD_BYTES, is_index
 
         if self.shard_size is None:
@@ -331,9 +321,7 @@ class Page:
     force: options.Force = False
 
     def claim(self, files: Sequence[Path | None], folders: Sequence[Any]) -> None:
-        """Refuse, before any work, a page that is there already (but for --force) or that is read
-        as well.
-        """
+        """Refuse, before any work, a page that exists (without --force) or is read."""
         from certcli.checkpoint.outputs import Outputs
 
         outputs = Outputs(self.force)
@@ -354,9 +342,7 @@ class Page:
 
 
 def beside(path: Path, word: str) -> Path:
-    """Return <stem>.<word>.safetensors beside an output, an index where the output is one and the
-    word is not "state".
-    """
+    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
     from certcli.checkpoint.shards import ENDING, is_index, stem
 
     return path.with_name(

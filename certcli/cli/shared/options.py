@@ -1,6 +1,4 @@
-"""Options that mean the same in every command. No torch here: `certvit COMMAND --help` must be
-instant.
-"""
+"""Options that mean the same everywhere. No torch: `certvit COMMAND --help` must be instant."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +13,7 @@ MOST_IMAGES = 2**24  # at a time: more than any memory holds
 
 @dataclass(frozen=True)
 class Reads:
-    """A mark of options whose value names an input: a file or a checkpoint, or (folder) a folder of
-    images.
-    """
+    """A mark of options that name an input: a file, a checkpoint, or (folder) images."""
 
     folder: bool = False
 

@@ -1,6 +1,4 @@
-"""The sink of a command: stdout has data (tables for a person, JSON for a program), stderr has
-talk.
-"""
+"""A command's sink: stdout has data (tables, or JSON for programs), stderr has talk."""
 
 import json
 import os
@@ -139,15 +137,11 @@ class Sink:
 
     @property
     def network(self) -> Mapping[str, Any]:
-        """Return the assumptions about the first network, as documents and headers of records have
-        them.
-        """
+        """Return the first network's assumptions, as documents and headers have them."""
         return self._network or {}
 
     def doubt(self, line: str, *, first: bool = False) -> None:
-        """Print a reason why the result may say little, as a warning or as its `first` line; keep
-        it for documents.
-        """
+        """Print a doubt about the result, as a warning or its `first` line, and keep it."""
         self.doubts.append(line)
         if first and not self.as_json:
             self.text(line)
@@ -218,9 +212,7 @@ class Sink:
         self._print(self._err, line, "yellow")
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
-        """Print without markup and escapes, wrapped between words on a terminal; all words go
-        through here.
-        """
+        """Print plainly, wrapped between words on a terminal; all words go through here."""
         text = plain(line)
         if console.is_terminal or "COLUMNS" in os.environ:
             text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
@@ -260,9 +252,7 @@ class Lines:
         self.done = 0.0
 
     def show(self, part: float = 0.0) -> None:
-        """Print the share done, `part` of the next step included, if a minute has passed since the
-        last line.
-        """
+        """Print the share done, `part` of the next step included, once a minute."""
         now = self._sink.clock()
         done = self.done + part
         if now < self._last + EVERY:
@@ -307,18 +297,14 @@ class Bar:
             self._lines.show()
 
     def within(self, part: float) -> None:
-        """Say how far work on the next steps has come: neither the bar nor a line that is due need
-        wait for their end.
-        """
+        """Tell how far the next steps have come: neither bar nor line waits for their end."""
         self._progress.update(self._task, completed=self._completed + part)
         if self._lines is not None:
             self._lines.show(part)
 
 
 def as_line(data: Mapping[str, Any]) -> str:
-    """Return a document as one line; a text in it is no command to the program that runs a
-    workflow.
-    """
+    """Return a document as one line, in which no text is a command to a workflow's runner."""
     return json.dumps(data, sort_keys=True).replace("##", "#\\u0023") + "\n"
 
 
@@ -328,9 +314,7 @@ def _minutes(seconds: float) -> str:
 
 
 def wrapped(line: str, room: int) -> str:
-    """Return the line broken between words, not before a percent sign; a word that is too long
-    stays whole.
-    """
+    """Return lines broken between words, not before a percent sign; long words stay whole."""
     if len(line) <= room:
         return line
     lines = textwrap.wrap(
@@ -340,9 +324,7 @@ def wrapped(line: str, room: int) -> str:
 
 
 def _width() -> int | None:
-    """Return the characters a line: None on a terminal or with COLUMNS (rich finds them), else
-    WIDE.
-    """
+    """Return characters a line: None on a terminal or with COLUMNS (rich knows), else WIDE."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 

@@ -28,9 +28,7 @@ LARGEST = 2**20
 
 
 def take(context: Any) -> None:
-    """Give the called command its defaults. context: of the group, before it makes the command's
-    own.
-    """
+    """Give the called command its defaults. context: of the group, before the command's."""
     name = context.invoked_subcommand
     if name in COMMANDS:
         context.default_map = {name: defaults(name, context.command.commands[name].params, context)}

@@ -1,6 +1,4 @@
-"""Standard streams that may be closed, full, read by `head`, or of an encoding that lacks a
-character.
-"""
+"""Standard streams: closed, full, read by `head`, or of an encoding that lacks a character."""
 
 import contextlib
 import errno

@@ -85,9 +85,7 @@ class Layout:
                 return
 
     def _widths(self, numbers: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the widths of these columns, narrower where headings and sentences wrap; None
-        where they do not fit.
-        """
+        """Return column widths, narrower where headings and sentences wrap; None: no fit."""
         wide = []
         narrowest = []
         for number in numbers:

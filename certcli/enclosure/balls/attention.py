@@ -1,6 +1,4 @@
-"""Dot-product attention near one image: the effect of each token on the others. docs/local.md,
-section 10.
-"""
+"""Dot-product attention near one image: the effect of token on token. docs/local.md, 10."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,6 +1,4 @@
-"""torch's fused attention: of queries and keys with norms of their own, and of pooling.
-docs/local.md, 10.3.
-"""
+"""torch's fused attention, queries and keys with norms, and pooling. docs/local.md, 10.3."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Margins and radii by balls of norms, for many images at once and networks of any size. Proofs:
-docs/local.md, 10.
-"""
+"""Margins and radii by balls of norms, many images at once. Proofs: docs/local.md, 10."""
 
 import math
 from collections.abc import Sequence
@@ -164,9 +162,7 @@ class NormsNetwork:
 def _margins(
     centre: Tensor, fibre: Tensor, of: tuple[Tensor, Tensor, Tensor], gain: Tensor | None
 ) -> Tensor:
-    """Return (w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded
-    down.
-    """
+    """Return (w_label - w_j) z at the centre - |(w_label - w_j) D| radius, rounded down."""
     rows, offset, doubt = of
     flat = centre.flatten()
     radius = fibre.flatten()

@@ -1,6 +1,4 @@
-"""Dot-product attention: scores, probabilities as 1 / sum exp of differences, averages. Proofs:
-docs/local.md, section 7.
-"""
+"""Dot-product attention: scores, 1 / sum exp of differences, averages. docs/local.md, section 7."""
 
 import torch
 from torch import Tensor

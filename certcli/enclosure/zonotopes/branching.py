@@ -101,9 +101,7 @@ class BranchSearch:
         self.bounds = torch.full((len(rows),), math.inf, dtype=rows.dtype)
 
     def prove(self) -> Tensor:
-        """Return the least bound of the leaves of each margin's tree, a bound of the margin:
-        (margins,).
-        """
+        """Return each margin's bound: the least of its tree's leaves, (margins,)."""
         if not self.ascent.units:
             return torch.full_like(self.bounds, -math.inf)
         sign, numbers = self.ascent.start()
@@ -167,9 +165,7 @@ class BranchSearch:
         return halves
 
     def _units(self, domains: list[BranchDomain]) -> list[int | None]:
-        """Return the unit at which each domain is split: its tree's, or the best of a few
-        candidates.
-        """
+        """Return the unit that splits each domain: its tree's, or the best of a few."""
         units: list[int | None] = [self._planned(domain) for domain in domains]
         free = [i for i, unit in enumerate(units) if unit is None]
         if free:
@@ -178,9 +174,7 @@ class BranchSearch:
         return units
 
     def _planned(self, domain: BranchDomain) -> int | None:
-        """Return the open unit at which the domain's tree is split; past units whose signs are
-        known here.
-        """
+        """Return the open unit that splits the tree; past units whose sign is determined."""
         while domain.tree.unit is not None:
             unit = self.ascent.places.get(domain.tree.unit)
             if unit is not None and domain.sign[unit] == 0:

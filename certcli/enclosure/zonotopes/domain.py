@@ -1,6 +1,4 @@
-"""The local domain: walk the traced graph once for one neighbourhood, with an enclosure for every
-tensor.
-"""
+"""The local domain: one walk of the traced graph encloses every tensor near an image."""
 
 import math
 import operator
@@ -223,9 +221,7 @@ class LocalNetwork:
 
     @property
     def numbers(self) -> int:
-        """Return the most numbers on which the network depends in an l2 ball: pixels, or results of
-        its first map.
-        """
+        """Return the most numbers the network depends on in an l2 ball: pixels or a first map's."""
         return math.prod(self.size if self.narrow is None else self.narrow.meta["shape"])
 
     @property
@@ -243,9 +239,7 @@ class LocalNetwork:
         )
 
     def change(self, node: fx.Node, value: Any) -> Any:
-        """Return the first map's result in terms of fewer numbers than pixels, found once for all
-        images.
-        """
+        """Return the first map's result in fewer numbers than pixels, computed once."""
         if node is not self.narrow or not isinstance(value, Form) or not may_change(value):
             return value
         if self.coordinates is None:
@@ -256,9 +250,7 @@ class LocalNetwork:
         return value if self.coordinates is None else changed(value, self.coordinates)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all;
-        symbols made in a block.
-        """
+        """Entries of an image, of the largest sum, of the largest tensor; a block's symbols."""
         pixels = math.prod(self.size)
         stream = 1
         largest = math.prod(self.size)
@@ -292,9 +284,7 @@ class LocalNetwork:
     def last_form(
         self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None
     ) -> Form:
-        """Return the form before the last norm and linear layer. `watch` is shown every node's
-        value on the way.
-        """
+        """Return the form before the last norm and layer. `watch` sees every node's value."""
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(

@@ -1,6 +1,4 @@
-"""Scalar functions that have a relaxation: values, second derivatives, and how far f'' can stray
-between grid points.
-"""
+"""Scalar functions with a relaxation: values, f'', and its range between grid points."""
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""LayerNorm without a division by an interval: y times an enclosure of 1 / sqrt(|y|^2 / d + eps).
-Proofs: docs/local.md.
-"""
+"""LayerNorm as y times an enclosure of 1 / sqrt(|y|^2 / d + eps). Proofs: docs/local.md."""
 
 import torch
 from torch import Tensor

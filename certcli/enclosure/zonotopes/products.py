@@ -1,6 +1,4 @@
-"""Products of two enclosures: exact to second order in the ball, bounded beyond it. Proofs:
-docs/local.md, section 5.
-"""
+"""Products of enclosures: exact to second order, bounded beyond. Proofs: docs/local.md, 5."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -122,9 +122,7 @@ def _iterated(
     iterations: int,
     tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest |J v| of the iterations from this direction on (not rounded down), the
-    last directions v, and their J v.
-    """
+    """Iterate from this direction: the largest |J v| (not rounded down), the last v, their J v."""
     images = images.detach().clone().requires_grad_(True)
     shape = (-1, *[1] * (images.dim() - 1))
     with (

@@ -56,9 +56,7 @@ class Matrix:
 
 
 class Arithmetic(ABC):
-    """The operations of rules. Every scalar is an upper bound (rigorous) or its differentiable
-    estimate (trainable).
-    """
+    """A rule's operations. Scalars are upper bounds (rigorous) or estimates (trainable)."""
 
     rigorous: bool
 
@@ -137,9 +135,7 @@ class Arithmetic(ABC):
         )
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a
-        and b.
-        """
+        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and both errors."""
         product = a.tensor @ b.tensor.to(a.tensor.device)  # numbers of the code lie in main memory
         return self._inexact(
             product, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor))
@@ -199,9 +195,7 @@ class Arithmetic(ABC):
         return Matrix(a.tensor.T, a.error)
 
     def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
-        """Return the error of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of
-        a.
-        """
+        """Return the error of diag(g) a or a diag(g): GAIN_SLACK an entry, and a's error."""
         size = self._norm(scaled)
         exact = size == 0 and (
             largest == 0 or self._norm(a.tensor) == 0

@@ -135,9 +135,7 @@ def _operator(
 def _torus(
     kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int
 ) -> Tensor:
-    """max over frequencies and groups of sigma(V(nu)). Complex numbers are pairs: real products are
-    much faster.
-    """
+    """max over frequencies, groups of sigma(V(nu)). Complex numbers as pairs: much faster."""
     with torch.no_grad():
         shifts, taps = _polyphase(kernels.detach(), axes)
         flip = taps.shape[2] > taps.shape[3]
@@ -193,9 +191,7 @@ def _all_waves(
 
 
 def _of_taps(slopes: Tensor, axes: list[_Axis]) -> Tensor:
-    """Return the inverse of the polyphase arrangement: (shifts, out, in, residues) -> (out, in, k,
-    k').
-    """
+    """Return the inverse polyphase arrangement: (shifts, out, in, residues) -> (out, in, k, k')."""
     places = [[divmod(axis.dilation * j, axis.stride) for j in range(axis.kernel)] for axis in axes]
     pairs = list(itertools.product(*places))
     shifts = sorted({tuple(q for q, _ in pair) for pair in pairs})

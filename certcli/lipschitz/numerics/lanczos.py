@@ -69,9 +69,7 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
 
 
 def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`lanczos_guess` of one real matrix: of ordinary sizes, the calls of a batch take longer than
-    what they compute.
-    """
+    """`lanczos_guess` of one real matrix: at ordinary sizes a batch's calls cost more."""
     import torch
 
     side = len(gram)

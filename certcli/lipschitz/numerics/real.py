@@ -112,9 +112,7 @@ class Real:
         return not math.isinf(self.mantissa)
 
     def log10(self) -> float:
-        """Return log10 in double precision, for display: -inf for 0, inf for inf, finite beyond
-        float64.
-        """
+        """Return log10 for display: -inf for 0, inf for inf, finite beyond float64."""
         if self.mantissa == 0:
             return -math.inf
         return math.log10(self.mantissa) + self.exponent * math.log10(2)

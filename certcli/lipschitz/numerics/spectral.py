@@ -73,9 +73,7 @@ def gamma(terms: int) -> float:
 
 
 def up(x: float, steps: int = 1) -> float:
-    """Return the float64 that lies `steps` ulps above x. One step covers one rounded operation; inf
-    stays inf.
-    """
+    """Return the float64 `steps` ulps above x, one for each rounded operation; inf stays inf."""
     for _ in range(steps):
         x = math.nextafter(x, math.inf)
     return x
@@ -337,9 +335,7 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
 
 
 def _scaled(stacked: Tensor, exponents: list[int]) -> Tensor:
-    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...); in two exact steps, because 2^-e
-    itself may overflow.
-    """
+    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...), in two steps: 2^-e may overflow."""
     import torch
 
     source = stacked.to(_float64_device(stacked.device))

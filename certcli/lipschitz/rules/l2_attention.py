@@ -1,6 +1,4 @@
-"""L2 attention with tied queries and keys, with and without positions. Proofs: docs/bounds.md,
-section 6.
-"""
+"""L2 attention, queries tied to keys, with or without positions. Proofs: docs/bounds.md, 6."""
 
 import math
 from dataclasses import dataclass
@@ -92,9 +90,7 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
 
 
 def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four terms of `Tied`, the largest over masks: (m, h, n, n) -> 4 x (h,),
-    differentiable.
-    """
+    """Return `Tied`'s 4 terms, largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
     self_bias = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     if not bool(torch.isfinite(self_bias).all()):
         raise NoRule("a mask under which a token does not see itself")

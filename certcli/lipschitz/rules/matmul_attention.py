@@ -27,9 +27,7 @@ from certcli.lipschitz.value import Affine, Probabilities, Scores, Value
 
 
 def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
-    """Return a b over the last two axes: attention if a is a softmax of scores, else scores that
-    wait for their softmax.
-    """
+    """Return a b over the last two axes: attention if a is a softmax, else scores that wait."""
     if len(a.shape) < 2 or len(b.shape) < 2:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.waiting, Probabilities):
@@ -80,9 +78,7 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
 
 
 def _operator_norm(ctx: Context, x: Value) -> Scalar:
-    """Return a bound on the spectral norm of every matrix (last two axes): min(norm, fibre
-    sqrt(count)).
-    """
+    """Bound the spectral norm of every matrix (last two axes): min(norm, fibre sqrt(count))."""
     arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
@@ -137,9 +133,7 @@ class _Heads:
 
 
 def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
-    """Return the bounds head by head if a linear map to (.., head, .., 1, width) is pending, else
-    one for all heads.
-    """
+    """Return bounds by head if a linear map to (.., head, .., 1, width) waits, else one."""
     arith = ctx.arith
     if isinstance(x, Constant):
         row = arith.longest(x.tensor.detach().double().reshape(-1, x.tensor.shape[-1]))
@@ -265,9 +259,7 @@ def attend(
 
 
 def _together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
-    """Return a bound on |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2) and max w_h
-    |W|.
-    """
+    """Bound |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2), max w_h |W|."""
     arith = ctx.arith
     coarse = arith.largest(weights) * part.whole
     if len(part.slopes) != len(weights):

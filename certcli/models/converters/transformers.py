@@ -53,9 +53,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class TimmNetwork:
-    """timm's architecture for a config: its name, arguments, and modules whose eps differs from the
-    other norms'.
-    """
+    """A config's architecture in timm: name, arguments, modules with an eps of their own."""
 
     arch: str
     arguments: dict[str, Any]
@@ -129,9 +127,7 @@ def _activation(config: Config) -> dict[str, Any]:
 
 
 def _side(config: Any) -> int:
-    """The side of a square image: on others, transformers and timm place relative positions and
-    windows differently.
-    """
+    """A square image's side: on others, transformers and timm place positions differently."""
     sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
     if len(sides) > 1:
         raise Refused(
@@ -318,9 +314,7 @@ _UNUSED = r"^mask_token$|^pooler\.dense\."
 
 
 def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of transformers' vision models, which all begin with
-    `embeddings`.
-    """
+    """Whether names are of transformers' vision models: all begin with `embeddings`."""
     return any(
         re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors
     )
