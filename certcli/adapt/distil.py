@@ -74,9 +74,8 @@ class Distiller:
     def _pass(self) -> tuple[float, float]:
         """Train on all images once, and return the loss and the error after it."""
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
-        self.lots.team.copy_from_leader(
-            list(self.student.net.state_dict().values())
-        )  # different machines drift apart
+        # different machines drift apart
+        self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))
         for batch in self.lots.batches(self.batch_size, generator):
             # of all lots: one stream of numbers
             drawn = {lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()}

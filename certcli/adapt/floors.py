@@ -52,9 +52,8 @@ def least_floors(
             pairs.append((path, teacher.net.get_submodule(path), new))
     deviations = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
     for (path, old, new), floor in zip(pairs, deviations, strict=True):
-        floor = (
-            max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0
-        )  # a norm that is never called
+        # a norm that is never called
+        floor = max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0
         new.floor.fill_(floor)
         yield AdaptedPart(
             path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor)

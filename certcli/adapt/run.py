@@ -59,9 +59,8 @@ class Adapter:
             lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own
         }
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
-        self.teacher = build.load(
-            checkpoint, device, torch.float32
-        )  # the student has no digits beyond float32
+        # the student has no digits beyond float32
+        self.teacher = build.load(checkpoint, device, torch.float32)
         self.student, scales = perform_surgery(self.record, settings, self.teacher)
         family = family_of(self.teacher.net)
         self.fitter = Fitter(

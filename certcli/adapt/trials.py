@@ -244,9 +244,8 @@ class Trials:
                 self.undo[path]()
             return after
 
-        uppers = [
-            upper for _, upper in self.team.deal(["", *kinds], log10_with)
-        ]  # "": the network as it is
+        # "": the network as it is
+        uppers = [upper for _, upper in self.team.deal(["", *kinds], log10_with)]
         before, *after = self.team.agree(lambda: uppers)
         claimed = [sum(candidate.digits for candidate in some.values()) for some in chosen.values()]
         return {

@@ -125,9 +125,8 @@ def attack_patches(
                 )
 
     everything = list(range(len(records)))
-    scouting = replace(
-        settings, steps=SCOUT_STEPS, restart=settings.targets + 1
-    )  # from a random start
+    # from a random start
+    scouting = replace(settings, steps=SCOUT_STEPS, restart=settings.targets + 1)
     for place in range(len(chosen)):
         run(everything, place, scouting)
     best = lost_margins.topk(min(FINALISTS, len(chosen)), dim=1).indices.tolist()

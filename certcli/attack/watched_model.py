@@ -129,9 +129,8 @@ class Watched(nn.Module):
             if not len(rows):
                 raise AllSolved
             logits = self._last.to(images.dtype).index_copy(0, rows, self._logits(images[rows]))
-        self._last = (
-            logits.detach().clone()
-        )  # a clone: the caller may write into the logits it gets
+        # a clone: the caller may write into the logits it gets
+        self._last = logits.detach().clone()
         self._successes.note(self._all, images.detach(), self._last)
         return logits
 

@@ -58,9 +58,8 @@ def run(
             "leave the file alone while it is audited",
         )
     findings = AuditFindings(changed=bool(checkpoint.record.surgery))
-    model = build.load(
-        checkpoint, device
-    )  # once: the stages share it, and its copies in other dtypes
+    # once: the stages share it, and its copies in other dtypes
+    model = build.load(checkpoint, device)
     denoiser = None
     if plan.denoiser is not None:  # before the work: a file that is refused costs no time
         denoiser = read_denoiser(plan.denoiser, model.input_size[0]).at(plan.noise)
@@ -171,12 +170,10 @@ def _classify(
     for index, label, prediction in zip(indices, labels, predictions):
         findings.row(index, label)["prediction"] = prediction
     chance = chance_doubt(sum(right), len(right), checkpoint.record.classes)
-    if (
-        checkpoint.record.foreign and clock.team.leads
-    ):  # a file of certvit is read as it was trained
-        share = (
-            0.1 if chance is None else 0.5
-        )  # about chance, no stage follows that would need the time
+    # a file of certvit is read as it was trained
+    if checkpoint.record.foreign and clock.team.leads:
+        # about chance, no stage follows that would need the time
+        share = 0.1 if chance is None else 0.5
         with contextlib.suppress(OutOfTime), StageTime(share * clock.left).ended():
             if (order := order_doubt(model, images, right[:READ_OTHERWISE])) is not None:
                 findings.doubts.append(order)

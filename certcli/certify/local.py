@@ -131,9 +131,8 @@ class LocalCertifier(ProvingCertifier):
         self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
         self.most_symbols = self.most_symbols or SYMBOLS[self.walked]
         symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
-        if symbols is None or (
-            symbols == 0 and self.effort == AUTO
-        ):  # without symbols it takes minutes for little
+        # without symbols it takes minutes for little
+        if symbols is None or (symbols == 0 and self.effort == AUTO):
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
                 return None
@@ -313,9 +312,8 @@ class LocalCertifier(ProvingCertifier):
         if self.effort == BRANCH:
             return self.branched(image, label).radius
         if self.at:
-            beyond = (
-                radius * (1 + _BEYOND) for radius in self.at
-            )  # a certificate holds at what its radius exceeds
+            # a certificate holds at what its radius exceeds
+            beyond = (radius * (1 + _BEYOND) for radius in self.at)
             proven_radii = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
             return proven_radii[-1] if proven_radii else 0.0
         radius = certified_radius(
@@ -350,9 +348,8 @@ class LocalCertifier(ProvingCertifier):
         """
         try:
             start = self.start(image, radius, in_box=self.domain == "box")
-            return bool(
-                (self.network.margins(start, label, None, further) > 0).all()
-            )  # False with NaN
+            # False with NaN
+            return bool((self.network.margins(start, label, None, further) > 0).all())
         except Unbounded:
             return False
         except (MemoryError, RuntimeError) as failure:

@@ -136,9 +136,8 @@ def certify(
         indices = images.indices[positions].tolist()
         labels = images.labels[positions].tolist()
         pixels = images.fetch(positions)
-        images.expect_at(
-            positions[0] + team.size * step, step
-        )  # the next piece, if each process takes one in turn
+        # the next piece, if each process takes one in turn
+        images.expect_at(positions[0] + team.size * step, step)
         return certifier.batch(indices, pixels, labels)
 
     def pack(rows: list[Certificate]) -> list[dict[str, Any]]:

@@ -176,9 +176,8 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
                 "convert it to float32, float64, float16 or bfloat16 where that is what it means",
             )
-        wide = (
-            tensor.half() if tensor.dtype in FLOAT8 else tensor
-        )  # torch tests no float8; half holds all its values
+        # torch tests no float8; half holds all its values
+        wide = tensor.half() if tensor.dtype in FLOAT8 else tensor
         if tensor.is_floating_point() and not torch.isfinite(wide).all():
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
@@ -217,9 +216,8 @@ def write_shards(
         paths = shards.free_names(index, len(parts))
         place: dict[str, str] = {}
         try:
-            with atomic_file(
-                index
-            ) as temporary:  # held while files are written, so that other runs do not sweep them
+            # held while files are written, so that other runs do not sweep them
+            with atomic_file(index) as temporary:
                 for path, part in zip(paths, parts, strict=True):
                     # other readers need the format; safetensors' own writer puts two entries in a
                     # random order

@@ -266,9 +266,8 @@ def _run(interrupts: Interrupts) -> int:
             return _report("interrupted", "", Interrupted.code)
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
-        if (
-            isinstance(failure, OSError) and failure.filename is not None
-        ):  # a path that no check foresaw
+        # a path that no check foresaw
+        if isinstance(failure, OSError) and failure.filename is not None:
             reason = f"{one_line(failure.filename)}: {failure.strerror}"
             return _report(
                 reason,

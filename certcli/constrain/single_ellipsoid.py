@@ -294,9 +294,8 @@ class _Ellipsoid:
         near = self.near(state, strength, prox)
         normal = state - near
         size = float((normal * near).sum()) / strength
-        displacement = near.sub_(
-            self.centre
-        )  # in place, here and below: matrices of the layer's size take most memory
+        # in place, here and below: matrices of the layer's size take most memory
+        displacement = near.sub_(self.centre)
         energy = self.energy(displacement)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
         change = displacement - normal

@@ -115,9 +115,8 @@ def _described(value: Any, described: dict[int, Any], depth: int) -> Any:
             (name, _described(item, described, depth - 1)) for name, item in vars(value).items()
         ]
     try:
-        return id(value), _described(
-            value.__reduce_ex__(2), described, depth - 1
-        )  # counters and queues written in C
+        # counters and queues written in C
+        return id(value), _described(value.__reduce_ex__(2), described, depth - 1)
     except Exception:
         return id(value)
 

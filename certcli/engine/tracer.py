@@ -182,9 +182,8 @@ class Tracer(fx.Tracer):
         kwargs: dict[str, Any],
     ) -> Any:
         if not _holds_proxy((args, kwargs)):
-            return forward(
-                *args, **kwargs
-            )  # inside a leaf, or a function of constants: computed, not traced
+            # inside a leaf, or a function of constants: computed, not traced
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
@@ -234,9 +233,8 @@ class Tracer(fx.Tracer):
                     return value
                 if kind == "call_function" and target in (getattr, torch._assert, len):
                     return value
-                if (
-                    value is None
-                ):  # an assignment into a part of a tensor: the graph would not show it
+                # an assignment into a part of a tensor: the graph would not show it
+                if value is None:
                     raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor")
                 raise self.refusal(
                     f"{self._where()}: {_name(target)} reads a tensor's value back into Python"
@@ -276,9 +274,8 @@ class Tracer(fx.Tracer):
         args = self._concrete(args)
         kwargs = self._concrete(kwargs)
         if kind == "call_module":
-            value = self.root.get_submodule(target).forward(
-                *args, **kwargs
-            )  # hooks were refused before
+            # hooks were refused before
+            value = self.root.get_submodule(target).forward(*args, **kwargs)
         elif kind == "call_method":
             value = getattr(args[0], target)(*args[1:], **kwargs)
         else:

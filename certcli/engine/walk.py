@@ -104,9 +104,8 @@ def walk(traced: Trace, domain: Domain) -> Any:
             values[node] = _visit(traced, node, values, domain, precision)
             empty = False
         domain.found(node, values[node])
-        for argument in (
-            node.all_input_nodes
-        ):  # weights in float64 are large: release values after their last use
+        # weights in float64 are large: release values after their last use
+        for argument in node.all_input_nodes:
             if last_use[argument] is node:
                 domain.forget(argument, values.pop(argument))
     raise AssertionError("a graph ends in its output")

@@ -372,9 +372,8 @@ class Trainer:
             None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
         )
         in_step = self.shares is not None
-        forward = (
-            self.objective.forward if in_step else self.model
-        )  # sharded weights are gathered in one precision
+        # sharded weights are gathered in one precision
+        forward = self.objective.forward if in_step else self.model
         quality = evaluate(
             forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
         )

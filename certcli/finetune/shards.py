@@ -126,9 +126,8 @@ def _require_average(team: Team, device: torch.device) -> None:
     ranks = torch.zeros(team.size, device=device)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # renamed in 2.13, in which both names are there
+            # renamed in 2.13, in which both names are there
+            warnings.simplefilter("ignore", FutureWarning)
             team.group().reduce_scatter_tensor(
                 ranks.new_empty(1), ranks, op=team.group().ReduceOp.AVG
             )

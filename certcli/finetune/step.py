@@ -92,9 +92,8 @@ class Descent:
         device = self.objective.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             seed_all((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
-            if (
-                self.team.several
-            ):  # the run's own generator orders the images, the same in all processes
+            # the run's own generator orders the images, the same in all processes
+            if self.team.several:
                 self.objective.generator.manual_seed(torch.initial_seed())
             start = 0.0 if settings.loss in NEEDS_CHAIN else START
             ramp = (

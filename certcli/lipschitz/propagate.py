@@ -60,9 +60,8 @@ class GlobalDomain(Domain):
             if arith.rigorous
             else None
         )
-        box = Size(
-            arith, shape, peak=lambda: arith.const(1.0), pixels=True
-        )  # every pixel lies in [0, 1]
+        # every pixel lies in [0, 1]
+        box = Size(arith, shape, peak=lambda: arith.const(1.0), pixels=True)
         return Value(arith.const(1.0), box, None, proof, shape)
 
     def context(self, call: Call) -> Context:

@@ -13,9 +13,8 @@ from certcli.system.operations import OperationMode
 
 MOST_VALUES = 2**33  # of a new network: 32 GiB of float32
 SPARE_VALUES = 2**26  # for values beside the parameters: position indices, window masks
-SPARE_WORK = (
-    2**31
-)  # for computations: some constructors run their first layers once, to learn a shape
+# for computations: some constructors run their first layers once, to learn a shape
+SPARE_WORK = 2**31
 MOST_STEPS = 400_000
 SPARE_STEPS = 4_000
 

@@ -54,9 +54,8 @@ def open_module(
         normalisation = module.normalize
         shift = normalisation.mean.flatten()
         scale = normalisation.std.flatten()
-        stated_none = _all_are(mean, 0.0) and _all_are(
-            std, 1.0
-        )  # it takes pixels: the same function
+        # it takes pixels: the same function
+        stated_none = _all_are(mean, 0.0) and _all_are(std, 1.0)
         if stated_none or (_are(mean, shift) and _are(std, scale)):
             mean = shift.tolist()
             std = scale.tolist()

@@ -294,9 +294,8 @@ def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
     """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
     whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
     if whole.keys() == net.state_dict().keys():
-        bare = replace(
-            bare, tensors=whole, prefix=""
-        )  # three of timm's networks consist of one module `encoder`
+        # three of timm's networks consist of one module `encoder`
+        bare = replace(bare, tensors=whole, prefix="")
     tensors = bare.tensors
     try:
         require_fitting(net, tensors)

@@ -48,9 +48,8 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         first, second = inputs[0].chunk(2, dim=-1)
-        ctx.save_for_backward(
-            first.clone().ge_(second)
-        )  # 1 or 0 at once: a mask that is converted takes twice as long
+        # 1 or 0 at once: a mask that is converted takes twice as long
+        ctx.save_for_backward(first.clone().ge_(second))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -141,9 +141,8 @@ def curves(audit: Audit) -> Iterator[PlotLine]:
         label = "proven" if shares.failure == 0 else f"{shares.promise}, smoothed"
         label = f"{shares.method}, {label}, n = {shares.clean.images}"
         points, marks = _asked(shares.clean, shares.certified)
-        if (
-            shares.failure > 0
-        ):  # it stops drawing beyond its radius: nothing is known of larger ones
+        # it stops drawing beyond its radius: nothing is known of larger ones
+        if shares.failure > 0:
             yield PlotLine(label, "probability", proven_steps(points), marks)
             continue
         radii = [

@@ -92,9 +92,8 @@ def grid(
                 canvas.suptitle(title, x=0.01, ha="left")
             yield list(cells.flat)
             kind = FIGURES[path.suffix.lower()]
-            for text in canvas.findobj(
-                Text
-            ):  # names of files: no control characters in SVG, no mathematics
+            # names of files: no control characters in SVG, no mathematics
+            for text in canvas.findobj(Text):
                 text.set_text(plain_lines(text.get_text()).replace("$", r"\$"))
             undated = {
                 "png": {"Software": None},

@@ -71,9 +71,8 @@ def _other_attack(before: Audit, after: Audit, row: ShareRow | None) -> str:
         or after.attack is None
     ):
         return ""
-    old, new = (
-        {**attack.settings, "batch_size": 0} for attack in (before.attack, after.attack)
-    )  # decided by the time
+    # decided by the time
+    old, new = ({**attack.settings, "batch_size": 0} for attack in (before.attack, after.attack))
     return "" if old == new else "attacks with other settings"
 
 

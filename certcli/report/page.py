@@ -211,9 +211,8 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
         path = f"M{x(first[0])} {y(first[1])}" + "".join(
             f"H{x(radius)}V{y(share)}" for radius, share in rest
         )
-        falls = (
-            curve.kind == "proven" and curve.points[-1][1] == 0
-        )  # elsewhere nothing is known beyond the last point
+        # elsewhere nothing is known beyond the last point
+        falls = curve.kind == "proven" and curve.points[-1][1] == 0
         last = RIGHT if falls else x(curve.points[-1][0])
         path += f"H{RIGHT}" if falls else ""
         dots = [{"x": x(mark.radius), "y": y(mark.share)} for mark in curve.marks]

@@ -102,9 +102,8 @@ class EnclosedWalk:
             box = self.errors.steps[place].box
             rows = zip(*(part.tolist() for part in bounds), strict=True)
             for image, (total, fibre, peak, deviation) in enumerate(rows):
-                largest = [
-                    as_real(x) if x >= 0 else INF for x in (total, fibre, peak)
-                ]  # not where it is NaN
+                # not where it is NaN
+                largest = [as_real(x) if x >= 0 else INF for x in (total, fibre, peak)]
                 size = box.within_all(largest[0], largest[1], largest[2], deviation)
                 self.sizes[image][place] = size
                 self.holds[image] &= size.peak < self.errors.precision.largest

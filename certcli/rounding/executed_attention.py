@@ -100,9 +100,8 @@ def dot_product(
             if not p.fits(product):
                 return None
             score = product * scale
-            score_error = (
-                q.error * k.size + q.size * k.error
-            ) * scale  # |dq| |dk| is inside: sizes are of executed rows
+            # |dq| |dk| is inside: sizes are of executed rows
+            score_error = (q.error * k.size + q.size * k.error) * scale
             rounding = score * p.products(width) + p.lost(width, 1.0)
             facts.append((score + rounding, score_error + rounding, v))
         return facts
@@ -174,9 +173,8 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
             square = q.size * q.size * 4.0
             if not p.fits(square):
                 return None
-            score_error = (
-                q.size * q.error * 8.0 * scale
-            )  # 4 |dq|^2 is inside: sizes are of executed rows
+            # 4 |dq|^2 is inside: sizes are of executed rows
+            score_error = q.size * q.error * 8.0 * scale
             rounding = (
                 square * scale * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
             )
@@ -213,9 +211,8 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
     maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
-    relative = compounded(
-        p.products(width) + 2 * p.function + 12 * p.unit
-    )  # of |w|^2 + 1, which is no less than 1
+    # of |w|^2 + 1, which is no less than 1
+    relative = compounded(p.products(width) + 2 * p.function + 12 * p.unit)
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
         facts = []

@@ -301,9 +301,8 @@ class NeighbourErrors:
         all pairs.
         """
         pixels = pixels.detach().double()
-        radii = radii.to(pixels).clamp(
-            max=math.sqrt(self.pixels)
-        )  # no image of the box is further away
+        # no image of the box is further away
+        radii = radii.to(pixels).clamp(max=math.sqrt(self.pixels))
         try:
             at_images = self._lengths(pixels)
         except (RuntimeError, ValueError, TypeError, LookupError) as failure:

@@ -87,9 +87,8 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
     if not folder.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
     try:
-        tempfile.TemporaryFile(
-            dir=folder
-        ).close()  # permissions do not show it: those of /proc allow files
+        # permissions do not show it: those of /proc allow files
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as failure:
         locked = failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         reason = (
@@ -206,9 +205,8 @@ def _workplace(folder_of: Path | None, name: str) -> Iterator[Path]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         number = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, number)
-        with contextlib.suppress(
-            OSError
-        ):  # some file systems know no locks: there nothing is swept
+        # some file systems know no locks: there nothing is swept
+        with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_EX)
         yield folder
 

@@ -127,6 +127,5 @@ def below_log10(claimed: float | None, proven: Real) -> bool:
     """Return the same for a logarithm; None stands for a bound that is 0 or infinite."""
     if claimed is None:
         return False
-    return not proven.finite or (
-        proven > ZERO and claimed < proven.log10() - SLACK / 3
-    )  # log10(1 + SLACK) > SLACK / 3
+    # log10(1 + SLACK) > SLACK / 3
+    return not proven.finite or (proven > ZERO and claimed < proven.log10() - SLACK / 3)

@@ -152,9 +152,8 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     """
     x = points.flatten(1)
     w = normal.flatten(1)
-    side = torch.where(level > 0, -1.0, 1.0).to(w.dtype)[
-        :, None
-    ]  # the direction in which normal . d must go
+    # the direction in which normal . d must go
+    side = torch.where(level > 0, -1.0, 1.0).to(w.dtype)[:, None]
     w = w * side
     goal = level.abs()[:, None]
     size = w.abs()
@@ -166,9 +165,8 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     done = full.cumsum(dim=1)
     running = speed.flip(1).cumsum(dim=1).flip(1)  # of those that have not ended before this one
     still = torch.cat([running[:, 1:], torch.zeros_like(running[:, :1])], dim=1)
-    value = done + torch.where(
-        still > 0, ends * still, 0.0
-    )  # normal . d at the end of each stretch
+    # normal . d at the end of each stretch
+    value = done + torch.where(still > 0, ends * still, 0.0)
     stretch = (value < goal).sum(dim=1, keepdim=True).clamp_max(size.shape[1] - 1)
     before = torch.cat([torch.zeros_like(done[:, :1]), done[:, :-1]], dim=1).gather(1, stretch)
     time = (goal - before) / running.gather(1, stretch).clamp_min(1e-30)

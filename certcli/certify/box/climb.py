@@ -45,9 +45,8 @@ def climb(
         far = nearest.squared.sqrt()
         growth = (r * (1 + nearest.mu)).clamp(min=1e-12) / far
         now = r + (value - far) / growth  # one step of Newton to D(a, r) = m(a) / K
-        better = (now > highest) & (
-            now <= value
-        )  # a far guess may leave the range of the bound; NaN is no better
+        # a far guess may leave the range of the bound; NaN is no better
+        better = (now > highest) & (now <= value)
         best = torch.where(better[:, None], anchors, best)
         highest = torch.where(better, now, highest)
         r = torch.maximum(r, highest)

@@ -129,9 +129,8 @@ class LocalLipCertifier(ProvingCertifier):
         nearby = None if self._neighbours is None else self._neighbours(pixels, claimed, top)
         verified = claimed <= self._start(values, top, nearby)
         verified |= self.proven(pixels, top, claimed.clamp(min=TINY), values, nearby)
-        if self._neighbours is not None and not bool(
-            verified.all()
-        ):  # the search may have used a lesser bound on rounding
+        # the search may have used a lesser bound on rounding
+        if self._neighbours is not None and not bool(verified.all()):
             recomputed = self.batch(range(len(pixels)), pixels, top.tolist())
             verified |= claimed <= torch.tensor([row.radius for row in recomputed]).to(claimed)
         confirmations = []

@@ -86,9 +86,8 @@ def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, cla
     if top == NONE:
         return False
     touched = met | ~torch.tensor(firm)
-    one_hot = torch.nn.functional.one_hot(
-        torch.tensor(votes).clamp(min=0), classes
-    )  # NONE is not firm, so it is lost
+    # NONE is not firm, so it is lost
+    one_hot = torch.nn.functional.one_hot(torch.tensor(votes).clamp(min=0), classes)
     fixed = (~touched).long() @ one_hot  # (s, k): votes that nobody can change
     against = fixed + touched.sum(dim=1, keepdim=True)
     lead = fixed[:, top : top + 1] - against

@@ -289,9 +289,8 @@ class SmoothingCertifier(Certifier):
             for sample in range(start, stop)
         ]
         counts = torch.zeros(len(indices) * self._classes, dtype=torch.int64, device=self._device)
-        finite = torch.ones(
-            (), dtype=torch.bool, device=self._device
-        )  # looked at in the end: a GPU works ahead
+        # looked at in the end: a GPU works ahead
+        finite = torch.ones((), dtype=torch.bool, device=self._device)
         start = 0
         while start < len(rows):
             part = rows[start : start + self._batch_size]
@@ -314,9 +313,8 @@ class SmoothingCertifier(Certifier):
             except (MemoryError, RuntimeError) as failure:
                 if self._batch_size == 1 or not out_of_memory(failure):
                     raise
-                self._batch_size = max(
-                    1, len(part) // 2
-                )  # the same noise in smaller batches: nothing is counted twice
+                # the same noise in smaller batches: nothing is counted twice
+                self._batch_size = max(1, len(part) // 2)
                 self.remark = f"memory lasts for {self._batch_size} noisy images at a time: --batch-size was reduced"
                 continue
             start += len(part)

@@ -121,12 +121,11 @@ class Smoothing(CertifierOptions):
             "decide": bool,
             "precision": str,
         }
+        # values also come from records and evidence, which anyone may have written
         for (
             name,
             kind,
-        ) in (
-            kinds.items()
-        ):  # values also come from records and evidence, which anyone may have written
+        ) in kinds.items():
             value = getattr(self, name)
             optional = (name == "enough" and value is None) or (name == "sigma" and value == AUTO)
             if not optional and (

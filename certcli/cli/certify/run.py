@@ -198,9 +198,8 @@ def run_all(
         try:
             result = _run(method, choice, task, options, sink)
         except NoBoundError as failure:
-            if (
-                method == choice.method
-            ):  # gate and document speak of the first: no other may stand in its place
+            # gate and document speak of the first: no other may stand in its place
+            if method == choice.method:
                 raise
             sink.warn(f"{method} is left out: {failure.message}")
         else:

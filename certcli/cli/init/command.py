@@ -122,9 +122,8 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     arch = architecture.arch
     path = output.target("init", arch, architecture)
     checkpoint_built = architecture.build()
-    models.load(
-        checkpoint_built
-    )  # refuses, as every later command would, a network that does not map an image to its classes
+    # refuses, as every later command would, a network that does not map an image to its classes
+    models.load(checkpoint_built)
     checkpoint = checkpoint_built
     if not architecture.member:  # a mean tells its own step
         parameters = {"arch": arch, "pretrained": architecture.pretrained}

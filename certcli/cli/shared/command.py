@@ -97,9 +97,8 @@ def command(
         def expanded(**values: Any) -> None:
             values.pop("help_all", None)
             for name, value in values.items():
-                if isinstance(value, float) and not math.isfinite(
-                    value
-                ):  # float("nan") parses, and passes every gate
+                # float("nan") parses, and passes every gate
+                if isinstance(value, float) and not math.isfinite(value):
                     option = spelling(name, info_of(flat[name].annotation))[-1]
                     raise UsageError(
                         f"{option} {value} is not a finite number",
@@ -253,9 +252,8 @@ def _typer_hint(hint: Any, note: Option) -> Any:
     option = typer.Option(
         *note.names, help=note.help, metavar=note.metavar, parser=parser, rich_help_panel=note.panel
     )
-    if (
-        parser is not None or get_origin(base) is Literal
-    ):  # Typer reads no union, and offers a Literal by its own rules
+    # Typer reads no union, and offers a Literal by its own rules
+    if parser is not None or get_origin(base) is Literal:
         base = str | None if type(None) in get_args(base) else str
     return Annotated[(base, option, *[Reads()] * (Path in get_args(base)))]
 

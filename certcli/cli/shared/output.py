@@ -171,9 +171,8 @@ class Sink:
         if self._begun:
             self._out.print()
         self._begun = True
-        self._print(
-            self._out, title, "bold"
-        )  # as Table's own title it would wrap at the table's width
+        # as Table's own title it would wrap at the table's width
+        self._print(self._out, title, "bold")
         for part in layout.parts():
             table = Table(header_style="bold", box=None, pad_edge=False)
             for place, number in enumerate(part.columns):

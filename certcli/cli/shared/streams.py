@@ -58,9 +58,8 @@ def guarded() -> Iterator[Guarded]:
         try:
             os.fstat(number)
         except OSError:
-            os.open(
-                os.devnull, os.O_RDWR
-            )  # the lowest free number: else a file opened later would become the stream
+            # the lowest free number: else a file opened later would become the stream
+            os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     out: Any = Guarded(sys.stdout)
     err: Any = Guarded(sys.stderr)

@@ -185,9 +185,8 @@ def margin_attack(steps: int) -> Attack:
         sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
         top, left = (draw.randint(0, side - inner) for side, inner in sides)
         region = Region.within(patch, [(top, left)], image)
-        settings = AttackSettings(
-            steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed
-        )  # a random start
+        # a random start
+        settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)
         net = TouchedPasses(certifier, patch, (top, left))
         return region.project(margin_pgd(net, image, classes, region, settings), image)
 

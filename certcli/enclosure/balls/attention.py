@@ -117,9 +117,8 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
         t.amax(-1, keepdim=True) for t in (k_off, k_most, v_most, v_off)
     )
     inner = gamma(width + count + 64)
-    doubt = up(
-        scale * (q_off * k_most + q_most * k_off + inner * q_most * k_most), 8
-    )  # of a score: (b, h, i)
+    # of a score: (b, h, i)
+    doubt = up(scale * (q_off * k_most + q_most * k_off + inner * q_most * k_most), 8)
     share = ((q * scale) @ k.mT).softmax(-1)
     unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)  # of a probability, relative
     o = share @ v
@@ -181,9 +180,8 @@ def _gains(facts: Facts, w: HeadWeights, radius: Tensor, asking: Tensor) -> Tens
         the last column (b, i, n).
     """
     curve = w.curve.view(1, -1, 1)
-    slope = up(facts.toward + curve * asking[:, None], 4)[
-        ..., None
-    ]  # of a score in its key's token
+    # of a score in its key's token
+    slope = up(facts.toward + curve * asking[:, None], 4)[..., None]
     change = up(slope * radius[:, None, None] + facts.turn * asking[:, None, :, None], 4)
     level = up(
         torch.log1p((facts.share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), 400

@@ -144,9 +144,8 @@ def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
 @rules.function(F.relu, torch.relu)
 def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
     x = settled(x)
-    alive = (
-        x.centre.amax(-1) + x.fibre > 0
-    ).double()  # a fibre of which no unit can open does not move
+    # a fibre of which no unit can open does not move
+    alive = (x.centre.amax(-1) + x.fibre > 0).double()
     return Near.of(x.centre.relu(), x.fibre * alive, x.whole)
 
 

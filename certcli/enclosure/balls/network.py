@@ -104,9 +104,8 @@ class NormsNetwork:
         start = pixel_ball(images, radii, norm)
         facts = {} if facts is None else facts
         witnesses: list[tuple[int, Tensor]] = []
-        if (
-            "witnessed" not in facts
-        ):  # once for these images: all centres, and two far points of the first image
+        # once for these images: all centres, and two far points of the first image
+        if "witnessed" not in facts:
             witnesses = [
                 *enumerate(images[:, None]),
                 *((0, image) for image in start.far(radii[0], norm)),
@@ -143,16 +142,14 @@ class NormsNetwork:
         """
         facts: dict[Any, Any] = {}
         proven = torch.zeros(len(images), dtype=torch.float64, device=images.device)
-        low = torch.full_like(
-            proven, -44.0
-        )  # 2^-44: below it the pixels' own rounding in float64 is not far
+        # 2^-44: below it the pixels' own rounding in float64 is not far
+        low = torch.full_like(proven, -44.0)
         high = torch.full_like(proven, 6.0)
         for _ in range(6 + steps):
             middle = (low + high) / 2
             tried = torch.exp2(middle)
-            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(
-                1
-            )  # False with NaN
+            # False with NaN
+            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(1)
             proven = torch.where(holds, torch.maximum(proven, tried), proven)
             low = torch.where(holds, middle, low)
             high = torch.where(holds, high, middle)

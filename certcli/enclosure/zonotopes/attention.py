@@ -68,9 +68,8 @@ def softmax(x: Form) -> Form:
     )
     if not bool((z.radius <= _FARTHEST).all()):
         raise Unbounded("scores that differ by more than exp can follow")
-    below, _ = (
-        z.interval()
-    )  # exp is convex: the sum of its chords is no larger than that of its values above
+    # exp is convex: the sum of its chords is no larger than that of its values above
+    below, _ = z.interval()
     smallest_sum = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
     total = apply(EXP, z).linear(
         lambda t: t.sum(-1, keepdim=True),
@@ -105,9 +104,8 @@ def _bounds(x: Form) -> tuple[Tensor, Tensor]:
 def capped(x: Form, low: Tensor, high: Tensor) -> Form:
     """x, or the middle of [low, high] with nothing but slack where that is narrower."""
     half = up((high - low) / 2, 2) + gamma(4) * high.abs()
-    narrower = (
-        half < x.rest_radius
-    )  # what the ball part says is shared with other entries and stays worth more
+    # what the ball part says is shared with other entries and stays worth more
+    narrower = half < x.rest_radius
     zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
     unchanged = (~narrower).to(x.centre)
     node = x.then(

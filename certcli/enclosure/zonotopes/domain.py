@@ -183,9 +183,8 @@ def prepared(
     NoRule, Untraceable name a missing theorem.
     """
     tables = [table] if execution is None else [table, *execution.tables]
-    with replayed(
-        model, size, *tables
-    ) as traced:  # the enclosure is of the network, not only of its trace
+    # the enclosure is of the network, not only of its trace
+    with replayed(model, size, *tables) as traced:
         image = noise_like(example_of(model, size))
         logits = result_of(traced, image)
         if logits.dim() != 2 or len(logits) != 1:

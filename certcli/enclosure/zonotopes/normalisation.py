@@ -32,9 +32,8 @@ def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
     far = up(torch.linalg.vector_norm(y.radius, dim=-1, keepdim=True), width)
     down = 1 - gamma(2 * width + 16)
     low = ((length * down - far).clamp_min(0) ** 2 / width + eps) * down
-    below, high = (
-        v.interval()
-    )  # the form's upper bound is no larger than (|c| + |y - c|)^2 / d + eps
+    # the form's upper bound is no larger than (|c| + |y - c|)^2 / d + eps
+    below, high = v.interval()
     low = torch.maximum(low, below)
     if not bool(((low > 0) & (low <= high)).all()):
         raise Unbounded("a LayerNorm whose variance may be 0")

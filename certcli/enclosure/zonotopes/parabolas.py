@@ -110,9 +110,8 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
     with torch.enable_grad():
         adam = torch.optim.Adam(free.numbers)
         for step in range(steps):
-            adam.param_groups[0]["lr"] = _RATE * 0.05 ** (
-                step / steps
-            )  # eigenvalues have kinks: ever smaller steps
+            # eigenvalues have kinks: ever smaller steps
+            adam.param_groups[0]["lr"] = _RATE * 0.05 ** (step / steps)
             value = _estimate(descend(out, row, free.choices()), columns, gram, free.level)
             if float(value.detach()) > best:
                 best = float(value.detach())

@@ -197,9 +197,8 @@ class Arithmetic(ABC):
     def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
         """Return the error of diag(g) a or a diag(g): GAIN_SLACK an entry, and a's error."""
         size = self._norm(scaled)
-        exact = size == 0 and (
-            largest == 0 or self._norm(a.tensor) == 0
-        )  # else entries may have been lost by underflow
+        # else entries may have been lost by underflow
+        exact = size == 0 and (largest == 0 or self._norm(a.tensor) == 0)
         return self._error(0 if exact else scaled.numel(), (GAIN_SLACK, size), (a.error, largest))
 
     def _error(self, products: int, *terms: tuple[float, ...]) -> float:
@@ -217,9 +216,8 @@ class Arithmetic(ABC):
             for factor in factors:
                 part = up(part * factor)
             quick = up(quick + part)
-        if (
-            1e-290 < quick < 1e290
-        ):  # every step was rounded up; only far sizes lose digits or overflow
+        # every step was rounded up; only far sizes lose digits or overflow
+        if 1e-290 < quick < 1e290:
             return quick
         total = as_real(UNDERFLOW) * float(products)
         for factors in terms:

@@ -108,9 +108,8 @@ def _operator(
         return functional.pad(x, (-left, missing[1] - right, -top, missing[0] - bottom))
 
     def unit_images(x: Tensor) -> Tensor:
-        return unit(x.reshape(groups, -1, 1)).reshape(
-            x.shape
-        )  # each group its own: any of them may become the largest
+        # each group its own: any of them may become the largest
+        return unit(x.reshape(groups, -1, 1)).reshape(x.shape)
 
     fixed = weight.detach()
     shape = (1, groups * kernels.shape[2], height, width)

@@ -118,9 +118,8 @@ class TrainableArithmetic(Arithmetic):
 
     def root_sum_of_squares(self, values: list[Tensor]) -> Tensor:
         stacked = torch.stack(values)
-        largest = (
-            stacked.detach().abs().max().clamp(1e-300, 1e300)
-        )  # squares of 1e200 would overflow
+        # squares of 1e200 would overflow
+        largest = stacked.detach().abs().max().clamp(1e-300, 1e300)
         return (stacked / largest).norm() * largest
 
     def minimum(self, a: Tensor, b: Tensor) -> Tensor:

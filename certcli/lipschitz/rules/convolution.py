@@ -80,9 +80,8 @@ def convolve(
     steps = tuple(_numbers(stride, axes))
     spread = tuple(_numbers(dilation, axes))
     pads = _padding(padding, kernel, spread)
-    if (
-        groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads))
-    ):  # a linear layer on every pixel
+    # a linear layer on every pixel
+    if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):
         matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
         x = followed(ctx, x, matrix, bias, axis)
         return x if x.pending is None else replace(x, waiting=replace(x.pending, kind=ctx.kind))
@@ -133,9 +132,8 @@ def _with_inputs(
     weight = plain.kernel
     taps = math.prod(weight.shape[2:])
     out = len(weight) // groups
-    by_input = weight.view(groups, out, weight.shape[1], taps).permute(
-        1, 3, 0, 2
-    )  # input channels last
+    # input channels last
+    by_input = weight.view(groups, out, weight.shape[1], taps).permute(1, 3, 0, 2)
     columns = arith.matrix(by_input.reshape(out * taps, -1))
     map_only = replace(pending, bias=None).after(arith, columns, None, ctx.path).effective(arith)
     assert map_only is not None

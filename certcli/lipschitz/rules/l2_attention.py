@@ -41,9 +41,8 @@ def l2_mixing_constant(tokens: int) -> float:
     c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Source: Theorem
     6.1.
     """
-    s = lambert_w_upper(
-        (tokens - 1) / math.e
-    )  # 16 steps up cover the roundings, as in `tied_logits`
+    # 16 steps up cover the roundings, as in `tied_logits`
+    s = lambert_w_upper((tokens - 1) / math.e)
     total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
     return up(total, 16)
 
@@ -75,9 +74,8 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
     heads = module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
-        s = lambert_w_upper(
-            (tokens - 1) / math.e
-        )  # two roundings of u: of 5 u in all, which 8 steps up cover
+        # two roundings of u: of 5 u in all, which 8 steps up cover
+        s = lambert_w_upper((tokens - 1) / math.e)
         root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
         constants = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
         return Tied(*([arith.const(up(value, 8))] * heads for value in constants))

@@ -77,9 +77,8 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
     path = pending.source[-1] if pending.source else ctx.path
     before = replace(x, waiting=None)
     bias = pending.bias
-    if (
-        effective is None
-    ):  # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
+    # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
+    if effective is None:
         sigma = arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
     elif pending.index is None:
         sigma = arith.sigma(effective, f"{path}:{pending.axis}")

@@ -204,9 +204,8 @@ def attend(
     arith = ctx.arith
     queries = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
     leading = queries[:-2]
-    if (
-        tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading
-    ):  # one head of keys for all queries
+    # one head of keys for all queries
+    if tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading:
         key = ctx.spread(ctx.settle(key), (*leading, *key.shape[-2:]))
         value = ctx.spread(ctx.settle(value), (*leading, *value.shape[-2:]))
     ctx.require(
@@ -222,9 +221,8 @@ def attend(
             if arith.rigorous and not norm.finite:
                 raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
     split = [part for part in (q, k, v) if len(part.slopes) > 1]
-    alike = (
-        len({part.layout for part in split}) <= 1
-    )  # else the heads of q, k and v differ: the largest counts
+    # else the heads of q, k and v differ: the largest counts
+    alike = len({part.layout for part in split}) <= 1
     count = max(len(part.slopes) for part in (q, k, v)) if alike else 1
     count = count if gates is None else len(gates.keep)
 
@@ -243,9 +241,8 @@ def attend(
     of_k = scale * arith.sqrt(n * arith.const(0.5))
     of_k = of_k * _together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
     largest = arith.largest(v.norms)
-    size = Size(
-        arith, tuple(ctx.shape), lambda: largest
-    )  # rows of the result are averages of values
+    # rows of the result are averages of values
+    size = Size(arith, tuple(ctx.shape), lambda: largest)
     if gates is not None:
         rows = arith.const(float(math.prod(value.shape[:-1])))
         size = Size(arith, tuple(ctx.shape), total=lambda: averaging * largest * arith.sqrt(rows))

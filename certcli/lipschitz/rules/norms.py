@@ -274,9 +274,8 @@ def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> 
     x = ctx.settle(x)
     arith = ctx.arith
     channels = float(module.weight.numel())
-    ctx.require(
-        channels == x.shape[module.channel_dim], "a norm of another width"
-    )  # its weight would be repeated
+    # its weight would be repeated
+    ctx.require(channels == x.shape[module.channel_dim], "a norm of another width")
     largest = ctx.largest_entry(module.weight)
     slope = arith.const(1.0) + largest * arith.const(
         up(2 * channels + channels * math.sqrt(channels), 4)

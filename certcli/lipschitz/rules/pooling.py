@@ -143,9 +143,8 @@ def interpolate(
         len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"),
         f"interpolation mode {mode}",
     )
-    dtype = (
-        ctx.dtype if mode == "nearest" else torch.float64
-    )  # which pixel is the nearest is decided in its precision
+    # which pixel is the nearest is decided in its precision
+    dtype = ctx.dtype if mode == "nearest" else torch.float64
     scales = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * 2
     scales = [scale if scale is None else float(scale) for scale in scales]
     matrices = []

@@ -86,9 +86,8 @@ def pad(
         rank = len(x.shape)
         touched = len(list(padding)) // 2
         if x.pending.axis % rank < rank - touched and not value and all(p >= 0 for p in padding):
-            return replace(
-                x, shape=tuple(ctx.shape), size=x.size
-            )  # a map without bias keeps the zeros
+            # a map without bias keeps the zeros
+            return replace(x, shape=tuple(ctx.shape), size=x.size)
     x = ctx.settle(x)
     if value:
         return replace(x, shape=tuple(ctx.shape), size=Size(ctx.arith, tuple(ctx.shape)))

@@ -149,9 +149,8 @@ def batch_statistics(
     # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the
     # exact ones
     numerator = torch.ones_like(spread) if weight is None else weight.double()
-    gain = (
-        numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW
-    )  # the last for gains below 1e-308
+    # the last for gains below 1e-308
+    gain = numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW
     carried = mean.double() * gain
     shift = -carried if bias is None else bias.double() - carried
     # the difference may cancel: it is off by the gain's slack and three roundings, relative to its

@@ -47,9 +47,8 @@ def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     x = ctx.spread(ctx.settle(x), shape)
     if not bool(torch.isfinite(filled).all()):
         return replace(x, size=Size(ctx.arith, shape))  # constants of no finite size
-    return shifted(
-        ctx, x, Constant(filled)
-    )  # the entries of x that are left, and constants beside them
+    # the entries of x that are left, and constants beside them
+    return shifted(ctx, x, Constant(filled))
 
 
 @rules.method("where")

@@ -161,9 +161,8 @@ def _dinov2(config: TokenConfig, architecture: str) -> TimmNetwork:
         "qkv_bias": config.qkv_bias,
         "init_values": 1e-5,
     }
-    has_classifier = architecture.endswith(
-        "ForImageClassification"
-    )  # its head reads the mean of the patches too
+    # its head reads the mean of the patches too
+    has_classifier = architecture.endswith("ForImageClassification")
     return TimmNetwork(
         "certvit_dinov2_classifier" if has_classifier else "vit_small_patch14_dinov2", arguments
     )
@@ -242,9 +241,8 @@ def _convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
         "num_classes": config.classes,
         **_activation(config),
     }
-    last = Replacement(
-        "head.norm", "norm-eps", {"eps": config.layer_norm_eps}
-    )  # the other norms have timm's 1e-6
+    # the other norms have timm's 1e-6
+    last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})
     if config.model_type == "convnextv2":
         return TimmNetwork("convnextv2_tiny", arguments, (last,))
     arguments["ls_init_value"] = 1e-6 if config.layer_scale_init_value > 0 else None
