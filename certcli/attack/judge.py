@@ -95,10 +95,9 @@ def judge(
     h, w), labels (b,).
 
     `prediction` (b,) spares the forward pass on the clean images when their classes are known
-    already; `samples`
-    forward passes are averaged for nets that are random. exactly: a point outside the region is
-    none, and is not clipped: clipping would leave the images with 8 bits. Raises DataError when
-    images leave [0, 1] or shapes disagree.
+    already; `samples` forward passes are averaged for nets that are random. exactly: a point
+    outside the region is none, and is not clipped: clipping would leave the images with 8 bits.
+    Raises DataError when images leave [0, 1] or shapes disagree.
     """
     if adversarial.shape != images.shape or labels.shape != images.shape[:1]:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (images, adversarial, labels))

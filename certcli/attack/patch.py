@@ -3,8 +3,7 @@ there.
 
 What is climbed on and who gives the verdict are handed in: the network itself, or a defended
 classifier, whose procedure judges and whose passes that see the patch are climbed on (an adaptive
-attack).
-Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et al. 2022, section 5.
+attack). Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et al. 2022, section 5.
 """
 
 import itertools

@@ -20,9 +20,8 @@ class Exhibit:
     """One image before one network. image, adversarial (c, h, w).
 
     `crafted_here`: the perturbation was found on this network; else it is that of the first
-    network, which this one
-    withstands. as_8bit: whether it is adversarial as an 8-bit file, too. norm: of the perturbation,
-    in the norm and within the radius that `kind` and `epsilon` name.
+    network, which this one withstands. as_8bit: whether it is adversarial as an 8-bit file, too.
+    norm: of the perturbation, in the norm and within the radius that `kind` and `epsilon` name.
     """
 
     index: int

@@ -77,9 +77,8 @@ class Watched(nn.Module):
     keeps its own books, and is passed through.
 
     With precision "bf16" the passes of the attack run in bfloat16, two to three times as fast where
-    the hardware has it.
-    That can only weaken the attack: what it finds is judged by the model itself, in the model's own
-    precision.
+    the hardware has it. That can only weaken the attack: what it finds is judged by the model
+    itself, in the model's own precision.
 
     The model is held outside `nn.Module`'s registration, so that train(), eval() and zero_grad()
     calls of the library end here, and the anchor tells the library the device even when the model

@@ -55,8 +55,7 @@ def constrain_matrix(
     beta suits all layers. A converged result does not depend on beta. W is free in directions that
     no calibration token excites, and has the least norm there; a ridge adds its share of the mean
     eigenvalue to G, which is stricter. Several groups are one group with weights, found by ascent
-    on the dual (`_many_groups`).
-    Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
+    on the dual (`_many_groups`). Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
 
     Args:
         basis: that of the sum of the Gram matrices, where it is known already.

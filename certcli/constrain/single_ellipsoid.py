@@ -11,10 +11,9 @@ It ends at the first iteration at which they meet. The result is judged once mor
 with an exact proximal step.
 
 The strength begins where P = prox(W0) leaves the ellipsoid 1.5 times over. Later it changes until
-|Z - P| is about
-|P - W0|, where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors from 0.8 to 10 %; one share of |W0|* for
-all layers and errors took 10 to 100. Z' = P + k (Z - P) with k times the strength has the same P,
-so that a change loses nothing.
+|Z - P| is about |P - W0|, where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors
+from 0.8 to 10 %; one share of |W0|* for all layers and errors took 10 to 100. Z' = P + k (Z - P)
+with k times the strength has the same P, so that a change loses nothing.
 """
 
 import math

@@ -1,10 +1,9 @@
 """Gram matrices of the inputs of each layer, from streamed forward passes; no activation is kept.
 
 A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column a token) needs only
-G_j = X_j X_j^T:
-|W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0 G_j and energies S_j = tr(W0 G_j W0^T)
-follow from G_j, because the layer's outputs are its own. A convolution is the matrix over its
-unfolded patches.
+G_j = X_j X_j^T: |W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0
+G_j and energies S_j = tr(W0 G_j W0^T) follow from G_j, because the layer's outputs are its own. A
+convolution is the matrix over its unfolded patches.
 
 With all tokens, the inputs are cast to float64, so that "the error is at most eta" is true to a
 dozen digits. A sample of tokens, drawn anew for each batch, costs a fraction; its products have the

@@ -99,9 +99,8 @@ class Region:
         direction and length are.
 
         Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point
-        of it begins as far
-        away as it may ever be, and breaks fewer images. Clipped to the box. Source: torchattacks'
-        PGDL2.
+        of it begins as far away as it may ever be, and breaks fewer images. Clipped to the box.
+        Source: torchattacks' PGDL2.
         """
         return self._drawn(images, generator, lambda share, pixels: share)
 

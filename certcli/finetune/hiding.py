@@ -44,9 +44,8 @@ class Hiding:
         """Return a view of each image (b, c, h, w): (b, rows, columns).
 
         Greedy squares come one after the other, each at the worst place beside those before it: 9
-        passes a square.
-        Source: Saha et al. 2023, Revisiting image classifier training for improved certified robust
-        defense against adversarial patches (greedy cutout).
+        passes a square. Source: Saha et al. 2023, Revisiting image classifier training for improved
+        certified robust defense against adversarial patches (greedy cutout).
 
         Args:
             losses: views -> the loss of each image (b,).

@@ -4,9 +4,8 @@ photographs.
 Photographs share two properties that networks respond to: the power of a spatial frequency f falls
 like 1/f^2, and regions of one colour and texture end in sharp edges where objects occlude each
 other. "Dead leaves" have both: shapes whose sizes follow a power law fall on each other, each with
-a flat colour blended with 1/f noise. Nothing is downloaded or licensed.
-Source: Lee, Mumford & Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks
-learn from such images).
+a flat colour blended with 1/f noise. Nothing is downloaded or licensed. Source: Lee, Mumford &
+Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks learn from such images).
 """
 
 from collections.abc import Sequence

@@ -104,8 +104,7 @@ def pair_constants(outcome: Propagation, classes: int) -> Any:
 
     With a final linear map pending, K_ij = base |w_i - w_j|; else, and beyond 4096 classes, sqrt(2)
     times the constant of all logits (beyond 4096 classes expanded from one number, so that the
-    diagonal, which no margin uses, is not 0).
-    Source: Theorem 9.2.
+    diagonal, which no margin uses, is not 0). Source: Theorem 9.2.
     """
     arith = outcome.context.arith
     logits = outcome.logits

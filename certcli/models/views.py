@@ -1,9 +1,8 @@
 """Views: which cells of an image a pass sees.
 
 An image (height, width) is cut into cells of (cell height, cell width) pixels, the last ones
-smaller where the sides do not
-divide: tokens, where tokens are dropped. A view is a grid of cells, True where seen: (rows,
-columns) bool.
+smaller where the sides do not divide: tokens, where tokens are dropped. A view is a grid of cells,
+True where seen: (rows, columns) bool.
 """
 
 import itertools

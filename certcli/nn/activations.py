@@ -83,9 +83,8 @@ class ClippedReLU(nn.Module):
     """x -> max(min(x, theta), 0) with one learnt threshold theta an entry: (b, *shape) -> (b,
     *shape).
 
-    Lipschitz constant 1 in l2. A threshold of at most 0 makes its entry 0 for every x.
-    Source: Huang et al. 2021 (Local-Lip), section 4, ReLU-theta; the networks of CertViT's Table 1
-    have it.
+    Lipschitz constant 1 in l2. A threshold of at most 0 makes its entry 0 for every x. Source:
+    Huang et al. 2021 (Local-Lip), section 4, ReLU-theta; the networks of CertViT's Table 1 have it.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:

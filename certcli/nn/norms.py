@@ -14,8 +14,7 @@ class CenterNorm(nn.Module):
     d).
 
     Linear, so its Lipschitz constant is d / (d - 1) * sigma(diag(weight) P), P the projection off
-    the constant vectors.
-    Source: Qi et al. 2023 (LipsFormer), eq. 4.
+    the constant vectors. Source: Qi et al. 2023 (LipsFormer), eq. 4.
     """
 
     def __init__(self, width: int) -> None:

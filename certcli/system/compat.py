@@ -2,9 +2,8 @@
 
 The registry's torchvision wheel is linked against CUDA torch. Beside a CPU torch its compiled
 operators do not load, and its Python part then fails with "operator torchvision::nms does not
-exist", because it registers shape functions for two
-operators whose schemas only the compiled part declares. Declaring those two schemas is enough:
-certvit never calls them.
+exist", because it registers shape functions for two operators whose schemas only the compiled part
+declares. Declaring those two schemas is enough: certvit never calls them.
 """
 
 import importlib

@@ -80,9 +80,8 @@ def plain(text: str) -> str:
     report.
 
     Unprintable characters (line ends, escapes, marks of direction) are spelled out, and so are the
-    beginnings of commands
-    to the programs that run workflows: `::error`, `##[group]`, `##vso[`. What is plain stays as it
-    is.
+    beginnings of commands to the programs that run workflows: `::error`, `##[group]`, `##vso[`.
+    What is plain stays as it is.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return _COMMAND.sub(lambda match: f"{match[1]}\\x{ord(match[2][0]):02x}{match[2][1:]}", shown)

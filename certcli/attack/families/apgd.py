@@ -62,8 +62,7 @@ def apgd_targeted(
     (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k -
     1), several at once where the images are small. The ratio needs four classes; below, its
     numerator is used. With `give_up` a target is left at a checkpoint where the loss has come less
-    than half the way from its value at the image to 0.
-    Source: Croce & Hein 2020, Eq. 7.
+    than half the way from its value at the image to 0. Source: Croce & Hein 2020, Eq. 7.
     """
     targets = count_targets(model, images, settings)
 

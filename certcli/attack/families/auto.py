@@ -38,8 +38,7 @@ def autoattack_full(
 
     The published standard version: 100 steps, 9 targets, 5,000 queries, all of them spent on an
     image that withstands. torchattacks' AutoAttack takes 10 steps, all k - 1 targets and the clock
-    for a seed, and fails below 4 classes.
-    Source: Croce & Hein 2020.
+    for a seed, and fails below 4 classes. Source: Croce & Hein 2020.
     """
     return _ensemble(model, images, labels, region, settings)
 

@@ -20,8 +20,7 @@ def deepfool(
     c, h, w), (b,) -> same.
 
     f_j = z_j - z_y with gradient w_j, over the likeliest `targets` wrong classes j, 50 steps; the
-    radius plays no part.
-    Source: Moosavi-Dezfooli et al. 2016, Alg. 2.
+    radius plays no part. Source: Moosavi-Dezfooli et al. 2016, Alg. 2.
     """
 
     def search(net: Watched, images: Tensor, labels: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ def fab(
 
     100 steps a target class, at most `targets` of them, the nearest success of all; the radius
     bounds random starts only. torchattacks would stop at the first target that succeeds within the
-    radius, whatever the others offer.
-    Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
+    radius, whatever the others offer. Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
     """
     return _run(model, images, labels, region, settings, within=False)
 

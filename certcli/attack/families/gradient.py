@@ -31,8 +31,7 @@ def pgd(
     """x <- P(x + alpha_t * steepest(grad CE)), 20 steps: (b, c, h, w), (b,) -> (b, c, h, w).
 
     The first run starts at the image, restarts at random. With steps of one length every run starts
-    at random, as Madry et al. do.
-    Source: Madry et al. 2018.
+    at random, as Madry et al. do. Source: Madry et al. 2018.
     """
     return ascend(
         model,

@@ -35,9 +35,8 @@ def margin_pgd(
     The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not
     saturate when the net is confident. The first run starts at the image. Restart r takes the r-th
     likeliest wrong class for its target, since the largest logit need not belong to the nearest
-    class; once the `targets` are used up, restarts start at random.
-    Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent), Gowal et al. 2019 (the
-    targets).
+    class; once the `targets` are used up, restarts start at random. Source: Carlini & Wagner 2017
+    (the loss), Madry et al. 2018 (the ascent), Gowal et al. 2019 (the targets).
     """
     targets = count_targets(model, images, settings)
     return ascend(

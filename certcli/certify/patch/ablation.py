@@ -3,9 +3,8 @@
 The procedure's class has most votes; of equal ones the smallest. Theorem: let L be the bands that a
 patch at one place meets. If the class c stays ahead when all votes of L go to any one other class,
 the patch cannot change it; and where that holds for all places, no patch can. It is exact: nothing
-is assumed of the passes. Proof: docs/patch.md.
-Source: Levine & Feizi 2020, (De)randomized smoothing; the votes of each place, in place of their
-number: ours.
+is assumed of the passes. Proof: docs/patch.md. Source: Levine & Feizi 2020, (De)randomized
+smoothing; the votes of each place, in place of their number: ours.
 """
 
 from collections.abc import Sequence

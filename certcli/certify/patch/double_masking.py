@@ -5,9 +5,8 @@ Masks M cover the patch: at each of its places one of them hides it whole. f(i, 
 class without what masks i and j hide. The procedure: if all f(i, i) agree, that class. Else, of the
 masks i that differ from the majority, the class of one whose f(i, j) agree for all j; else the
 majority. Theorem: where each place of the patch is hidden by some mask i with f(i, j) = c for all
-j, no patch changes the procedure's class c. Proof: docs/patch.md.
-Source: Xiang, Mahloujifar & Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of
-patches: ours.
+j, no patch changes the procedure's class c. Proof: docs/patch.md. Source: Xiang, Mahloujifar &
+Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of patches: ours.
 """
 
 import itertools

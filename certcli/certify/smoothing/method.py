@@ -3,9 +3,8 @@ cannot change.
 
 g(x) = the class that f gives to x + sigma z most often, z ~ N(0, I), pixels unclipped. If the class
 c is given with probability p > 1/2, no image within sigma Phi^-1(p) (pixel l2) has another g. p is
-bounded from below by drawing.
-Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stops and their proofs:
-docs/smoothing.md.
+bounded from below by drawing. Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks,
+early stops and their proofs: docs/smoothing.md.
 """
 
 import math

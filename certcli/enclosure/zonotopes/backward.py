@@ -4,8 +4,7 @@
 A node states, of the true values z on the neighbourhood, |z - sum_p L_p z_p - constant| <= error
 entry by entry, with L_p linear maps of its parents. Any row of numbers w then gives a lower bound
 of <w, z>: from the last node to the first, <w, z> >= <w, constant> - <|w|, error> + sum_p <L_p^T w,
-z_p>. At the image the least value over the ball is known.
-Proofs: docs/local.md, section 9.
+z_p>. At the image the least value over the ball is known. Proofs: docs/local.md, section 9.
 """
 
 import itertools

@@ -7,9 +7,8 @@ they are, it is sound, and it is rounded down. A domain whose bound is not posit
 open unit; its two halves cover it.
 
 Source: Wang et al. 2021 (beta-CROWN: multipliers of signs), Xu et al. 2021 (slopes by ascent), De
-Palma et al. 2021 (of
-several units, the one whose halves have the better bounds). Parabolas below the splits, and the way
-back: ours.
+Palma et al. 2021 (of several units, the one whose halves have the better bounds). Parabolas below
+the splits, and the way back: ours.
 """
 
 import heapq

@@ -287,8 +287,7 @@ class RigorousArithmetic(Arithmetic):
         d) products.
 
         L is the Cholesky factor of a a^T + jitter, e >= |a a^T - L L^T| is measured: |a^T b|^2 <=
-        |L^T b|^2 + e |b|_F^2.
-        Source: docs/bounds.md, section 1.5.
+        |L^T b|^2 + e |b|_F^2. Source: docs/bounds.md, section 1.5.
         """
         left, right = ([pair[place] for pair in pairs] for place in (0, 1))
         if len(pairs) > 1 and any(

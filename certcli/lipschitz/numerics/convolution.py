@@ -33,9 +33,8 @@ Groups. The operator is block diagonal: the maximum over groups (a product would
 Rounding of G. Sums of K = (columns of V) (number of taps) products, then of L lags with factors of
 cosines (absolute error below 32 u: the angle is reduced in integers to [-pi, pi], so its rounding
 and the library's cosine, good to 2 ulps, stay below 16 u), then 3 additions: each of the real and
-the imaginary part is wrong by at most gamma_{K
-+ L + 40} B B^T entry by entry, B = sum_q |V_q| (Higham, Lemma 3.3), so G is wrong by at most 2
-gamma_{K + L + 40} |B|_F^2 in spectral norm.
+the imaginary part is wrong by at most gamma_{K + L + 40} B B^T entry by entry, B = sum_q |V_q|
+(Higham, Lemma 3.3), so G is wrong by at most 2 gamma_{K + L + 40} |B|_F^2 in spectral norm.
 
 Source: Sedghi, Gupta, Long 2019 for the Fourier blocks of circular convolutions; the embedding of
 the zero-padded one and the lag form are proven above.

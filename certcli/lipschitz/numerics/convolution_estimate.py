@@ -2,11 +2,10 @@
 steps. Never a bound.
 
 The estimate follows the bound that counts for the geometry, so that training sees the number that
-is proven at the end:
-windows that are disjoint: the reshaped kernel; a small operator: itself, by convolutions with the
-real padding; else the torus, where V(nu) = sum_q V_q exp(i nu q) is small and all frequencies
-iterate at once: the largest is found whatever singular values lie close together, and a new one
-takes over as soon as it is the largest.
+is proven at the end: windows that are disjoint: the reshaped kernel; a small operator: itself, by
+convolutions with the real padding; else the torus, where V(nu) = sum_q V_q exp(i nu q) is small and
+all frequencies iterate at once: the largest is found whatever singular values lie close together,
+and a new one takes over as soon as it is the largest.
 """
 
 import itertools

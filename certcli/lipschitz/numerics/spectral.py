@@ -2,10 +2,9 @@
 estimates.
 
 An iterative eigenvalue solver gives a guess, a factorisation proves it, and every rounding error is
-accounted for.
-Notation: u = 2^-53, gamma_k = k u / (1 - k u), |.| the spectral norm, |.|_F the Frobenius norm, W
-the (m, n) matrix with m <= n (else its transpose), multiplied by a power of two so that its largest
-entry lies in [1/2, 1).
+accounted for. Notation: u = 2^-53, gamma_k = k u / (1 - k u), |.| the spectral norm, |.|_F the
+Frobenius norm, W the (m, n) matrix with m <= n (else its transpose), multiplied by a power of two
+so that its largest entry lies in [1/2, 1).
 
 Lemma (inner products; Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1
 and (3.13)). A sum of k products of floats, in any order, blocked or not, with fused multiply-add or
@@ -178,8 +177,7 @@ def scale_to_unit(tensor: Tensor) -> tuple[Tensor | None, int]:
     zero or empty one.
 
     Exact, but for entries 2^1000 times smaller than the largest. MPS has no float64: computed on
-    the CPU there.
-    Errors: those of `unit_exponent`.
+    the CPU there. Errors: those of `unit_exponent`.
     """
     exponent = unit_exponent(tensor)
     if exponent is None:
