@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from certcli.certify.options import CertifierOptions
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
 from certcli.evaluation.radii import attacked_radius, parse_number, parse_radius
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 
 AUTO: Literal["auto"] = "auto"
 PRECISIONS = ("float32", "bf16")
@@ -61,53 +61,39 @@ class Smoothing(CertifierOptions):
     """
 
     panel: ClassVar[str] = "Smoothing"
-    sigma: Annotated[
-        float | Literal["auto"],
-        Option(
-            "Standard deviation of the noise, pixel units; auto: by a few other images.",
-            metavar="S",
-            read=lambda text: text if text == AUTO else parse_number(text),
-        ),
-    ] = 0.25
-    n0: Annotated[int, Option("Draws that choose an image's class.")] = 100
-    samples: Annotated[
-        int,
-        Option(
-            "Draws that bound its probability. More draws certify larger radii.",
-            ("--samples", "-n"),
-        ),
-    ] = 1000
-    alpha: Annotated[float, Option("Probability that a certificate is wrong, for each image.")] = (
-        0.001
+    sigma: float | Literal["auto"] = option(
+        0.25,
+        "Standard deviation of the noise, pixel units; auto: by a few other images.",
+        metavar="S",
+        read=lambda text: text if text == AUTO else parse_number(text),
     )
-    enough: Annotated[
-        float | None,
-        Option("Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius),
-    ] = None
-    decide: Annotated[
-        bool,
-        Option(
-            "With --enough R: also stop on images that will probably (99 %) not reach "
-            "R. Only the share at R is then "
-            "meaningful.",
-            ("--decide",),
-        ),
-    ] = False
-    precision: Annotated[
-        str,
-        Option(
-            "Precision in which the network runs, float32 or bf16; the certificate is "
-            "about the network in it."
-        ),
-    ] = "float32"
-    denoiser_file: Annotated[
-        Path | None,
-        Option(
-            "Denoise the noisy images first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
-            ("--denoiser",),
-            "PATH",
-        ),
-    ] = None
+    n0: int = option(100, "Draws that choose an image's class.")
+    samples: int = option(
+        1000,
+        "Draws that bound its probability. More draws certify larger radii.",
+        "--samples",
+        "-n",
+    )
+    alpha: float = option(0.001, "Probability that a certificate is wrong, for each image.")
+    enough: float | None = option(
+        None, "Draw no more once an image is certified beyond R.", metavar="R", read=parse_radius
+    )
+    decide: bool = option(
+        False,
+        "With --enough R: also stop on images that will probably (99 %) not reach R. Only "
+        "the share at R is then meaningful.",
+    )
+    precision: str = option(
+        "float32",
+        "Precision in which the network runs, float32 or bf16; the certificate is about "
+        "the network in it.",
+    )
+    denoiser_file: Path | None = option(
+        None,
+        "Denoise the noisy images first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+        "--denoiser",
+        metavar="PATH",
+    )
     seed: int = 0
     batch_size: int = 128
     denoiser: str | None = None

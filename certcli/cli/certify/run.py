@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, CertifyOptions
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import Norm, attacked_radius, parse_number, proven_percent
 from certcli.system.errors import DataError, NoBoundError, UsageError
-from certcli.system.options import Option
+from certcli.system.options import NOTE
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -120,9 +120,8 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
 
 def _given(values: Any) -> str | None:
     """Return the first option of a method's panel that has another value than its default."""
-    hints = get_type_hints(type(values), include_extras=True)
     for one in fields(values):
-        note = next((n for n in get_args(hints[one.name]) if isinstance(n, Option)), None)
+        note = one.metadata.get(NOTE)
         if note is not None and getattr(values, one.name) != one.default:
             return max(note.names, key=len, default=f"--{one.name.replace('_', '-')}")
     return None

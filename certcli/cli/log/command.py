@@ -10,6 +10,7 @@ from certcli.cli.log.rows import FORMATS
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Page, Talk
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 
@@ -17,15 +18,13 @@ from certcli.system.registry import one_of
 class LogPage(Page):
     """What is written."""
 
-    written: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="Write the comparison as csv, or as latex (a tabular with booktabs), to the "
-            "standard output.",
-        ),
-    ] = None
+    written: str | None = option(
+        None,
+        "Write the comparison as csv, or as latex (a tabular with booktabs), to the "
+        "standard output.",
+        "--format",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         if self.written is not None and self.written not in FORMATS:

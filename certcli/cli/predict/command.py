@@ -14,6 +14,7 @@ from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Source, Talk
 from certcli.cli.shared.output import percent
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 from certcli.system.processes import require_one
 
 if TYPE_CHECKING:
@@ -33,23 +34,13 @@ class Pictures:
         typer.Argument(metavar="IMAGES", help="Image files, or folders of them."),
         options.Reads(),
     ]
-    defence: Annotated[
-        str,
-        typer.Option(
-            help="patch: the classifier that certify --method patch is about, with the same options."
-        ),
-    ] = "none"
-    top: Annotated[
-        int,
-        typer.Option(min=1, metavar="K", help="List the K most likely classes, without a defence."),
-    ] = 5
-    prove: Annotated[
-        bool,
-        typer.Option(
-            "--prove",
-            help="With a defence: say of each image whether a patch can change its class.",
-        ),
-    ] = False
+    defence: str = option(
+        "none", "patch: the classifier that certify --method patch is about, with the same options."
+    )
+    top: int = option(5, "List the K most likely classes, without a defence.", min=1, metavar="K")
+    prove: bool = option(
+        False, "With a defence: say of each image whether a patch can change its class."
+    )
 
 
 @command(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import group, marked
 from certcli.cli.shared.output import Sink
 from certcli.system.errors import DataError, UsageError
 from certcli.system.files import is_stream
+from certcli.system.options import option
 from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
@@ -32,13 +31,19 @@ if TYPE_CHECKING:
 class Reading:
     """The statements that a checkpoint's file lacks."""
 
-    arch: options.Arch = None
-    arch_arg: options.ArchArg = field(default_factory=list)
-    mean: options.Mean = None
-    std: options.Std = None
-    norm_eps: options.NormEps = None
-    as_stated: options.AsStated = False
-    weights: options.Weights = None
+    arch: str | None = option(None, "timm architecture of a foreign file.")
+    arch_arg: list[str] = option(list, "Argument of --arch.", metavar="KEY=VALUE")
+    mean: str | None = option(None, "Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")
+    std: str | None = option(None, "Pixel standard deviation of a foreign file.")
+    norm_eps: float | None = option(None, "eps of every norm of a foreign file, if not timm's own.")
+    as_stated: bool = option(
+        False, "Believe --arch-arg and config.json where the tensors fit another network too."
+    )
+    weights: str | None = option(
+        None,
+        "Which weights of a file that holds several: raw or averaged ones, or those under a key.",
+        metavar="raw|ema|KEY",
+    )
 
     def hints(self) -> Hints:
         return inputs.hints(
@@ -99,18 +104,27 @@ class Source(Reading):
 class Data:
     """Images by name, and the seed of every random choice."""
 
-    dataset: options.Dataset = None
-    data_dir: options.DataDir = None
-    limit: options.Limit = None
+    dataset: str | None = option(
+        None,
+        "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders (classes in the order of their names), "
+        "or of images with a labels.csv (columns file and class).",
+        mark=options.Reads(folder=True),
+    )
+    data_dir: Path | None = option(
+        None, "Folder of the torch/... datasets.", mark=options.Reads(folder=True)
+    )
+    limit: int | None = option(None, "Use a seeded, class-balanced sample of N images.")
     seed: options.Seed = 0
-    workers: options.Workers = None
+    workers: int | None = option(
+        None, "Threads that read image files ahead. Default: one a core, at most 8.", min=0, max=64
+    )
 
 
 @group("Images")
 class Evaluation(Data):
     """Labelled images that judge a network."""
 
-    split: options.Split = None
+    split: str | None = option(None, "train, val or test. Default: the evaluation split.")
 
     def images(self, record: Record, sink: Sink, unlabelled: bool = False) -> Images:
         """Return the images that judge a network: of --dataset, else of the dataset of its
@@ -165,7 +179,7 @@ class Evaluation(Data):
 class Calibration(Data):
     """Images to calibrate on, without their labels."""
 
-    limit: Annotated[int, typer.Option("--limit", help="Number of calibration images.")] = 500
+    limit: int = option(500, "Number of calibration images.")
 
     def images(self, record: Record, sink: Sink, judges: int = 0) -> Images:
         """Return `limit` images, and at most `judges` more, in the dataset's order."""
@@ -195,7 +209,7 @@ class Calibration(Data):
 class Device:
     """The device to compute on."""
 
-    device: options.Device = "auto"
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
 
     def pick(self) -> torch.device:
         """Return the device; `auto` is CUDA where there is one, else the CPU. Each of several
@@ -225,15 +239,19 @@ class Device:
 class BatchDevice(Device):
     """The device, and the number of images in a batch."""
 
-    batch_size: options.BatchSize = 128
+    batch_size: int = option(128, "Most images in a batch.", min=1, max=options.MOST_IMAGES)
 
 
 @group("Output")
 class Output:
     """The checkpoint to write; all written files are compared with all read files here."""
 
-    output: options.Output = None
-    shard_size: options.ShardSize = None
+    output: Path | None = option(
+        None, "Checkpoint to write.", "-o", "--output", mark=options.Writes()
+    )
+    shard_size: str | None = option(
+        None, "Size of a file where -o ends in .safetensors.index.json: 5GB, 200MB.", metavar="SIZE"
+    )
     force: options.Force = False
 
     def claim(self, *groups: object) -> None:
@@ -301,15 +319,15 @@ class Output:
 
         outputs = Outputs(self.force)
         resume = any(getattr(part, "resume", False) for part in groups)
-        for option, mark, value in marked((*groups, self), options.Writes):
+        for spelling, mark, value in marked((*groups, self), options.Writes):
             for path in value if isinstance(value, list) else [value]:
                 if mark.figure:
-                    outputs.draws(option, path)
+                    outputs.draws(spelling, path)
                 else:
-                    outputs.writes(option, path, continued=mark.resumable and resume)
-        for option, source, value in marked(groups, options.Reads):
+                    outputs.writes(spelling, path, continued=mark.resumable and resume)
+        for spelling, source, value in marked(groups, options.Reads):
             for name in value if isinstance(value, list) else [value]:
-                (outputs.reads_folder if source.folder else outputs.reads)(option, Path(name))
+                (outputs.reads_folder if source.folder else outputs.reads)(spelling, Path(name))
         return outputs
 
 
@@ -354,8 +372,8 @@ def beside(path: Path, word: str) -> Path:
 class Talk:
     """The form of the output, and its amount."""
 
-    as_json: options.Json = False
-    quiet: options.Quiet = False
+    as_json: bool = option(False, "Machine-readable output on stdout.", "--json")
+    quiet: bool = option(False, "No progress and no notes on stderr.", "--quiet", "-q")
 
     def sink(self) -> Sink:
         return Sink(self.as_json, self.quiet)

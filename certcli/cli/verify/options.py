@@ -14,6 +14,7 @@ from certcli.cli.shared.groups import BatchDevice, Evaluation, Page, Reading
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.claim import MOST_DRAWS
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -45,27 +46,19 @@ class Files:
 class VerifyScope:
     """How much of it is checked."""
 
-    sample: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Check only N images, drawn afresh. Shares are then checked against an interval.",
-        ),
-    ] = None
-    proven_only: Annotated[
-        bool,
-        typer.Option("--proven-only", help="Do not ask for measured results, which prove nothing."),
-    ] = False
-    draws: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Random draws of an image that records may ask for."),
-    ] = MOST_DRAWS
-    denoiser: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The denoiser that smoothing used."),
-        options.Reads(),
-    ] = None
+    sample: int | None = option(
+        None,
+        "Check only N images, drawn afresh. Shares are then checked against an interval.",
+        min=1,
+        metavar="N",
+    )
+    proven_only: bool = option(False, "Do not ask for measured results, which prove nothing.")
+    draws: int = option(
+        MOST_DRAWS, "Random draws of an image that records may ask for.", min=1, metavar="N"
+    )
+    denoiser: Path | None = option(
+        None, "The denoiser that smoothing used.", metavar="FILE", mark=options.Reads()
+    )
 
 
 @dataclass(frozen=True)
