@@ -25,8 +25,7 @@ def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractConte
 def make_optimiser(
     parameters: list[nn.Parameter], lr: float, steps: int, unit: float = 1.0
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Return AdamW with steps relative to each tensor's size (at least 1 % of `unit`), a warm-up,
-    then a cosine.
+    """AdamW with steps relative to each tensor's size (>= 1 % of `unit`), warm-up, cosine.
 
     Least squares leaves output maps a thousand times larger than query maps, so one rate cannot
     suit both.
@@ -57,8 +56,7 @@ def descend(
     settings: AdaptSettings,
     generator: torch.Generator,
 ) -> None:
-    """Fit block(inputs) to targets / scale, and keep the best weights, those before the first epoch
-    included.
+    """Fit block(inputs) to targets / scale; keep the best weights, the first ones included.
 
     Every feature is weighted by its own variance: a few features of pre-trained vision transformers
     are a hundred times larger than the rest.

@@ -19,8 +19,7 @@ _TRIES = 3
 
 
 class Distiller:
-    """Train the student an epoch at a time, and keep the best weights, those before the first epoch
-    included.
+    """Train the student by epochs, and keep the best weights, the first ones included.
 
     Adapted networks can be steep: an epoch whose loss grows by more than a tenth is repeated at a
     quarter of the rate.
@@ -174,8 +173,7 @@ class Distiller:
 
 
 def _loss(logits: Tensor, target: Tensor, size: float) -> Tensor:
-    """Return the mean over images of KL(softmax(target) | softmax(found)) plus |found - target|^2 /
-    size.
+    """Return the images' mean KL(softmax(target) | softmax(found)) + |found - target|^2 / size.
 
     Args:
         size: the mean |target|^2 of an image.

@@ -1,5 +1,4 @@
-"""Fit the new parts in order: each learns the output of the old part, on inputs from the parts
-already adapted.
+"""Fit the new parts in order: each learns the old part's output, on inputs from adapted parts.
 
 Parts that are linear in their parameters have a closed form; AdamW fits the rest. The streams of
 all calibration images, old and new, stay in memory; the streams inside a block do not.

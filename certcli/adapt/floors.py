@@ -1,5 +1,4 @@
-"""Put a floor below the deviations that reach a LayerNorm, with ROOM for images not seen: the
-function stays the same.
+"""Put a floor below the deviations at a LayerNorm, with ROOM for others: the function stays.
 
 The deviations come from the old network on the calibration images and on blank ones (black, grey,
 white). On a ViT-Tiny, blank images have the least deviations at the first norms, and synthetic
@@ -35,8 +34,7 @@ FEW = 16
 def least_floors(
     teacher: Any, student: Any, images: Tensor, batch_size: int, team: Team = ALONE
 ) -> Iterator[AdaptedPart]:
-    """Set every floor of the student to ROOM times the least deviation that reaches it; yield a
-    record for each.
+    """Set every floor to ROOM times the least deviation that reaches it; yield a record each.
 
     A floor is at least 1e-6.
 
@@ -63,8 +61,7 @@ def least_floors(
 def least_deviations(
     teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_size: int, team: Team = ALONE
 ) -> list[float]:
-    """Return the least standard deviation of the rows that reach each norm, on the images and blank
-    ones.
+    """Return the least deviation of the rows that reach each norm, on images and blank ones.
 
     Several processes share the batches.
     """

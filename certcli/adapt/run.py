@@ -29,8 +29,7 @@ from certcli.system.seeds import seed_all
 
 
 class Adapter:
-    """Own the original network (teacher) and the new one (student); `run` fits it, `result` is its
-    checkpoint.
+    """Own the original network (teacher) and the new one (student); `run` fits it.
 
     Several processes share the images by lots (`calibration_shards.py`) and end with the same networks.
 

@@ -138,8 +138,7 @@ class Streams:
         new_inputs: Stream,
         first: int | None = None,
     ) -> Any:
-        """Start the student's new norm at `path` on its inputs during `run`; return it, or None
-        where there is none.
+        """Start the student's norm at `path` on its inputs during `run`; return it, if any.
 
         Args:
             first: the number of leading tokens that count; None: all.

@@ -113,8 +113,7 @@ _PLAIN_FIELDS = ("path", "kind", "change", "digits", "error", "family", "floor")
 
 
 class Trials:
-    """Try every candidate of every part of `student`, whose floors already lie below every
-    deviation seen.
+    """Try all candidates of all parts of `student`, floors below all deviations seen.
 
     Several processes share the candidates, and all get every result: the same errors, the same
     attentions to the bit.

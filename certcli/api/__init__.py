@@ -83,8 +83,7 @@ def load(
     weights: str | None = None,
     features: bool = False,
 ) -> OpenCheckpoint:
-    """Open a network; its modules are built or copied once. What casts doubt on reading a file is a
-    warning.
+    """Open a network; its modules are built or copied once. Doubts on reading are warnings.
 
     Args:
         source: A module in memory, a file, a folder, a timm or `hf-hub:` name.
@@ -200,8 +199,7 @@ def bounds(
     method: str = "best",
     device: str = "cpu",
 ) -> LogitBounds:
-    """Prove lower and upper bounds of logits and margins at all images of [0, 1] within `eps`, as
-    tensors.
+    """Prove bounds of logits and margins at all images of [0, 1] within `eps`, as tensors.
 
     Args:
         labels: Classes i of the margins z_i - z_j; the predicted ones where None.

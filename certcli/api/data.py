@@ -19,8 +19,7 @@ _KNOWN = "an array or tensor (n, c, h, w), batches of (images, labels), or the n
 
 
 def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) -> Images:
-    """Return images that fit the network of a record, with their labels; zeros where none are
-    needed.
+    """Return images that fit the record's network, with labels; zeros where none are needed.
 
     Args:
         data: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an

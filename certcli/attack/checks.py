@@ -1,5 +1,4 @@
-"""Checks of the evaluation itself: signs that a robust accuracy says more about the attack than
-about the net.
+"""Checks of the evaluation: signs that robust accuracy says more of the attack than of the net.
 
 The idea is auto-attack's (Croce & Hein 2020, `other_utils` and `checks`; Athalye et al. 2018,
 Carlini et al. 2019).
@@ -305,8 +304,7 @@ def _exceeds(difference: int, images: int) -> bool:
 
 
 def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int, float]) -> Flag:
-    """Is |x' - x|_2 < the certified l2 radius for some image? `radii`: image index -> certified
-    radius, pixel l2.
+    """Is |x' - x|_2 < the certified radius for some image? `radii`: index -> radius, pixel l2.
 
     Records of either norm count, by the l2 norm of what they found. Misclassified images carry no
     counterexample.

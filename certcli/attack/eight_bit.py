@@ -17,8 +17,7 @@ def rounded(images: Tensor) -> Tensor:
 
 
 def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor:
-    """Return images with 8 bits a value in the region, in the direction of the candidates: (b, c,
-    h, w) x 2 -> (b, c, h, w).
+    """Return 8-bit images in the region, towards the candidates: (b, c, h, w) x 2 -> (b, c, h, w).
 
     x + round(s 255 (x' - x)) / 255 with the largest factor s, by bisection, that stays in the
     region. A change that is spread below half a level would vanish; a larger factor keeps its

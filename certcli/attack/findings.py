@@ -38,8 +38,7 @@ def inspect(
     settings: AttackSettings,
     passes: int,
 ) -> tuple[checks.Flag, ...]:
-    """Flags about the net whose gradients are used, and about the attacks at the smallest radius
-    above 0.
+    """Flags about the net of the gradients, and about the attacks at the smallest radius > 0.
 
     The checks of attacks are left out where images have radii of their own, and with a `source`: a
     transfer may be weak.
@@ -131,8 +130,7 @@ class AttackFindings:
         return next((flag for flag in self.flags if flag.raised and flag.check.fatal), None)
 
     def to_json(self) -> dict[str, Any]:
-        """clean, robust, epsilon, norm, images, attacks and more of `first`; `curve` of the first
-        norm; `parts` of all.
+        """clean, robust, images, attacks, ... of `first`; `curve` of its norm; `parts` of all.
 
         `flags` are those that are raised, `checks` the names of all that were made.
         """

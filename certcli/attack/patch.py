@@ -1,5 +1,4 @@
-"""Patches that are looked for: PGD on the pixels of a patch, the best of many places, then restarts
-there.
+"""Patches that are looked for: PGD on their pixels, the best of many places, restarts there.
 
 What is climbed on and who gives the verdict are handed in: the network itself, or a defended
 classifier, whose procedure judges and whose passes that see the patch are climbed on (an adaptive
@@ -85,8 +84,7 @@ def attack_patches(
     settings: AttackSettings,
     places: Sequence[Corner] | None = None,
 ) -> list[PatchRecord]:
-    """One row an image (b, c, h, w) in [0, 1]. Images that are misclassified as they stand are not
-    attacked.
+    """A row an image (b, c, h, w) in [0, 1]. Misclassified images are not attacked.
 
     Every place is tried by a few steps; the full attack then runs at those with the largest margin
     lost, with restarts. All that is found is judged as it is, clipped to patch and box. Several

@@ -176,8 +176,7 @@ class _Standing:
         """Of each attack: the last radius, and how far it came at it without success."""
 
     def widen(self, region: Region, independent: bool) -> None:
-        """A larger radius: what fell has fallen, what withstood the smaller one is open again, and
-        may fall at once.
+        """A larger radius: what fell has fallen, what withstood is open, and may fall at once.
 
         Where an attack ended at the smaller radius, stretched to the new one, costs one forward
         pass to look at.

@@ -19,8 +19,7 @@ PIXELS = ("float", "8bit")
 
 @dataclass(frozen=True)
 class AttackSettings:
-    """Budget and choices of one attack; None means the attack's own default, named in its
-    docstring.
+    """Budget and choices of one attack; None: the attack's own default, in its docstring.
 
     Attributes:
         steps: gradient steps of one run.

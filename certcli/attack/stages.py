@@ -62,8 +62,7 @@ def stages_of(
     independent: bool = False,
     certified: bool = False,
 ) -> tuple[Stage, ...]:
-    """Attacks by name, or a preset, -> the stages. What was left out (None, empty) takes its
-    default.
+    """Attacks by name, or a preset, -> the stages. None and empty values are defaults.
 
     A preset runs its attacks independently and fixes what they may spend; one of a single part may
     move to other radii. With `certified`, no radius means each image's own. UsageError on an
@@ -125,8 +124,7 @@ def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Sta
 
 @dataclass(frozen=True)
 class StageTask:
-    """A stage and the images it runs on; `own`: image index -> the radius at which it alone is
-    attacked.
+    """A stage and its images; `own`: index -> the radius at which it alone is attacked.
 
     `certified`: all of the images are certified, so the network must at least classify them
     correctly.
@@ -160,8 +158,7 @@ def tasks_of(
     images: Images,
     certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> tuple[StageTask, ...]:
-    """Stages on images. With certificates: only images certified beyond each radius, or all at
-    their own radius.
+    """Stages on images; with certificates, only images certified beyond a radius, or at their own.
 
     DataError when none is certified there, or when the certificates speak of other images.
     """
@@ -254,8 +251,7 @@ def _digest(values: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Tasks made ready for a model: source crafts in its place; `keep_images` keeps those of an
-    image's first success only.
+    """Tasks ready for a model: source crafts in its place; `keep_images`: of first successes.
 
     Each portion draws from its own seed, in every process and order: resumed records are those of
     an uninterrupted run.
@@ -289,8 +285,7 @@ class Campaign:
         ]
 
     def attack(self, portion: Portion, ahead: int = 1) -> list[AttackRecord]:
-        """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the
-        model's device and dtype.
+        """Records of a portion; `ahead` is read meanwhile. Images get the model's device, dtype.
 
         DataError when an image that is certified is misclassified as it stands.
         """
@@ -324,8 +319,7 @@ class Campaign:
         file: RecordFile | None = None,
         team: Team = ALONE,
     ) -> Iterator[tuple[int, list[AttackRecord]]]:
-        """(number of the task, records of one portion), in order; what `file` holds already is
-        read, not attacked again.
+        """(task's number, records of a portion), in order; what `file` holds is read.
 
         Only the leader of several processes is handed records, without images.
         """

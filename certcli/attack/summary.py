@@ -10,8 +10,7 @@ from certcli.system.errors import DataError
 
 @dataclass(frozen=True)
 class RobustAccuracy:
-    """Shares of images, as fractions, with 95 % Clopper-Pearson intervals for "clean", "robust" and
-    each attack's label.
+    """Shares with 95 % Clopper-Pearson intervals for "clean", "robust" and each attack's label.
 
     Attributes:
         robust: withstood every attack.

@@ -145,8 +145,7 @@ def seeded(images: Tensor, seed: int) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
-    """Gradients on, parameters without gradients, random numbers from `seed`; all put back
-    afterwards.
+    """Gradients on, parameters without, random numbers from `seed`; all restored afterwards.
 
     torchattacks draws from the global generators, some attacks reseed them, and those that call
     `backward` would leave gradients in the model's parameters (and pay for them).
@@ -191,8 +190,7 @@ def craft_with(
     *,
     watch: bool = True,
 ) -> Tensor:
-    """Run `search` on the watched model: images (b, c, h, w), labels (b,) -> points (b, c, h, w),
-    to be judged.
+    """Run `search` on the watched model: (b, c, h, w), labels (b,) -> points, to be judged.
 
     Args:
         watch: False for attacks that look for the smallest perturbation, which must not stop at the
@@ -213,8 +211,7 @@ def craft_with(
 
 @dataclass(frozen=True)
 class AttackSearch:
-    """What an attack that keeps its own books works on: images (b, c, h, w), labels (b,), the
-    watched network, random draws.
+    """What an attack with its own books has: images (b, c, h, w), labels (b,), network, draws.
 
     Attributes:
         successes: None where nothing may stop early, because only the end of the run is judged.
@@ -234,8 +231,7 @@ class AttackSearch:
         return everyone if self.successes is None else everyone[~self.successes.solved]
 
     def aimed(self, targets: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield runs against the `targets` likeliest wrong classes, as many classes m at once as
-        are small.
+        """Yield runs against the `targets` likeliest wrong classes, m small classes at once.
 
         (r,) images that have not fallen, (m r,) the image and (m r,) the class of each run, of
         which each class has r.

@@ -51,8 +51,7 @@ PATCHED = 50
 
 
 class Attacking:
-    """The attacks in turn at ascending radii, image after image; `go` continues where the last call
-    ended.
+    """The attacks in turn at ascending radii, image by image; `go` continues the last call.
 
     most: images at a time at most.
     """

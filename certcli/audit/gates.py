@@ -1,5 +1,4 @@
-"""Gates of an audit: `certified@0.25<0.4` fails where less than 40 % of the images are certified at
-radius 0.25.
+"""Gates: `certified@0.25<0.4` fails where less than 40 % of the images are certified at 0.25.
 
     GATE = SHARE "@" RADIUS ("<" | "<=") NUMBER | "patched@" PATCH ("<" | "<=") NUMBER |
            "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER

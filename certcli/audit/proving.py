@@ -146,8 +146,7 @@ def _why(proven: NetworkBound, path: str) -> str:
 def slope(
     model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE
 ) -> Slope | None:
-    """The steepest slope found at a few images, one by one, until the time is over; None when not
-    one was finished.
+    """The steepest slope at a few images, until the time is over; None: not one was finished.
 
     Of several processes all but the leader measure, who is busy with the proof meanwhile.
     """

@@ -53,8 +53,7 @@ class Splits:
 
 @dataclass
 class Branched:
-    """The search of one image. radius, splits: the best so far. interrupted: by Ctrl-C, which ends
-    it.
+    """The search of one image. radius, splits: the best so far. interrupted: by Ctrl-C.
 
     Attributes:
         note: told how much of the seconds is over.

@@ -159,8 +159,7 @@ class Certifier(ABC):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
-        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w),
-        a row a claim.
+        """Compare claims with certificates of the same images: pixels (b, c, h, w).
 
         A bound on rounding is shared by the images of a batch: what falls short there is looked at
         alone.
@@ -260,8 +259,7 @@ def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
 
 @dataclass(frozen=True)
 class CertifiedAccuracy:
-    """Shares of the images: correct, and certified and correct at each radius; mean radius, wrong
-    ones counting 0.
+    """Shares: correct, certified and correct at each radius; mean radius, wrong ones 0.
 
     Attributes:
         intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample.

@@ -52,8 +52,7 @@ def neighbour_errors(
 
 
 class ProvingCertifier(Certifier):
-    """A method that proves, of a network in float64 and eval mode, for images of this size (c, h,
-    w).
+    """A method that proves, for a float64 network in eval mode, images of size (c, h, w).
 
     Attributes:
         arithmetic: of the network that its certificates speak of, as in `Proof`.
@@ -95,8 +94,7 @@ class ProvingCertifier(Certifier):
 
     @torch.no_grad()
     def require_as_run(self, images: Tensor, logits: Tensor, errors: Tensor) -> None:
-        """NoBoundError unless the network, run on this batch in its arithmetic, gives these margins
-        up to proven errors.
+        """NoBoundError unless the network, as run, gives these margins up to proven errors.
 
         |(y_i - y_j) - (z_i - z_j)| <= e_i + e_j + E_ij for the logits y as executed, i the top class and all j. E is the
         rounding at the image itself; in real arithmetic that of nothing, and y are logits of

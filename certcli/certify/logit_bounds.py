@@ -1,5 +1,4 @@
-"""Lower and upper bounds of logits and margins at all images near one, by the global bound and by
-zonotopes.
+"""Bounds of logits and margins at all images near one, by the global bound and by zonotopes.
 
 The global bound: |z(x') - z(x)| <= L |x' - x| and |m_ij(x') - m_ij(x)| <= K_ij |x' - x| for margins
 m_ij = z_i - z_j, around the logits at x, to which their own rounding error is added. Zonotopes
@@ -59,8 +58,7 @@ class Neighbourhood:
 
 @dataclass(frozen=True)
 class LogitBounds:
-    """Bounds at every image of the neighbourhood, float64 on the CPU, rounded outward; infinite
-    where there are none.
+    """Bounds near an image, float64 on the CPU, rounded outward; infinite where there are none.
 
     Args:
         lower, upper: Of each logit, (n, k).
@@ -79,8 +77,7 @@ class LogitBounds:
     why: tuple[str, ...] = ()
 
     def in_top(self, count: int = 1) -> Tensor:
-        """Return whether class i is proven to be among the `count` largest logits at every image:
-        (n,) bool.
+        """Return whether class i is proven among the `count` largest logits: (n,) bool.
 
         It is where fewer than `count` classes j may reach it: z_i - z_j > 0 is not proven for them.
         """

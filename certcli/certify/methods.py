@@ -71,8 +71,7 @@ def prepare(
     device: torch.device,
     options: CertifierOptions | None = None,
 ) -> Certifier:
-    """Return the method of that name, made ready for the checkpoint, by its own options or its
-    defaults.
+    """Return the method of that name, ready for the checkpoint, by its options or defaults.
 
     Raises:
         UsageError: there is no such method.
@@ -112,8 +111,7 @@ def certify(
     file: RecordFile | None = None,
     team: Team = ALONE,
 ) -> Iterator[list[Certificate]]:
-    """Yield certificates in the order of the images, batch by batch; what `file` holds already is
-    read, not found again.
+    """Yield certificates in the images' order, by batch; what `file` holds is read.
 
     A batch is one process's, whole: a network's last digits depend on how many images it is given.
     Only the leader is handed certificates.

@@ -13,8 +13,7 @@ class CertifierOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the options among plain values, as records state them; other names and None are
-        left out.
+        """Return the options among plain values; other names and None are left out.
 
         Raises:
             UsageError: a value has another type, or no meaning.

@@ -45,8 +45,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256 of everything that decides the logits of an image: the tensors and
-        `Record.function`.
+        """Return the sha256 of all that decides logits: the tensors and `Record.function`.
 
         The same tensors with another mean, head count or surgery are another network. Class names,
         dataset, lineage and evidence do not count.
@@ -201,8 +200,7 @@ def write_shards(
     force: bool = False,
     shard_bytes: int = shards.SHARD_BYTES,
 ) -> None:
-    """Write files of at most `most` bytes under new names, then the index; then delete the files of
-    the old index.
+    """Write files of at most `most` bytes under new names, then the index; delete the old files.
 
     A reader finds the old checkpoint or the new one, whole, at any time. The index holds the
     metadata. With `force`, files that killed runs left are deleted too.

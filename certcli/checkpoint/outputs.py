@@ -1,5 +1,4 @@
-"""The paths of a command: before any work, each output is compared with every input and every other
-output.
+"""The paths of a command: before any work, outputs are compared with inputs and each other.
 
 Two paths are one file when device and inode agree, links followed, or, for files that do not exist,
 when they resolve to one name. Replacing a file needs --force; an input is never replaced. A state
@@ -54,8 +53,7 @@ class Outputs:
         self._written: list[tuple[OptionPath, bool]] = []
 
     def reads(self, option: str, path: Path) -> None:
-        """Register a file or a checkpoint's folder, with config.json beside it and the files of an
-        index.
+        """Register a file, or a checkpoint's folder with config.json and an index's files.
 
         A name that is no path registers nothing.
         """

@@ -1,5 +1,4 @@
-"""The schema of all metadata: JSON in a file becomes typed values in known ranges here, or is
-refused in one line.
+"""The schema of metadata: JSON becomes typed values in known ranges, or is refused in a line.
 
 No other module reads raw metadata. A file may describe a network by a registered name, numbers and
 switches; it may not name a file, a URL, a callable or weights, and no number in it may demand more

@@ -75,8 +75,7 @@ def parts_of(tensors: "Mapping[str, Tensor]", limit: int) -> "Iterator[dict[str,
 
 
 def free_names(index: Path, count: int) -> list[Path]:
-    """Return names that no file has: model-00001-of-00003.safetensors, ..., or model-2-00001-of-...
-    where one exists.
+    """Return names no file has: model-00001-of-00003.safetensors, or model-2-00001-of-...
 
     Until the new index is written, the old one and its files stay whole.
     """

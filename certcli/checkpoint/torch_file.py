@@ -79,8 +79,7 @@ _SAFE: list[Any] = [
 
 
 def load_plain(path: Path) -> Any:
-    """Return the content of a file of torch.save: tensors and plain values, mapped from the file
-    where it is a very large archive.
+    """Return what torch.save wrote: tensors and plain values, mapped from a very large archive.
 
     Raises:
         CheckpointError: it is no such file, its records are not stored, or it holds something else.

@@ -198,8 +198,7 @@ def about(
 
 
 def run(started: float | None = None) -> None:
-    """Run the command line; every failure is one line and a documented exit code
-    (docs/exit-codes.md).
+    """Run the command line; failures are one line and an exit code (docs/exit-codes.md).
 
     Args:
         started: the begin of the process, on the clock of `time.perf_counter`.

@@ -48,8 +48,7 @@ class ConstrainedMatrix:
 def constrain_matrix(
     statistics: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None
 ) -> ConstrainedMatrix:
-    """Run Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P
-    pulled inside, or Q.
+    """Run P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P inside, or Q.
 
     The strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one
     beta suits all layers. A converged result does not depend on beta. W is free in directions that
@@ -101,8 +100,7 @@ def _many_groups(
     penalty: Penalty,
     settings: ConstrainSettings,
 ) -> GroupSolution:
-    """Solve max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1,
-    by strong duality.
+    """Solve max over w, sum w = 1, of min L(W) s.t. sum_j w_j c_j(W) / r_j <= 1, by duality.
 
     Each inner problem has one group with Gram matrix sum_j w_j G_j / r_j. Its ellipsoid contains
     the intersection, so its lower limit holds. A group over its limit gains weight. Algorithm 2
@@ -158,8 +156,7 @@ def _rectified(
     penalty: Penalty,
     settings: ConstrainSettings,
 ) -> GroupSolution:
-    """Minimise L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`, in rounds
-    on inner ellipsoids.
+    """Minimise L(W) s.t. one-sided distances h_j(W) <= r_j, in rounds on inner ellipsoids.
 
     The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum,
     restarted where L grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <=

@@ -144,8 +144,7 @@ def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
 
 
 def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
-    """Return an upper bound of the layer's norm: of the zero-padded convolution itself, or of the
-    out x in matrix.
+    """Bound the layer's norm: of the zero-padded convolution itself, or the out x in matrix.
 
     weight has the parameter's shape. The matrix is the operator for Linear; for a circular or
     reflecting padding, it is a surrogate.
@@ -175,8 +174,7 @@ def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -
 
 
 def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator[Tensor]:
-    """Yield at most `count` rows of each image's input, in its own precision (half precision:
-    float32), in pieces.
+    """Yield at most `count` rows of each image's input, in its precision (half: float32).
 
     These are the first row, where a class token stands, and a seeded draw of the others, the same
     for the whole batch.

@@ -1,5 +1,4 @@
-"""Projections onto the layers of bounded output error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for
-each group j}.
+"""Projections onto layers of bounded error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for each j}.
 
 Everything is written in the displacement D = W - W0, so that a constraint is evaluated without
 cancellation: the textbook form tr(W G W^T) - 2 <W, H> + S loses all digits once the error is 1e-8
@@ -58,8 +57,7 @@ def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
 
 
 def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float:
-    """Return the t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 where
-    t = 0 is within.
+    """Return t >= 0, sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 if within.
 
     Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from 0, left of the
     root, the iterates increase to it. Source: More & Sorensen 1983.
@@ -82,8 +80,7 @@ def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float
 
 
 def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[Tensor, float]:
-    """Return the column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U)
-    diag(f), and t.
+    """Return f_k = 1 / (1 + t lambda_k) of the projection D U -> (D U) diag(f), and t.
 
     Null directions have factor 1, because W is free there. radius = 0 sends every other column to
     zero.
@@ -127,8 +124,7 @@ def project(
     max_steps: int = 2000,
     tolerance: float = 1e-9,
 ) -> tuple[Tensor, int]:
-    """Project V onto the intersection over groups, by outer approximation (Algorithm 2): (W,
-    steps).
+    """Project V onto all groups, by outer approximation (Algorithm 2): (W, steps).
 
     Each step cuts with the half-space of one violated group, in turn, and projects the starting
     point onto the intersection of that half-space and the one that the current point defines. It

@@ -1,5 +1,4 @@
-"""Proximal maps of matrix norms, batched over leading dimensions: (..., n, m) -> (..., n, m),
-float64 advised.
+"""Proximal maps of matrix norms, batched: (..., n, m) -> (..., n, m), float64 advised.
 
 prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. Singular values
 come from the Gram matrix of the short side: eigenvalues of a 192 x 192 matrix take a fifth of the
@@ -110,8 +109,7 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def _level(values: Tensor, strength: float) -> tuple[Tensor, int]:
-    """Return tau >= 0 with sum_i (s_i - tau)_+ = strength (0 if there is none), and the most values
-    above it.
+    """Return tau >= 0, sum_i (s_i - tau)_+ = strength (or 0), and the most values above it.
 
     `values` (..., n) descending -> (..., 1).
     """
@@ -152,8 +150,7 @@ def _rescale(matrix: Tensor, vectors: Tensor, values: Tensor, removed: Tensor) -
 
 @dataclass(frozen=True)
 class Penalty:
-    """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <=
-    1}.
+    """A norm L with its prox, its value and its dual |Y|* = sup {<Y, W> : L(W) <= 1}.
 
     Args:
         right_invariant: L(W V) = L(W) for orthogonal V: Douglas-Rachford can run in the eigenbasis

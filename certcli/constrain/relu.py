@@ -1,5 +1,4 @@
-"""The paper's one-sided distance for layers followed by ReLU, computed from streamed signs: no Gram
-form holds them.
+"""The paper's one-sided distance for layers before a ReLU, from streamed signs: no Gram form.
 
 y = max(W0 x + b, 0) is the proximal map of the indicator f of [0, inf), and df(y) is {0} where y >
 0, (-inf, 0] where y = 0. The squared distance of z - y to df(y), z = W x + b, summed over tokens
@@ -41,8 +40,7 @@ Visit = Callable[[int, Tensor], None]
 def not_followed_by_relu(
     model: nn.Module, size: tuple[int, ...], paths: list[str]
 ) -> dict[str, str]:
-    """Return path -> reason for each layer whose output is not known to go through ReLU alone, at
-    every call.
+    """Return path -> reason for layers whose output may not go through ReLU alone, always.
 
     Read from the graph of a real forward pass on an image of `size` (c, h, w); identities and
     dropout are skipped.

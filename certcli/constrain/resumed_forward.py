@@ -1,5 +1,4 @@
-"""Resume a forward pass where the pass before it stopped, so that many passes cost little more than
-one.
+"""Resume a forward pass where the last one stopped: many passes cost little more than one.
 
 Most networks have a trunk: an nn.Sequential whose blocks run one after the other, each depending
 only on the tensor that enters it. Each pass keeps the tensor, one a batch, that enters the first
@@ -26,8 +25,7 @@ BEFORE = -1
 
 @dataclass(frozen=True, eq=False)
 class Trunk:
-    """An nn.Sequential that a run of the model calls once, and the places of layers: path ->
-    (first, last).
+    """An nn.Sequential that runs once, and the places of layers: path -> (first, last).
 
     A place is the number of the running block. A layer that is not called has none.
     """

@@ -22,8 +22,7 @@ class Split(Protocol):
 
 
 def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
-    """Return this process's layers, in order. The dearest layer goes first, to the process with the
-    least work so far.
+    """Return this process's layers: the dearest first, to the process with the least work.
 
     Cost: in^2 (in + out), of the eigenbasis and the products with it.
     """

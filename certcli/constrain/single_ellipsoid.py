@@ -1,5 +1,4 @@
-"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both
-limits at each step.
+"""Douglas-Rachford on min L(W) s.t. tr((W - W0) G (W - W0)^T) <= r, both limits at each step.
 
 With P = prox(Z) the matrix Y = (Z - P) / strength is a subgradient of L at P. So its dual norm is
 at most 1, L(P) = <Y, P>, and each iteration knows, from sums over entries alone,
@@ -86,8 +85,7 @@ def one_group(
     *,
     ends: bool = True,
 ) -> GroupSolution:
-    """Minimise L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in)
-    float64.
+    """Minimise L(W), tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in).
 
     An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs
     no product. A tall W0 is F R there with orthonormal columns F (out, in), and only square
@@ -140,8 +138,7 @@ def one_group(
 def roughly(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> Tensor:
-    """Solve `one_group` in float32 to the settings' tolerance, without judging the result: for a
-    trial.
+    """Solve `one_group` in float32 to the tolerance, without judging it: for a trial.
 
     centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because
     float32 ends at 1e38.
@@ -256,8 +253,7 @@ class _Ellipsoid:
         return float(self.penalty.value(self.back(self.centre)))
 
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
-        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 times the allowed
-        squared error.
+        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 of the error.
 
         The aim is at most a quarter of the squared error of W = 0.
         """

@@ -38,8 +38,7 @@ def least_squares_on_ball(
     tolerance: float = 1e-6,
     target: float | None = None,
 ) -> BallFit:
-    """Minimise sum_k values_k |W_k - centre_k|^2 subject to |W|_2 <= radius, columns k in the
-    eigenbasis of G.
+    """Minimise sum_k values_k |W_k - centre_k|^2, |W|_2 <= radius, k in the eigenbasis of G.
 
     Douglas-Rachford takes P = clip(Z), then the proximal map of the error, which scales columns. Y
     = (Z - P) / strength lies in the ball's normal cone at P, so the squared error over the ball is
@@ -87,8 +86,7 @@ def least_squares_on_ball(
 
 
 def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
-    """Find the least radius whose best fit has relative error eta: the Pareto front from the other
-    side.
+    """Find the least radius whose best fit has relative error eta: Pareto's other side.
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
     """

@@ -93,8 +93,7 @@ class LayerStatistics:
         )
 
     def eta_of(self, mean_squared: float) -> float:
-        """Return the relative error at which no group exceeds this mean squared error of an output
-        vector.
+        """Return the relative error at which no group exceeds this mean squared error.
 
         min_j sqrt(T_j mean_squared / S_j) with T_j tokens, below 1: with one group the paper's
         constraint sum_t |W x_t - W0 x_t|^2 <= T mean_squared. Source: CertViT, (12).
@@ -155,8 +154,7 @@ def passes_within(
     copies: int = 1,
     memory_limit_bytes: int | None = None,
 ) -> list[list[str]]:
-    """Split `paths`, in order, into passes whose Gram matrices (copies * in^2 float64 each) fit the
-    limit.
+    """Split `paths` into passes whose Gram matrices (copies * in^2 float64 each) fit.
 
     `copies` counts groups, plus one for held-out images. UsageError names a layer that does not fit
     alone.
@@ -190,8 +188,7 @@ def collect_in_passes(
     sample: int | None = None,
     held_out: Mapping[str, Tensor] | None = None,
 ) -> Iterator[dict[str, LayerStatistics]]:
-    """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each
-    time.
+    """Yield statistics of as many layers as fit, one forward pass over `batches` a time.
 
     G_j is the sum of x x^T over the tokens of mini-batch group j; batch number b belongs to group b
     mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB. The caller

@@ -1,5 +1,4 @@
-"""Library code as it was when certvit was imported: theorems hold for that code, and for none that
-was patched since.
+"""Library code as imported: theorems hold for that code, and for none that was patched since.
 
 A class is pinned when it gets a rule: its methods, their code, and the functions that they name.
 torch's functions, the methods of tensors and those of `nn.Module` are pinned here. A patch from

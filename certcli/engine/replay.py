@@ -1,5 +1,4 @@
-"""Is the traced graph the network? It is executed beside the model, and everything that the model
-could hide is looked at.
+"""Is the traced graph the network? It runs beside the model; all that could hide is looked at.
 
 The bound is one of the graph. It is the network's if the network runs that graph on every image, so
 here it is *run*. Each run has its own task:
@@ -50,8 +49,7 @@ Watch = Callable[[Callable[[Tensor], Any], Tensor], tuple[Any, list[Operation]]]
 
 @contextmanager
 def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Iterator[Trace]:
-    """`trace_model` for the body; at its end the graph is the network as far as running both can
-    tell.
+    """`trace_model` for the body; at its end the graph is the network, as far as runs can tell.
 
         with replayed(model, size, rules) as traced:
             found = walk(traced, domain)
@@ -257,8 +255,7 @@ def _agrees_in_float64(
 
 
 def agree(together: Tensor, alone: Tensor, moves: Callable[[Tensor], float] | None = None) -> bool:
-    """Tell whether logits (n, k) of images in one batch are those of each image alone, up to the
-    rounding of kernels.
+    """Tell whether a batch's logits (n, k) are those of each image alone, up to kernels' rounding.
 
     sqrt(eps) of how far logits move from image to image (`movement` where no other measure is
     given): above the rounding of other kernels, below what a network does that mixes images.

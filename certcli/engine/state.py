@@ -23,8 +23,7 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Describe, by name, the content of every tensor and every attribute of every module and of its
-    class.
+    """Describe, by name, all tensors' content and all attributes of modules and classes.
 
     Of functions, closures and the globals that they name count as well. Library code has none that
     changes.
@@ -134,8 +133,7 @@ def _filled(cell: Any) -> bool:
 
 
 def digest(tensor: Tensor) -> int:
-    """Return a checksum of content and order: sums over blocks of bytes and across them, two passes
-    over the memory.
+    """Return a checksum of content and order: sums over and across blocks of bytes.
 
     It detects a network that writes into its own tensors. It does not resist a deliberate
     collision.

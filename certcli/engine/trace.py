@@ -33,8 +33,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph, the values of its constants, the module calls it came from, and the logits of the
-    traced example.
+    """The graph, its constants' values, its module calls, and the traced example's logits.
 
     Attributes:
         made: how the network made those constants that are not its own.

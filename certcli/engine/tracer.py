@@ -1,5 +1,4 @@
-"""torch.fx's tracer, with proxies that carry the concrete tensor of an example forward pass (batch
-of one).
+"""torch.fx's tracer, whose proxies carry the concrete tensor of an example (batch of one).
 
 timm's control flow on shapes runs as it does in use. A network that reads a value back into Python
 (`.item()`, `bool(tensor)`) is refused, because the graph would hold the example's value. torch's

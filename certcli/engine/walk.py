@@ -203,8 +203,7 @@ _SECOND = ("other", "x2")
 def _as_documented(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call of torch's with NumPy's spellings undone, and the tensors it is about without
-    their names.
+    """Return a torch call without NumPy's spellings, and its tensors without their names.
 
     torch takes `axis` for `dim` and `keepdims` for `keepdim` wherever it has them, and its operands
     by name as well. A rule that is then called with a name twice has not been understood, and

@@ -276,8 +276,7 @@ def _refusals(record: _Record) -> Iterator[None]:
 
 
 def _require_no_guard() -> None:
-    """Raise Untraceable where other code than torch's holds torch's guard against dispatch to
-    Python.
+    """Raise Untraceable where other code than torch's holds torch's guard of dispatch.
 
     A network that took it before the run could use it, and the process would end. A guard that is
     found by way of Python's own lists of classes is not seen.
@@ -311,8 +310,7 @@ _NAMESPACES: list[dict[str, Any]] = []
 
 
 def _is_torch_alone() -> bool:
-    """Return whether the references to the guard are those in torch's namespaces and its `__mro__`,
-    by their number.
+    """Tell whether references to the guard are torch's own and its `__mro__`'s, by number.
 
     Both numbers are taken now, so nothing depends on what was there before. It takes a hundredth of
     the walk over all objects, which looks only where the numbers differ.

@@ -1,5 +1,4 @@
-"""The one decoder of evidence: a closed structure for each command. What it does not hold is
-neither read nor shown.
+"""The decoder of evidence: a closed structure a command; what it lacks is not read.
 
 Whatever of it is shown is either recomputed by `certvit verify` or in UNVERIFIED_FIELDS.
 """

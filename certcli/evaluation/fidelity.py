@@ -119,8 +119,7 @@ class ReferenceLogits:
         return _logits_of(model, self._batches())
 
     def trial_logits(self, model: nn.Module) -> Tensor:
-        """Return the logits of `model` where first choices may change, those of the original
-        network elsewhere.
+        """Return logits of `model` where first choices may change, of the original elsewhere.
 
         The judges of a dataset are compared by those that change first (`changed_at_most`), and
         these have small margins. Photographs without classes are compared by all their logits.
@@ -171,8 +170,7 @@ class ReferenceLogits:
         )
 
     def reach(self, after: Tensor) -> Tensor:
-        """Return the t >= 0 at which z0 + t (z - z0) leaves its first choice, inf where it never
-        does: (images,).
+        """Return t >= 0 at which z0 + t (z - z0) leaves its first choice, or inf: (images,).
 
         This t is the least margin_k / (margin_k - margin'_k) over the classes k whose margin
         shrinks.
@@ -184,8 +182,7 @@ class ReferenceLogits:
         return times.scatter(1, top, torch.inf).amin(1)
 
     def changed_at_most(self, after: Tensor) -> float:
-        """Return the share of all images of this kind whose first choice changes at most, with
-        probability 1 - DOUBT.
+        """Return the most of all such images that change, with probability 1 - DOUBT.
 
         The margins tell more than a count: of n = 40 images 98 % are 39.2. On the line from the old
         logits to `after` the k-th image changes at t_k, when at most the share p of all images has
@@ -235,8 +232,7 @@ def _logits_of(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
 
 
 def expected_on_real(fidelity: Fidelity, channels: int) -> dict[str, float]:
-    """Return what networks with `found` on synthetic photographs kept on real images; {} where that
-    is not known.
+    """Return what networks with `found` on synthetic photographs keep on real ones; {}: unknown.
 
     Strokes on black are no photographs: on grey images the logits were off up to eight times as
     far.
@@ -259,8 +255,7 @@ def keeps_enough(fidelity: Fidelity, keep: float) -> bool:
 
 
 def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
-    """Return the largest t <= `most` such that t times the change from z0 to z keeps the share
-    `keep`.
+    """Return the largest t <= `most` such that t times z0 -> z keeps the share `keep`.
 
     For a share of 1 less than half an image may be expected to change.
     """

@@ -17,8 +17,7 @@ _OUTWARD = 1e-12
 
 
 def lower_confidence(successes: int, trials: int, alpha: float) -> float:
-    """The largest p with P[Binomial(trials, p) >= successes] <= alpha, rounded down: p is larger,
-    but with probability alpha.
+    """Largest p with P[Binomial(trials, p) >= successes] <= alpha, rounded down: a lower bound.
 
     One-sided. It is the alpha quantile of Beta(successes, trials - successes + 1). Source: Clopper
     & Pearson 1934.

@@ -95,8 +95,7 @@ class Region:
         return point if self.where is None else torch.where(self.where, point, images)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2:
-        direction and length are.
+        """An ascent's start: (b, c, h, w) -> same. linf: uniform in the ball; l2: length is.
 
         Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point
         of it begins as far away as it may ever be, and breaks fewer images. Clipped to the box.

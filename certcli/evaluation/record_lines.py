@@ -1,5 +1,4 @@
-"""The door for files of records: each line becomes typed, ranged values, or one sentence says why
-not.
+"""The door for records: each line becomes typed, ranged values, or one sentence says why not.
 
 Nothing is taken from a line that is not a field here. Whether a line is true is not decided here:
 `evaluation.resumed` computes lines again.

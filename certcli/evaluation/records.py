@@ -125,8 +125,7 @@ def _short(value: Any) -> str:
 
 
 class RecordFile:
-    """The records of one run on disk, or nowhere when no path is given. A context: the file is open
-    inside it.
+    """A run's records on disk, or nowhere without a path. A context: the file is open in it.
 
     keys: the fields that say which record a line is. With `resume` the lines of an existing file
     are handed out again by `take`; from the first one that is missing on, the file is written anew.
@@ -286,8 +285,7 @@ def require_same_images(
     *,
     all_of_them: bool = False,
 ) -> None:
-    """DataError when a record speaks of other pixels, another label or another file than the image
-    with its index.
+    """DataError for a record with other pixels, label or file than the image of its index.
 
     Args:
         all_of_them: also when it speaks of an image that is not among these.

@@ -56,8 +56,7 @@ class Patch:
 
     @staticmethod
     def read(text: str, image: tuple[int, int]) -> Patch:
-        """Read "32" (a square), "16x64" (width x height), "2%" (the square of at least that share),
-        "2:32" (two of them).
+        """Read "32" (square), "16x64" (width x height), "2%" (least square of it), "2:32" (two).
 
         Args:
             image: (height, width).
@@ -97,8 +96,7 @@ class Patch:
 @total_ordering
 @dataclass(frozen=True)
 class Threat:
-    """All images in [0, 1] that an attacker may show in place of x: those within a ball, or with
-    other pixels in a patch.
+    """All images in [0, 1] that may be shown for x: within a ball, or changed in a patch.
 
     Threats of one norm have an order; comparing those of two norms is a TypeError.
 
@@ -171,8 +169,7 @@ class Threat:
         return str(self.size) if isinstance(self.size, Patch) else attacked_radius(self.size)
 
     def allows(self, changed: Tensor, image: Tensor) -> bool:
-        """Return whether an attacker may show `changed` in place of `image`: (c, h, w) both,
-        compared in float64.
+        """Return whether `changed` may be shown for `image`: (c, h, w) both, in float64.
 
         Of several patches one is looked for.
         """

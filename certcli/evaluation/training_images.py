@@ -1,5 +1,4 @@
-"""Which images a network was made with, kept in its lineage, and how many of other images are among
-them.
+"""Which images a network was made with, by its lineage, and how many of others are among them.
 
 A step that trains or calibrates keeps the digests of its images' pixels, as the network takes them:
 all of few, a seeded sample of many, six bytes each (two images of a million share one with a chance

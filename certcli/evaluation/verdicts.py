@@ -1,5 +1,4 @@
-"""Whether a share of images meets a demand, decided by the interval of the share and not by the
-share itself.
+"""Whether a share of images meets a demand, decided by the share's interval.
 
 A demand is met where the lower end of the interval meets it, missed where the upper end misses it,
 and otherwise not decided.

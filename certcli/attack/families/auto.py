@@ -33,8 +33,7 @@ def autoattack(
 def autoattack_full(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """APGD-CE, APGD-T, FAB-T, Square in turn, each on what withstood the ones before: (b, c, h, w),
-    (b,) -> same.
+    """APGD-CE, APGD-T, FAB-T, Square in turn, on what withstood: (b, c, h, w), (b,) -> same.
 
     The published standard version: 100 steps, 9 targets, 5,000 queries, all of them spent on an
     image that withstands. torchattacks' AutoAttack takes 10 steps, all k - 1 targets and the clock

@@ -20,8 +20,7 @@ LOOK = 0.2
 def fab(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """Projections of x and of the image onto the linearised boundary to each likely class: (b, c,
-    h, w), (b,) -> same.
+    """Projections of x and the image onto linearised boundaries: (b, c, h, w), (b,) -> same.
 
     100 steps a target class, at most `targets` of them, the nearest success of all; the radius
     bounds random starts only. torchattacks would stop at the first target that succeeds within the
@@ -33,8 +32,7 @@ def fab(
 def fab_within(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """FAB that ends at the first success within the radius: (b, c, h, w), (b,) -> same. A part of
-    AutoAttack.
+    """FAB to the first success within the radius: (b, c, h, w), (b,) -> same; of AutoAttack.
 
     With `give_up` a target is left after each fifth of the steps if what it found, or the
     linearised boundary where it found nothing, is more than twice the radius away, or would not
@@ -141,8 +139,7 @@ def _search(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Tensor:
-    """The smallest d with normal . d = -level and points + d in the box: (b, c, h, w) x 2, (b,) ->
-    (b, c, h, w).
+    """The smallest d, normal . d = -level, points + d in the box: (b, c, h, w) x 2, (b,) -> same.
 
     d_i = s sign(w_i) min(t c_i, room_i) with c_i = |w_i| for l2, 1 for linf, so that normal . d
     grows with t, linear between the t at which a pixel reaches the box; these are sorted, and the

@@ -26,8 +26,7 @@ def craft(
     region: Region,
     settings: AttackSettings,
 ) -> Tensor:
-    """Run the attack on all images that share a radius: (b, c, h, w), (b,) -> (b, c, h, w), to be
-    judged.
+    """Run the attack on images that share a radius: (b, c, h, w), (b,) -> same, to be judged.
 
     The library sees float32 images and the network behind a wall: it changes no mode, no gradient
     and no random numbers of the caller, and prints nothing. A default step size keeps its ratio to

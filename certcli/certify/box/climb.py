@@ -1,5 +1,4 @@
-"""A search for the anchors from which a pair of classes is certified furthest. What it finds is a
-hope: `reach` proves.
+"""Search the anchors that certify a pair of classes furthest: a hope, which `reach` proves.
 
 For a margin m of slope K and an anchor a, every image x' of the box within r of x has m(x') >= m(a)
 - K |x' - a|. So the search climbs m(a) / K - D(a, r), D the largest such distance, with r raised

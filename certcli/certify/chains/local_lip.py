@@ -1,5 +1,4 @@
-"""Local-Lip: certificates from how fast a chain of layers moves near each image, constant units
-left out of the norms.
+"""Local-Lip: certificates from how fast a chain moves near each image, constant units left out.
 
 A ReLU unit that is 0 on the whole neighbourhood passes nothing on: its row and its column leave the
 matrices on either side, whose norms fall. Source: Huang et al. 2021, Training certifiably robust
@@ -35,8 +34,7 @@ _HALVINGS = 5
 
 
 class LocalLipCertifier(ProvingCertifier):
-    """Radii at which all margins of a chain were proven positive; never less than the global
-    bound's.
+    """Radii at which all margins of a chain are proven; never below the global bound's.
 
     A radius is doubled while its proof succeeds, then bisected in its logarithm: 2 % of it are lost
     at most. No monotony is assumed: what is reported was proven itself.
@@ -210,8 +208,7 @@ class LocalLipCertifier(ProvingCertifier):
         values: Values | None = None,
         nearby: Tensor | None = None,
     ) -> Tensor:
-        """Tell whether no image within each radius is classified as anything but its label: (b,)
-        bool.
+        """Tell whether every image within each radius gets its label: (b,) bool.
 
         Args:
             nearby: how far execution may move z_i - z_j there, (b, k), which margins must exceed.

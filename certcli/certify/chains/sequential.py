@@ -1,5 +1,4 @@
-"""Networks that are a chain, affine map after activation, and what their tensors can be near an
-image: boxes and balls.
+"""Chains, affine map after activation, and their tensors near an image: boxes and balls.
 
 For all images x within r of x_0 (pixel l2, pixels in [0, 1]), every tensor of the chain differs
 from its value at x_0 by a d with  lo <= d <= hi  entry by entry (lo <= 0 <= hi) and  |d|_2 <= rho.
@@ -31,8 +30,7 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 
 @dataclass(frozen=True)
 class AffineStep:
-    """x -> W x + bias on batches. run(x, weight): the linear map with another weight of the same
-    form; norm: |W|_2 <= norm.
+    """x -> W x + bias on batches. run(x, weight): with another weight; norm: |W|_2 <= norm.
 
     Attributes:
         matrix: W itself where it is one, acting on the last axis of (b, n).
@@ -161,8 +159,7 @@ class SequentialNetwork:
         return Moves(reach.lo, reach.hi, torch.minimum(up(norms * reach.rho, 1), box))
 
     def margins(self, values: Values, moves: Moves, labels: Tensor, *, drop: bool) -> Tensor:
-        """z_label - z_j is at least this for all images of the neighbourhoods: (b, k), +inf at the
-        label itself.
+        """z_label - z_j >= this in the neighbourhoods: (b, k), +inf at the label itself.
 
         The least w.d for d in the box and the ball, w = w_label - w_j, by weak duality: for every t
         > 0 w.d <= sum_i max_{0 <= s <= reach_i} (|w_i| s - s^2 / 2t) + rho^2 / 2t.
@@ -229,8 +226,7 @@ def _masked_norms(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
 
 
 def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
-    """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n), (b, k, n), (b, 1) -> (b,
-    k).
+    """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n) x 2, (b, 1) -> (b, k).
 
     Any t gives a bound; t is looked for by bisection where min(reach, t g) has the length rho.
     """

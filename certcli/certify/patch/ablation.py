@@ -76,8 +76,7 @@ def winner(votes: Sequence[int], classes: int) -> int:
 
 
 def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, classes: int) -> bool:
-    """Whether `top` wins whatever the bands of any one set vote, and those whose vote is not firm:
-    met (s, m) bool.
+    """Whether `top` wins whatever bands of one set vote, and what is not firm: met (s, m) bool.
 
     All of them voting for one other class is the worst: it is then compared with every class j,
     ties by the smaller index.

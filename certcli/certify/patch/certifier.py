@@ -30,8 +30,7 @@ AT_ONCE = 16
 
 @dataclass(frozen=True)
 class PatchCertificate(Certificate):
-    """proven: patches, as they are spelled, that do not change the class. votes: of each pass,
-    where passes vote.
+    """proven: patches, as spelled, that do not change the class. votes: of each pass, if any.
 
     radius: 0, because the certificate does not speak of balls.
     """

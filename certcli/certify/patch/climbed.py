@@ -13,8 +13,7 @@ _MOST = 32
 
 
 class TouchedPasses(nn.Module):
-    """log of the mean softmax over the views that see something of the patch at this corner: what
-    has to change together.
+    """log of the mean softmax over views that see the patch here: what has to change together.
 
     Of double masking those of the first round, whose majority a patch must turn.
     """

@@ -1,5 +1,4 @@
-"""Double masking: a class stands when all other masks agree once the mask that hides the patch is
-in place.
+"""Double masking: a class stands when all other masks agree once one hides the patch.
 
 Masks M cover the patch: at each of its places one of them hides it whole. f(i, j): the network's
 class without what masks i and j hide. The procedure: if all f(i, i) agree, that class. Else, of the

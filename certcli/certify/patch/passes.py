@@ -1,5 +1,4 @@
-"""Passes in batches of one fixed size, and whether a pass gives the same bits whatever else is in
-its batch.
+"""Passes in batches of a fixed size; does a pass give the same bits whatever its batch holds.
 
 A certificate speaks of the classifier as it is executed: a pass that sees nothing of a patch must
 give the same class as without it. BLAS chooses its sums by the shape of a batch, so that a row's
@@ -54,8 +53,7 @@ class Answer:
 
 
 class MaskedPasses:
-    """Runs passes of `part`, `rows` at a time. views: (m, rows, columns), all that the defence
-    uses.
+    """Runs passes of `part`, `rows` at a time. views: (m, rows, columns), of the defence.
 
     run counts the passes that were asked for, `executed` those with what batches were filled up
     with.

@@ -13,8 +13,7 @@ from certcli.evaluation.threat import Patch
 
 @dataclass(frozen=True)
 class PatchOutcome:
-    """The procedure's class for an image, the patches that provably do not change it, and what
-    passes voted where they do.
+    """The class, the patches proven not to change it, and what passes voted, where they do.
 
     Attributes:
         prediction: NONE where passes with logits that are not finite decide.

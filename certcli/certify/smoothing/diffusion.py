@@ -1,5 +1,4 @@
-"""One step of a diffusion model as a denoiser: a deterministic function of the noisy pixels, built
-for one sigma.
+"""One step of a diffusion model as a denoiser: deterministic, built for one sigma.
 
 Source: Carlini, Tramer, Dvijotham, Rice, Sun & Kolter 2023, (Certified!!) adversarial robustness
 for free.
@@ -72,8 +71,7 @@ class OneShot(PixelDenoiser):
         }
 
     def require_size(self, size: tuple[int, int, int]) -> None:
-        """Raise ArchitectureError where the levels do not divide a side. Nothing is resized before
-        the denoiser.
+        """Raise ArchitectureError where levels do not divide a side: nothing is resized.
 
         A resize would mix the noise of neighbouring pixels, and the UNet expects white noise.
         """

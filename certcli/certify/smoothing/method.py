@@ -1,5 +1,4 @@
-"""Randomised smoothing: what the network says of an image under Gaussian noise, and how far that
-cannot change.
+"""Randomised smoothing: what the network says under Gaussian noise, and how far that holds.
 
 g(x) = the class that f gives to x + sigma z most often, z ~ N(0, I), pixels unclipped. If the class
 c is given with probability p > 1/2, no image within sigma Phi^-1(p) (pixel l2) has another g. p is
@@ -39,8 +38,7 @@ the boundary by less. Near probability 1, TIES alone would allow a radius a quar
 
 
 class SmoothingCertifier(Certifier):
-    """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), the function the
-    statement is about.
+    """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), as is stated.
 
     Attributes:
         purpose: of the noise; see `noise`.

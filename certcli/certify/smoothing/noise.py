@@ -1,5 +1,4 @@
-"""Gaussian noise by counter: image i, sample k has the same noise on any device, in any batch, in
-any process.
+"""Gaussian noise by counter: image i, sample k has the same on any device and in any batch.
 
 The bits are those of Philox4x64-10 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2,
 3) with the key (seed, 0) and the counter (block, image, sample, purpose), blocks from 1: numpy's
@@ -129,8 +128,7 @@ def noisy(
     which: Sequence[int] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Row r: pixels[which[r]] + sigma z, with the noise z of image images[r], sample samples[r]:
-    (r, c, h, w) float32.
+    """Row r: pixels[which[r]] + sigma z, z of (images[r], samples[r]): (r, c, h, w) float32.
 
     Args:
         which: row of `pixels` for each row, r itself unless given.

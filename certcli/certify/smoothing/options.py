@@ -1,5 +1,4 @@
-"""Options of --method smoothing, and the statistics that they decide. No torch here: `certify
---help` reads them.
+"""Options of --method smoothing, and their statistics. No torch here: `--help` reads them.
 
 Source: Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing,
 CERTIFY.
@@ -41,8 +40,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Smoothing(CertifierOptions):
-    """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence
-    1 - alpha an image.
+    """n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha.
 
     Args:
         sigma: or "auto": by `tuning`.
@@ -211,8 +209,7 @@ class Smoothing(CertifierOptions):
         return False
 
     def hopeless(self, hits: int, drawn: int) -> bool:
-        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 -
-        HOPELESS.
+        """No sample left could lead to a certificate, or p <= 1/2 at confidence 1 - HOPELESS.
 
         With `decide`: to one beyond `enough`, or p <= Phi(enough / sigma) at the confidence 1 -
         UNLIKELY.

@@ -39,8 +39,7 @@ chance."""
 def say_training_follows(
     settings: "AdaptSettings", classes: int, teach: Sequence[str], sink: Sink
 ) -> None:
-    """Say, before minutes are spent, that the adapted network is only a start for training, or that
-    the goal does not fit.
+    """Say early that the adapted network is only a start for training, or the goal does not fit.
 
     Args:
         teach: The words of the command that trains the output with its source as the teacher,

@@ -134,8 +134,7 @@ def of_patches(options: CertifyOptions) -> bool:
 def _demand(
     text: str | None, threats: Sequence[Threat], image: tuple[int, int] = (1, 1)
 ) -> tuple[CertifiedDemand, list[Threat]]:
-    """Return the demand of "0.6@1.58", or of "0.6" for the smallest threat, and all threats,
-    ascending.
+    """Return the demand of "0.6@1.58", or "0.6" (the smallest threat), and ascending threats.
 
     A demanded patch must be among those certified, for the defence depends on them. UsageError when
     it is no share.
@@ -305,8 +304,7 @@ class Result:
 def _run(
     method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> Result | None:
-    """Certify all images by one method, each record written as it is found; None where another
-    process leads.
+    """Certify all images by a method, records written at once; None where another leads.
 
     Of the records that were read instead, those that the demand rests on are computed again.
     """
@@ -401,8 +399,7 @@ def _require_reach(
 def attacked_shares(
     path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
 ) -> dict[Threat, dict[int, bool]]:
-    """Records of `attack` -> threat -> index -> withstood all attacks in that norm; images attacked
-    at every radius only.
+    """Records of `attack` -> threat -> index -> withstood all attacks, where all radii were run.
 
     DataError when they are of another network, other images or other norms, or when no image was
     attacked at all radii.

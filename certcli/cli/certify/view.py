@@ -25,8 +25,7 @@ EVIDENCE = (
 def document(
     results: Sequence[Result], reason: str | None, checkpoint: str, images: Images
 ) -> dict[str, Any]:
-    """Return the one document: what was certified, of which network, on which images, with which
-    promise.
+    """Return the one document: what was certified, of which network, on which images.
 
     It speaks of the first method; `methods` holds all of them when there are several, `reason` why
     auto took it.

@@ -246,8 +246,7 @@ class Training:
     def _learn(
         self, trainer: Trainer, train: Images, validation: Images, end: float | None
     ) -> None:
-        """Train to the end, with a progress bar, or a remark now and then in a log file; save each
-        epoch's state.
+        """Train to the end, with a progress bar or log lines; save each epoch's state.
 
         Args:
             end: when the steps of a time budget should end; each epoch's pace corrects their

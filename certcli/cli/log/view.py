@@ -1,5 +1,4 @@
-"""What `certvit log` shows: the steps and the evidence of one checkpoint in words, several
-checkpoints as a table.
+"""What `certvit log` shows: a checkpoint's steps and evidence, or several as a table.
 
 Only evidence that `certcli.evaluation.evidence` understands is put into words. What nothing
 recomputes is called measured.
@@ -227,8 +226,7 @@ def _images(result: Any) -> str:
 def compare(
     read: Sequence[tuple[Path, Checkpoint]], sink: Sink, written: str | None = None
 ) -> None:
-    """Print a row for each checkpoint, as a table for the screen or as `written`, a name of
-    `rows.FORMATS`.
+    """Print a row for each checkpoint, as a table or as `written`, of `rows.FORMATS`.
 
     Fresh evidence only: what was found about another network says nothing about this one.
 

@@ -127,8 +127,7 @@ class Evaluation(Data):
     split: str | None = option(None, "train, val or test. Default: the evaluation split.")
 
     def images(self, record: Record, sink: Sink, unlabelled: bool = False) -> Images:
-        """Return the images that judge a network: of --dataset, else of the dataset of its
-        training, with its classes.
+        """Return the images that judge: of --dataset, else of the training's, with its classes.
 
         Without --split these are the images kept for validation, where training took a part of the
         dataset.
@@ -212,8 +211,7 @@ class Device:
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
 
     def pick(self) -> torch.device:
-        """Return the device; `auto` is CUDA where there is one, else the CPU. Each of several
-        processes has its own GPU.
+        """Return the device; `auto` is CUDA if there is one. Each process has its own GPU.
 
         Raises:
             UsageError: the device is not here.
@@ -267,8 +265,7 @@ class Output:
         last: bool = False,
         state: str | None = None,
     ) -> Path:
-        """Do as `claim` does, and return the checkpoint to write: -o, else
-        <stem>.<command>.safetensors beside the source.
+        """Do as `claim`; return the checkpoint to write: -o, else <stem>.<command>.safetensors.
 
         Args:
             last: the last epoch's file is written beside it.

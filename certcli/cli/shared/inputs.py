@@ -111,8 +111,7 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
 
 
 def default_output(source: str, command: str, shards: bool = False) -> Path:
-    """Return <stem>.<command>.safetensors beside a source file, in the current folder for the name
-    of a network.
+    """Return <stem>.<command>.safetensors beside a file, in the current folder for a name.
 
     Args:
         shards: it is the index of several files.
@@ -202,8 +201,7 @@ def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
 
 
 def remember_dataset(record: Record, images: Images) -> Record:
-    """Return the record with the name of the dataset (never a path), and its class names where they
-    are the network's.
+    """Return the record with the dataset's name (no path), and its class names if they are.
 
     Ten synset folders beside 1,000 classes name ten of them, at other numbers.
     """

@@ -20,8 +20,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Writes:
-    """A mark of options whose value names an output: new, or --force, and never an input
-    (`certcli.checkpoint.outputs`).
+    """A mark of options that name an output: new, or --force, never an input.
 
     Args:
         resumable: --resume continues a file that exists.

@@ -36,8 +36,7 @@ SCHEMA = 1
 
 
 class Gate:
-    """The demands on a result (`--max`, `--min-*`): stated in the document, enforced after
-    everything is written.
+    """Demands on a result (`--max`, `--min-*`), in the document, enforced after all is written.
 
     A share of images is judged by its interval, so a demand may be met, missed, or not decided.
     """
@@ -51,8 +50,7 @@ class Gate:
             self.failures.append(failure)
 
     def demand_share(self, hits: int, images: int, demand: float, what: str, option: str) -> None:
-        """Demand that a share of images reaches `least`, by its interval. A share of 0 demands
-        nothing.
+        """Demand that a share reaches `least`, by its interval; 0 demands nothing.
 
         Args:
             what: the share and its threat, "certified accuracy at 0.5".
@@ -219,8 +217,7 @@ class Sink:
 
     @contextmanager
     def progress(self, label: str, total: int | None, done: int = 0) -> Iterator["Bar"]:
-        """Show a bar with the time left on stderr; where that is no terminal, a line every minute.
-        With --quiet neither.
+        """Show a bar on stderr, or a line every minute where it is no terminal.
 
         known: how much of the total takes no time, because a file holds it.
         """

@@ -1,5 +1,4 @@
-"""Defaults of a command from a file: `certvit.toml`, else `[tool.certvit]` of `pyproject.toml`,
-both in the current folder.
+"""Defaults from the current folder's `certvit.toml`, or `[tool.certvit]` of `pyproject.toml`.
 
     [audit]                                     [tool.certvit.audit]
     time-budget = "90s"                         fail-on = ["certified@0.25<0.4"]

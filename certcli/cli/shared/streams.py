@@ -10,8 +10,7 @@ from typing import Any
 
 
 class Guarded:
-    """A text stream whose writes never fail: it drops the rest after an error, and `failure` holds
-    the reason.
+    """A text stream whose writes never fail: after an error it drops; `failure` is the reason.
 
     A command whose reader has left (`certvit log m.safetensors | head -1`) finishes: files are
     written, gates judged.

@@ -17,8 +17,7 @@ _UNEVEN = 64.0
 
 @dataclass(frozen=True)
 class Near:
-    """All z with |z_i - centre_i|_2 <= fibre_i for every fibre i (last axis), and |z - centre|_2 <=
-    whole.
+    """All z, |z_i - centre_i|_2 <= fibre_i for fibres i (last axis), |z - centre|_2 <= whole.
 
     centre (b, 1, *s): b images, each with the traced batch of one. fibre (b, 1, *s[:-1]). whole
     (b,). What rounding took from the centre is in both.

@@ -94,8 +94,7 @@ class NormsNetwork:
         watch: Watch | None = None,
         norm: Norm = "l2",
     ) -> Tensor:
-        """Return (b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where
-        nothing is proven.
+        """Return (b, k - 1) bounds <= z_label - z_j over each ball; NaN or -inf: not proven.
 
         Args:
             facts: filled with what depends on the images alone, for the next radii around the same
@@ -134,8 +133,7 @@ class NormsNetwork:
         return torch.stack(margins)
 
     def radii(self, images: Tensor, labels: Tensor, steps: int = 4, norm: Norm = "l2") -> Tensor:
-        """Return the largest radii tried whose margins were all proven positive, 0.0 where none
-        was: (b,).
+        """Return the largest radii whose margins were all proven positive, else 0.0: (b,).
 
         The exponent is bisected for all images at once. Every radius returned was checked; monotony
         is not assumed.

@@ -29,8 +29,7 @@ POWER = 8
 
 
 class Ascent:
-    """Bounds of rows (margins, *shape) of a walk's last node, over domains of signs of its open
-    units.
+    """Bounds of rows (margins, *shape) of the last node, over signs of open units.
 
     numbers, one row a domain: per unit a slope (before the sigmoid) and a multiplier (in units of
     `scale`); in an l2 ball also share, width and split of a parabola (before sigmoid, exp, exp),

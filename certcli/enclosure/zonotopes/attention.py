@@ -51,8 +51,7 @@ def _average_square(a: Tensor, b: Tensor) -> Tensor:
 
 
 def softmax(x: Form) -> Form:
-    """p_j = exp(z_j - log sum_k exp z_k) on the last axis, for z_j = x_j - sum_k w_k x_k with w
-    near p.
+    """p_j = exp(z_j - log sum_k exp z_k), last axis, z_j = x_j - sum_k w_k x_k, w near p.
 
     At w = p the sum does not move to first order, so that its logarithm costs next to nothing.
     Differences of scores give bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).

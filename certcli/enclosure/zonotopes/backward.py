@@ -1,5 +1,4 @@
-"""State each tensor of a walk in terms of earlier tensors, and bound rows of the last one backwards
-(as CROWN does).
+"""State tensors of a walk in terms of earlier ones; bound the last one backwards (CROWN).
 
 A node states, of the true values z on the neighbourhood, |z - sum_p L_p z_p - constant| <= error
 entry by entry, with L_p linear maps of its parents. Any row of numbers w then gives a lower bound

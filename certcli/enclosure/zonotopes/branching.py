@@ -1,5 +1,4 @@
-"""Branch and bound on the signs of open ReLU units, over what a walk kept for the way back. Proof:
-docs/local.md, section 9.
+"""Branch and bound on signs of open ReLU units, over what a walk keeps. docs/local.md, section 9.
 
 A domain is the part of the neighbourhood in which some units have given signs. Its bound is one of
 the way back with slopes, parabolas and multipliers of the signs that ascent has chosen; whatever

@@ -15,8 +15,7 @@ _NEGLIGIBLE = 2.0**-40
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """f = V^T e / stretch in place of the pixels' e. Any V is sound: |f|_2 <= |e|_2, as stretch >=
-    |V|_2.
+    """f = V^T e / stretch for the pixels' e. Any V is sound: |f|_2 <= |e|_2, stretch >= |V|_2.
 
     Args:
         pixels: (g, p), the pixels that each of g blocks of V is about; no pixel is in two blocks.
@@ -69,8 +68,7 @@ class Coordinates:
 
 
 def coordinates_of(columns: Tensor) -> Coordinates | None:
-    """Return coordinates in which a map with these columns (entries, *s) depends on fewer numbers;
-    None where there are none.
+    """Return coordinates in which a map (entries, *s) needs fewer numbers; None: none.
 
     Pixels that no result shares (patches) have blocks of their own, where these are of one size.
     """

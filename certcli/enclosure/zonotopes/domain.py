@@ -38,8 +38,7 @@ _ROUNDING = 2.0**-26
 
 
 class Enclosure(Domain):
-    """One walk for one neighbourhood. needed: node -> the only token of its value that is read
-    later; None: all.
+    """One walk for one neighbourhood. needed: node -> the only token read later; None: all.
 
     Attributes:
         witnesses: images of the neighbourhood, each with its place in it. The graph runs on them
@@ -177,8 +176,7 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
 def prepared(
     model: nn.Module, size: tuple[int, int, int], table: RuleTable, execution: Execution | None
 ) -> tuple[NetworkEnd, dict[fx.Node, int | None], ExecutedNodes | None]:
-    """Return the network up to its last layers, the tokens read, and the rounding of an execution
-    that is enclosed.
+    """Return the network up to its last layers, tokens read, and an execution's rounding.
 
     NoRule, Untraceable name a missing theorem.
     """
@@ -202,8 +200,7 @@ def prepared(
 
 
 class LocalNetwork:
-    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name
-    what has no relaxation.
+    """A network traced once for many images. NoRule, Untraceable: what has no relaxation.
 
     Of the first walk that ends every node is checked at three images of the ball, of later ones the
     last node at their own.
@@ -303,8 +300,7 @@ class LocalNetwork:
     def margins(
         self, start: Form, label: int, watch: Watch | None = None, further: Further = optimised
     ) -> Tensor:
-        """k - 1 numbers, all positive only if z_label - z_j > 0 for every j != label on all of
-        `start`: a proof.
+        """k - 1 numbers, all > 0 only if z_label - z_j > 0 for all j != label on `start`.
 
         Unbounded when the neighbourhood is too large for a finite enclosure. further: bounds
         margins that walk and way back do not prove.
@@ -327,8 +323,7 @@ class LocalNetwork:
             )
 
     def logits(self, start: Form, label: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return bounds of the logits z (k,), (k,), and of z_label - z_j, j != label, (k - 1,), (k
-        - 1,), on all of `start`.
+        """Return bounds of z (k,), (k,), and z_label - z_j, (k - 1,), (k - 1,), on `start`.
 
         Lower bounds are rounded down and upper bounds up; of the network in real arithmetic.
         Unbounded as in `margins`.

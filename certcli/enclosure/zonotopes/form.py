@@ -49,8 +49,7 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of the box symbols and
-    groups, in order.
+    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of box and groups.
 
     Attributes:
         node: what the tensor is in terms of those before it, where a tape is kept.
@@ -213,8 +212,7 @@ class Form:
         terms: int = 0,
         transposed: Linear | None = None,
     ) -> "Form":
-        """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches
-        (k, *s) -> (k, *t).
+        """Return the form of L x, for linear L and (no selection) |L| on (k, *s) -> (k, *t).
 
         Args:
             terms: the longest inner product in L; 0 for a selection or rearrangement of entries
@@ -348,8 +346,7 @@ def l2_ball(
     tape: bool = False,
     in_box: bool = False,
 ) -> Form:
-    """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius *
-    identity as A.
+    """Return all images within l2 `radius` of `image` (1, c, h, w): radius * identity as A.
 
     Args:
         tape: keep nodes; e e^T then has no columns.

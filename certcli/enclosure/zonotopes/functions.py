@@ -14,8 +14,7 @@ Scalar = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Function:
-    """f, f', f''. third: sup |f'''|; 0.0 says that f'' is monotone (then its ends bound it on a
-    cell).
+    """f, f', f''. third: sup |f'''|; 0.0: f'' is monotone, its ends bound it on a cell.
 
     Attributes:
         relative: f is a power of x > 0, so an interval counts as short relative to x.

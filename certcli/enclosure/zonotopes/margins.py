@@ -65,8 +65,7 @@ def _going_back(node: Node, bounds: Tensor, further: Further) -> Tensor:
 
 
 def _descent(columns: Tensor, x: Form) -> Tensor:
-    """Above max(0, -e^T M e) for |e| <= 1, M the symmetric matrix of each entry's columns for e
-    e^T.
+    """Above max(0, -e^T M e), |e| <= 1, M symmetric, of each entry's columns for e e^T.
 
     From a computed M = V diag(l) V^T + R: e^T M e >= min(0, l_min) (1 + |V^T V - I|_F) - |R|_F,
     whatever V and l are.
@@ -92,8 +91,7 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
 def differences(
     weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows w_label - w_j and biases b_label - b_j for all j != label, and how far the biases
-    may be off.
+    """Return w_label - w_j, b_label - b_j, j != label, and how far the biases may be off.
 
     Args:
         executed: how far execution moves z_i - z_j, (k, k); as if it were the biases' error.

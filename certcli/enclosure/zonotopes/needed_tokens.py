@@ -16,8 +16,7 @@ _IDENTITY = (nn.Identity, nn.Dropout)
 
 @dataclass(frozen=True)
 class NetworkEnd:
-    """A network up to its last two layers. trace: up to the norm's input; norm, head: None where
-    there is no such layer.
+    """A network to its last two layers. trace: to the norm's input; norm, head: None if absent.
 
     Attributes:
         token: of the tensor before the norm, the only one that the head reads.
@@ -126,8 +125,7 @@ def tokens_read(
     tokenwise: Callable[[nn.Module], bool],
     queries: Callable[[nn.Module], bool],
 ) -> dict[fx.Node, int | None]:
-    """Return, for every node, the only token that is computed (None: all) when the result is read
-    at `token`.
+    """Return each node's only computed token (None: all) when the result is read at `token`.
 
     Backwards through what acts on tokens one by one: `tokenwise` modules, and sums and products
     with what has as many; `queries` modules compute single tokens from all. What can do neither is

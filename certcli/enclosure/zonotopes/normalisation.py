@@ -56,8 +56,7 @@ def layer_norm(
 def signs(
     x: Form, eps: float, weight: Tensor, bias: Tensor, doubt: Tensor, center: bool = True
 ) -> Form:
-    """weight y + bias sqrt(|y|^2 / d + eps): the sign of weight LN(x) + bias, without the division.
-    (.., d) -> (.., j).
+    """weight y + bias sqrt(|y|^2 / d + eps): sign of weight LN(x) + bias. (.., d) -> (.., j).
 
     weight may be off by 4 u of itself, bias by `doubt`.
     """

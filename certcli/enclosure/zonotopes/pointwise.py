@@ -38,8 +38,7 @@ def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
 def residual(
     f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor
 ) -> Fit:
-    """Return the best constant and the proven error for given slope and curve: the law on which
-    every fit rests.
+    """Return the best constant and proven error for slope and curve: every fit's law.
 
     g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' -
     2 curve|, and on a cell f'' lies between its ends (monotone f''), or within third h/2 of one of
@@ -120,8 +119,7 @@ def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
 
 
 def apply_fit(x: Form, fit: Fit) -> Form:
-    """constant + slope d + curve d^2 +- error for d = x - c: the square's ball part goes to the
-    columns of e e^T.
+    """constant + slope d + curve d^2 +- error, d = x - c: the square's ball part is e e^T's.
 
     d = a + r, |a| <= ball, |r| <= rest: d^2 = a^2 + [0, rest^2] +- 2 ball rest.
     """

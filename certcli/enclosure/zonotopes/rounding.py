@@ -23,8 +23,7 @@ FUNCTION = 2.0**-46
 
 
 def gamma(terms: int) -> float:
-    """Return a bound above gamma_n: inner products of `terms` terms are off by at most this times
-    the sum of |terms|.
+    """Above gamma_n: inner products of `terms` terms are off by <= it times the sum of |terms|.
 
     2^-52 (n + 4) >= n u / (1 - n u) + 4 u for n below 2^50.
     """

@@ -29,8 +29,7 @@ def register_arithmetic(
     multiply: Callable[[Any, Any], Any],
     settle: Callable[[Any], Any] = lambda x: x,
 ) -> None:
-    """Register in a domain's table the sums and products of two tensors, and of a tensor with a
-    constant.
+    """Register sums and products of two tensors, and of a tensor with a constant.
 
     Args:
         kind: The domain's values, which have `shift` and `scale` for constants.
