@@ -175,15 +175,7 @@ def _valid(record: Record, name: str) -> Record:
         ) from failure
 
 
-_OF_ANOTHER_SHAPE = (
-    KeyError,
-    IndexError,
-    ValueError,
-    RuntimeError,
-    ArithmeticError,
-    TypeError,
-    AttributeError,
-)
+_MISFITS = (LookupError, ValueError, RuntimeError, ArithmeticError, TypeError, AttributeError)
 """Errors of torch and Python where a tensor is missing or has another shape than a converter expects."""
 
 
@@ -197,7 +189,7 @@ def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Conve
         return None if family is None else torchvision.convert(tensors, family, hints)
     except CertvitError:
         raise
-    except _OF_ANOTHER_SHAPE as failure:
+    except _MISFITS as failure:
         raise ArchitectureError(
             f"{path} has the names of {library}, and tensors that do not fit them ({one_line(failure)[:160]})",
             "fetch it again, as its author wrote it",

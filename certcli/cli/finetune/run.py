@@ -100,11 +100,8 @@ class Training:
         if before is not None:
             self.settings = replace(self.settings, denoiser=before.digest)
         # sharded weights stay in the file until each process takes its rows
-        model = build.load(
-            self.checkpoint,
-            "cpu" if order.shard_weights else device,
-            writable=not order.shard_weights,
-        )
+        place = "cpu" if order.shard_weights else device
+        model = build.load(self.checkpoint, place, writable=not order.shard_weights)
         if order.shard_weights:
             return_large_blocks()  # the memory of one block's pass is not kept for the next block
             share_out(model, device, team(), self.settings.precision)
@@ -131,9 +128,8 @@ class Training:
             sink.note(f"going on after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to go on from: starting at the beginning")
-        end: float | None = (
-            None  # a run that goes on keeps to its last plan: what it took before is not known
-        )
+        # a run that goes on keeps to its last plan: what it took before is not recorded
+        end: float | None = None
         if self.settings.time_budget is not None and trainer.settings.steps is None:
             end = self._plan(trainer, self.settings.time_budget, train, validation)
         elif self.defaulted and not trainer.step:

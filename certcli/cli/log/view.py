@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,16 +296,14 @@ def compare(
         sink.warn(f"not the same images: {'; '.join(image_sets.values())}")
 
 
+@dataclass(frozen=True)
 class _Cell:
     """A share with what it is about: images, radius, and how far it may be believed."""
 
-    def __init__(
-        self, share: str, images: int | None, radius: str | None, remark: str = ""
-    ) -> None:
-        self.share = share
-        self.images = images
-        self.radius = radius
-        self.remark = remark
+    share: str
+    images: int | None
+    radius: str | None
+    remark: str = ""
 
     def text(self, column: Sequence[_Cell | None]) -> str:
         text = self.share
@@ -406,11 +405,9 @@ def _slope(entries: Found) -> str:
 
 def _weight(entries: Found) -> str:
     result = _result(entries, "lipschitz")
-    return (
-        "-"
-        if result is None or result.attention_weight is None
-        else f"{rounded_up(result.attention_weight, 2)} (measured)"
-    )
+    if result is None or result.attention_weight is None:
+        return "-"
+    return f"{rounded_up(result.attention_weight, 2)} (measured)"
 
 
 def _power(log10: float) -> str:
