@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from certcli.cli.log import view
+from certcli.cli.log import comparison, view
 from certcli.cli.log.rows import FORMATS
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Page, Talk
@@ -57,7 +57,7 @@ def log(
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     page.write(read, [], sink)
     if len(read) > 1 or page.written is not None:
-        view.compare(read, sink, page.written)
+        comparison.compare(read, sink, page.written)
     else:
         view.show(*read[0], sink)
 
