@@ -14,7 +14,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -248,19 +247,26 @@ def records_with_a_line_of_a_terabyte(folder: Path, sound: Path) -> Words:
     return ["certify", str(sound), "--verify", str(folder / "r.jsonl"), "--dataset", "digits"]
 
 
+_MEASURE = """
+import json, os, subprocess, sys, time
+started = time.perf_counter()
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(child.pid, 0)
+print(json.dumps([os.waitstatus_to_exitcode(status), usage.ru_maxrss, time.perf_counter() - started]))
+"""
+"""A program between this process and the command: what a child counts as its peak begins with the
+memory of the process that started it, and this one imports torch and makes the files."""
+
+
 def _measured(words: Words) -> tuple[int, str, float, float]:
-    """Return exit code, last line of the error, peak MB and seconds of a command."""
-    started = time.perf_counter()
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "certcli", *words], stdout=subprocess.DEVNULL, stderr=errors
-        )
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        errors.seek(0)
-        said = [line for line in errors.read().decode().splitlines() if line.startswith("certvit:")]
-    seconds = time.perf_counter() - started
-    return child.returncode, said[0] if said else "", usage.ru_maxrss / 1024, seconds
+    """Return exit code, first line of the error, peak MB and seconds of a command."""
+    command = [sys.executable, "-I", "-S", "-c", _MEASURE]
+    result = subprocess.run(
+        [*command, sys.executable, "-m", "certcli", *words], capture_output=True, text=True
+    )
+    code, peak, seconds = json.loads(result.stdout)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("certvit:")]
+    return code, errors[0] if errors else "", peak / 1024, seconds
 
 
 def _on_disk(folder: Path) -> int:

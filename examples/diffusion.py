@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument(
+        "--bf16", action="store_true", help="half-precision passes, some 1.5 times faster with AMX"
+    )
+    parser.add_argument(
         "--most", type=float, default=1.0, help="sigma, in pixels, up to which it mostly trains"
     )
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -89,7 +92,9 @@ def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None
         rate = min(1.0, (step + 1) / WARM) * (1 - spent / options.seconds)
         for group in optimiser.param_groups:
             group["lr"] = options.rate * rate
-        loss = error(net, images[torch.randint(len(images), (options.batch,))], left, usual)
+        loss = error(
+            net, images[torch.randint(len(images), (options.batch,))], left, usual, options.bf16
+        )
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -103,7 +108,7 @@ def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None
             print(f"step {step}: loss {average:.4f}, {spent:.0f} CPU s", flush=True)
 
 
-def error(net: UNet, clean: Tensor, left: Tensor, usual: int) -> Tensor:
+def error(net: UNet, clean: Tensor, left: Tensor, usual: int, bf16: bool) -> Tensor:
     """Return the mean squared error of the predicted noise; clean: (b, c, h, w) in [0, 1], `usual`
     the number of steps that most draws come from.
     """
@@ -113,8 +118,9 @@ def error(net: UNet, clean: Tensor, left: Tensor, usual: int) -> Tensor:
     alpha = left[steps].float()[:, None, None, None]
     noise = torch.randn_like(clean)
     noisy = alpha.sqrt() * (2 * clean - 1) + (1 - alpha).sqrt() * noise
-    predicted = net(noisy.contiguous(memory_format=torch.channels_last), steps)
-    return (predicted - noise).square().mean()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        predicted = net(noisy.contiguous(memory_format=torch.channels_last), steps)
+    return (predicted.float() - noise).square().mean()
 
 
 @torch.no_grad()
