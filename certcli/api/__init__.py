@@ -87,8 +87,7 @@ def load(
 
     Args:
         source: A module in memory, a file, a folder, a timm or `hf-hub:` name.
-        mean, std: Pixel statistics, one value or one a channel, where the source does not hold
-            them.
+        mean, std: Pixel statistics, one value or one a channel, where the source has none.
         input_size: (c, h, w), for a module without a timm configuration.
         arch, arch_args: Name and arguments of the architecture, for a file without a record.
         as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
@@ -304,8 +303,7 @@ def attack(
     """Return the accuracy that the attacks leave at each radius, ascending.
 
     Args:
-        return_examples: The result has `examples`, tensors of the images that fell, each at its
-            smallest radius.
+        return_examples: The result has `examples`: images that fell, at their smallest radius.
         settings: Fields of `AttackSettings`.
     """
     checkpoint = _classifier(source)

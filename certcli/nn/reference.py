@@ -26,9 +26,8 @@
   of each channel over windows of tokens before the head. Without a size in its name: the one before
   these, 1.4 million.
 - `certvit_lip_attention_mnist`: `certvit_lip_mnist` with hard attention between linear maps of each
-  place, and one linear
-  layer over all tokens: it needs its attention. `--arch-arg mixing=soft` makes that softmax, `none`
-  takes it out.
+  place, and one linear layer over all tokens: it needs its attention. `--arch-arg mixing=soft`
+  makes that softmax, `none` takes it out.
 - `certvit_sort_mnist`: Lipschitz by design; tokens are mixed by hard attention only: each channel
   of a token attends to exactly one token, chosen by the image. No softmax.
 - `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which
