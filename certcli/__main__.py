@@ -1,6 +1,4 @@
-"""`python -m certcli`, and the console script: in charge before anything is imported, so that an
-early Ctrl-C is one line.
-"""
+"""`python -m certcli` and the console script: first in charge, so an early Ctrl-C is one line."""
 
 import gc
 import os

@@ -75,9 +75,7 @@ def assert_robust(
 
 
 def _require(hits: int, images: int, at_least: float, what: str, *, proven: bool) -> None:
-    """Raise AssertionError unless the interval of hits among the images lies at or above
-    `at_least`.
-    """
+    """Raise AssertionError unless hits among images, by interval, are at least `at_least`."""
     look = whole(hits, images, Demand(at_least))
     if look.verdict == PASSED:
         return

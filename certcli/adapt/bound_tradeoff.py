@@ -26,18 +26,14 @@ _NEAR = 1.15
 
 @dataclass(frozen=True)
 class Trade:
-    """The candidates tried, the one placed at each changed path, and the rungs measured on the
-    choosing images.
-    """
+    """The candidates tried, those placed, and the rungs measured on the choosing images."""
 
     candidates: tuple[Candidate, ...] = ()
     placed: Mapping[str, Candidate] = field(default_factory=dict)
     rungs: tuple[Rung, ...] = ()
 
     def summary(self) -> list[tuple[str, ...]]:
-        """Return a table row for each family: tried, placed, mean digits, logit error, digits per
-        squared error.
-        """
+        """Return a row for each family: tried, placed, mean digits, logit error, their ratio."""
         rows: list[tuple[str, ...]] = []
         for family in dict.fromkeys(candidate.family for candidate in self.candidates):
             members = [candidate for candidate in self.candidates if candidate.family == family]

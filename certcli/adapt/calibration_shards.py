@@ -63,9 +63,7 @@ class Lots:
             }
 
     def total(self, per_lot: PerLot, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of `per_lot` over all lots, in every process. like: tensors shaped as the
-        sums, one dtype.
-        """
+        """Return the sums of `per_lot` over all lots, in every process, shaped as `like`."""
         spans = [
             list(_cover((0, self.number), self._lots_of(rank))) for rank in range(self.team.size)
         ]

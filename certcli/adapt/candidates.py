@@ -1,6 +1,4 @@
-"""Candidate changes of one part of a network, each placed by a call: a higher floor, or an
-attention of smaller constant.
-"""
+"""Candidate changes of one part, each placed by a call: a higher floor, or a smoother attention."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -64,9 +62,7 @@ class Candidate:
 
 @dataclass
 class PartInputs:
-    """The deviations of the rows that reached a norm, or (args, kwargs, output) of the calls of an
-    attention.
-    """
+    """The deviations of the rows at a norm, or (args, kwargs, output) of an attention's calls."""
 
     deviations: list[Tensor] = field(default_factory=list)
     calls: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = field(default_factory=list)

@@ -16,9 +16,7 @@ COMPARED = 256  # images that compare two epochs
 
 
 def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractContextManager[Any]:
-    """Use bfloat16 products on GPUs and on CPUs with matrix tiles, for streams long enough to gain
-    from it.
-    """
+    """Use bfloat16 products where the device has them and the streams are long enough to gain."""
     if size < 2**14 or not multiplies_bf16(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -27,8 +25,7 @@ def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractConte
 def make_optimiser(
     parameters: list[nn.Parameter], lr: float, steps: int, unit: float = 1.0
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Return AdamW with steps relative to each tensor's size (at least 1 % of `unit`), a warm-up,
-    then a cosine.
+    """AdamW with steps relative to each tensor's size (>= 1 % of `unit`), warm-up, cosine.
 
     Least squares leaves output maps a thousand times larger than query maps, so one rate cannot
     suit both.
@@ -59,8 +56,7 @@ def descend(
     settings: AdaptSettings,
     generator: torch.Generator,
 ) -> None:
-    """Fit block(inputs) to targets / scale, and keep the best weights, those before the first epoch
-    included.
+    """Fit block(inputs) to targets / scale; keep the best weights, the first ones included.
 
     Every feature is weighted by its own variance: a few features of pre-trained vision transformers
     are a hundred times larger than the rest.
@@ -145,9 +141,7 @@ def set_gradients(
 
 
 def _feature_deviations(lots: Lots, targets: Mapping[int, Tensor], scale: float) -> Tensor:
-    """Return the standard deviation (d,) float64 of each feature of targets / scale, on COMPARED
-    images.
-    """
+    """Return the deviation (d,) float64 of each feature of targets / scale, on COMPARED images."""
 
     def per_lot(lot: int) -> list[Tensor]:
         rows = targets[lot][: lots.size(lot, COMPARED)].flatten(0, -2).double() / scale

@@ -1,6 +1,4 @@
-"""Distil end to end: train all parts together on the old network's logits of augmented calibration
-images.
-"""
+"""Distil end to end: train all parts on the old network's logits of augmented images."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,8 +19,7 @@ _TRIES = 3
 
 
 class Distiller:
-    """Train the student an epoch at a time, and keep the best weights, those before the first epoch
-    included.
+    """Train the student by epochs, and keep the best weights, the first ones included.
 
     Adapted networks can be steep: an epoch whose loss grows by more than a tenth is repeated at a
     quarter of the rate.
@@ -76,9 +73,8 @@ class Distiller:
     def _pass(self) -> tuple[float, float]:
         """Train on all images once, and return the loss and the error after it."""
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
-        self.lots.team.copy_from_leader(
-            list(self.student.net.state_dict().values())
-        )  # different machines drift apart
+        # different machines drift apart
+        self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))
         for batch in self.lots.batches(self.batch_size, generator):
             # of all lots: one stream of numbers
             drawn = {lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()}
@@ -177,8 +173,7 @@ class Distiller:
 
 
 def _loss(logits: Tensor, target: Tensor, size: float) -> Tensor:
-    """Return the mean over images of KL(softmax(target) | softmax(found)) plus |found - target|^2 /
-    size.
+    """Return the images' mean KL(softmax(target) | softmax(found)) + |found - target|^2 / size.
 
     Args:
         size: the mean |target|^2 of an image.

@@ -57,9 +57,7 @@ class EndFitter:
         return len(heads(net)) if getattr(net, "global_pool", "") == "token" else None
 
     def _end_error(self, path: str | None) -> float:
-        """Return the relative error of a norm's outputs at the tokens that the head reads; None: of
-        the logits.
-        """
+        """Return a norm's relative output error at the tokens that the head reads; None: logits."""
 
         def judged(model: Any, stream: Tensor) -> Tensor:
             if path is None:
@@ -93,9 +91,7 @@ class EndFitter:
         compose_inputs([new], sums, _HEAD_RIDGE * new.in_features / streams.lots.count)
 
     def _distil_head(self, head: FlatHead) -> None:
-        """Start hidden layers orthogonal, fit the last one to the old logits by least squares, then
-        run AdamW.
-        """
+        """Start hidden layers orthogonal, fit the last one by least squares, then run AdamW."""
         streams = self.streams
         net = self.streams.student.net
         settings = self.streams.settings

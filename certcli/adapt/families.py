@@ -31,9 +31,7 @@ Half = Literal[1, 2]
 
 @dataclass(frozen=True)
 class Section:
-    """One section of the body, stream -> stream: a block, a patch merging, or the class token
-    joining the stream.
-    """
+    """A section, stream -> stream: a block, a patch merging, or the class token joining."""
 
     path: str
     kind: Literal["block", "merge", "tokens"]
@@ -43,9 +41,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Family:
-    """The map of normalised pixels to the stream, the sections, and the paths of the norms before
-    and after them.
-    """
+    """The map of pixels to the stream, the sections, and the paths of the norms around them."""
 
     embed: Callable[[Any, Tensor], Tensor]
     body: Callable[[Any], list[Section]]
@@ -201,9 +197,7 @@ def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
 
 
 def attention_input(block: Any, x: Tensor) -> Tensor:
-    """Return the attention's input: (b, n, d), or Swin's shifted windows (b * w, n, d) with
-    padding.
-    """
+    """Return the attention's input: (b, n, d), or Swin's padded shifted windows (b * w, n, d)."""
     if not isinstance(block, SwinTransformerBlock):
         return x
     shift = block.shift_size
@@ -216,9 +210,7 @@ def attention_input(block: Any, x: Tensor) -> Tensor:
 
 
 def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
-    """Return, by path, the number of tokens that each block's attention mixes on an image of size
-    (c, h, w).
-    """
+    """Return, by path, the number of tokens that each attention mixes on an image (c, h, w)."""
     parameter = next(model.parameters())
     pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
     counts: dict[str, int] = {}

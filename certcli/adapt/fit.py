@@ -1,5 +1,4 @@
-"""Fit the new parts in order: each learns the output of the old part, on inputs from the parts
-already adapted.
+"""Fit the new parts in order: each learns the old part's output, on inputs from adapted parts.
 
 Parts that are linear in their parameters have a closed form; AdamW fits the rest. The streams of
 all calibration images, old and new, stay in memory; the streams inside a block do not.
@@ -30,9 +29,7 @@ _FEWEST = 128
 
 
 class Fitter(Streams):
-    """Fit the sections of both networks side by side; `position` counts the finished sections of
-    the body.
-    """
+    """Fit the sections of both networks side by side; `position` counts the finished sections."""
 
     def __init__(
         self,
@@ -51,9 +48,7 @@ class Fitter(Streams):
 
     @torch.no_grad()
     def advance(self, done: int) -> None:
-        """Embed the images, and move both streams past the first `done` sections, which are adapted
-        already.
-        """
+        """Embed the images, and move both streams past the first `done` sections."""
         self._embed(start_norms=done == 0)
         steps = zip(
             self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True
@@ -138,9 +133,7 @@ class Fitter(Streams):
                 stream[lot] = torch.cat([embed(model, part) for part in images.split(size)])
 
     def _half(self, old: Any, new: Any, half: Half, scale: HalfScale, x: Stream, y: Stream) -> None:
-        """Fit norm, input maps and output map of one residual branch, and move both streams past
-        it.
-        """
+        """Fit norm, input and output map of a residual branch, and move both streams past it."""
         old_norm, new_norm = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
 
         def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:

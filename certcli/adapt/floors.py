@@ -1,5 +1,4 @@
-"""Put a floor below the deviations that reach a LayerNorm, with ROOM for images not seen: the
-function stays the same.
+"""Put a floor below the deviations at a LayerNorm, with ROOM for others: the function stays.
 
 The deviations come from the old network on the calibration images and on blank ones (black, grey,
 white). On a ViT-Tiny, blank images have the least deviations at the first norms, and synthetic
@@ -35,8 +34,7 @@ FEW = 16
 def least_floors(
     teacher: Any, student: Any, images: Tensor, batch_size: int, team: Team = ALONE
 ) -> Iterator[AdaptedPart]:
-    """Set every floor of the student to ROOM times the least deviation that reaches it; yield a
-    record for each.
+    """Set every floor to ROOM times the least deviation that reaches it; yield a record each.
 
     A floor is at least 1e-6.
 
@@ -52,9 +50,8 @@ def least_floors(
             pairs.append((path, teacher.net.get_submodule(path), new))
     deviations = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
     for (path, old, new), floor in zip(pairs, deviations, strict=True):
-        floor = (
-            max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0
-        )  # a norm that is never called
+        # a norm that is never called
+        floor = max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0
         new.floor.fill_(floor)
         yield AdaptedPart(
             path, type(old).__name__, f"FloorNorm, floor {floor:.3g}", old.eps / (2 * floor * floor)
@@ -64,8 +61,7 @@ def least_floors(
 def least_deviations(
     teacher: Any, norms: Sequence[nn.Module], images: Tensor, batch_size: int, team: Team = ALONE
 ) -> list[float]:
-    """Return the least standard deviation of the rows that reach each norm, on the images and blank
-    ones.
+    """Return the least deviation of the rows that reach each norm, on images and blank ones.
 
     Several processes share the batches.
     """

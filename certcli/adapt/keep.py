@@ -1,5 +1,4 @@
-"""`--goal keep`: raise floors under every LayerNorm, then make other changes that keep enough first
-choices.
+"""`--goal keep`: raise floors under every LayerNorm, then change what keeps enough first choices.
 
 Each LayerNorm of the network becomes a norm with a floor. All other tensors keep their values.
 """
@@ -27,8 +26,7 @@ from certcli.system.processes import ALONE, Team
 
 
 class Keeper:
-    """Own the original network (teacher) and the changed one (student); `run` changes it, `result`
-    is its checkpoint.
+    """Own the original network (teacher) and the changed one (student); `run` changes it.
 
     Unless `choose_by` is called, only norms change, and on the calibration images they act as
     before.
@@ -136,9 +134,7 @@ class Keeper:
 
 
 def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelModel:
-    """Return the network after the record's surgery: floors of 1 in its norms, every other tensor
-    as in the teacher.
-    """
+    """Return the network after surgery: floors of 1, all other tensors as in the teacher."""
     net = build.build(record, initialise=True).requires_grad_(False)
     tensors = dict(teacher.net.state_dict())
     for name, value in net.state_dict().items():

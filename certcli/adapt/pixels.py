@@ -10,9 +10,7 @@ _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror ima
 
 
 def compact(batches: Iterable[Tensor]) -> Tensor:
-    """Join batches of pixels in [0, 1]: uint8 where every pixel is a multiple of 1/255, else
-    float32.
-    """
+    """Join batches of pixels in [0, 1]: uint8 where all are multiples of 1/255, else float32."""
     whole: list[Tensor] = []
     small = True
     for batch in batches:

@@ -1,6 +1,4 @@
-"""Decide which module is replaced by which: before any computation, printable, stored as the
-record's surgery.
-"""
+"""Decide which module is replaced by which, before any computation: the record's surgery."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +15,7 @@ from certcli.system.errors import ArchitectureError
 
 
 def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, ...]:
-    """Return the replacements for this architecture, in order. ArchitectureError names an unknown
-    part.
-    """
+    """Return this architecture's replacements, in order. ArchitectureError: an unknown part."""
     record = checkpoint.record
     if record.surgery:
         raise ArchitectureError(
@@ -72,9 +68,7 @@ def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
 def _norm_plan(
     parent: nn.Module, path: str, name: str, settings: AdaptSettings
 ) -> list[Replacement]:
-    """Return a norm's replacement; an Identity stays. The builder refuses other norms than
-    LayerNorm.
-    """
+    """Return a norm's replacement; an Identity stays. The builder takes LayerNorms only."""
     kind = NORMS[settings.norm]
     norm = part_at(parent, name)
     return (

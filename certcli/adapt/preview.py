@@ -1,6 +1,4 @@
-"""Preview an adaptation: replaced modules, and parameters, multiply-adds and bounds before and
-after.
-"""
+"""Preview an adaptation: replaced modules, parameters, multiply-adds, bounds before and after."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,9 +29,7 @@ class ModuleChange:
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters, multiply-adds an image, log10 of the proven bound; None where `why` says that
-    there is none.
-    """
+    """Parameters, multiply-adds an image, log10 of the proven bound; `why`: it has none."""
 
     parameters: int
     multiply_adds: int
@@ -43,9 +39,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Preview:
-    """`after` describes the network after surgery, started from the weights alone, before any
-    fitting.
-    """
+    """`after` describes the network after surgery, started from the weights, before any fitting."""
 
     changes: tuple[ModuleChange, ...]
     before: Cost
@@ -72,9 +66,7 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
 
 
 def grouped(changes: Sequence[ModuleChange]) -> list[tuple[str, int, str, str]]:
-    """Return (path with block numbers as *, count, before, after), in the order of first
-    appearance.
-    """
+    """Return (path with * for block numbers, count, before, after), by first appearance."""
     patterns = (
         ".".join("*" if part.isdigit() else part for part in change.path.split("."))
         for change in changes

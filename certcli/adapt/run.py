@@ -1,6 +1,4 @@
-"""Adapt a network: surgery, closed forms, blocks, distillation. A run yields records and can be
-resumed.
-"""
+"""Adapt a network: surgery, closed forms, blocks, distillation. A run can be resumed."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -31,8 +29,7 @@ from certcli.system.seeds import seed_all
 
 
 class Adapter:
-    """Own the original network (teacher) and the new one (student); `run` fits it, `result` is its
-    checkpoint.
+    """Own the original network (teacher) and the new one (student); `run` fits it.
 
     Several processes share the images by lots (`calibration_shards.py`) and end with the same networks.
 
@@ -61,9 +58,8 @@ class Adapter:
             lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own
         }
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
-        self.teacher = build.load(
-            checkpoint, device, torch.float32
-        )  # the student has no digits beyond float32
+        # the student has no digits beyond float32
+        self.teacher = build.load(checkpoint, device, torch.float32)
         self.student, scales = perform_surgery(self.record, settings, self.teacher)
         family = family_of(self.teacher.net)
         self.fitter = Fitter(
@@ -76,9 +72,7 @@ class Adapter:
 
     @property
     def steps(self) -> int:
-        """Return about the number of records of a whole run: sections of the body, the end, epochs
-        of distillation.
-        """
+        """Return about how many records a run has: sections, the end, epochs of distillation."""
         return self._fitting_steps + self.settings.distill
 
     @property
@@ -90,9 +84,7 @@ class Adapter:
         return self.fitter.position + (0 if self._resumed is None else self._resumed.epoch)
 
     def run(self) -> Iterator[AdaptedPart]:
-        """Fit closed forms, then blocks, then distil, as the settings say; continue from a restored
-        state.
-        """
+        """Fit closed forms, then blocks, then distil; continue from a restored state."""
         state = self._resumed
         if self.settings.epochs < 0:
             return
@@ -141,9 +133,7 @@ class Adapter:
         self.fitter.position = state.done
 
     def result(self) -> Checkpoint:
-        """Return the adapted checkpoint; --norm fold multiplies centre norms into the next linear
-        maps.
-        """
+        """Return the adapted checkpoint; --norm fold folds centre norms into the next maps."""
         surgery = self.record.surgery
         if self.settings.norm == "fold":
             folded = _fold_norms(self.student.net)
@@ -162,9 +152,7 @@ class Adapter:
 def perform_surgery(
     record: Record, settings: AdaptSettings, teacher: build.PixelModel
 ) -> tuple[Any, Scales]:
-    """Return the network after the record's surgery and the scales of its stream; new parts start
-    from the old weights.
-    """
+    """Return the network after surgery and the scales of its stream, from the old weights."""
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         seed_all(settings.seed)  # for weights without a start
@@ -177,9 +165,7 @@ def perform_surgery(
 
 
 def _fold_norms(net: Any) -> list[str]:
-    """Multiply the centre norms of all blocks into the next linear maps, and return the paths of
-    these norms.
-    """
+    """Fold the centre norms of all blocks into the next linear maps; return these norms' paths."""
     paths = []
     for step in family_of(net).body(net):
         half: Half

@@ -1,6 +1,4 @@
-"""A network cut into consecutive segments, so that a change in one costs only the segments after
-it.
-"""
+"""A network cut into consecutive segments: a change in one costs only the segments after it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ from certcli.system.errors import ArchitectureError
 
 @dataclass(frozen=True)
 class Segment:
-    """A map stream -> stream, and the paths of its modules. The first segment reads pixels, the
-    last gives logits.
-    """
+    """A map stream -> stream and its modules' paths. The first reads pixels, the last is logits."""
 
     run: Callable[[Tensor], Tensor]
     inside: tuple[str, ...]

@@ -2,10 +2,10 @@
 
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 ATTENTIONS = {
@@ -31,7 +31,7 @@ certify: parts of small constants, for networks that are then trained against th
 EPOCHS = 3
 DISTILL = 5
 
-_fitting = partial(Option, panel="Fitting")
+_fitting = partial(option, panel="Fitting")
 
 
 def _widths(text: str) -> tuple[int, ...] | None:
@@ -71,60 +71,46 @@ class AdaptSettings:
     """
 
     panel: ClassVar[str] = "Surgery"
-    goal: Annotated[
-        str,
-        Option("keep: the network keeps its predictions; certify: parts for certified training."),
-    ] = "keep"
-    keep: Annotated[
-        float | None,
-        Option(
-            "With --goal keep: fraction of top-1 predictions to preserve. Default: 0.98 with "
-            "--dataset, else 1 (only norms change)."
-        ),
-    ] = None
-    attention: Annotated[
-        str,
-        Option(
-            "l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp."
-        ),
-    ] = None  # type: ignore[assignment]
-    norm: Annotated[
-        str,
-        Option(
-            "center, floor (LayerNorm above a floor), fold (center, multiplied into the "
-            "next map), keep."
-        ),
-    ] = None  # type: ignore[assignment]
-    norm_floor: Annotated[
-        float | None,
-        Option("Floor of --norm floor. Default: each layer's 5 % quantile on the images."),
-    ] = None
-    residual: Annotated[str, Option("convex: (1-t)x + t f; weighted: x + a f; or keep.")] = None  # type: ignore[assignment]
-    activation: Annotated[
-        str, Option("keep, or a function of slope 1: relu, maxmin (preserves the gradient norm).")
-    ] = "keep"
-    head: Annotated[
-        tuple[int, ...] | None,
-        Option(
-            "'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.",
-            read=_widths,
-        ),
-    ] = None
-    epochs: Annotated[
-        int,
-        _fitting(
-            "AdamW epochs a block; 0: closed forms only; -1: no images. Default: 3, or 0 if "
-            "only norms change."
-        ),
-    ] = None  # type: ignore[assignment]
-    distill: Annotated[
-        int,
-        _fitting(
-            "Epochs of distillation from the old network, at the end. Default: 5, or 0 "
-            "without --epochs."
-        ),
-    ] = None  # type: ignore[assignment]
-    lr: Annotated[float, _fitting("Learning rate, relative to the size of each tensor.")] = 5e-3
+    goal: str = option(
+        "keep",
+        "keep: the network keeps its predictions; certify: parts for certified training.",
+    )
+    keep: float | None = option(
+        None,
+        "With --goal keep: fraction of top-1 predictions to preserve. Default: 0.98 with "
+        "--dataset, else 1 (only norms change).",
+    )
+    attention: str = option(
+        None, "l2 (Kim et al., tied), l2-untied-value, scsa, lnorm, conv, orthogonal; keep or dp."
+    )
+    norm: str = option(
+        None,
+        "center, floor (LayerNorm above a floor), fold (center, multiplied into the next "
+        "map), keep.",
+    )
+    norm_floor: float | None = option(
+        None, "Floor of --norm floor. Default: each layer's 5 % quantile on the images."
+    )
+    residual: str = option(None, "convex: (1-t)x + t f; weighted: x + a f; or keep.")
+    activation: str = option(
+        "keep", "keep, or a function of slope 1: relu, maxmin (preserves the gradient norm)."
+    )
+    head: tuple[int, ...] | None = option(
+        None,
+        "'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP.",
+        read=_widths,
+    )
+    epochs: int = _fitting(
+        None,
+        "AdamW epochs a block; 0: closed forms only; -1: no images. Default: 3, or 0 if "
+        "only norms change.",
+    )
+    distill: int = _fitting(
+        None,
+        "Epochs of distillation from the old network, at the end. Default: 5, or 0 "
+        "without --epochs.",
+    )
+    lr: float = _fitting(0.005, "Learning rate, relative to the size of each tensor.")
     batch_size: int = 64
     seed: int = 0
     refit: bool = None  # type: ignore[assignment]
@@ -185,9 +171,7 @@ class AdaptSettings:
                 object.__setattr__(self, name, value)
 
     def parameters(self) -> dict[str, Any]:
-        """Return what the lineage records, and what a resumed run must share with the run that it
-        continues.
-        """
+        """Return what the lineage records, and what a resumed run must share."""
         left_out = {"seed", "goal", "keep"}
         left_out |= {"norm_floor"} if self.norm_floor is None else set()
         left_out |= {"refit"} if self.refit else set()

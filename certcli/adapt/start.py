@@ -51,8 +51,7 @@ def floor_start(new: FloorNorm, input_deviations: Tensor) -> None:
 
 
 class LeastSquares:
-    """Minimise sum |W x + b - y|^2 + ridge |(W, b) - prior|^2 over (W, b), from batches x (t, m), y
-    (t, n).
+    """Minimise sum |W x + b - y|^2 + ridge |(W, b) - prior|^2 over (W, b): x (t, m), y (t, n).
 
     Products keep the precision of the rows; sums are float64.
     """
@@ -105,8 +104,7 @@ class LeastSquares:
 
 
 def between_inputs(layers: Sequence[nn.Linear]) -> LeastSquares:
-    """Return the solver for `compose_inputs`, which takes pairs (new inputs (t, d), old inputs (t,
-    d)) of the layers.
+    """Return the solver for `compose_inputs`, from pairs (new inputs (t, d), old inputs (t, d)).
 
     It has no offset where a layer has no bias.
     """
@@ -140,9 +138,7 @@ def fold_gain(layer: nn.Linear, gain: Tensor | float) -> None:
 
 
 def fold_center_norm(norm: CenterNorm, layer: nn.Linear) -> None:
-    """Set W <- d/(d-1) W diag(weight) P, b <- b + W bias: fold the norm into the layer that reads
-    it.
-    """
+    """Set W <- d/(d-1) W diag(weight) P, b <- b + W bias: fold the norm into the next layer."""
     weight = layer.weight.detach().double()
     scaled = weight * norm.weight.detach().double() * (norm.width / (norm.width - 1))
     if layer.bias is not None:

@@ -20,9 +20,7 @@ KEY = "certvit-adapt-state"
 
 @dataclass(frozen=True)
 class AdaptState:
-    """Adapted sections of the body (`done`), epochs of distillation, records reported so far, and
-    tensors.
-    """
+    """Adapted sections (`done`), epochs of distillation, records reported so far, and tensors."""
 
     identity: str
     done: int
@@ -33,9 +31,7 @@ class AdaptState:
 
 
 def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
-    """Return a digest of the starting checkpoint, the settings and the images; a resumed run must
-    have the same.
-    """
+    """Return a digest of the starting checkpoint, settings and images, which resumed runs share."""
     about = [
         parent_digest,
         settings.parameters(),

@@ -1,6 +1,4 @@
-"""The streams of all calibration images in both networks, and the operations that every fitting
-step shares.
-"""
+"""The streams of all calibration images in both networks, and what every fitting step shares."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -21,9 +19,7 @@ from certcli.nn.norms import CenterNorm, FloorNorm
 
 @dataclass(frozen=True)
 class AdaptedPart:
-    """One adapted part: its path, its description before and after, its relative output error on
-    the images.
-    """
+    """An adapted part: its path, its description before and after, its relative output error."""
 
     path: str
     before: str
@@ -72,9 +68,7 @@ class Streams:
         self.new = {}
 
     def agree_on(self, module: nn.Module) -> None:
-        """Copy the leader's weights to all processes: different processors would let them drift
-        apart.
-        """
+        """Copy the leader's weights to all processes: different processors drift apart."""
         self.lots.team.copy_from_leader(list(module.state_dict().values()))
 
     def move(
@@ -144,8 +138,7 @@ class Streams:
         new_inputs: Stream,
         first: int | None = None,
     ) -> Any:
-        """Start the student's new norm at `path` on its inputs during `run`; return it, or None
-        where there is none.
+        """Start the student's norm at `path` on its inputs during `run`; return it, if any.
 
         Args:
             first: the number of leading tokens that count; None: all.

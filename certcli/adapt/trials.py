@@ -39,9 +39,7 @@ FITTING_IMAGES = 48
 
 @dataclass(frozen=True)
 class Move:
-    """The step of one part to its next candidate: the digits that it gains and the squared logit
-    error that it adds.
-    """
+    """The step of a part to its next candidate: digits gained and squared logit error added."""
 
     candidate: Candidate
     digits: float
@@ -67,9 +65,7 @@ class SegmentRunner:
         self.reference = trials.student(as_pixels(trials.compared))
 
     def inputs_at(self, number: int) -> dict[str, PartInputs]:
-        """Return the inputs of the parts in this segment, which must not precede the last one asked
-        for.
-        """
+        """Return the inputs of the parts in this segment, no earlier one than last time."""
         while self.number < number:
             if self.number >= 0:
                 self.rows, self.compared = self.after, self.segments[self.number].run(self.compared)
@@ -80,9 +76,7 @@ class SegmentRunner:
         return self.inputs
 
     def error(self) -> float:
-        """Return the relative error of the compared logits, with the network as it is from this
-        segment on.
-        """
+        """Return the relative error of the compared logits, with this segment as it is now."""
         stream = self.compared
         for segment in self.segments[self.number :]:
             stream = segment.run(stream)
@@ -91,9 +85,7 @@ class SegmentRunner:
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured candidate, its place, the attention's name ("" for a floor), and the process that
-    tried it.
-    """
+    """A measured candidate, its place, the attention's name ("": a floor), and its process."""
 
     order: Order
     candidate: Candidate
@@ -121,8 +113,7 @@ _PLAIN_FIELDS = ("path", "kind", "change", "digits", "error", "family", "floor")
 
 
 class Trials:
-    """Try every candidate of every part of `student`, whose floors already lie below every
-    deviation seen.
+    """Try all candidates of all parts of `student`, floors below all deviations seen.
 
     Several processes share the candidates, and all get every result: the same errors, the same
     attentions to the bit.
@@ -180,9 +171,7 @@ class Trials:
     def _try(
         self, runner: SegmentRunner, piece: Piece, fitted: dict[tuple[str, str], nn.Module]
     ) -> Iterator[Trial]:
-        """Try the candidates of one piece, and store an attention that this process fits in
-        `fitted`.
-        """
+        """Try the candidates of one piece; an attention fitted in this process goes to `fitted`."""
         number, path, name = piece
         inputs = runner.inputs_at(number)
         if path not in inputs:
@@ -207,9 +196,7 @@ class Trials:
             yield Trial(order, measured, name, self.team.rank)
 
     def _placeable(self, trial: Trial, fitted: Mapping[tuple[str, str], nn.Module]) -> Candidate:
-        """Return the candidate with a call that places it here; an attention's weights come from
-        its own process.
-        """
+        """Return the candidate with a call that places it here, its weights from its process."""
         path = trial.candidate.path
         name = trial.name
         if not name:
@@ -230,9 +217,7 @@ class Trials:
         setattr(self.student.net.get_submodule(parent), name, attention)
 
     def moves(self) -> list[Move]:
-        """Return the moves, the cheapest digit first. All parts of a kind are measured together for
-        its gain.
-        """
+        """Return the moves, the cheapest digit first; a kind's gain is measured all at once."""
         gains = self._gains()
         self.candidates = [
             replace(each, digits=each.digits * gains[each.kind]) for each in self.candidates
@@ -243,9 +228,7 @@ class Trials:
         return sorted(moves, key=lambda move: move.cost / move.digits)
 
     def _gains(self) -> dict[str, float]:
-        """Return, for each kind, the digits that the bound gains per digit claimed, all its
-        candidates placed; >= 0.
-        """
+        """Return, by kind, the digits gained a digit claimed, all its candidates placed; >= 0."""
         kinds = list(dict.fromkeys(candidate.kind for candidate in self.candidates))
         chosen = {
             kind: {each.path: each for each in self.candidates if each.kind == kind}
@@ -260,9 +243,8 @@ class Trials:
                 self.undo[path]()
             return after
 
-        uppers = [
-            upper for _, upper in self.team.deal(["", *kinds], log10_with)
-        ]  # "": the network as it is
+        # "": the network as it is
+        uppers = [upper for _, upper in self.team.deal(["", *kinds], log10_with)]
         before, *after = self.team.agree(lambda: uppers)
         claimed = [sum(candidate.digits for candidate in some.values()) for some in chosen.values()]
         return {

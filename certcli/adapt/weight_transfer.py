@@ -37,9 +37,7 @@ _LINEAR_READERS = (
 
 @dataclass(frozen=True)
 class HalfScale:
-    """One residual half of a block: y -> keep y + share f(y), from a stream of scale 1/before to
-    one of scale 1/after.
-    """
+    """A residual half: y -> keep y + share f(y), from a stream of scale 1/before to 1/after."""
 
     keep: float
     share: float
@@ -98,9 +96,7 @@ def heads(net: Any) -> list[nn.Linear]:
 
 
 def start_norm(new: Any, old: Any, scale: float, floor: float | None) -> None:
-    """Copy the LayerNorm's gain and offset for inputs of scale 1/scale; unknown deviations count as
-    1.
-    """
+    """Copy LayerNorm's gain and offset for inputs of scale 1/scale; unknown deviations are 1."""
     if not isinstance(new, (CenterNorm, FloorNorm)):
         return
     gain = torch.ones_like(new.weight) if old.weight is None else old.weight.detach()
@@ -169,9 +165,7 @@ def input_maps(block: Any, half: Half) -> list[nn.Linear]:
 
 
 def reads_linearly(block: Any, half: Half) -> bool:
-    """Return whether only the input maps read the normed stream (a mixing of raw tokens also reads
-    it).
-    """
+    """Return whether only the input maps read the normed stream; token mixing reads it too."""
     if half == 2:
         return True
     padded = False

@@ -89,13 +89,11 @@ def load(
     features: bool = False,
     image_size: int | None = None,
 ) -> OpenCheckpoint:
-    """Open a network; its modules are built or copied once. What casts doubt on reading a file is a
-    warning.
+    """Open a network; its modules are built or copied once. Doubts on reading are warnings.
 
     Args:
         source: A module in memory, a file, a folder, a timm or `hf-hub:` name.
-        mean, std: Pixel statistics, one value or one a channel, where the source does not hold
-            them.
+        mean, std: Pixel statistics, one value or one a channel, where the source has none.
         input_size: (c, h, w), for a module without a timm configuration.
         arch, arch_args: Name and arguments of the architecture, for a file without a record.
         as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
@@ -158,17 +156,13 @@ def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> No
 
 @speaks_python
 def history(source: Network) -> Record:
-    """Return the record: architecture, input, surgery, lineage, evidence. The file states it;
-    nothing is verified.
-    """
+    """Return the unverified record: architecture, input, surgery, lineage, evidence."""
     return load(source).record
 
 
 @speaks_python
 def network(source: Network, *, double: bool = False, device: str = "cpu") -> PixelModel:
-    """Return the network as a module in eval mode: pixels in [0, 1] -> logits; its first layer
-    normalises.
-    """
+    """Return the network in eval mode, pixels in [0, 1] -> logits; its first layer normalises."""
     return (build.load_double if double else build.load)(load(source), torch.device(device))
 
 
@@ -182,9 +176,7 @@ def images(
     seed: int = 0,
     data_dir: str | Path | None = None,
 ) -> Images:
-    """Return images of a dataset in the network's input size, with labels of its classes where it
-    has any.
-    """
+    """Return images of a dataset in the network's input size, labelled where they can be."""
     record = load(source).record
     folder = None if data_dir is None else Path(data_dir)
     split_images = datasets.load(dataset, record.input, split, folder)
@@ -195,9 +187,7 @@ def images(
 
 @speaks_python
 def bound(source: Network, *, device: str = "cpu") -> ProvenBound:
-    """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` is a Real that only rounds
-    up.
-    """
+    """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` only rounds up."""
     return ProvenBound(**vars(prove_checkpoint(load(source), torch.device(device))))
 
 
@@ -224,8 +214,7 @@ def bounds(
     method: str = "best",
     device: str = "cpu",
 ) -> LogitBounds:
-    """Prove lower and upper bounds of logits and margins at all images of [0, 1] within `eps`, as
-    tensors.
+    """Prove bounds of logits and margins at all images of [0, 1] within `eps`, as tensors.
 
     Args:
         labels: Classes i of the margins z_i - z_j; the predicted ones where None.
@@ -281,9 +270,7 @@ def certify(
 def shares(
     certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]
 ) -> CertifiedAccuracy:
-    """Return the certified accuracy at each radius (of l2, unless it is a `Threat`) or `Patch`,
-    with 95 % intervals.
-    """
+    """Return certified accuracy and 95 % interval at each radius (l2), `Threat` or `Patch`."""
     certificates = arguments.certificates(certificates)
     return certified_accuracy(certificates, [Threat.of(size) for size in sizes])
 
@@ -332,8 +319,7 @@ def attack(
     """Return the accuracy that the attacks leave at each radius, ascending.
 
     Args:
-        return_examples: The result has `examples`, tensors of the images that fell, each at its
-            smallest radius.
+        return_examples: The result has `examples`: images that fell, at their smallest radius.
         settings: Fields of `AttackSettings`.
     """
     checkpoint = _classifier(source)
@@ -416,9 +402,7 @@ def _classifier(source: Network) -> OpenCheckpoint:
 
 
 def _options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> _Kind:
-    """Return a method's options; UsageError for a name that they do not have, or a value of another
-    type.
-    """
+    """Return a method's options; UsageError for an unknown name or a value of another type."""
     return kind.of(arguments.options(kind, values, where))
 
 

@@ -1,6 +1,4 @@
-"""Arguments of the functions of Python, read by the name of the parameter: values, or UsageError in
-Python's words.
-"""
+"""Arguments of the Python functions, read by parameter name: values, or UsageError."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,6 +1,4 @@
-"""Images as people hold them in Python: arrays, tensors, loaders, data sets and generators become
-`Images`.
-"""
+"""Arrays, tensors, loaders, data sets and generators become `Images`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -21,8 +19,7 @@ _KNOWN = "an array or tensor (n, c, h, w), batches of (images, labels), or the n
 
 
 def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) -> Images:
-    """Return images that fit the network of a record, with their labels; zeros where none are
-    needed.
+    """Return images that fit the record's network, with labels; zeros where none are needed.
 
     Args:
         data: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an
@@ -100,9 +97,7 @@ def _parts(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def _items(data: Any) -> Iterator[Any]:
-    """Yield the items of an iterable, or of a map-style data set, which has a length and numbered
-    items only.
-    """
+    """Yield the items of an iterable, or of a map-style data set with length and indices."""
     if hasattr(data, "__iter__"):
         yield from data
         return

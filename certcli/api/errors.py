@@ -1,6 +1,4 @@
-"""Errors of the core in Python's words: options become keyword arguments, and hints become notes of
-the exception.
-"""
+"""Errors of the core in Python's words: keyword arguments for options, hints as exception notes."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -29,9 +27,7 @@ _LETTERS = {"a": "attacks", "e": "radii", "o": "path"}
 
 
 def in_python(text: str) -> str:
-    """Return a message with keyword arguments in place of options; commands to type stay as they
-    are.
-    """
+    """Return a message with keyword arguments for options; commands to type stay."""
 
     def argument(match: re.Match[str]) -> str:
         if match["features"]:
@@ -60,9 +56,7 @@ def require_known(
     where: str,
     written: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise UsageError for a keyword argument that `where` does not have. written: names of others
-    -> those here.
-    """
+    """Raise UsageError for a keyword argument that `where` lacks. written: other names -> ours."""
     names = sorted(allowed)
     for name in sorted(set(names_given) - set(names)):
         near = [written[name]] if written and name in written else get_close_matches(name, names, 1)

@@ -20,9 +20,7 @@ from certcli.report.document import Audit
 
 
 class Shown:
-    """The representations of a result: `headline` in one line, and `rows` (the first one a header)
-    below it.
-    """
+    """A result's representations: `headline` in one line, `rows` (the first a header) below it."""
 
     @property
     def headline(self) -> str:

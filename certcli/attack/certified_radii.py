@@ -1,6 +1,4 @@
-"""Certificates as `certify` wrote them: which images may be attacked, and how far, so that no
-attack may succeed.
-"""
+"""Certificates of `certify`: which images may be attacked, and how far, so that none may fall."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,9 +20,7 @@ from certcli.system.errors import DataError, UsageError, one_line
 
 @dataclass(frozen=True)
 class CertifiedImage:
-    """An image that is classified correctly, provably, within `radius` (may be inf); pixels: its
-    digest.
-    """
+    """An image proven correct within `radius` (may be inf); pixels: its digest."""
 
     index: int
     label: int
@@ -65,9 +61,7 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
 
 
 def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: float) -> Images:
-    """The images that are certified beyond `radius`; DataError when pixels or label disagree: these
-    are other images.
-    """
+    """Return the images certified beyond `radius`; DataError when pixels or label disagree."""
     require_same_images(
         (
             {"index": entry.index, "label": entry.label, PIXELS: entry.pixels}
@@ -83,9 +77,7 @@ def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: f
 
 
 def require_correct(records: Iterable[AttackRecord]) -> None:
-    """DataError when a certified image is misclassified as it stands: the records are those of
-    another checkpoint.
-    """
+    """DataError when a certified image is misclassified: the records are of another checkpoint."""
     for record in records:
         if not record.correct:
             raise DataError(

@@ -1,5 +1,4 @@
-"""Checks of the evaluation itself: signs that a robust accuracy says more about the attack than
-about the net.
+"""Checks of the evaluation: signs that robust accuracy says more of the attack than of the net.
 
 The idea is auto-attack's (Croce & Hein 2020, `other_utils` and `checks`; Athalye et al. 2018,
 Carlini et al. 2019).
@@ -23,9 +22,7 @@ from certcli.evaluation.radii import attacked_radius, proven_radius
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that can be wrong with an evaluation. fatal: it proves a bug, in the tool or in the
-    certificate.
-    """
+    """A possible flaw of an evaluation. fatal: it proves a bug in the tool or the certificate."""
 
     name: str
     raised_if: str
@@ -141,9 +138,7 @@ def first_pass(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 
 def inspect_model(
     model: nn.Module, images: Tensor, labels: Tensor, first: First, *, seed: int = 0
 ) -> tuple[Flag, ...]:
-    """Flags about the net on one batch: probabilities, zero gradients, randomness. (b, c, h, w),
-    (b,).
-    """
+    """Flag probabilities, zero gradients and randomness on one batch (b, c, h, w), (b,)."""
     # from another seed than the first pass, or a random net would draw the same twice
     with undisturbed(model, images, seed + 1), torch.no_grad():
         repeated = model(images)
@@ -281,9 +276,7 @@ def _weak(model: nn.Module, attacked: Attacked, first: First, settings: AttackSe
 
 
 def rising_accuracy(shares: Mapping[float, float], images: int) -> Flag:
-    """max over r < r' of robust(r') - robust(r), independent runs at each radius, against the
-    allowance.
-    """
+    """max over r < r' of robust(r') - robust(r), independent runs each, against the allowance."""
     radii = sorted(shares)
     rises = [
         (shares[large] - shares[small], small, large)
@@ -311,8 +304,7 @@ def _exceeds(difference: int, images: int) -> bool:
 
 
 def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int, float]) -> Flag:
-    """Is |x' - x|_2 < the certified l2 radius for some image? `radii`: image index -> certified
-    radius, pixel l2.
+    """Is |x' - x|_2 < the certified radius for some image? `radii`: index -> radius, pixel l2.
 
     Records of either norm count, by the l2 norm of what they found. Misclassified images carry no
     counterexample.

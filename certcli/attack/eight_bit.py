@@ -1,6 +1,4 @@
-"""Images with 8 bits a value, as files and cameras hold them: what is left of an attack there, and
-attacks among them.
-"""
+"""Images with 8 bits a value, as files hold them: what is left of an attack, and attacks there."""
 
 import torch
 from torch import Tensor
@@ -14,15 +12,12 @@ LONGEST = 256.0
 
 
 def rounded(images: Tensor) -> Tensor:
-    """Return the nearest images with 8 bits a value: (b, c, h, w) in [0, 1] -> multiples of 1 /
-    255.
-    """
+    """Return the nearest 8-bit images: (b, c, h, w) in [0, 1] -> multiples of 1 / 255."""
     return (images * LEVELS).round() / LEVELS
 
 
 def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor:
-    """Return images with 8 bits a value in the region, in the direction of the candidates: (b, c,
-    h, w) x 2 -> (b, c, h, w).
+    """Return 8-bit images in the region, towards the candidates: (b, c, h, w) x 2 -> (b, c, h, w).
 
     x + round(s 255 (x' - x)) / 255 with the largest factor s, by bisection, that stays in the
     region. A change that is spread below half a level would vanish; a larger factor keeps its

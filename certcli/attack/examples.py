@@ -11,8 +11,7 @@ from certcli.attack.run import AttackRecord
 def collect(
     records: Iterable[AttackRecord], size: tuple[int, int, int] = (1, 1, 1)
 ) -> dict[str, Tensor]:
-    """Records of images that fell, which are kept -> tensors by name, one row an image, in the
-    order of the records.
+    """Records of fallen images with pixels -> tensors by name, a row an image, in order.
 
     images, adversarial, perturbations (n, c, h, w); labels, predictions, adversarial_predictions,
     indices (n,) int64; norms, l2_norms, epsilons (n,) float64. norms are measured in float64 on

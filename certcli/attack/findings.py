@@ -1,6 +1,4 @@
-"""What an evaluation found: shares of every task, flags about the evaluation, and one document for
-programs.
-"""
+"""What an evaluation found: shares of every task, flags, and one document for programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -40,8 +38,7 @@ def inspect(
     settings: AttackSettings,
     passes: int,
 ) -> tuple[checks.Flag, ...]:
-    """Flags about the net whose gradients are used, and about the attacks at the smallest radius
-    above 0.
+    """Flags about the net of the gradients, and about the attacks at the smallest radius > 0.
 
     The checks of attacks are left out where images have radii of their own, and with a `source`: a
     transfer may be weak.
@@ -133,8 +130,7 @@ class AttackFindings:
         return next((flag for flag in self.flags if flag.raised and flag.check.fatal), None)
 
     def to_json(self) -> dict[str, Any]:
-        """clean, robust, epsilon, norm, images, attacks and more of `first`; `curve` of the first
-        norm; `parts` of all.
+        """clean, robust, images, attacks, ... of `first`; `curve` of its norm; `parts` of all.
 
         `flags` are those that are raised, `checks` the names of all that were made.
         """
@@ -154,9 +150,7 @@ class AttackFindings:
         }
 
     def _curve(self) -> list[dict[str, Any]]:
-        """Rows of the first stage's attacks; with certificates each radius has a part and images of
-        its own.
-        """
+        """Rows of the first stage's attacks; with certificates, a part for each radius."""
         stage = self.parts[0].stage
         same = [
             part
@@ -172,9 +166,7 @@ def findings_of(
     flags: Sequence[checks.Flag],
     certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> AttackFindings:
-    """Records by number of the task -> the outcome; with certificates, their records may hold no
-    success at all.
-    """
+    """Records by task -> the outcome; with certificates, records may hold no success at all."""
     if certificates is not None:
         every = [record for rows in records.values() for record in rows]
         radii = {index: certificate.radius for index, certificate in certificates.items()}

@@ -1,6 +1,4 @@
-"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says about
-itself.
-"""
+"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says."""
 
 from dataclasses import dataclass
 
@@ -62,8 +60,7 @@ def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
 
 
 def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
-    """Nearest point of ball and box that `Region.contains` accepts: (b, c, h, w) x 2 -> (b, c, h,
-    w).
+    """Nearest point of ball and box (`Region.contains`): (b, c, h, w) x 2 -> (b, c, h, w).
 
     Clipping rounds, and may leave a point 1e-8 outside the ball; there the perturbation is shrunk
     by a factor slightly below 1 until it is inside. A point that never is, such as one with a NaN,
@@ -93,14 +90,12 @@ def judge(
     samples: int = 1,
     exactly: bool = False,
 ) -> Judgement:
-    """Is argmax f(x') != y for the clipped x' with |x' - x| <= radius? images, adversarial (b, c,
-    h, w), labels (b,).
+    """Is argmax f(x') != y for the clipped x', |x' - x| <= radius? (b, c, h, w) x 2, labels (b,).
 
     `prediction` (b,) spares the forward pass on the clean images when their classes are known
-    already; `samples`
-    forward passes are averaged for nets that are random. exactly: a point outside the region is
-    none, and is not clipped: clipping would leave the images with 8 bits. Raises DataError when
-    images leave [0, 1] or shapes disagree.
+    already; `samples` forward passes are averaged for nets that are random. exactly: a point
+    outside the region is none, and is not clipped: clipping would leave the images with 8 bits.
+    Raises DataError when images leave [0, 1] or shapes disagree.
     """
     if adversarial.shape != images.shape or labels.shape != images.shape[:1]:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (images, adversarial, labels))
@@ -145,8 +140,7 @@ def refine(
     steps: int = 12,
     samples: int = 1,
 ) -> Judgement:
-    """Bisection of the segment from image to adversarial point: the smaller norm at which the label
-    still flips.
+    """Bisection from image to adversarial point: the smaller norm at which the label flips.
 
     Each of the `steps` halves the interval (12: a 4,096th of the segment). Every point kept was
     judged itself, so the result is a success wherever `verdict` was, and no norm grows.

@@ -1,10 +1,8 @@
-"""Patches that are looked for: PGD on the pixels of a patch, the best of many places, then restarts
-there.
+"""Patches that are looked for: PGD on their pixels, the best of many places, restarts there.
 
 What is climbed on and who gives the verdict are handed in: the network itself, or a defended
 classifier, whose procedure judges and whose passes that see the patch are climbed on (an adaptive
-attack).
-Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et al. 2022, section 5.
+attack). Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et al. 2022, section 5.
 """
 
 import itertools
@@ -33,9 +31,7 @@ FINALISTS = 3
 
 @dataclass(frozen=True)
 class PatchTarget:
-    """climbed: corner -> pixels to logits, with gradients. classify: pixels (b, c, h, w) -> the
-    classes that count.
-    """
+    """climbed: corner -> pixels to logits, with gradients. classify: (b, c, h, w) -> classes."""
 
     climbed: Callable[[Corner], nn.Module]
     classify: Callable[[Tensor], list[int | None]]
@@ -43,9 +39,7 @@ class PatchTarget:
 
 @dataclass(frozen=True)
 class PatchRecord:
-    """One image at one size. found: the class of the patched image, None where no patch was found;
-    corner: its place.
-    """
+    """One image, one size. found: the patched image's class (None: no patch); corner: its place."""
 
     patch: Patch
     index: int
@@ -90,8 +84,7 @@ def attack_patches(
     settings: AttackSettings,
     places: Sequence[Corner] | None = None,
 ) -> list[PatchRecord]:
-    """One row an image (b, c, h, w) in [0, 1]. Images that are misclassified as they stand are not
-    attacked.
+    """A row an image (b, c, h, w) in [0, 1]. Misclassified images are not attacked.
 
     Every place is tried by a few steps; the full attack then runs at those with the largest margin
     lost, with restarts. All that is found is judged as it is, clipped to patch and box. Several
@@ -129,9 +122,8 @@ def attack_patches(
                 )
 
     everything = list(range(len(records)))
-    scouting = replace(
-        settings, steps=SCOUT_STEPS, restart=settings.targets + 1
-    )  # from a random start
+    # from a random start
+    scouting = replace(settings, steps=SCOUT_STEPS, restart=settings.targets + 1)
     for place in range(len(chosen)):
         run(everything, place, scouting)
     best = lost_margins.topk(min(FINALISTS, len(chosen)), dim=1).indices.tolist()

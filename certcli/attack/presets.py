@@ -20,8 +20,7 @@ class PresetPart:
 
 @dataclass(frozen=True)
 class Preset:
-    """A paper's evaluation. The papers report each attack alone, so its parts are run with
-    `independent`.
+    """A paper's evaluation, each attack alone (`independent`), as the papers report them.
 
     open_choices says what the paper leaves unsaid and what is done here.
     """

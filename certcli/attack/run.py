@@ -176,8 +176,7 @@ class _Standing:
         """Of each attack: the last radius, and how far it came at it without success."""
 
     def widen(self, region: Region, independent: bool) -> None:
-        """A larger radius: what fell has fallen, what withstood the smaller one is open again, and
-        may fall at once.
+        """A larger radius: what fell has fallen, what withstood is open, and may fall at once.
 
         Where an attack ended at the smaller radius, stretched to the new one, costs one forward
         pass to look at.
@@ -223,9 +222,7 @@ class _Standing:
     def attack(
         self, entry: Planned, region: Region, source: nn.Module | None, independent: bool
     ) -> None:
-        """Run one attack with its restarts on the rows that it may still break, and write down what
-        it broke.
-        """
+        """Run an attack and its restarts on the rows it may still break; record what it broke."""
         craft: Craft = ATTACKS.load(entry.attack)
         outcome = self.outcome[entry.label]
         standing = self._open(entry.label, independent)

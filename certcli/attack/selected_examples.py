@@ -20,9 +20,8 @@ class Exhibit:
     """One image before one network. image, adversarial (c, h, w).
 
     `crafted_here`: the perturbation was found on this network; else it is that of the first
-    network, which this one
-    withstands. as_8bit: whether it is adversarial as an 8-bit file, too. norm: of the perturbation,
-    in the norm and within the radius that `kind` and `epsilon` name.
+    network, which this one withstands. as_8bit: whether it is adversarial as an 8-bit file, too.
+    norm: of the perturbation, in the norm and within the radius that `kind` and `epsilon` name.
     """
 
     index: int
@@ -40,9 +39,7 @@ class Exhibit:
 
 
 def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
-    """The first `count` images that fell, those before others that fall as 8-bit files too, at the
-    radius of their fall.
-    """
+    """The first `count` images that fell, at that radius; those that fall as 8-bit files lead."""
     chosen: dict[int, Exhibit] = {}
     for record in sorted(records, key=lambda record: record.as_8bit is not True):
         if len(chosen) == count:

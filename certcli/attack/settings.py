@@ -19,8 +19,7 @@ PIXELS = ("float", "8bit")
 
 @dataclass(frozen=True)
 class AttackSettings:
-    """Budget and choices of one attack; None means the attack's own default, named in its
-    docstring.
+    """Budget and choices of one attack; None: the attack's own default, in its docstring.
 
     Attributes:
         steps: gradient steps of one run.
@@ -95,9 +94,7 @@ class AttackSettings:
 
     @property
     def stops(self) -> bool:
-        """Whether a success ends a run. On a random net one lucky draw is none: the end is judged,
-        on the average.
-        """
+        """Whether a success ends a run; on a random net the end is judged, on the average."""
         return self.stop_early and self.samples == 1
 
     def step(self, region: Region, turn: int, steps: int, images: Tensor) -> Tensor:
@@ -131,9 +128,7 @@ class Planned:
 def planned_attacks(
     names: Sequence[str | Planned], settings: AttackSettings
 ) -> tuple[Planned, ...]:
-    """("fgsm", "pgd-20") -> a plan; a trailing number is a step count. UsageError on an unknown or
-    repeated name.
-    """
+    """("fgsm", "pgd-20") -> a plan, 20 a step count. UsageError: an unknown or repeated name."""
     planned = [name if isinstance(name, Planned) else _parse(name, settings) for name in names]
     labels = [entry.label for entry in planned]
     if not planned:

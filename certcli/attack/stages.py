@@ -1,6 +1,4 @@
-"""An evaluation as stages: which attacks run together, in which norm, at which radii, on which
-images.
-"""
+"""An evaluation as stages: attacks that run together, their norm, their radii, their images."""
 
 import hashlib
 import json
@@ -33,9 +31,7 @@ DEFAULT_RADIUS = 0.5
 
 @dataclass(frozen=True)
 class Stage:
-    """Attacks that share a norm, in order, at radii that ascend. No radius: each image at its
-    certified one.
-    """
+    """Attacks that share a norm, at ascending radii. No radius: each image at its certified one."""
 
     norm: Norm
     radii: tuple[float, ...]
@@ -43,9 +39,7 @@ class Stage:
     independent: bool
 
     def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
-        """The same stage with the seed of its draws, the crafting precision, and k, else read off
-        the model.
-        """
+        """The stage with its draws' seed, the crafting precision, and k (else the model's)."""
         plans = [
             replace(
                 entry,
@@ -68,8 +62,7 @@ def stages_of(
     independent: bool = False,
     certified: bool = False,
 ) -> tuple[Stage, ...]:
-    """Attacks by name, or a preset, -> the stages. What was left out (None, empty) takes its
-    default.
+    """Attacks by name, or a preset, -> the stages. None and empty values are defaults.
 
     A preset runs its attacks independently and fixes what they may spend; one of a single part may
     move to other radii. With `certified`, no radius means each image's own. UsageError on an
@@ -131,8 +124,7 @@ def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Sta
 
 @dataclass(frozen=True)
 class StageTask:
-    """A stage and the images it runs on; `own`: image index -> the radius at which it alone is
-    attacked.
+    """A stage and its images; `own`: index -> the radius at which it alone is attacked.
 
     `certified`: all of the images are certified, so the network must at least classify them
     correctly.
@@ -153,9 +145,7 @@ class StageTask:
             yield list(range(start, min(start + batch_size, len(self.images))))
 
     def rounds(self, indices: Sequence[int]) -> list[tuple[Region, list[float]]]:
-        """The regions to the images of one batch, in order, and the radius of each image under
-        them.
-        """
+        """The regions to the images of a batch, in order, and each image's radius under them."""
         norm = self.stage.norm
         if self.own is not None:
             radii = [self.own[index] for index in indices]
@@ -168,8 +158,7 @@ def tasks_of(
     images: Images,
     certificates: Mapping[int, CertifiedImage] | None = None,
 ) -> tuple[StageTask, ...]:
-    """Stages on images. With certificates: only images certified beyond each radius, or all at
-    their own radius.
+    """Stages on images; with certificates, only images certified beyond a radius, or at their own.
 
     DataError when none is certified there, or when the certificates speak of other images.
     """
@@ -210,9 +199,7 @@ def tasks_of(
 def parameters_of(
     tasks: Sequence[StageTask], settings: AttackSettings, **more: Any
 ) -> dict[str, Any]:
-    """What decides the numbers, as plain values, for evidence: images, attacks and their order,
-    radii, budget; `more`.
-    """
+    """Return, for evidence, all that decides the numbers, as plain values; `more` joins them."""
     images = tasks[0].images
     about = {"dataset": images.name, "split": images.split, "images": len(images)}
     return {**about, **_stages(tasks), "settings": asdict(settings), **more}
@@ -264,8 +251,7 @@ def _digest(values: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Tasks made ready for a model: source crafts in its place; `keep_images` keeps those of an
-    image's first success only.
+    """Tasks ready for a model: source crafts in its place; `keep_images`: of first successes.
 
     Each portion draws from its own seed, in every process and order: resumed records are those of
     an uninterrupted run.
@@ -299,8 +285,7 @@ class Campaign:
         ]
 
     def attack(self, portion: Portion, ahead: int = 1) -> list[AttackRecord]:
-        """Records of a portion; the one that is `ahead` of it is read meanwhile. Images go to the
-        model's device and dtype.
+        """Records of a portion; `ahead` is read meanwhile. Images get the model's device, dtype.
 
         DataError when an image that is certified is misclassified as it stands.
         """
@@ -334,8 +319,7 @@ class Campaign:
         file: RecordFile | None = None,
         team: Team = ALONE,
     ) -> Iterator[tuple[int, list[AttackRecord]]]:
-        """(number of the task, records of one portion), in order; what `file` holds already is
-        read, not attacked again.
+        """(task's number, records of a portion), in order; what `file` holds is read.
 
         Only the leader of several processes is handed records, without images.
         """
@@ -359,9 +343,7 @@ class Campaign:
 def read_again(
     rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None
 ) -> list[AttackRecord]:
-    """Records of a file as they were; DataError where one is of another norm or other attacks than
-    the stage's.
-    """
+    """Records of a file as they were; DataError: another norm or attacks than the stage's."""
     labels = [entry.label for entry in stage.plan]
     for row in rows:
         if row["kind"] != stage.norm or list(row["robust"]) != labels:

@@ -10,8 +10,7 @@ from certcli.system.errors import DataError
 
 @dataclass(frozen=True)
 class RobustAccuracy:
-    """Shares of images, as fractions, with 95 % Clopper-Pearson intervals for "clean", "robust" and
-    each attack's label.
+    """Shares with 95 % Clopper-Pearson intervals for "clean", "robust" and each attack's label.
 
     Attributes:
         robust: withstood every attack.
@@ -36,9 +35,7 @@ class RobustAccuracy:
 
 
 def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
-    """The summary of records of one radius; DataError when there is none, or when radii or attacks
-    are mixed.
-    """
+    """The summary of one radius' records; DataError: none, or several radii or attacks."""
     rows = list(records)
     if not rows:
         raise DataError("no image was attacked")

@@ -1,6 +1,4 @@
-"""Attacks of torchattacks as `-a torchattacks:NAME,key=value` spells them, checked against the
-library's own signatures.
-"""
+"""`-a torchattacks:NAME,key=value`, checked against the library's own signatures."""
 
 import inspect
 import re
@@ -24,9 +22,7 @@ BUDGET = ("steps", "num_iter_set", "nb_iter", "max_iterations")
 
 
 def library() -> ModuleType:
-    """Return torchattacks, behind the shim that lets its torchvision import; UsageError where it is
-    not installed.
-    """
+    """Return torchattacks, behind the shim for its torchvision import; UsageError without it."""
     import_module("certcli.system.compat")
     try:
         return import_module("torchattacks")
@@ -41,9 +37,7 @@ def library() -> ModuleType:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an attack: its default, the type of its values, and the words that it knows,
-    where they are listed.
-    """
+    """An attack's argument: its default, its values' type, and the words that it lists, if any."""
 
     default: Any
     kind: type
@@ -101,9 +95,7 @@ class Signature:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """Norms in which its images are judged; changes of few pixels, or small in l1, have an l2
-        norm.
-        """
+        """Norms in which images are judged; changes of few pixels or small l1 have an l2 norm."""
         l2 = not self.measures or bool({"l0", "l1", "l2"} & set(self.measures))
         linf = not self.measures or "linf" in self.measures
         return (*(("l2",) if l2 else ()), *(("linf",) if linf else ()))
@@ -126,9 +118,7 @@ def names() -> list[str]:
 
 @cache
 def signature(name: str) -> Signature:
-    """Read an attack's signature, its norms and the types of its arguments from the library;
-    UsageError for no attack.
-    """
+    """Read an attack's signature, norms and types of arguments; UsageError: no attack."""
     if name not in names():
         raise UsageError(f"torchattacks has no attack '{name}'", one_of(name, names()))
     kind = getattr(library(), name)
@@ -181,9 +171,7 @@ class Spec:
 
     @staticmethod
     def read(text: str) -> "Spec":
-        """Understand "torchattacks:PGD,steps=5"; UsageError for unknown names, unknown arguments
-        and wrong types.
-        """
+        """Read "torchattacks:PGD,steps=5"; UsageError: unknown names, arguments, wrong types."""
         library()  # refuses where signatures are known from before
         name, *pairs = text.removeprefix(PREFIX).split(",")
         signature_of_attack = signature(name)

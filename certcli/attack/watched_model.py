@@ -1,6 +1,4 @@
-"""The model as torchattacks is allowed to see it: undisturbed, seeded, and watched for points that
-already succeed.
-"""
+"""The model as torchattacks sees it: undisturbed, seeded, and watched for early successes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,9 +23,7 @@ class AllSolved(Exception):
 
 
 class Successes:
-    """Which images of a batch were seen to fall, and where: what flips is judged at once, by the
-    model itself.
-    """
+    """Images of a batch that were seen to fall, and where; the model judges each flip at once."""
 
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, region: Region) -> None:
         self._model = model
@@ -39,9 +35,7 @@ class Successes:
         self._kept = self._images.clone()
 
     def note(self, owner: Tensor, points: Tensor, logits: Tensor) -> None:
-        """points (r, c, h, w), logits (r, k) of images `owner` (r,), of which several may be the
-        same.
-        """
+        """Judge points (r, c, h, w), logits (r, k) of images `owner` (r,), which may repeat."""
         flipped = (
             (logits.argmax(dim=1) != self._labels[owner])
             & logits.isfinite().all(dim=1)
@@ -69,9 +63,7 @@ class Successes:
         self.count += len(first)
 
     def harvest(self, adversarial: Tensor) -> Tensor:
-        """The kept point of each solved image, the attack's own answer for the rest: (b, c, h, w)
-        -> (b, c, h, w).
-        """
+        """Solved images' points, the attack's answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
         solved = along(self.solved, adversarial)
         return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
 
@@ -85,9 +77,8 @@ class Watched(nn.Module):
     keeps its own books, and is passed through.
 
     With precision "bf16" the passes of the attack run in bfloat16, two to three times as fast where
-    the hardware has it.
-    That can only weaken the attack: what it finds is judged by the model itself, in the model's own
-    precision.
+    the hardware has it. That can only weaken the attack: what it finds is judged by the model
+    itself, in the model's own precision.
 
     The model is held outside `nn.Module`'s registration, so that train(), eval() and zero_grad()
     calls of the library end here, and the anchor tells the library the device even when the model
@@ -137,18 +128,15 @@ class Watched(nn.Module):
             if not len(rows):
                 raise AllSolved
             logits = self._last.to(images.dtype).index_copy(0, rows, self._logits(images[rows]))
-        self._last = (
-            logits.detach().clone()
-        )  # a clone: the caller may write into the logits it gets
+        # a clone: the caller may write into the logits it gets
+        self._last = logits.detach().clone()
         self._successes.note(self._all, images.detach(), self._last)
         return logits
 
 
 @contextmanager
 def seeded(images: Tensor, seed: int) -> Iterator[None]:
-    """Global random numbers from `seed`, on the images' device and the CPU; the caller's are put
-    back afterwards.
-    """
+    """Global random numbers from `seed`, on device and CPU; the caller's are restored."""
     devices = [images.device] if images.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         seed_all(seed)
@@ -157,8 +145,7 @@ def seeded(images: Tensor, seed: int) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
-    """Gradients on, parameters without gradients, random numbers from `seed`; all put back
-    afterwards.
+    """Gradients on, parameters without, random numbers from `seed`; all restored afterwards.
 
     torchattacks draws from the global generators, some attacks reseed them, and those that call
     `backward` would leave gradients in the model's parameters (and pay for them).
@@ -203,8 +190,7 @@ def craft_with(
     *,
     watch: bool = True,
 ) -> Tensor:
-    """Run `search` on the watched model: images (b, c, h, w), labels (b,) -> points (b, c, h, w),
-    to be judged.
+    """Run `search` on the watched model: (b, c, h, w), labels (b,) -> points, to be judged.
 
     Args:
         watch: False for attacks that look for the smallest perturbation, which must not stop at the
@@ -225,8 +211,7 @@ def craft_with(
 
 @dataclass(frozen=True)
 class AttackSearch:
-    """What an attack that keeps its own books works on: images (b, c, h, w), labels (b,), the
-    watched network, random draws.
+    """What an attack with its own books has: images (b, c, h, w), labels (b,), network, draws.
 
     Attributes:
         successes: None where nothing may stop early, because only the end of the run is judged.
@@ -246,8 +231,7 @@ class AttackSearch:
         return everyone if self.successes is None else everyone[~self.successes.solved]
 
     def aimed(self, targets: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield runs against the `targets` likeliest wrong classes, as many classes m at once as
-        are small.
+        """Yield runs against the `targets` likeliest wrong classes, m small classes at once.
 
         (r,) images that have not fallen, (m r,) the image and (m r,) the class of each run, of
         which each class has r.
@@ -292,7 +276,5 @@ def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) ->
 
 
 def count_targets(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:
-    """Return how many wrong classes a targeted attack tries: `targets`, at most all; 0 without
-    images.
-    """
+    """Return how many wrong classes a targeted attack tries, at most all; 0 without images."""
     return min(settings.targets, count_classes(model, images, settings) - 1) if len(images) else 0

@@ -1,6 +1,4 @@
-"""Attacks of an audit: within l2 balls, and within patches. Each takes the first n images that its
-time allows.
-"""
+"""Attacks of an audit, within l2 balls and patches, on the first images that its time allows."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -53,8 +51,7 @@ PATCHED = 50
 
 
 class Attacking:
-    """The attacks in turn at ascending radii, image after image; `go` continues where the last call
-    ended.
+    """The attacks in turn at ascending radii, image by image; `go` continues the last call.
 
     most: images at a time at most.
     """
@@ -88,9 +85,7 @@ class Attacking:
 
     @property
     def count(self) -> int:
-        """Images that were attacked at every radius; from the records alone, which grow in one
-        piece.
-        """
+        """Images attacked at every radius; from the records alone, which grow in one piece."""
         return len(self.records) // len(self.radii)
 
     @property
@@ -113,9 +108,7 @@ class Attacking:
         }
 
     def go(self, part: StageTime, enough: Callable[[], bool] = lambda: False) -> None:
-        """Further images until the time is over, or they are enough; a batch that was broken off is
-        not counted.
-        """
+        """Attack further images until the time is over; a batch broken off does not count."""
         broken = False
         while self.rest and not broken:
             if not self.team.agree(lambda: self._fits(part) and not enough()):
@@ -157,9 +150,7 @@ class Attacking:
         return broken
 
     def _show(self, rank: int, row: AttackRecord) -> None:
-        """Keep a fooled image; where there are enough, it takes the place of one that is none as an
-        8-bit file.
-        """
+        """Keep a fooled image; when full, in place of one that is none as an 8-bit file."""
         if len(self._shown) < EXHIBITS:
             self._shown.append((rank, row))
         elif row.as_8bit:
@@ -168,9 +159,7 @@ class Attacking:
                 self._shown[places[0]] = (rank, row)
 
     def exhibits(self) -> list[AttackRecord]:
-        """A few fooled images with their pixels, which come from the process that attacked them.
-        All processes call it.
-        """
+        """Fooled images with pixels, from the process that attacked them. All call it."""
         if not self.team.several:
             return [row for _, row in self._shown]
         exhibits = []

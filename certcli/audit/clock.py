@@ -1,6 +1,4 @@
-"""A time budget: the time left, the share of a stage, and an end to stages that do not stop by
-themselves.
-"""
+"""A time budget: the time left, a stage's share, and an end to stages that do not stop."""
 
 import contextlib
 import signal
@@ -18,9 +16,7 @@ AGAIN = 5.0
 
 
 class OutOfTime(BaseException):
-    """A stage's time is over. Not an Exception: no handler of a room may take it for a failure of
-    its own.
-    """
+    """A stage's time is over. Not an Exception, so that no room handles it as its own failure."""
 
 
 @dataclass
@@ -68,9 +64,7 @@ class StageTime:
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """The block is broken off by OutOfTime when the time is over, by a signal: in the main
-        thread alone.
-        """
+        """Break the block off by OutOfTime, by a signal: in the main thread alone."""
         if self.left <= 0:
             raise OutOfTime
         if threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,4 @@
-"""From findings to the document: the answer in words, the gates, the lineage, and the command that
-repeats the audit.
-"""
+"""From findings to the document: answer, gates, lineage, and the command that repeats the audit."""
 
 import os
 import platform
@@ -111,9 +109,7 @@ def processor() -> str:
 
 
 def path_in_repository(file: Path) -> str | None:
-    """Return the path below the folder that holds .git, None for a file outside every repository,
-    or no file.
-    """
+    """Return the path below the folder that holds .git; None outside every repository."""
     if not file.exists():
         return None
     whole = file.resolve()

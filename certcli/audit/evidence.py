@@ -52,9 +52,7 @@ def _images(dataset: Dataset) -> dict[str, Any]:
 
 
 def _worth(shares: CertifiedShares) -> tuple[bool, float]:
-    """Proofs that certify something after statements of chance, statements of chance after proofs
-    that certify nothing.
-    """
+    """Proofs that certify something come last, those that certify nothing first."""
     best = max((share.share for share in shares.certified.values()), default=0.0)
     return shares.failure == 0 and best > 0, best
 

@@ -1,5 +1,4 @@
-"""Gates of an audit: `certified@0.25<0.4` fails where less than 40 % of the images are certified at
-radius 0.25.
+"""Gates: `certified@0.25<0.4` fails where less than 40 % of the images are certified at 0.25.
 
     GATE = SHARE "@" RADIUS ("<" | "<=") NUMBER | "patched@" PATCH ("<" | "<=") NUMBER |
            "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER
@@ -50,9 +49,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class FailOn:
-    """One expression, read. radius: None for `clean`, `upper` and `patched`, which alone has a
-    patch, as it is spelled.
-    """
+    """One expression. radius: None for `clean`, `upper`, `patched`; patch: as it is spelled."""
 
     text: str
     quantity: str
@@ -140,9 +137,7 @@ def _number(text: str, gate: str) -> float:
 
 
 def judge(gates: Sequence[FailOn], findings: AuditFindings, image: tuple[int, int]) -> GateReport:
-    """Compare every gate with the measured figures. image: (height, width), for patches given as a
-    share.
-    """
+    """Compare each gate with the figures. image: (height, width), for patches given as a share."""
     rows = [_judged(gate, findings, image) for gate in gates]
     verdicts = [row.verdict for row in rows]
     verdict = next((v for v in (FAILED, UNDECIDED) if v in verdicts), PASSED)
@@ -220,9 +215,7 @@ def _judged_bound(gate: FailOn, findings: AuditFindings) -> GateResult:
 
 
 def _unmeasured(gate: FailOn, why: str, for_time: bool) -> GateResult:
-    """Return the result of a gate whose quantity is not there: not decided where more time would
-    have found it.
-    """
+    """Return the result of a gate without its quantity: undecided where time was short."""
     verdict = UNDECIDED if for_time else FAILED
     reason = f"{gate.requirement}, not measured ({why}): {verdict}"
     return GateResult(
@@ -235,9 +228,7 @@ def _share(look: Look) -> float:
 
 
 def _told(look: Look) -> str:
-    """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images without the
-    percentage.
-    """
+    """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images no share."""
     percent = "" if look.images < FEW else f"{proven_percent(_share(look))}, "
     between = f"({interval_text(look.hits, look.images, look.chance)} %)"
     return f"{percent}{look.hits} of {look.images} images {between}"

@@ -1,6 +1,4 @@
-"""The answer for everyone: one sentence, the size of the change that it speaks of, and a published
-network beside it.
-"""
+"""The answer in one sentence, its change in words, and a published network beside it."""
 
 import math
 from collections.abc import Sequence
@@ -19,9 +17,7 @@ smallest step of an 8-bit image."""
 
 
 def headline(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
-    """Return the answer in one sentence, after what training saw of the images. size: (channels,
-    height, width).
-    """
+    """Return the answer, after what training saw of the images. size: (c, height, width)."""
     return " ".join(
         text if text[-1] in ".?" else f"{text}."
         for text in (*findings.seen, _answer(findings, plan, size))
@@ -71,9 +67,7 @@ def _first(findings: AuditFindings) -> str:
 
 
 def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> list[str]:
-    """Return the answer as three lines: what attacks did, what is proven, and what else holds. None
-    where it was stopped.
-    """
+    """Return three lines: what attacks did, what is proven, what else holds. None: stopped."""
     if findings.failing is not None or findings.dataset is None or findings.clean is None:
         return []
     lines = [f"Attacked: {_told(findings, size)}.", f"Proven: {_proven(findings, plan)}."]
@@ -140,9 +134,7 @@ def _how_many(some: int, of: int) -> str:
 
 
 def _others(findings: AuditFindings) -> list[str]:
-    """Return what holds about other classifiers than the network itself: with noise, and behind
-    masks.
-    """
+    """Return what holds about other classifiers: with noise, and behind masks."""
     parts = []
     if findings.patched is not None:
         parts += [
@@ -163,9 +155,7 @@ def _others(findings: AuditFindings) -> list[str]:
 
 
 def grey_levels(radius: float, size: Sequence[int]) -> float:
-    """Return the change of each pixel value, of 255 levels, that has this l2 length over all of
-    them.
-    """
+    """Return the change of each pixel value, of 255 levels, of this l2 length in all."""
     return 255 * radius / math.sqrt(math.prod(size))
 
 
@@ -180,8 +170,6 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
 
 
 def reference(findings: AuditFindings, size: Sequence[int]) -> str:
-    """Return the same figures of a known network; nothing where none sees such images, or the audit
-    stopped before them.
-    """
+    """Return the figures of a published network; nothing where none sees such images."""
     published = None if findings.stopped else nearest(size)
     return "" if published is None else f"For comparison, {published.sentence}"

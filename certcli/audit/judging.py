@@ -1,5 +1,4 @@
-"""Stages that judge images: clean accuracy and certificates. Each takes the first n images that its
-time allows.
+"""Stages that judge images: clean accuracy and certificates, of the first n that time allows.
 
 The images come class by class in turn, so any first n of them are a balanced sample, the same as
 `--limit n`. A batch begins only if the longest one so far would fit into the time again, so slow
@@ -48,8 +47,7 @@ def first(images: Images, count: int) -> Images:
 def predictions(
     model: PixelModel, images: Images, batch_size: int, part: StageTime, team: Team = ALONE
 ) -> tuple[list[int], float]:
-    """The class of each of the first n images, and seconds an image at worst. DataError when the
-    network gives NaN.
+    """The first n images' classes, seconds an image at worst. DataError for NaN.
 
     Batches grow from FIRST_BATCH, so that a slow machine has an answer about some images.
     """
@@ -91,9 +89,7 @@ def predictions(
 
 
 def own(team: Team, images: Images, done: int, size: int) -> list[int]:
-    """Positions of this process's batch of the next ones, after the first `done` images; none where
-    they are not enough.
-    """
+    """Positions of this process's next batch after `done` images; none where too few are left."""
     start = done + team.rank * size
     return list(range(start, min(start + size, len(images))))
 

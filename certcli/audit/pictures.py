@@ -15,9 +15,7 @@ EACH = "Each: the image, what changes (around grey, magnified), the changed imag
 
 
 def pictures_of(findings: AuditFindings, names: Sequence[str]) -> dict[str, Gallery]:
-    """Return galleries: one fooled image under "first", a patch under "patch", all under "fooled".
-    names: of the classes.
-    """
+    """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled")."""
     galleries: dict[str, Gallery] = {}
     examples: list[Figure] = []
     if findings.patched_pair is not None and findings.patch_attack is not None:

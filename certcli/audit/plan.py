@@ -90,9 +90,7 @@ class AuditPlan:
 
 @dataclass(frozen=True)
 class Typed:
-    """The words that name the network and its images. hints: further words that reading the network
-    needs.
-    """
+    """The words that name the network and its images. hints: words for reading the network."""
 
     source: str
     hints: Sequence[str] = ()
@@ -134,9 +132,7 @@ def _without_folder(typed: str) -> str:
 
 
 def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
-    """Return the command that repeats the audit, in the precision it ran in. How many images fit
-    depends on the machine.
-    """
+    """Return the command that repeats the audit, in the precision it ran in."""
     words = ["certvit", "audit", *typed.network, *typed.images()]
     options = [
         ("-e", [radius_key(radius) for radius in plan.radii]),

@@ -1,6 +1,4 @@
-"""The stages that need no images: the proven bound and what drives it, and a measured slope beside
-it.
-"""
+"""The stages without images: the proven bound, what drives it, and a measured slope."""
 
 import time
 from collections.abc import Iterator
@@ -45,9 +43,7 @@ def found(proven: NetworkBound, seconds: float) -> GlobalBound:
 
 
 def drivers(proven: NetworkBound) -> str:
-    """ "each of 25 LayerNorms alone contributes 1000", for the kinds of layer that carry the
-    bound's logarithm.
-    """
+    """Return "each of 25 LayerNorms alone contributes 1000", for layers that carry log(bound)."""
     if not proven.upper > 0.0 or proven.upper.log10() < LOOSE:
         return ""
     whole = proven.upper.log10()
@@ -80,9 +76,7 @@ def _round(log10: float) -> str:
 
 
 def _blocks(proven: NetworkBound) -> Iterator[Block]:
-    """The outermost parts of the network and what stands outside all of them, in order of
-    execution.
-    """
+    """The outermost parts of the network, and what stands outside them, in order."""
     rows: list[Block] = []
     inside = [path for path, *_ in proven.blocks if path]
     containers = {path for path in inside if any(other.startswith(f"{path}.") for other in inside)}
@@ -152,8 +146,7 @@ def _why(proven: NetworkBound, path: str) -> str:
 def slope(
     model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE
 ) -> Slope | None:
-    """The steepest slope found at a few images, one by one, until the time is over; None when not
-    one was finished.
+    """The steepest slope at a few images, until the time is over; None: not one was finished.
 
     Of several processes all but the leader measure, who is busy with the proof meanwhile.
     """

@@ -58,9 +58,8 @@ def run(
             "leave the file alone while it is audited",
         )
     findings = AuditFindings(changed=bool(checkpoint.record.surgery))
-    model = build.load(
-        checkpoint, device
-    )  # once: the stages share it, and its copies in other dtypes
+    # once: the stages share it, and its copies in other dtypes
+    model = build.load(checkpoint, device)
     denoiser = None
     if plan.denoiser is not None:  # before the work: a file that is refused costs no time
         denoiser = read_denoiser(plan.denoiser, model.input_size[0]).at(plan.noise)
@@ -120,9 +119,7 @@ def _precision(plan: AuditPlan, model: build.PixelModel, parameters: int) -> str
 def _prove(
     model: build.PixelModel, classes: int, clock: Clock, findings: AuditFindings
 ) -> tuple[build.PixelModel, NetworkBound] | None:
-    """Return the network in float64 and its bound; None where the time was over, and in processes
-    that do not lead.
-    """
+    """Return the float64 network and its bound; None: out of time, or not the leader."""
     part = clock.part(0.4)
     if not clock.team.leads:  # it proves; the others measure slopes
         return None
@@ -145,9 +142,7 @@ def _classify(
     clock: Clock,
     findings: AuditFindings,
 ) -> float:
-    """Measure clean accuracy, ask whether the file is read as it was trained, and return seconds an
-    image.
-    """
+    """Measure clean accuracy, ask how the file is read, and return seconds an image."""
     findings.dataset, findings.images, findings.sample = (
         judging.dataset_of(images),
         images,
@@ -175,12 +170,10 @@ def _classify(
     for index, label, prediction in zip(indices, labels, predictions):
         findings.row(index, label)["prediction"] = prediction
     chance = chance_doubt(sum(right), len(right), checkpoint.record.classes)
-    if (
-        checkpoint.record.foreign and clock.team.leads
-    ):  # a file of certvit is read as it was trained
-        share = (
-            0.1 if chance is None else 0.5
-        )  # about chance, no stage follows that would need the time
+    # a file of certvit is read as it was trained
+    if checkpoint.record.foreign and clock.team.leads:
+        # about chance, no stage follows that would need the time
+        share = 0.1 if chance is None else 0.5
         with contextlib.suppress(OutOfTime), StageTime(share * clock.left).ended():
             if (order := order_doubt(model, images, right[:READ_OTHERWISE])) is not None:
                 findings.doubts.append(order)

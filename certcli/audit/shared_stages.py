@@ -1,5 +1,4 @@
-"""A stage of an audit by several processes: a piece of work each at the same time, and all know
-what all found.
+"""A stage by several processes: a piece each at the same time, and all know the results.
 
 The leader's clock rules (`Clock.part`), and the others follow its decisions, so all take the same
 way and meet again.
@@ -32,8 +31,7 @@ def together(
     pack: Callable[[Piece], Any] = lambda piece: piece,
     unpack: Callable[[Any], Piece] = lambda plain: plain,
 ) -> tuple[list[Piece], bool]:
-    """(what the processes found, by rank, up to the first that was broken off; whether one was).
-    pack: to plain values.
+    """(results by rank, to the first that was broken off; whether one was). pack: to plain values.
 
     What was found behind one that took too long is dropped: else images that take long would be
     left out for taking long. A refusal of one process is raised in all of them.

@@ -1,6 +1,4 @@
-"""Stages of an audit that need labelled images: which certificates suit this network, attacks, and
-time left over.
-"""
+"""The stages that need labelled images: the choice of certificates, attacks, and time left over."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,9 +97,7 @@ class Stages:
         self.finish()
 
     def lipschitz(self, proven: Proven | None) -> bool:
-        """Certify by the bound, where some logits could reach it; return whether it certifies
-        enough.
-        """
+        """Certify by the bound, where logits could reach it; tell whether enough is."""
         refusal = self.clock.team.agree(lambda: self._refusal(proven))
         if refusal is not None:
             self.findings.skip("lipschitz", refusal)
@@ -208,9 +204,7 @@ class Stages:
         self._certify(certifier, share, radii, about, expected)
 
     def patch(self) -> None:
-        """Certify the network behind masks against patches, then search a patch that fools it
-        without masks.
-        """
+        """Certify the network behind masks, then search a patch that fools it without."""
         plan = self.plan
         size = self.checkpoint.record.input.size
         named = bool(plan.tried_patches) or "patch" in plan.methods
@@ -289,9 +283,7 @@ class Stages:
         )
 
     def finish(self) -> None:
-        """Give time left over to further images, first where a gate waits for them; then write
-        everything down.
-        """
+        """Give time left to further images, where gates wait first; then write all down."""
         team = self.clock.team
         awaited = team.agree(lambda: [self._awaited(stage) for stage in self._judging])
         waiting = [

@@ -36,9 +36,7 @@ LITTLE_ATTENTION = 0.01
 
 
 def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
-    """Return the proofs, the certificates by noise, the attacks and the gaps, a sentence or two
-    each.
-    """
+    """Return proofs, certificates by noise, attacks and gaps, a sentence or two each."""
     sentences = [_proof(findings, plan), *_patched(findings)]
     sentences += [_smoothed(shares) for shares in findings.certificates if shares.failure > 0]
     if (attack := findings.attack) is not None:
@@ -94,9 +92,7 @@ def _size_of(patch: str) -> str:
 
 
 def _patched(findings: AuditFindings) -> list[str]:
-    """Return what no patch changes, for each size: about the classifier behind masks, which is
-    another one.
-    """
+    """Return what no patch of each size changes: about the classifier behind masks."""
     patched = findings.patched
     if patched is None:
         return []
@@ -110,9 +106,7 @@ def _patched(findings: AuditFindings) -> list[str]:
 
 
 def best_proof(findings: AuditFindings, plan: AuditPlan) -> CertifiedShares | None:
-    """Return the proofs that certify most images at the smallest radius, None where no image is
-    certified.
-    """
+    """Return the proofs that certify most at the smallest radius; None: no image."""
     at = radius_key(plan.least)
     candidates = [
         shares

@@ -1,6 +1,4 @@
-"""The radius of one image by branch and bound: as far as its seconds last, the best radius so far
-kept.
-"""
+"""An image's radius by branch and bound: the best radius within its seconds."""
 
 import itertools
 import time
@@ -25,9 +23,7 @@ Proof = Callable[[float, Further], bool]
 
 @dataclass
 class Splits:
-    """The trees of the margins that a proof had to split, by class; open_units: whether there was
-    anything to split.
-    """
+    """Trees of the margins that were split, by class; open_units: was there any to split."""
 
     trees: dict[int, Tree] = field(default_factory=dict)
     open_units: bool = False
@@ -57,8 +53,7 @@ class Splits:
 
 @dataclass
 class Branched:
-    """The search of one image. radius, splits: the best so far. interrupted: by Ctrl-C, which ends
-    it.
+    """The search of one image. radius, splits: the best so far. interrupted: by Ctrl-C.
 
     Attributes:
         note: told how much of the seconds is over.

@@ -55,9 +55,7 @@ class Certificate:
         return self.radius
 
     def holds_at(self, threat: Threat) -> bool:
-        """Certified and correct at this radius (0: correct); False against patches, of which it
-        does not speak.
-        """
+        """Certified and correct at this radius (0: correct); False against patches."""
         return (
             self.correct
             and isinstance(threat.size, (int, float))
@@ -69,9 +67,7 @@ class Certificate:
         return Claim(f"image {self.index}: class {self.prediction}, {self.held}", status, why)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields; rung, seconds and splits only where the method gives them. An infinite
-        radius is "inf".
-        """
+        """Return all fields; rung, seconds, splits if the method has them; infinity is "inf"."""
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
         return {key: value for key, value in row.items() if key not in OPTIONAL or value}
 
@@ -134,9 +130,7 @@ class Certifier(ABC):
     remark: str = ""
 
     def searches(self, threat: Threat) -> bool:
-        """Tell whether the method looks for a certificate against this threat, where there may be
-        one.
-        """
+        """Tell whether the method looks for a certificate against this threat."""
         return not isinstance(threat.size, float) or threat.size <= self.drawn_to
 
     @property
@@ -151,9 +145,7 @@ class Certifier(ABC):
     def batch(
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[Certificate]:
-        """One certificate an image: pixels (b, c, h, w) in [0, 1]. DataError when the network gives
-        NaN there.
-        """
+        """A certificate an image: pixels (b, c, h, w) in [0, 1]. DataError: NaN there."""
 
     def expected(self, images: int, size: Sequence[int]) -> str:
         """Say how long this number of images (c, h, w) will take, from a measurement; "" without one."""
@@ -167,8 +159,7 @@ class Certifier(ABC):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
-        """Compare each claim with a certificate of the same image found again: pixels (b, c, h, w),
-        a row a claim.
+        """Compare claims with certificates of the same images: pixels (b, c, h, w).
 
         A bound on rounding is shared by the images of a batch: what falls short there is looked at
         alone.
@@ -188,9 +179,7 @@ class Certifier(ABC):
         return confirmed
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
-        """Each record of an earlier run of these very parameters, found again: `confirm`, unless
-        draws must be the same.
-        """
+        """Each record of a run with these parameters, again: `confirm`, or the same draws."""
         return self.confirm(claims, pixels, RecheckSettings(0, 0.0))
 
     def representable(self, images: Tensor) -> Tensor:
@@ -200,9 +189,7 @@ class Certifier(ABC):
     def stands(
         self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
     ) -> list[bool]:
-        """Tell whether the classifier still gives the claimed class at images (b, c, h, w) within
-        the claimed radii.
-        """
+        """Tell whether images (b, c, h, w) within claimed radii get the claimed class."""
         with torch.no_grad():
             predictions = self.attacked(nearby).argmax(dim=1).tolist()
         return [top == claim.prediction for top, claim in zip(predictions, claims, strict=True)]
@@ -210,9 +197,7 @@ class Certifier(ABC):
 
 @contextmanager
 def whole_batch(images: Tensor) -> Iterator[None]:
-    """Turn a network's failure on several images at once into a refusal; one on a single image
-    passes.
-    """
+    """Turn a network's failure on several images into a refusal; on a single image it passes."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as failure:
@@ -234,9 +219,7 @@ def require_logits(logits: Tensor, images: Tensor) -> None:
 
 
 class PinnedWeights:
-    """The tensors of a network as a proof read them: caches and bounds are of these, not of what is
-    written there later.
-    """
+    """A network's tensors as a proof read them: later writes do not reach caches and bounds."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._read = model, self._state(model)
@@ -251,9 +234,7 @@ class PinnedWeights:
 
     @staticmethod
     def _state(model: nn.Module) -> list[tuple[int, tuple[int, ...], int]]:
-        """Of each tensor its place in memory, its shape, and the sum of its bits as integers, which
-        wraps around.
-        """
+        """Return each tensor's (address, shape, sum of its bits as wrapping integers)."""
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         tensors = (tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
         bits = (
@@ -278,8 +259,7 @@ def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
 
 @dataclass(frozen=True)
 class CertifiedAccuracy:
-    """Shares of the images: correct, and certified and correct at each radius; mean radius, wrong
-    ones counting 0.
+    """Shares: correct, certified and correct at each radius; mean radius, wrong ones 0.
 
     Attributes:
         intervals: 95 % Clopper-Pearson, "clean" and each radius, for images that are a sample.
@@ -298,9 +278,7 @@ class CertifiedAccuracy:
     abstained: float = 0.0
 
     def against(self, threat: Threat) -> float:
-        """Return the share certified against one of the threats; TypeError for a threat of another
-        norm.
-        """
+        """Return the share certified against a threat; TypeError for another norm."""
         one_norm([threat, *self.threats])
         return self.certified[threat.key]
 

@@ -52,8 +52,7 @@ def neighbour_errors(
 
 
 class ProvingCertifier(Certifier):
-    """A method that proves, of a network in float64 and eval mode, for images of this size (c, h,
-    w).
+    """A method that proves, for a float64 network in eval mode, images of size (c, h, w).
 
     Attributes:
         arithmetic: of the network that its certificates speak of, as in `Proof`.
@@ -88,17 +87,14 @@ class ProvingCertifier(Certifier):
 
     @cached_property
     def _executed(self) -> nn.Module:
-        """The network in its arithmetic, where torch runs it on any machine; else the one that is
-        attacked.
-        """
+        """The network in its arithmetic, if any machine runs it; else the attacked one."""
         if self._neighbours is None or self.arithmetic in ("float64", "tf32"):
             return self.model
         return copy.deepcopy(self.model).to(self._neighbours.precision.dtype).eval()
 
     @torch.no_grad()
     def require_as_run(self, images: Tensor, logits: Tensor, errors: Tensor) -> None:
-        """NoBoundError unless the network, run on this batch in its arithmetic, gives these margins
-        up to proven errors.
+        """NoBoundError unless the network, as run, gives these margins up to proven errors.
 
         |(y_i - y_j) - (z_i - z_j)| <= e_i + e_j + E_ij for the logits y as executed, i the top class and all j. E is the
         rounding at the image itself; in real arithmetic that of nothing, and y are logits of
@@ -163,9 +159,7 @@ class ProvingCertifier(Certifier):
 
     @cached_property
     def _run(self) -> nn.Module:
-        """The network as `require_as_run` runs it: for TF32 in float32, which is nearer to real
-        arithmetic.
-        """
+        """The network as `require_as_run` runs it; float32 for TF32, nearer to real numbers."""
         if self.arithmetic == "tf32":
             return copy.deepcopy(self.model).float().eval()
         return self._executed
@@ -178,9 +172,7 @@ class ProvingCertifier(Certifier):
     def stands(
         self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
     ) -> list[bool]:
-        """Tell whether the network as it is executed still gives the claimed class, by finite
-        logits.
-        """
+        """Tell whether the executed network gives the claimed class, by finite logits."""
         try:
             logits = self._executed(
                 nearby.to(next(self._executed.parameters(), nearby).dtype)

@@ -1,6 +1,4 @@
-"""The one rule by which certificates of the global bound are not tried: they would need logits a
-million apart.
-"""
+"""When certificates of the global bound are not tried: logits would have to be a million apart."""
 
 import math
 

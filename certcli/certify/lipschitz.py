@@ -38,8 +38,7 @@ def certified_radii(
 def pair_radii(
     logits: Tensor, errors: Tensor, pairs: Tensor, classes: Tensor, nearby: Tensor | None = None
 ) -> Tensor:
-    """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for the class i of each image: (b,
-    k), ..., (k, k) -> (b, k).
+    """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for each image's class i -> (b, k).
 
     K_ij bounds the slope of z_i - z_j, so no image within r_ij changes the sign of this margin; 0
     where it is not positive, infinite for j = i. Every step rounds down; the quotient is multiplied
@@ -127,8 +126,7 @@ class LipschitzCertifier(ProvingCertifier):
 
     @torch.no_grad()
     def _require_graph(self, pixels: Tensor, logits: Tensor, errors: Tensor) -> None:
-        """NoBoundError unless the proven graph gives each image alone these logits, both within
-        their rounding errors.
+        """NoBoundError unless the proven graph gives each image these logits, within rounding.
 
         The graph is of one image: what a network does to a batch of another size is not in it.
         """

@@ -117,9 +117,7 @@ class LocalCertifier(ProvingCertifier):
             self.title += f" (not {self.most_symbols:,}: memory)"
 
     def _enclosed(self) -> LocalNetwork | None:
-        """Return the network for zonotopes; None where `auto` does without. NoBoundError where they
-        were asked for.
-        """
+        """Return the network for zonotopes; None: `auto` does without. NoBoundError: asked."""
         try:
             network = LocalNetwork(self.model, self._size, self._neighbours)
         except (NoRule, Untraceable) as reason:
@@ -133,9 +131,8 @@ class LocalCertifier(ProvingCertifier):
         self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
         self.most_symbols = self.most_symbols or SYMBOLS[self.walked]
         symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
-        if symbols is None or (
-            symbols == 0 and self.effort == AUTO
-        ):  # without symbols it takes minutes for little
+        # without symbols it takes minutes for little
+        if symbols is None or (symbols == 0 and self.effort == AUTO):
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
                 return None
@@ -146,9 +143,7 @@ class LocalCertifier(ProvingCertifier):
         return network
 
     def _has_squares(self, network: LocalNetwork) -> bool:
-        """Tell whether e e^T has columns, and these are worth more than the way back, which is
-        better at ReLU.
-        """
+        """Tell whether e e^T has columns that pay: ReLU does better by the way back."""
         few = math.prod(self._size) <= SQUARES
         return self.norm == "l2" and (few or (network.numbers <= SQUARES and not network.opens))
 
@@ -227,9 +222,7 @@ class LocalCertifier(ProvingCertifier):
         return certificates
 
     def _best(self, image: Tensor, label: Tensor) -> "Found":
-        """Return the radius of one image, the rung that gave it, and the splits that its proof
-        took.
-        """
+        """Return one image's radius, its rung, and the splits that its proof took."""
         if self.effort == BRANCH:
             branched = self.branched(image, int(label))
             return branched.radius, self.rung, branched.splits.to_json()
@@ -277,9 +270,7 @@ class LocalCertifier(ProvingCertifier):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
-        """Prove the stated radius again, at once: a search begun elsewhere may end at another
-        radius.
-        """
+        """Prove the stated radius at once: another search may end at another radius."""
         self._weights.require_unchanged()
         confirmations = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
@@ -317,15 +308,12 @@ class LocalCertifier(ProvingCertifier):
         return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
 
     def radius(self, image: Tensor, label: int) -> float:
-        """Return a pixel radius at which every margin of `label` was proven positive; the search
-        starts at the last one.
-        """
+        """Return a pixel radius that proves every margin of `label`, from the last one on."""
         if self.effort == BRANCH:
             return self.branched(image, label).radius
         if self.at:
-            beyond = (
-                radius * (1 + _BEYOND) for radius in self.at
-            )  # a certificate holds at what its radius exceeds
+            # a certificate holds at what its radius exceeds
+            beyond = (radius * (1 + _BEYOND) for radius in self.at)
             proven_radii = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
             return proven_radii[-1] if proven_radii else 0.0
         radius = certified_radius(
@@ -337,9 +325,7 @@ class LocalCertifier(ProvingCertifier):
         return radius
 
     def start(self, image: Tensor, radius: float, *, in_box: bool) -> Form:
-        """Return the form of the images (1, c, h, w) within `radius`, of those in [0, 1] alone
-        where `in_box`.
-        """
+        """Return the form of the images (1, c, h, w) within `radius`, and [0, 1] if `in_box`."""
         back = self.walked in (BACKWARD, BRANCH)
         if self.norm == "linf":
             return linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
@@ -362,9 +348,8 @@ class LocalCertifier(ProvingCertifier):
         """
         try:
             start = self.start(image, radius, in_box=self.domain == "box")
-            return bool(
-                (self.network.margins(start, label, None, further) > 0).all()
-            )  # False with NaN
+            # False with NaN
+            return bool((self.network.margins(start, label, None, further) > 0).all())
         except Unbounded:
             return False
         except (MemoryError, RuntimeError) as failure:
@@ -382,7 +367,5 @@ class LocalCertifier(ProvingCertifier):
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
-    """Return the checkpoint's network traced for local certificates. NoBoundError names what has no
-    theorem.
-    """
+    """Return the network traced for local certificates. NoBoundError: no theorem for a part."""
     return LocalCertifier(load_double(checkpoint, device), checkpoint.record.input.size, options)

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from certcli.certify.options import CertifierOptions
 from certcli.certify.proof_options import require_arithmetic
 from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 
 NORMS = "norms"
 ZONOTOPE = "zonotope"
@@ -43,24 +43,19 @@ class Local(CertifierOptions):
     """
 
     panel: ClassVar[str] = "Local"
-    effort: Annotated[
-        str,
-        Option(
-            "norms (any size, tiny radii), zonotope (small networks), backward (more "
-            "pixels than 128; ReLU), branch (ReLU: "
-            "splits at signs of units), auto."
-        ),
-    ] = AUTO
-    norm: Annotated[Norm, Option("Norm of the radii: l2, or linf (with --method local).")] = "l2"
+    effort: str = option(
+        AUTO,
+        "norms (any size, tiny radii), zonotope (small networks), backward (more pixels "
+        "than 128; ReLU), branch (ReLU: splits at signs of units), auto.",
+    )
+    norm: Norm = option("l2", "Norm of the radii: l2, or linf (with --method local).")
     at: Sequence[float] = ()
-    seconds: Annotated[
-        float | None,
-        Option(
-            "With --effort branch: seconds an image; the best radius proven by then counts. "
-            "Default: 30.",
-            metavar="N",
-        ),
-    ] = None
+    seconds: float | None = option(
+        None,
+        "With --effort branch: seconds an image; the best radius proven by then counts. "
+        "Default: 30.",
+        metavar="N",
+    )
     arithmetic: str | None = None
 
     def __post_init__(self) -> None:

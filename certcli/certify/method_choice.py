@@ -1,6 +1,4 @@
-"""Which certificate is worth having for a network: a proof where one reaches far enough, else a
-statement of chance.
-"""
+"""Which certificate is worth having: a proof where one reaches, else a statement of chance."""
 
 import math
 import time
@@ -58,8 +56,7 @@ class MethodChoice:
 def choose_method(
     checkpoint: Checkpoint, device: torch.device, images: Images, radius: float, batch_size: int
 ) -> MethodChoice:
-    """Choose the proven bound where it certifies a tenth of the correct images at `radius`; else
-    local; else smoothing.
+    """The bound where it certifies 1/10 of the correct images at `radius`; else local, smoothing.
 
     The network is built once; its certifiers are handed on.
     """

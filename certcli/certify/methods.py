@@ -71,8 +71,7 @@ def prepare(
     device: torch.device,
     options: CertifierOptions | None = None,
 ) -> Certifier:
-    """Return the method of that name, made ready for the checkpoint, by its own options or its
-    defaults.
+    """Return the method of that name, ready for the checkpoint, by its options or defaults.
 
     Raises:
         UsageError: there is no such method.
@@ -83,9 +82,7 @@ def prepare(
 
 
 def options_of(method: str, values: Mapping[str, Any]) -> CertifierOptions:
-    """Return the method's options from plain values (`CertifierOptions.of`): its `prepare` names their
-    class.
-    """
+    """Return the method's options from plain values: its `prepare` names their class."""
     kind: type[CertifierOptions] = get_type_hints(METHODS.load(method))["options"]
     return kind.of(values)
 
@@ -114,8 +111,7 @@ def certify(
     file: RecordFile | None = None,
     team: Team = ALONE,
 ) -> Iterator[list[Certificate]]:
-    """Yield certificates in the order of the images, batch by batch; what `file` holds already is
-    read, not found again.
+    """Yield certificates in the images' order, by batch; what `file` holds is read.
 
     A batch is one process's, whole: a network's last digits depend on how many images it is given.
     Only the leader is handed certificates.
@@ -138,9 +134,8 @@ def certify(
         indices = images.indices[positions].tolist()
         labels = images.labels[positions].tolist()
         pixels = images.fetch(positions)
-        images.expect_at(
-            positions[0] + team.size * step, step
-        )  # the next piece, if each process takes one in turn
+        # the next piece, if each process takes one in turn
+        images.expect_at(positions[0] + team.size * step, step)
         return certifier.batch(indices, pixels, labels)
 
     def pack(rows: list[Certificate]) -> list[dict[str, Any]]:

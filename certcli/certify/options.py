@@ -1,6 +1,4 @@
-"""The base of a certificate method's options: a frozen dataclass, from which `certify` makes the
-method's panel.
-"""
+"""The base of a method's options: a frozen dataclass, from which `certify` makes a panel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,16 +7,13 @@ from typing import Any, ClassVar, Self
 
 @dataclass(frozen=True)
 class CertifierOptions:
-    """The options of a method that has none. Another method inherits, and annotates its options
-    with `Option`.
-    """
+    """The options of a method that has none; others inherit, and annotate with `Option`."""
 
     panel: ClassVar[str] = ""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the options among plain values, as records state them; other names and None are
-        left out.
+        """Return the options among plain values; other names and None are left out.
 
         Raises:
             UsageError: a value has another type, or no meaning.

@@ -1,6 +1,4 @@
-"""Classes of images, by a network as it is or by the defended classifier that certificates speak
-of.
-"""
+"""Classes of images, by a network or by the defended classifier of its certificates."""
 
 from dataclasses import dataclass
 
@@ -77,9 +75,7 @@ class Predictor:
 
     @torch.no_grad()
     def __call__(self, pixels: Tensor, prove: bool = False) -> list[Prediction]:
-        """One prediction an image: pixels (b, c, h, w) in [0, 1]. prove: also whether a patch can
-        change it.
-        """
+        """Predict pixels (b, c, h, w) in [0, 1]. prove: also whether a patch can change it."""
         if self.defended is None:
             return [self._likely(row) for row in self._model(sent(pixels, self._device))]
         predictions = self.defended.predict(pixels)

@@ -1,11 +1,11 @@
 """Options of every method that proves. No torch here: `certvit certify --help` reads them."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from certcli.certify.options import CertifierOptions
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 REAL = "real"
@@ -25,14 +25,12 @@ class Proof(CertifierOptions):
     """
 
     panel: ClassVar[str] = "Proofs"
-    arithmetic: Annotated[
-        str | None,
-        Option(
-            "Arithmetic of the certified network: real, float64, float32, tf32, bf16, fp16. "
-            "Default: float64 if the rounding of every operation is proven, else real.",
-            metavar="NAME",
-        ),
-    ] = None
+    arithmetic: str | None = option(
+        None,
+        "Arithmetic of the certified network: real, float64, float32, tf32, bf16, fp16. "
+        "Default: float64 if the rounding of every operation is proven, else real.",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         require_arithmetic(self.arithmetic)

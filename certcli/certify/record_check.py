@@ -1,6 +1,4 @@
-"""Records of certificates, checked against the network: found again, and attacked inside what they
-claim.
-"""
+"""Records of certificates, computed again, and attacked inside what they claim."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,9 +45,7 @@ class CheckedRecord:
 def read_claims(
     rows: Sequence[Mapping[str, Any]], images: Images, certifier: Certifier, where: str
 ) -> list[Certificate]:
-    """The certificates of a file about these images, in its order; DataError when it is none, or
-    speaks twice of an image.
-    """
+    """A file's certificates of these images, in order; DataError: none, or an image twice."""
     claims = [certifier.certificate.from_json(row) for row in rows]
     labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
     indices: set[int] = set()
@@ -65,9 +61,7 @@ def read_claims(
 
 
 def require_same_way(run: Run, now: Run, where: str) -> None:
-    """DataError when the records were made in another way than their method makes them with the
-    parameters they state.
-    """
+    """DataError when the stated parameters do not make the records in the stated way."""
     differences = list(replace(now, dataset=run.dataset).differences(run))
     if differences:
         raise DataError(
@@ -140,9 +134,7 @@ def plainly_wrong(certificate: Certificate, label: int, certifier: Certifier) ->
 
 
 def require_possible(claims: Sequence[Certificate], certifier: Certifier, where: str) -> None:
-    """DataError for a record that states what no run of this method and these parameters does.
-    Labels are known to agree.
-    """
+    """DataError for a record that no run of these parameters states. Labels agree already."""
     for claim in claims:
         wrong = plainly_wrong(claim, claim.label, certifier)
         if wrong is not None and wrong.status == "refuted":
@@ -158,9 +150,7 @@ def disagreements(
     where: str,
     places: Sequence[int],
 ) -> Iterator[str]:
-    """Yield what does not agree when the records at these places, of the first images, are computed
-    again.
-    """
+    """Yield what disagrees when records at these places, of the first images, are recomputed."""
     step = certifier.at_once or batch_size
     for start in range(0, len(places), step):
         batch = places[start : start + step]
@@ -180,9 +170,7 @@ def _attacked(
     doubt: RecheckSettings,
     attack: Attack,
 ) -> Claim:
-    """Attack the image (1, c, h, w) with each threat that the certificate excludes. proven: why it
-    was verified.
-    """
+    """Attack (1, c, h, w) with each threat that the certificate excludes. proven: the reason."""
     assert certificate.prediction is not None
     weight = next(certifier.attacked.parameters(), image)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -206,9 +194,7 @@ def _attacked(
 
 
 def claimed_threats(claim: Certificate, certifier: Certifier, entries: int) -> list[Threat]:
-    """Return the largest threats that the claim excludes. entries: of an image, whose box no longer
-    radius leaves.
-    """
+    """Return the largest threats excluded. entries: of an image, whose box bounds radii."""
     if isinstance(claim.held, tuple):
         patches = [Patch.from_key(key) for key in claim.held]
         largest = [

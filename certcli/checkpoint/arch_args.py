@@ -1,6 +1,4 @@
-"""Arguments of an architecture: numbers, switches and plain words. Nothing may name a file, code or
-weights.
-"""
+"""Arguments of an architecture: numbers, switches, plain words; no file, code or weights."""
 
 import math
 import re
@@ -35,9 +33,7 @@ _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 
 
 def arch_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an architecture as JSON scalars and lists; Refused for a file, URL,
-    callable or weights.
-    """
+    """Return arguments as JSON scalars and lists; Refused: a file, URL, callable or weights."""
     if len(arguments) > 128:
         raise Refused(f"{len(arguments)} architecture arguments")
     checked: dict[str, Any] = {}

@@ -144,9 +144,7 @@ def _unknown(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
 
 
 def _contradictions(config: ConfigFields, about: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each field that is stated twice and differently; timm takes the outer
-    one.
-    """
+    """Return a sentence a field that is stated twice, differently; timm takes the outer one."""
     inner = about.get("architecture")
     doubts = []
     if isinstance(inner, str) and inner.split(".")[0] != config.architecture.split(".")[0]:
@@ -172,9 +170,7 @@ def _take_labels(config: ConfigFields, labels: Any) -> None:
 
 
 def names_of(labels: Any) -> tuple[str, ...] | None:
-    """Return the names in the order of their numbers: of a list, of {name: number} or {number:
-    name}; None otherwise.
-    """
+    """Return names by number: of a list, {name: number} or {number: name}; else None."""
     if isinstance(labels, list):
         names = labels
     elif isinstance(labels, dict) and all(type(value) is int for value in labels.values()):
@@ -190,9 +186,7 @@ def names_of(labels: Any) -> tuple[str, ...] | None:
 
 
 def plain_names(names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return names by which folders could be called, all different; None for placeholders, numbers
-    and other texts.
-    """
+    """Return distinct names that could name folders; None: placeholders, numbers, other texts."""
     plain = all(name.isprintable() and 0 < len(name) <= 128 and "/" not in name for name in names)
     placeholders = all(name.startswith("LABEL_") or name.isdigit() for name in names)
     return names if plain and not placeholders and len(set(names)) == len(names) else None

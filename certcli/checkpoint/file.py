@@ -1,6 +1,4 @@
-"""A checkpoint: tensors and their record. Read whole and checked, written atomically and
-byte-reproducibly.
-"""
+"""A checkpoint: tensors and record, read whole, checked, written atomically and reproducibly."""
 
 import hashlib
 import json
@@ -34,9 +32,7 @@ INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.in
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """Tensors and their record. Immutable: a command reads one and derives another, with one more
-    step in its lineage.
-    """
+    """Tensors and their record. Immutable: a command derives another, a step longer in lineage."""
 
     tensors: Mapping[str, Tensor]
     record: Record
@@ -49,8 +45,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """Return the sha256 of everything that decides the logits of an image: the tensors and
-        `Record.function`.
+        """Return the sha256 of all that decides logits: the tensors and `Record.function`.
 
         The same tensors with another mean, head count or surgery are another network. Class names,
         dataset, lineage and evidence do not count.
@@ -62,9 +57,7 @@ class Checkpoint:
 
     @staticmethod
     def read(path: Path) -> "Checkpoint":
-        """Read a checkpoint that certvit wrote. CheckpointError for an unreadable or foreign file,
-        or one that holds NaN.
-        """
+        """Read certvit's checkpoint. CheckpointError: unreadable, foreign, or with NaN."""
         tensors, metadata = read_tensors(path)
         if KEY not in metadata:
             raise CheckpointError(f"{path} is a safetensors file without a certvit record")
@@ -78,9 +71,7 @@ class Checkpoint:
         seed: int = 0,
         **changes: Any,
     ) -> "Checkpoint":
-        """Return the checkpoint after one more step; `changes` are new values of the record's
-        fields.
-        """
+        """Return the checkpoint after a step; `changes` are new fields of the record."""
         step = LineageStep(command, dict(parameters), seed, versions(), self.digest)
         record = replace(self.record, lineage=(*self.record.lineage, step), **changes)
         return Checkpoint(dict(tensors), record)
@@ -92,9 +83,7 @@ class Checkpoint:
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 
     def write(self, path: Path, force: bool = False, shard_bytes: int = shards.SHARD_BYTES) -> None:
-        """Write atomically, to one file, or to the index `path` and files of at most `shard_bytes`
-        beside it.
-        """
+        """Write atomically one file, or an index and files of at most `shard_bytes`."""
         require_numbers(self.tensors, path.name)
         text = self.record.to_json()
         Record.from_json(text)  # refuses to write a record that cannot be read back
@@ -138,9 +127,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Read the tensors of all files that the index names; CheckpointError where file and index
-    disagree.
-    """
+    """Read tensors of all files of the index; CheckpointError where they disagree."""
     tensors: dict[str, Tensor] = {}
     for path, names in shards.named(index).items():
         if not path.is_file():
@@ -176,9 +163,7 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise CheckpointError for a tensor of another type than weights have, with NaN or infinity,
-    or without a plain name.
-    """
+    """Raise CheckpointError: a type weights do not have, NaN, infinity, or no plain name."""
     for name in sorted(tensors):
         tensor = tensors[name]
         if not name.isprintable() or len(name) > LONGEST_NAME:
@@ -190,9 +175,8 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
                 f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
                 "convert it to float32, float64, float16 or bfloat16, if it holds weights",
             )
-        wide = (
-            tensor.half() if tensor.dtype in FLOAT8 else tensor
-        )  # torch tests no float8; half holds all its values
+        # torch tests no float8; half holds all its values
+        wide = tensor.half() if tensor.dtype in FLOAT8 else tensor
         if tensor.is_floating_point() and not torch.isfinite(wide).all():
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
@@ -216,8 +200,7 @@ def write_shards(
     force: bool = False,
     shard_bytes: int = shards.SHARD_BYTES,
 ) -> None:
-    """Write files of at most `most` bytes under new names, then the index; then delete the files of
-    the old index.
+    """Write files of at most `most` bytes under new names, then the index; delete the old files.
 
     A reader finds the old checkpoint or the new one, whole, at any time. The index holds the
     metadata. With `force`, files that killed runs left are deleted too.
@@ -231,9 +214,8 @@ def write_shards(
         paths = shards.free_names(index, len(parts))
         place: dict[str, str] = {}
         try:
-            with atomic_file(
-                index
-            ) as temporary:  # held while files are written, so that other runs do not sweep them
+            # held while files are written, so that other runs do not sweep them
+            with atomic_file(index) as temporary:
                 for path, part in zip(paths, parts, strict=True):
                     # other readers need the format; safetensors' own writer puts two entries in a
                     # random order

@@ -1,5 +1,4 @@
-"""The tensors of a safetensors file, read by its header: its length, shapes and places are looked at
-first.
+"""The tensors of a safetensors file, by its header: length, shapes and places come first.
 
 The format's own reader maps every file, and a mapped file that another program cuts ends the process
 without a word.
@@ -40,8 +39,7 @@ class _TensorFields(Struct):
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file, copied into memory; of a very large one,
-    mapped.
+    """Return a file's tensors and metadata, copied into memory; of a very large one, mapped.
 
     Raises:
         CheckpointError: it is cut off, has no such header, describes more than a network has, or is

@@ -1,5 +1,4 @@
-"""The paths of a command: before any work, each output is compared with every input and every other
-output.
+"""The paths of a command: before any work, outputs are compared with inputs and each other.
 
 Two paths are one file when device and inode agree, links followed, or, for files that do not exist,
 when they resolve to one name. Replacing a file needs --force; an input is never replaced. A state
@@ -54,8 +53,7 @@ class Outputs:
         self._written: list[tuple[OptionPath, bool]] = []
 
     def reads(self, option: str, path: Path) -> None:
-        """Register a file or a checkpoint's folder, with config.json beside it and the files of an
-        index.
+        """Register a file, or a checkpoint's folder with config.json and an index's files.
 
         A name that is no path registers nothing.
         """
@@ -94,9 +92,7 @@ class Outputs:
         self.writes(option, path)
 
     def keeps_state(self, path: Path, key: str) -> None:
-        """Register a state file; UsageError for an existing file without `key`, which every state
-        of the command carries.
-        """
+        """Register a state; UsageError: a file without `key`, which all such states carry."""
         if os.path.lexists(path) and read_metadata(path).get(key) is None:
             raise UsageError(
                 f"{path} is not a state file, and this run's state would replace it",
@@ -105,9 +101,7 @@ class Outputs:
         self.writes("the state", path, continued=True)
 
     def check(self) -> None:
-        """Raise UsageError for a conflict between paths or an unknown figure format, OutputError
-        for an unusable folder.
-        """
+        """Raise UsageError: conflicting paths, unknown formats; OutputError: bad folders."""
         for position, (output, continued) in enumerate(self._written):
             require_absent(output.path, self.force or continued, output.option)
             if is_index(output.path):
@@ -154,9 +148,7 @@ def same_file(one: Path, other: Path) -> bool:
 
 
 def _require_home(index: OptionPath) -> None:
-    """Raise UsageError where an index is a link to another folder, so that its files would not lie
-    beside it.
-    """
+    """Raise UsageError where an index is a link: its files would not lie beside it."""
     if is_stream(index.path) or not same_file(index.path.resolve().parent, index.path.parent):
         raise UsageError(
             f"{index.option} {index.path} is a link out of its folder or no file, and the files of an index lie beside it",
@@ -165,9 +157,7 @@ def _require_home(index: OptionPath) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file or an index without reading tensors; {} for any
-    other file.
-    """
+    """Return the metadata of a safetensors file or index, no tensors; {} for other files."""
     try:
         if not path.is_file():
             return {}
@@ -206,9 +196,7 @@ def last_command(path: Path) -> str | None:
 
 
 def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
-    """Raise UsageError when `path` holds the state of another run, which may be hours of work,
-    unless `force`.
-    """
+    """Raise UsageError when `path` holds another run's state, perhaps hours, unless `force`."""
     if path.exists() and not force and not is_state_of(path, key, identity):
         raise UsageError(
             f"{path} is the state of another run, which this one would replace",
@@ -218,9 +206,7 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
 
 
 def require_state_of(path: Path, identity: str, digest: str) -> None:
-    """Raise CheckpointError where the state at `path`, of the run `stated`, is not that of this
-    run.
-    """
+    """Raise CheckpointError where the state at `path`, of `stated`, is another run's."""
     if digest != identity:
         raise CheckpointError(
             f"{path} belongs to a run with other settings, other images or another starting checkpoint",
@@ -229,9 +215,7 @@ def require_state_of(path: Path, identity: str, digest: str) -> None:
 
 
 def hold_state(path: Path, stack: contextlib.ExitStack) -> None:
-    """Refuse other runs of this output until `held` closes: each saved state is a new file, locked
-    in its turn.
-    """
+    """Refuse other runs of this output until `held` closes: each new state is locked, too."""
     if path.exists():
         stack.close()
         with contextlib.suppress(OSError):  # a state that may only be read is replaced all the same

@@ -1,6 +1,4 @@
-"""The certvit record of schema 1: a checkpoint's description of itself, canonical JSON under one
-metadata key.
-"""
+"""The record of schema 1: a checkpoint's own description, canonical JSON under one metadata key."""
 
 import json
 from collections.abc import Mapping
@@ -78,9 +76,7 @@ records keep their bytes."""
 
 @dataclass(frozen=True)
 class Replacement:
-    """One module that was swapped after construction: `kind` names a builder in
-    `certcli.nn.surgery`.
-    """
+    """A module swapped after construction: `kind` names a builder of `certcli.nn.surgery`."""
 
     path: Path
     kind: str
@@ -146,9 +142,7 @@ class Record:
         )
 
     def function(self) -> dict[str, Any]:
-        """Return the fields that decide which function the tensors compute, as JSON that is equal
-        for equal functions.
-        """
+        """Return the fields that decide the function, as JSON equal for equal functions."""
         spec = self.input
         return {
             "arch": self.arch,
@@ -187,9 +181,7 @@ class Record:
             ) from refusal
 
     def with_evidence(self, entry: Evidence) -> "Record":
-        """Return the record with `entry` in place of older evidence of the same command and
-        parameters.
-        """
+        """Return the record with `entry` replacing older evidence of its parameters."""
         older = [
             old
             for old in self.evidence
@@ -232,9 +224,7 @@ def _decode(text: str) -> Record:
 
 
 def _require_fields(raw: Mapping[str, Any], value: Any) -> None:
-    """Refuse JSON that lacks a field, which would be read as its default, or has one that would not
-    be read.
-    """
+    """Refuse JSON without a field (its default would be read), or with one not read."""
     names = {entry.name for entry in fields(value)}
     for name in sorted(raw.keys() ^ names):
         raise Refused(

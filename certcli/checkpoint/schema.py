@@ -1,5 +1,4 @@
-"""The schema of all metadata: JSON in a file becomes typed values in known ranges here, or is
-refused in one line.
+"""The schema of metadata: JSON becomes typed values in known ranges, or is refused in a line.
 
 No other module reads raw metadata. A file may describe a network by a registered name, numbers and
 switches; it may not name a file, a URL, a callable or weights, and no number in it may demand more
@@ -243,9 +242,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> None:
 
 
 def is_name(text: str) -> bool:
-    """Tell whether this can be the name of a registered architecture: no path, URL or source such
-    as `hf-hub:`.
-    """
+    """Tell whether it can name a registered architecture: no path, URL or `hf-hub:`."""
     return len(text) <= 128 and re.match(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", text) is not None
 
 
@@ -266,9 +263,7 @@ def _reason(failure: Exception) -> str:
 
 
 def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
-    """Raise Refused unless `kind` is a known replacement with valid arguments for a module at
-    `path`.
-    """
+    """Raise Refused unless `kind` is known, with valid arguments for a module at `path`."""
     if kind not in SURGERY:
         raise Refused(f"unknown replacement '{one_line(kind)[:80]}'")
     if (path == "") != (kind == "flat-head"):
@@ -280,9 +275,7 @@ def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
 
 
 def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
-    """Raise Refused unless (x - mean) / std, one pair a channel, normalises images of this size
-    with pixels in [0, 1].
-    """
+    """Raise Refused unless (x - mean) / std, a pair a channel, normalises [0, 1] images."""
     if math.prod(size) > LARGEST_IMAGE:
         raise Refused(
             f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values"
@@ -295,9 +288,7 @@ def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Seque
 
 
 def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Raise Refused unless all are finite, on the scale of pixels in [0, 1], and every standard
-    deviation is positive.
-    """
+    """Raise Refused unless all are finite, scaled to [0, 1], and deviations are positive."""
     for name, values in (("mean", mean), ("std", std)):
         for value in values:
             if not math.isfinite(value):

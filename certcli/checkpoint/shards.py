@@ -1,6 +1,4 @@
-"""A checkpoint in several safetensors files, with an index from tensors to files, as the hub has
-it.
-"""
+"""A checkpoint in several safetensors files, with the hub's index from tensors to files."""
 
 import contextlib
 import re
@@ -34,9 +32,7 @@ def stem(path: Path) -> str:
 
 
 def named(index: Path) -> dict[Path, frozenset[str]]:
-    """Return the files that the index names, beside it, with the tensors of each; CheckpointError
-    for a broken index.
-    """
+    """Return the index's files, beside it, and their tensors; CheckpointError: broken."""
     names_of: dict[Path, set[str]] = {}
     for tensor, file in _fields(index).weight_map.items():
         names_of.setdefault(index.parent / file, set()).add(tensor)
@@ -65,9 +61,7 @@ def _fields(index: Path) -> IndexFields:
 
 
 def parts_of(tensors: "Mapping[str, Tensor]", limit: int) -> "Iterator[dict[str, Tensor]]":
-    """Yield the tensors, by name, in parts of at most `most` bytes; a larger tensor is a part of
-    its own.
-    """
+    """Yield tensors by name in parts of at most `most` bytes; a larger one stands alone."""
     part: dict[str, Tensor] = {}
     size = 0
     for name in sorted(tensors):
@@ -81,8 +75,7 @@ def parts_of(tensors: "Mapping[str, Tensor]", limit: int) -> "Iterator[dict[str,
 
 
 def free_names(index: Path, count: int) -> list[Path]:
-    """Return names that no file has: model-00001-of-00003.safetensors, ..., or model-2-00001-of-...
-    where one exists.
+    """Return names no file has: model-00001-of-00003.safetensors, or model-2-00001-of-...
 
     Until the new index is written, the old one and its files stay whole.
     """
@@ -104,9 +97,7 @@ def part_names(index: Path) -> str:
 
 
 def belonging(index: Path) -> list[Path]:
-    """Return the files to delete with this index: it names them, they carry its name, and no other
-    index names them.
-    """
+    """Return files to delete with this index: named there, of its name, in no other index."""
     with contextlib.suppress(CheckpointError):
         ours = re.compile(part_names(index))
         files = [path for path in named(index) if ours.fullmatch(path.name) and path.is_file()]

@@ -61,9 +61,7 @@ _NAMES = frozenset(
 
 
 class _Ignored:
-    """Stands for numpy's numbers and types in a file, an accuracy say, which the network does not
-    need.
-    """
+    """Stands for numpy's numbers and types, which the network does not need."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -81,8 +79,7 @@ _SAFE: list[Any] = [
 
 
 def load_plain(path: Path) -> Any:
-    """Return the content of a file of torch.save: tensors and plain values, mapped from the file
-    where it is a very large archive.
+    """Return what torch.save wrote: tensors and plain values, mapped from a very large archive.
 
     Raises:
         CheckpointError: it is no such file, its records are not stored, or it holds something else.
@@ -108,9 +105,7 @@ def load_plain(path: Path) -> Any:
 
 
 def _require_plain(file: IO[bytes], path: Path) -> bool:
-    """Raise Refused or CheckpointError before torch reads the file; return whether it is an
-    archive.
-    """
+    """Raise Refused or CheckpointError before torch reads it; return whether an archive."""
     start = file.read(len(_OLD_MAGIC))
     if start.startswith(MAGIC):
         _require_archive(file)
@@ -146,9 +141,7 @@ def _opened(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
 
 
 def _require_names(content: IO[bytes]) -> None:
-    """Raise Refused for a pickle that calls a name outside the closed list, or copies a text too
-    often.
-    """
+    """Raise Refused for a pickle with names outside the closed list, or copied too often."""
     calls = 0
     longest = 0
     names = set()

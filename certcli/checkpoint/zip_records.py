@@ -84,9 +84,7 @@ def _directory(file: IO[bytes]) -> tuple[int, list[_Entry]]:
 
 
 def _end(file: IO[bytes], size: int) -> tuple[int, int, int]:
-    """Return count of records, length and start of the directory, which must end where the closing
-    part begins.
-    """
+    """Return count, length and start of the directory, which ends at the closing part."""
     place = size - _END.size
     if place < 0:
         raise Refused("it is cut off")

@@ -35,9 +35,7 @@ _columns = shutil.get_terminal_size().columns
 
 
 class _Context(typer.Context):
-    """Leaves words room beside the options of a narrow `--help`, and puts long options on lines of
-    their own.
-    """
+    """Leaves words room in a narrow `--help`: long options stand on lines of their own."""
 
     def make_formatter(self) -> Any:
         formatter = super().make_formatter()
@@ -46,9 +44,7 @@ class _Context(typer.Context):
 
 
 class _Untyped:
-    """Makes `--help` name no Python type beside arguments and flags. Other options have words of
-    their own.
-    """
+    """Makes `--help` name no Python type beside arguments and flags."""
 
     context_class: Any = _Context
 
@@ -67,9 +63,7 @@ class _Group(_Untyped, TyperGroup):
 
 class _Command(_Untyped, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words; an option of ONCE that is typed twice is refused, where the last one would
-        win.
-        """
+        """Parse the words; refuse an option of ONCE that is typed twice."""
         if not ctx.resilient_parsing:
             order = self.make_parser(ctx).parse_args(args=list(args))[2]
             names = [parameter.name for parameter in order]
@@ -81,9 +75,7 @@ class _Command(_Untyped, TyperCommand):
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with Ctrl-C as a CertvitError; Typer would print its own message and exit
-    with 1.
-    """
+    """Return the command with Ctrl-C as a CertvitError; Typer would exit with 1."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -204,8 +196,7 @@ def about(
 
 
 def run(started: float | None = None) -> None:
-    """Run the command line; every failure is one line and a documented exit code
-    (docs/exit-codes.md).
+    """Run the command line; failures are one line and an exit code (docs/exit-codes.md).
 
     Args:
         started: the begin of the process, on the clock of `time.perf_counter`.
@@ -233,9 +224,7 @@ def run(started: float | None = None) -> None:
 
 @contextlib.contextmanager
 def _usable_surroundings() -> Iterator[None]:
-    """Drop invalid widths of the terminal, and silence the warnings of libraries, which name their
-    own files.
-    """
+    """Drop invalid widths of the terminal, and silence the warnings of libraries."""
     for name in ("COLUMNS", "LINES"):
         text = os.environ.get(name, "1")
         if not (text.isdecimal() and 0 < int(text[:9]) <= WIDEST):
@@ -274,9 +263,8 @@ def _run(interrupts: Interrupts) -> int:
             return _report("interrupted", "", Interrupted.code)
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
-        if (
-            isinstance(failure, OSError) and failure.filename is not None
-        ):  # a path that no check foresaw
+        # a path that no check foresaw
+        if isinstance(failure, OSError) and failure.filename is not None:
             reason = f"{one_line(failure.filename)}: {failure.strerror}"
             return _report(
                 reason,
@@ -302,9 +290,7 @@ def _usage(failure: Any) -> int:
 
 
 def _others() -> Team:
-    """Return the team of processes; this process alone where the environment is invalid, which the
-    command reports.
-    """
+    """Return the team; this process alone in an invalid environment, which commands report."""
     try:
         return team()
     except UsageError:

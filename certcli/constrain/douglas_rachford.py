@@ -1,6 +1,4 @@
-"""The least norm at a given output error: min L(W) subject to |W X_j - W0 X_j|_F <= eta |W0 X_j|_F
-for each group j.
-"""
+"""The least norm at an output error: min L(W), |W X_j - W0 X_j|_F <= eta |W0 X_j|_F for each j."""
 
 import math
 from dataclasses import dataclass, replace
@@ -50,15 +48,13 @@ class ConstrainedMatrix:
 def constrain_matrix(
     statistics: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None
 ) -> ConstrainedMatrix:
-    """Run Douglas-Rachford: P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P
-    pulled inside, or Q.
+    """Run P = prox(Z), Q = proj_C(2P - Z), Z <- Z + relaxation (Q - P); return P inside, or Q.
 
     The strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one
     beta suits all layers. A converged result does not depend on beta. W is free in directions that
     no calibration token excites, and has the least norm there; a ridge adds its share of the mean
     eigenvalue to G, which is stricter. Several groups are one group with weights, found by ascent
-    on the dual (`_many_groups`).
-    Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
+    on the dual (`_many_groups`). Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
 
     Args:
         basis: that of the sum of the Gram matrices, where it is known already.
@@ -104,8 +100,7 @@ def _many_groups(
     penalty: Penalty,
     settings: ConstrainSettings,
 ) -> GroupSolution:
-    """Solve max over weights w of min L(W) subject to sum_j w_j c_j(W) / r_j <= 1 with sum w = 1,
-    by strong duality.
+    """Solve max over w, sum w = 1, of min L(W) s.t. sum_j w_j c_j(W) / r_j <= 1, by duality.
 
     Each inner problem has one group with Gram matrix sum_j w_j G_j / r_j. Its ellipsoid contains
     the intersection, so its lower limit holds. A group over its limit gains weight. Algorithm 2
@@ -161,8 +156,7 @@ def _rectified(
     penalty: Penalty,
     settings: ConstrainSettings,
 ) -> GroupSolution:
-    """Minimise L(W) subject to h_j(W) <= r_j for the one-sided distances h_j of `relu`, in rounds
-    on inner ellipsoids.
+    """Minimise L(W) s.t. one-sided distances h_j(W) <= r_j, in rounds on inner ellipsoids.
 
     The ellipsoid of any point V lies inside the set, so V runs ahead of W with Nesterov's momentum,
     restarted where L grows. The lower limit is that of the half-space {h(V) + <grad h(V), U - V> <=

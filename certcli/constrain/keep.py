@@ -79,8 +79,7 @@ def constrain_keeping(
     reference: ReferenceLogits,
     report: Callable[[float, str], None] = lambda *_: None,
 ) -> KeepResult:
-    """Constrain at the largest eta found that keeps the share `keep` of first choices, and write
-    the weights.
+    """Constrain at the largest eta that keeps the share `keep` of first choices; write weights.
 
     The eta is at most MOST, and lies within 25 % of a refused one or is predicted by it. If every
     round is refused, eta is 0 and nothing changes.
@@ -101,8 +100,7 @@ def constrain_keeping(
     def judged(
         weights: Mapping[str, Tensor], eta: float, logits_of: Callable[[Any], Tensor]
     ) -> tuple[bool, float]:
-        """Return whether the network keeps enough with these weights, and the predicted eta that
-        keeps just enough.
+        """Return whether these weights keep enough, and the predicted eta that just does.
 
         The leader decides for all processes.
         """

@@ -51,9 +51,7 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def attention_blocks(model: nn.Module) -> dict[str, int]:
-    """Return path -> number of row blocks of each `qkv` (3 a head) or separate `q`, `k`, `v`
-    module.
-    """
+    """Return path -> row blocks of each `qkv` (3 a head) or separate `q`, `k`, `v` module."""
     blocks = {}
     for path, module in model.named_modules():
         heads = getattr(module, "num_heads", None)
@@ -81,9 +79,7 @@ def all_of(batches: Batches) -> Iterable[Tensor]:
 
 
 def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
-    """Run the batches, call `visit` at every call of a module of `paths`, and return the number of
-    batches.
-    """
+    """Run the batches, call `visit` at each call of a module of `paths`; return their number."""
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with visiting(model, paths, visit), torch.inference_mode():
@@ -100,9 +96,7 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
 def visiting(
     model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None
 ) -> Iterator[None]:
-    """Call `visit` while the caller runs the model: each call of the model (or of `each`) is one
-    batch.
-    """
+    """Call `visit` while the caller runs the model: a call of it (or of `each`) is a batch."""
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -125,9 +119,7 @@ def visiting(
 
 
 def require_finite(path: str, diagonal: Tensor) -> None:
-    """Raise DataError that names the layer if the diagonal of X X^T, and so X, holds NaN or
-    infinity.
-    """
+    """Raise DataError, naming the layer, where the diagonal of X X^T, and so X, is not finite."""
     if not bool(diagonal.isfinite().all()):
         raise DataError(
             f"the input of layer '{path}' holds NaN or infinite numbers",
@@ -136,9 +128,7 @@ def require_finite(path: str, diagonal: Tensor) -> None:
 
 
 def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
-    """Return the arguments of `conv_norm` for a zero-padded convolution of `value`; None for other
-    modules.
-    """
+    """Return the arguments of `conv_norm` for a zero-padded convolution; None: other modules."""
     if not isinstance(module, nn.Conv2d):
         return None
     padding = module._reversed_padding_repeated_twice
@@ -154,8 +144,7 @@ def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
 
 
 def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
-    """Return an upper bound of the layer's norm: of the zero-padded convolution itself, or of the
-    out x in matrix.
+    """Bound the layer's norm: of the zero-padded convolution itself, or the out x in matrix.
 
     weight has the parameter's shape. The matrix is the operator for Linear; for a circular or
     reflecting padding, it is a surrogate.
@@ -185,8 +174,7 @@ def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -
 
 
 def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator[Tensor]:
-    """Yield at most `count` rows of each image's input, in its own precision (half precision:
-    float32), in pieces.
+    """Yield at most `count` rows of each image's input, in its precision (half: float32).
 
     These are the first row, where a class token stands, and a seeded draw of the others, the same
     for the whole batch.
@@ -228,9 +216,7 @@ def _positions(module: nn.Conv2d, value: Tensor) -> int:
 
 
 def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
-    """Reshape (b, c, H, W) -> (b * patches, c * height * width) for kernel = stride, five times as
-    fast as unfold.
-    """
+    """Reshape (b, c, H, W) -> (b * patches, c * height * width), 5 times as fast as unfold."""
     down = images.shape[2] // height
     across = images.shape[3] // width
     images = images[:, :, : down * height, : across * width]

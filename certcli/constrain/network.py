@@ -1,6 +1,4 @@
-"""Constrain all layers of a network: at one eta, along their Pareto curves, or to a target for its
-bound.
-"""
+"""Constrain all layers: at one eta, along their Pareto curves, or to a target for the bound."""
 
 import contextlib
 import math
@@ -51,8 +49,7 @@ TRIALS = 8
 def rectified_paths(
     model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str
 ) -> frozenset[str]:
-    """Return the layers measured by the one-sided distance: none (plain), all (relu), those before
-    a ReLU (auto).
+    """Return layers of the one-sided distance: none (plain), all (relu), before a ReLU (auto).
 
     UsageError names the first layer without a ReLU behind it for `relu`.
     """
@@ -71,8 +68,7 @@ def rectified_paths(
 
 
 def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
-    """Return a byte limit for the statistics where all would take more than half of the free
-    memory, else None.
+    """Return a byte limit where all statistics take over half of the free memory, else None.
 
     The limit is a quarter of the free memory, or the need of the largest layer. It changes the
     number of passes, and no result.
@@ -85,8 +81,7 @@ def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
 
 @dataclass
 class LayerCalibration:
-    """The statistics of a network's layers on calibration images, as many at a time as the memory
-    allows.
+    """The statistics of layers on calibration images, as many at a time as memory allows.
 
     Where all fit, they are collected once and kept, otherwise again in every round. `model` must
     not change meanwhile.
@@ -113,9 +108,7 @@ class LayerCalibration:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Gather the held-out statistics while the caller runs the held-out images, in the batches
-        of `held_out`.
-        """
+        """Gather the held-out statistics while the caller runs the batches of `held_out`."""
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return
@@ -215,8 +208,7 @@ def constrain_to(
     etas: Mapping[str, float] | None = None,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
-    """Constrain each layer at the settings' eta, or at its own (0: leave it). The model does not
-    change: see `write`.
+    """Constrain each layer at the settings' eta, or its own (0: leave it); see `write`.
 
     Large weights are mapped from files (`certcli.checkpoint.mapped`).
 
@@ -262,9 +254,7 @@ def try_at(
     settings: ConstrainSettings,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield path and weight of each layer, close to the result of `constrain_to` (`try_layer`): for
-    trials only.
-    """
+    """Yield path and weight of layers, near those of `constrain_to`: for trials only."""
     spool = Spool()
 
     def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
@@ -304,8 +294,7 @@ def budget(
     curves_of: Mapping[str, tuple[Point, ...]],
     target: float,
 ) -> dict[str, float]:
-    """Return an eta for each layer such that the network's bound meets `target` at the least total
-    output error.
+    """Return etas with which the bound meets `target` at the least total output error.
 
     The bound is proven with every layer's weights scaled to the norm on its curve. The caller
     constrains, proves the bound of the result, and calls again with a smaller target where

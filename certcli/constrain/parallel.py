@@ -146,8 +146,7 @@ def constrain_layer(
 def try_layer(
     layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None
 ) -> tuple[Tensor, Eigenbasis | None]:
-    """Return a weight close to that of `constrain_layer`, for a trial, and the basis of the
-    statistics.
+    """Return a weight near `constrain_layer`'s, for a trial, and the basis of the statistics.
 
     With one group it takes a third of the iterations and no float64 product: the weight is within
     the tolerance of the least norm as float32 sees it, and is not measured.
@@ -167,8 +166,7 @@ def try_layer(
 
 
 def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Tensor, float]:
-    """Return the weight in the parameter's shape and dtype, and its relative error, at most eta
-    after rounding.
+    """Return the weight in the parameter's form, and its relative error, <= eta when rounded.
 
     The displacement shrinks by 1e-7, 2e-7, 4e-7, ... until the rounded matrix is inside; W0 itself
     always is.

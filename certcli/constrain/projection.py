@@ -1,5 +1,4 @@
-"""Projections onto the layers of bounded output error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for
-each group j}.
+"""Projections onto layers of bounded error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for each j}.
 
 Everything is written in the displacement D = W - W0, so that a constraint is evaluated without
 cancellation: the textbook form tr(W G W^T) - 2 <W, H> + S loses all digits once the error is 1e-8
@@ -28,9 +27,7 @@ On ViT-Tiny with 4 calibration images it halves the held-out output error of the
 
 @dataclass(frozen=True, eq=False)
 class Eigenbasis:
-    """G + ridge * mean eigenvalue * I = U diag(values) U^T, values descending; `rank` is that of G
-    itself.
-    """
+    """G + ridge * mean eigenvalue * I = U diag(values) U^T, values descending; `rank`: of G."""
 
     values: Tensor
     vectors: Tensor
@@ -60,8 +57,7 @@ def eigenbasis(gram: Tensor, ridge: float | None = None) -> Eigenbasis:
 
 
 def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float:
-    """Return the t >= 0 with sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 where
-    t = 0 is within.
+    """Return t >= 0, sum_k energies_k / (1 + t values_k)^2 = radius, from the left; 0 if within.
 
     Newton's method runs on t -> (sum)^(-1/2), which is concave and increasing: from 0, left of the
     root, the iterates increase to it. Source: More & Sorensen 1983.
@@ -84,8 +80,7 @@ def multiplier(energies: np.ndarray, values: np.ndarray, radius: float) -> float
 
 
 def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[Tensor, float]:
-    """Return the column factors f_k = 1 / (1 + t lambda_k) of the exact projection D U -> (D U)
-    diag(f), and t.
+    """Return f_k = 1 / (1 + t lambda_k) of the projection D U -> (D U) diag(f), and t.
 
     Null directions have factor 1, because W is free there. radius = 0 sends every other column to
     zero.
@@ -113,9 +108,7 @@ def shrinkage(displacement: Tensor, basis: Eigenbasis, radius: float) -> tuple[T
 
 
 def pull_to(displacement: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
-    """Return s D with the largest s <= 1 inside the ellipsoid, for a D (out, in) that rounding left
-    outside.
-    """
+    """Return s D, largest s <= 1, in the ellipsoid, for D (out, in) that rounding left outside."""
     total = float((displacement * displacement * basis.values).sum())
     if total <= radius * (1.0 - ROUNDING):
         return displacement
@@ -131,8 +124,7 @@ def project(
     max_steps: int = 2000,
     tolerance: float = 1e-9,
 ) -> tuple[Tensor, int]:
-    """Project V onto the intersection over groups, by outer approximation (Algorithm 2): (W,
-    steps).
+    """Project V onto all groups, by outer approximation (Algorithm 2): (W, steps).
 
     Each step cuts with the half-space of one violated group, in turn, and projects the starting
     point onto the intersection of that half-space and the one that the current point defines. It
@@ -165,9 +157,7 @@ def project(
 
 
 def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
-    """Project `start` onto {<W - current, start - current> <= 0} and {<W - current + cut, cut> <=
-    0}.
-    """
+    """Project `start` onto {<W - current, start - current> <= 0, <W - current + cut, cut> <= 0}."""
     away = start - current
     pi = float((away * cut).sum())
     mu = float((away * away).sum())
@@ -185,9 +175,7 @@ def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
 
 
 def pull_inside(matrix: Tensor, centre: Tensor, grams: Tensor, radii: Tensor) -> Tensor:
-    """Return W0 + s (W - W0) with the largest s <= 1 that meets every constraint: the set is convex
-    and contains W0.
-    """
+    """Return W0 + s (W - W0), largest s <= 1 within all constraints: convex sets with W0."""
     excess = float((energy(matrix - centre, grams) / radii).max())
     if excess <= 1.0:
         return matrix

@@ -1,5 +1,4 @@
-"""Proximal maps of matrix norms, batched over leading dimensions: (..., n, m) -> (..., n, m),
-float64 advised.
+"""Proximal maps of matrix norms, batched: (..., n, m) -> (..., n, m), float64 advised.
 
 prox_g(V) = argmin_W g L(W) + |W - V|_F^2 / 2 for a norm L and a strength g >= 0. Singular values
 come from the Gram matrix of the short side: eigenvalues of a 192 x 192 matrix take a fifth of the
@@ -21,9 +20,7 @@ _TOLERATED = 0.01
 
 
 def l1(matrix: Tensor, strength: float) -> Tensor:
-    """Return sign(v) max(|v| - strength, 0), the prox of strength * sum |w|. Source: CertViT,
-    Algorithm 1.
-    """
+    """Return sign(v) max(|v| - strength, 0): prox of strength sum |w|. CertViT, Algorithm 1."""
     return matrix.sign() * (matrix.abs() - strength).clamp_min(0)
 
 
@@ -94,9 +91,7 @@ class LeadingSpectral:
 
 
 def nuclear(matrix: Tensor, strength: float) -> Tensor:
-    """Map s_i -> max(s_i - strength, 0): prox of strength * sum s_i. Source: Cai, Candes & Shen
-    2010, Theorem 2.1.
-    """
+    """s_i -> max(s_i - strength, 0): prox of strength sum s_i. Cai, Candes & Shen 2010, Thm 2.1."""
     vectors, values = _left_singular(matrix)
     return _rescale(matrix, vectors, values, values.clamp_max(strength))
 
@@ -108,16 +103,13 @@ def clip(matrix: Tensor, radius: float) -> Tensor:
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Return singular values, descending: (..., n, m) -> (..., min(n, m)). They are estimates, not
-    bounds.
-    """
+    """Return singular values, descending, estimated: (..., n, m) -> (..., min(n, m))."""
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     return torch.linalg.eigvalsh(short @ short.mT).flip(-1).clamp_min(0).sqrt()
 
 
 def _level(values: Tensor, strength: float) -> tuple[Tensor, int]:
-    """Return tau >= 0 with sum_i (s_i - tau)_+ = strength (0 if there is none), and the most values
-    above it.
+    """Return tau >= 0, sum_i (s_i - tau)_+ = strength (or 0), and the most values above it.
 
     `values` (..., n) descending -> (..., 1).
     """
@@ -158,8 +150,7 @@ def _rescale(matrix: Tensor, vectors: Tensor, values: Tensor, removed: Tensor) -
 
 @dataclass(frozen=True)
 class Penalty:
-    """A norm L on matrices with its prox, its value and its dual norm |Y|* = sup {<Y, W> : L(W) <=
-    1}.
+    """A norm L with its prox, its value and its dual |Y|* = sup {<Y, W> : L(W) <= 1}.
 
     Args:
         right_invariant: L(W V) = L(W) for orthogonal V: Douglas-Rachford can run in the eigenbasis
@@ -226,7 +217,5 @@ L1 = Penalty(
 
 
 def per_head(matrix: Tensor, blocks: int) -> Tensor:
-    """Group the rows of a q/k/v matrix in heads, as the maps above take them: (blocks * r, m) ->
-    (blocks, r, m).
-    """
+    """Group a q/k/v matrix' rows in heads, as maps above do: (blocks * r, m) -> (blocks, r, m)."""
     return matrix.unflatten(-2, (blocks, matrix.shape[-2] // blocks)) if blocks > 1 else matrix

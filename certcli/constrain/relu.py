@@ -1,5 +1,4 @@
-"""The paper's one-sided distance for layers followed by ReLU, computed from streamed signs: no Gram
-form holds them.
+"""The paper's one-sided distance for layers before a ReLU, from streamed signs: no Gram form.
 
 y = max(W0 x + b, 0) is the proximal map of the indicator f of [0, inf), and df(y) is {0} where y >
 0, (-inf, 0] where y = 0. The squared distance of z - y to df(y), z = W x + b, summed over tokens
@@ -41,8 +40,7 @@ Visit = Callable[[int, Tensor], None]
 def not_followed_by_relu(
     model: nn.Module, size: tuple[int, ...], paths: list[str]
 ) -> dict[str, str]:
-    """Return path -> reason for each layer whose output is not known to go through ReLU alone, at
-    every call.
+    """Return path -> reason for layers whose output may not go through ReLU alone, always.
 
     Read from the graph of a real forward pass on an image of `size` (c, h, w); identities and
     dropout are skipped.
@@ -91,9 +89,7 @@ class StreamedInputs:
     def __init__(
         self, model: nn.Module, batches: Batches, path: str, groups: int, keep_bytes: int | None
     ) -> None:
-        """Keep at most `keep_bytes` (None: any number). The model must not change where inputs are
-        recomputed.
-        """
+        """Keep at most `keep_bytes` (None: all). The model must not change where recomputed."""
         self.model = model
         self.batches = batches
         self.path = path
@@ -145,9 +141,7 @@ class SignPass:
 
 @dataclass(frozen=True, eq=False)
 class RectifiedStatistics(LayerStatistics):
-    """A layer's statistics with its inputs, measured by the one-sided distance; eta is relative to
-    |y|.
-    """
+    """A layer's statistics with inputs, by the one-sided distance; eta is relative to |y|."""
 
     bias: Tensor | None = None
     inputs: StreamedInputs | None = None
@@ -251,9 +245,7 @@ class RectifiedStatistics(LayerStatistics):
         weight: Tensor,
         see: Callable[[int, Tensor, Tensor, Tensor], None],
     ) -> None:
-        """Call see(group, x, W0 x + b, W x + b) for pieces of the inputs so small that a few copies
-        cost little.
-        """
+        """Call see(group, x, W0 x + b, W x + b) for small pieces of the inputs."""
         assert inputs is not None
         both = torch.cat([self.weight, weight]).mT.contiguous()
         outputs = len(weight)

@@ -1,5 +1,4 @@
-"""Resume a forward pass where the pass before it stopped, so that many passes cost little more than
-one.
+"""Resume a forward pass where the last one stopped: many passes cost little more than one.
 
 Most networks have a trunk: an nn.Sequential whose blocks run one after the other, each depending
 only on the tensor that enters it. Each pass keeps the tensor, one a batch, that enters the first
@@ -26,8 +25,7 @@ BEFORE = -1
 
 @dataclass(frozen=True, eq=False)
 class Trunk:
-    """An nn.Sequential that a run of the model calls once, and the places of layers: path ->
-    (first, last).
+    """An nn.Sequential that runs once, and the places of layers: path -> (first, last).
 
     A place is the number of the running block. A layer that is not called has none.
     """
@@ -37,9 +35,7 @@ class Trunk:
 
     @classmethod
     def of(cls, model: nn.Module, batches: Batches, paths: Sequence[str]) -> "Trunk | None":
-        """Return the trunk with the most of these layers, from a run of one image; None where it
-        cannot be resumed.
-        """
+        """Return the trunk with most of these layers, from a run of an image; None: no resuming."""
         blocks = _widest(model, paths)
         first = next(iter(all_of(batches)), None)
         if blocks is None or first is None:
@@ -56,9 +52,7 @@ class Trunk:
 
 
 class ResumedStream:
-    """Run `stream` for one group of layers after another, in order; without a trunk each run is a
-    whole one.
-    """
+    """Run `stream` for groups of layers in order; without a trunk each run is a whole one."""
 
     def __init__(self, model: nn.Module, batches: Batches, trunk: Trunk | None) -> None:
         self.model = model
@@ -68,9 +62,7 @@ class ResumedStream:
         self._kept: deque[Tensor] = deque()
 
     def stream(self, paths: Sequence[str], following: Sequence[str], visit: Visit) -> int:
-        """Run to the last of `paths`, keep the tensors that `following` needs, and return the
-        number of batches.
-        """
+        """Run to the last of `paths`, keep what `following` needs, return the number of batches."""
         if self.trunk is None:
             return stream(self.model, self.batches, paths, visit)
         blocks, (first, last) = self.trunk.blocks, self.trunk.span(paths)
@@ -106,9 +98,7 @@ class ResumedStream:
 
 
 def _widest(model: nn.Module, paths: Sequence[str]) -> nn.Sequential | None:
-    """Return the outermost plain nn.Sequential of distinct blocks that holds the most of these
-    layers.
-    """
+    """Return the outermost nn.Sequential of distinct blocks with most of these layers."""
     best = None
     largest = 1
     for name, module in model.named_modules():
@@ -124,9 +114,7 @@ def _widest(model: nn.Module, paths: Sequence[str]) -> nn.Sequential | None:
 def _observed(
     model: nn.Module, blocks: nn.Sequential, image: Tensor, paths: Sequence[str]
 ) -> dict[str, tuple[int, int]] | None:
-    """Return the places of each layer; None unless the trunk runs once, from first block to last,
-    on one tensor.
-    """
+    """Return each layer's places; None unless the trunk runs once, in order, on one tensor."""
     places: dict[str, list[int]] = {}
     place = BEFORE
     runs = 0

@@ -1,13 +1,11 @@
-"""The settings of Douglas-Rachford, most of which are options. Importing this file imports no
-torch.
-"""
+"""The settings of Douglas-Rachford, mostly options. Importing this file imports no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from certcli.constrain.methods import METHODS
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 
@@ -36,21 +34,17 @@ class ConstrainSettings:
     """
 
     panel: ClassVar[str] = "Method"
-    prox: Annotated[str, Option("spectral, l1 (the paper's), nuclear, clip, ball.")] = "spectral"
-    beta: Annotated[
-        float, Option("Strength of the proximal map, the same scale for every layer.")
-    ] = 0.01
-    relaxation: Annotated[float, Option("lambda of Douglas-Rachford, in (0, 2).")] = 1.2
-    iterations: Annotated[int, Option("Largest number of iterations a layer.")] = 200
-    per_head: Annotated[bool, Option("Penalise q, k and v head by head.", ("--per-head",))] = False
-    ridge: Annotated[
-        float | None,
-        Option(
-            "Ridge added to the calibration covariance, relative to its mean eigenvalue.",
-            metavar="SHARE",
-            read=lambda text: float(text) or None,
-        ),
-    ] = 0.3
+    prox: str = option("spectral", "spectral, l1 (the paper's), nuclear, clip, ball.")
+    beta: float = option(0.01, "Strength of the proximal map, the same scale for every layer.")
+    relaxation: float = option(1.2, "lambda of Douglas-Rachford, in (0, 2).")
+    iterations: int = option(200, "Largest number of iterations a layer.")
+    per_head: bool = option(False, "Penalise q, k and v head by head.")
+    ridge: float | None = option(
+        0.3,
+        "Ridge added to the calibration covariance, relative to its mean eigenvalue.",
+        metavar="SHARE",
+        read=lambda text: float(text) or None,
+    )
     eta: float = 0.1
     mean_squared: float | None = None
     tolerance: float = 1e-3

@@ -1,6 +1,4 @@
-"""Constrain the layers of one network in several processes: each takes a share, and all learn every
-result.
-"""
+"""Constrain a network's layers in several processes: each takes a share, all learn the result."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -15,9 +13,7 @@ Packed = tuple[str, Any, Tensor | None]
 
 
 class Split(Protocol):
-    """What `LayerCalibration` has: the network, its layers in order, those that were called, and
-    who works on them.
-    """
+    """What `LayerCalibration` has: the network, layers in order, those called, and the team."""
 
     model: nn.Module
     paths: Sequence[str]
@@ -26,8 +22,7 @@ class Split(Protocol):
 
 
 def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
-    """Return this process's layers, in order. The dearest layer goes first, to the process with the
-    least work so far.
+    """Return this process's layers: the dearest first, to the process with the least work.
 
     Cost: in^2 (in + out), of the eigenbasis and the products with it.
     """

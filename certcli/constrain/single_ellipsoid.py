@@ -1,5 +1,4 @@
-"""Douglas-Rachford on one ellipsoid, min L(W) subject to tr((W - W0) G (W - W0)^T) <= r, with both
-limits at each step.
+"""Douglas-Rachford on min L(W) s.t. tr((W - W0) G (W - W0)^T) <= r, both limits at each step.
 
 With P = prox(Z) the matrix Y = (Z - P) / strength is a subgradient of L at P. So its dual norm is
 at most 1, L(P) = <Y, P>, and each iteration knows, from sums over entries alone,
@@ -11,10 +10,9 @@ It ends at the first iteration at which they meet. The result is judged once mor
 with an exact proximal step.
 
 The strength begins where P = prox(W0) leaves the ellipsoid 1.5 times over. Later it changes until
-|Z - P| is about
-|P - W0|, where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors from 0.8 to 10 %; one share of |W0|* for
-all layers and errors took 10 to 100. Z' = P + k (Z - P) with k times the strength has the same P,
-so that a change loses nothing.
+|Z - P| is about |P - W0|, where each of ViT-Tiny's layers is fastest: 3 to 18 iterations for errors
+from 0.8 to 10 %; one share of |W0|* for all layers and errors took 10 to 100. Z' = P + k (Z - P)
+with k times the strength has the same P, so that a change loses nothing.
 """
 
 import math
@@ -59,9 +57,7 @@ _CAUTION = 0.8
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Z (out, in) and its strength at the end of a run, from which a run on a neighbouring
-    ellipsoid starts.
-    """
+    """Z (out, in) and its strength at a run's end: the start for a neighbouring ellipsoid."""
 
     matrix: Tensor
     strength: float
@@ -69,9 +65,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class GroupSolution:
-    """A feasible matrix, its L, and a lower limit of L over the ellipsoid, all in float64.
-    residual: |Q - P|_F / |W0|_F.
-    """
+    """A feasible matrix, its L, a limit below L, in float64. residual: |Q - P|_F / |W0|_F."""
 
     weight: Tensor
     state: State | None
@@ -91,8 +85,7 @@ def one_group(
     *,
     ends: bool = True,
 ) -> GroupSolution:
-    """Minimise L(W) over tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in)
-    float64.
+    """Minimise L(W), tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in).
 
     An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs
     no product. A tall W0 is F R there with orthonormal columns F (out, in), and only square
@@ -145,8 +138,7 @@ def one_group(
 def roughly(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> Tensor:
-    """Solve `one_group` in float32 to the settings' tolerance, without judging the result: for a
-    trial.
+    """Solve `one_group` in float32 to the tolerance, without judging it: for a trial.
 
     centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because
     float32 ends at 1e38.
@@ -173,9 +165,7 @@ def roughly(
 def _framed(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> "tuple[_Ellipsoid, Tensor | None]":
-    """Return the ellipsoid in the eigenbasis, and F where its matrices are those of the column
-    space of W0.
-    """
+    """Return the ellipsoid in the eigenbasis; F where matrices are of W0's column space."""
     turned = centre @ basis.vectors
     frame = None
     if penalty.left_invariant and len(turned) > turned.shape[1]:
@@ -210,9 +200,7 @@ def balance(pull: float, displacement: Tensor, aim: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Iterate:
-    """P - W0, the largest share of it that is feasible, L(P), |Z - P|, Q - P, and the lower limit
-    of the least L.
-    """
+    """P - W0, its largest feasible share, L(P), |Z - P|, Q - P, a limit below the least L."""
 
     moved: Tensor
     share: float
@@ -265,8 +253,7 @@ class _Ellipsoid:
         return float(self.penalty.value(self.back(self.centre)))
 
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
-        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 times the allowed
-        squared error.
+        """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 of the error.
 
         The aim is at most a quarter of the squared error of W = 0.
         """
@@ -302,9 +289,8 @@ class _Ellipsoid:
         near = self.near(state, strength, prox)
         normal = state - near
         size = float((normal * near).sum()) / strength
-        displacement = near.sub_(
-            self.centre
-        )  # in place, here and below: matrices of the layer's size take most memory
+        # in place, here and below: matrices of the layer's size take most memory
+        displacement = near.sub_(self.centre)
         energy = self.energy(displacement)
         share = min(1.0, math.sqrt(self.radius / energy)) if energy > 0 else 1.0
         change = displacement - normal
@@ -318,9 +304,7 @@ class _Ellipsoid:
         return step.share * step.size + (1.0 - step.share) * self.whole
 
     def better(self, best: tuple[float, Tensor], displacement: Tensor) -> tuple[float, Tensor]:
-        """Return the lesser of `best` and (L(W), W - W0) for a W that rounding may have left
-        outside.
-        """
+        """Return the lesser of `best` and (L(W), W - W0), W pulled inside from rounding."""
         displacement = pull_to(displacement, self.basis, self.radius)
         objective = float(self.penalty.value(self.back(self.centre + displacement)))
         return (objective, displacement) if objective < best[0] else best

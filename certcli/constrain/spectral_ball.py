@@ -1,6 +1,4 @@
-"""Least output error on a spectral ball, and plain clipping: both search the radius at which the
-error is eta.
-"""
+"""Least output error on a spectral ball, and clipping: both seek the radius of error eta."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +19,7 @@ RELAXATION = 1.5
 
 @dataclass(frozen=True, eq=False)
 class BallFit:
-    """A point of the ball, its squared error, a lower limit of the squared error over the ball, and
-    the end of the run.
-    """
+    """A point of the ball, its squared error, a lower limit over the ball, and the run's end."""
 
     matrix: Tensor
     error: float
@@ -42,8 +38,7 @@ def least_squares_on_ball(
     tolerance: float = 1e-6,
     target: float | None = None,
 ) -> BallFit:
-    """Minimise sum_k values_k |W_k - centre_k|^2 subject to |W|_2 <= radius, columns k in the
-    eigenbasis of G.
+    """Minimise sum_k values_k |W_k - centre_k|^2, |W|_2 <= radius, k in the eigenbasis of G.
 
     Douglas-Rachford takes P = clip(Z), then the proximal map of the error, which scales columns. Y
     = (Z - P) / strength lies in the ball's normal cone at P, so the squared error over the ball is
@@ -91,8 +86,7 @@ def least_squares_on_ball(
 
 
 def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
-    """Find the least radius whose best fit has relative error eta: the Pareto front from the other
-    side.
+    """Find the least radius whose best fit has relative error eta: Pareto's other side.
 
     Several groups are fitted together and each must hold; `lower` is then unknown (0).
     """
@@ -123,9 +117,7 @@ def constrain_ball(statistics: LayerStatistics, settings: ConstrainSettings) -> 
 
 
 def constrain_clip(statistics: LayerStatistics, settings: ConstrainSettings) -> ConstrainedMatrix:
-    """Cut the singular values of W0 at the lowest level of relative error at most eta, without a
-    fit or a ridge.
-    """
+    """Cut W0's singular values at the lowest level of relative error <= eta, without a fit."""
     basis = eigenbasis(statistics.gram, settings.ridge)
     return _search(
         statistics,

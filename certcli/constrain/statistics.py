@@ -1,10 +1,9 @@
 """Gram matrices of the inputs of each layer, from streamed forward passes; no activation is kept.
 
 A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column a token) needs only
-G_j = X_j X_j^T:
-|W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0 G_j and energies S_j = tr(W0 G_j W0^T)
-follow from G_j, because the layer's outputs are its own. A convolution is the matrix over its
-unfolded patches.
+G_j = X_j X_j^T: |W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0
+G_j and energies S_j = tr(W0 G_j W0^T) follow from G_j, because the layer's outputs are its own. A
+convolution is the matrix over its unfolded patches.
 
 With all tokens, the inputs are cast to float64, so that "the error is at most eta" is true to a
 dozen digits. A sample of tokens, drawn anew for each batch, costs a fraction; its products have the
@@ -82,9 +81,7 @@ class LayerStatistics:
         return energy(self.weight, self.grams)
 
     def relative_errors(self, weight: Tensor) -> Tensor:
-        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F of each group: (out, in), any float dtype, ->
-        (groups,). 0 / 0 is 0.
-        """
+        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F, (out, in) -> (groups,), any dtype. 0 / 0 is 0."""
         return error_ratio(energy(weight - self.weight, self.grams), self.energies)
 
     def held_out_error(self, weight: Tensor) -> float | None:
@@ -96,8 +93,7 @@ class LayerStatistics:
         )
 
     def eta_of(self, mean_squared: float) -> float:
-        """Return the relative error at which no group exceeds this mean squared error of an output
-        vector.
+        """Return the relative error at which no group exceeds this mean squared error.
 
         min_j sqrt(T_j mean_squared / S_j) with T_j tokens, below 1: with one group the paper's
         constraint sum_t |W x_t - W0 x_t|^2 <= T mean_squared. Source: CertViT, (12).
@@ -140,17 +136,13 @@ def error_ratio(error: Tensor, reference: Tensor) -> Tensor:
 
 
 def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:
-    """Return the bytes of all these layers' statistics, with weights in float64; `copies` as in
-    `passes_within`.
-    """
+    """Return the bytes of all layers' statistics, float64 weights; `copies`: `passes_within`."""
     shapes = [module_at(model, path).weight.flatten(1).shape for path in paths]
     return sum(8 * (copies * columns**2 + rows * columns) for rows, columns in shapes)
 
 
 def work_bytes(model: nn.Module, path: str) -> int:
-    """Return the bytes that work on a layer needs beside its statistics: 3 Gram matrices, 10
-    weights (measured).
-    """
+    """Return the bytes of work on a layer: 3 Gram matrices, 10 weights (measured)."""
     rows, columns = module_at(model, path).weight.flatten(1).shape
     return 8 * (3 * columns**2 + 10 * rows * columns)
 
@@ -162,8 +154,7 @@ def passes_within(
     copies: int = 1,
     memory_limit_bytes: int | None = None,
 ) -> list[list[str]]:
-    """Split `paths`, in order, into passes whose Gram matrices (copies * in^2 float64 each) fit the
-    limit.
+    """Split `paths` into passes whose Gram matrices (copies * in^2 float64 each) fit.
 
     `copies` counts groups, plus one for held-out images. UsageError names a layer that does not fit
     alone.
@@ -197,8 +188,7 @@ def collect_in_passes(
     sample: int | None = None,
     held_out: Mapping[str, Tensor] | None = None,
 ) -> Iterator[dict[str, LayerStatistics]]:
-    """Yield the statistics of as many layers as fit the limit, one forward pass over `batches` each
-    time.
+    """Yield statistics of as many layers as fit, one forward pass over `batches` a time.
 
     G_j is the sum of x x^T over the tokens of mini-batch group j; batch number b belongs to group b
     mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB. The caller
@@ -246,9 +236,7 @@ def _collect(
     held_out: Mapping[str, Tensor] | None,
     following: Sequence[str],
 ) -> dict[str, LayerStatistics]:
-    """Return the statistics of one pass; the weights share the model's memory. following: the
-    layers of the next pass.
-    """
+    """Return a pass' statistics, sharing the model's weights. following: the next pass' layers."""
     _check(model, paths, groups)
     sums, count = _accumulate(streams, paths, following, groups, sample)
     if count < groups:
@@ -315,9 +303,7 @@ def _accumulate(
 def gather_grams(
     model: nn.Module, paths: Sequence[str], sample: int | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield path -> Gram matrix of the layer's inputs, which is filled when the caller has run the
-    model.
-    """
+    """Yield path -> Gram matrix of the layer's inputs, filled once the caller ran the model."""
     grams: dict[str, Tensor] = {}
     sums_of: dict[str, GramSums] = {}
     with visiting(model, paths, _adding(sums_of, 1, sample)):
@@ -326,9 +312,7 @@ def gather_grams(
 
 
 def _reported(sums_of: dict[str, GramSums], sample: int | None) -> dict[str, Tensor]:
-    """Return the Gram matrices of held-out images, in float32 for a sample of tokens to save
-    memory.
-    """
+    """Return held-out Gram matrices, in float32 of sampled tokens to save memory."""
     return {
         path: sums.grams[0] if sample is None else sums.grams[0].float()
         for path, sums in sums_of.items()
@@ -359,9 +343,7 @@ def _adding(sums_of: dict[str, GramSums], groups: int, sample: int | None) -> Vi
 
 
 def _ordinary(sums_of: dict[str, GramSums]) -> dict[str, GramSums]:
-    """Settle the sums, and clone tensors made under inference mode, which autograd would refuse
-    later.
-    """
+    """Settle the sums, and clone inference tensors, which autograd would refuse later."""
     for path, sums in sums_of.items():
         with torch.inference_mode():
             for group in range(len(sums.waiting)):

@@ -45,8 +45,7 @@ class Point:
 def pareto(
     statistics: LayerStatistics, settings: ConstrainSettings, etas: Sequence[float] = ETAS
 ) -> tuple[Point, ...]:
-    """Return (norm, error) of one layer for each eta, errors ascending, the untouched layer
-    (before, 0) first.
+    """Return a layer's (norm, error) for each eta, errors ascending, (before, 0) first.
 
     Norms are proven upper bounds of the matrices as they would be written, at most CURVE_GAP above
     the least where the iterations suffice; points that do not lower the norm are left out. All etas
@@ -72,8 +71,7 @@ def allocate(
     target: float,
     log10_bound: Callable[[Mapping[str, float]], float],
 ) -> dict[str, Point]:
-    """Minimise sum_l error_l^2 subject to bound(norms) <= target over the layers' Pareto curves:
-    path -> Point.
+    """Minimise sum_l error_l^2, bound(norms) <= target, over Pareto curves: path -> Point.
 
     A Point's `error` is the eta of its layer (0: leave it). For the product of the norms the answer
     is optimal on the convex hulls of the curves in the plane of log norm and squared error; other
@@ -142,9 +140,7 @@ def allocate(
 
 
 def _hull(curve: Sequence[Point]) -> list[Point]:
-    """Return the lower convex hull of the curve in (-log norm, error^2), from the largest norm
-    down.
-    """
+    """Return the lower convex hull of (-log norm, error^2), from the largest norm down."""
     hull: list[Point] = []
     for point in sorted(curve, key=lambda point: (-point.norm, point.error)):
         if hull and (point.norm == hull[-1].norm or point.norm <= 0):

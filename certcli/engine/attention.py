@@ -1,6 +1,4 @@
-"""Dot-product attention as every domain meets it: timm's module without options, and torch's fused
-function.
-"""
+"""Dot-product attention of every domain: timm's without options, and torch's fused function."""
 
 import functools
 from typing import Any

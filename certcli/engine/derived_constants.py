@@ -1,6 +1,4 @@
-"""What a network makes of its own tensors: by moving numbers, which no arithmetic can round, or by
-computing others.
-"""
+"""What a network makes of its own tensors: numbers moved, never rounded, or others computed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -58,9 +56,8 @@ class Moved(OperationMode):
             ]
             for place in map(place_of, tensors_of([arguments.get(label) for label in written])):
                 self.storages.discard(place)
-                if name != "relu_" or self._is_read(
-                    place
-                ):  # which keeps what is known of the error
+                # which keeps what is known of the error
+                if name != "relu_" or self._is_read(place):
                     self.computed.pop(place, None)
             return result
         operands = tensors_of((args, kwargs))
@@ -69,9 +66,8 @@ class Moved(OperationMode):
         counted = not any(
             x.is_floating_point() for x in (*operands, *results)
         ) and not name.startswith("empty")
-        if name == "lift_fresh" or (
-            (counted or name in MOVING) and places <= self.storages
-        ):  # torch.tensor(numbers)
+        # torch.tensor(numbers)
+        if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):
             self._kept += results
             self.storages.update(map(place_of, results))
         elif operands and all(place in self.storages or place in self.computed for place in places):

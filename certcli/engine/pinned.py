@@ -1,5 +1,4 @@
-"""Library code as it was when certvit was imported: theorems hold for that code, and for none that
-was patched since.
+"""Library code as imported: theorems hold for that code, and for none that was patched since.
 
 A class is pinned when it gets a rule: its methods, their code, and the functions that they name.
 torch's functions, the methods of tensors and those of `nn.Module` are pinned here. A patch from
@@ -56,9 +55,7 @@ def _spaces() -> dict[str, Mapping[str, Any]]:
 
 
 def _pinned() -> Iterator[tuple[str, str, Any, Any, CodeType | None]]:
-    """Yield owner and name of each of them, the object, what has its code, and the code: None of a
-    function in C.
-    """
+    """Yield owner, name, object, what has its code, and the code: None for C functions."""
     spaces = _spaces()
     names = {"torch": _TORCH, "torch.nn.functional": _FUNCTIONAL}
     for owner, space in spaces.items():
@@ -109,9 +106,7 @@ def pin(kind: type[nn.Module]) -> None:
 
 
 def unchanged(kind: type[nn.Module]) -> bool:
-    """Tell whether the class runs the code that it ran when it was pinned, and that code is its
-    library's own.
-    """
+    """Tell whether the class runs its pinned code, and that is its library's own."""
     pin(kind)
     if [_callables(vars(base)) for base in _bases(kind)] != _CLASSES[kind]:
         return False
@@ -132,9 +127,7 @@ def _bases(kind: type) -> list[type]:
 
 
 def _named(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], Names]]:
-    """Yield the functions that the methods of a class call by name, directly or indirectly, module
-    by module.
-    """
+    """Yield the functions that a class' methods call by name, directly or not, by module."""
     waiting = [
         value
         for base in _bases(kind)

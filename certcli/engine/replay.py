@@ -1,5 +1,4 @@
-"""Is the traced graph the network? It is executed beside the model, and everything that the model
-could hide is looked at.
+"""Is the traced graph the network? It runs beside the model; all that could hide is looked at.
 
 The bound is one of the graph. It is the network's if the network runs that graph on every image, so
 here it is *run*. Each run has its own task:
@@ -49,8 +48,7 @@ Watch = Callable[[Callable[[Tensor], Any], Tensor], tuple[Any, list[Operation]]]
 
 @contextmanager
 def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Iterator[Trace]:
-    """`trace_model` for the body; at its end the graph is the network as far as running both can
-    tell.
+    """`trace_model` for the body; at its end the graph is the network, as far as runs can tell.
 
         with replayed(model, size, rules) as traced:
             found = walk(traced, domain)
@@ -76,9 +74,7 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
 def _trace(
     model: nn.Module, image: Tensor, tables: Sequence[RuleTable]
 ) -> tuple[Trace, dict[str, Any]]:
-    """Return a trace and the state that it left as it was. A first run may fill a cache: then a
-    second one is traced.
-    """
+    """Return a trace and its unchanged state; where a first run fills a cache, of a second."""
     before = state_of(model)
     try:
         traced = trace_model(model, image, *tables)
@@ -98,9 +94,7 @@ def _trace(
 
 
 def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) -> None:
-    """Graph and model run the same operations and return the same logits, of each image alone and
-    of both in a batch.
-    """
+    """Graph and model run the same operations to the same logits, of images alone and in batch."""
     noise, saturated = images
     logits, operations = _run(model, saturated)
     _require_finite(model, logits)
@@ -123,9 +117,7 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
 
 @dataclass(frozen=True)
 class _SameRun:
-    """What the graph does on an image: its logits, its operations, and how far logits move between
-    images.
-    """
+    """The graph on an image: logits, operations, and how far logits move between images."""
 
     logits: Tensor
     steps: list[Operation]
@@ -190,9 +182,7 @@ def result_of(traced: Trace, image: Tensor) -> Any:
 
 
 def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield the graph on an image, node by node, its output last: modules as they are, constants as
-    they were traced.
-    """
+    """Yield the graph node by node, output last: modules as they are, constants as traced."""
     values: dict[fx.Node, Any] = {}
     for node, module, unused in traced.steps:
         args: Any = fx.node.map_arg(node.args, values.__getitem__)
@@ -259,8 +249,7 @@ def _agrees_in_float64(
 
 
 def agree(together: Tensor, alone: Tensor, moves: Callable[[Tensor], float] | None = None) -> bool:
-    """Tell whether logits (n, k) of images in one batch are those of each image alone, up to the
-    rounding of kernels.
+    """Tell whether a batch's logits (n, k) are those of each image alone, up to kernels' rounding.
 
     sqrt(eps) of how far logits move from image to image (`movement` where no other measure is
     given): above the rounding of other kernels, below what a network does that mixes images.
@@ -271,9 +260,7 @@ def agree(together: Tensor, alone: Tensor, moves: Callable[[Tensor], float] | No
 
 
 def movement(logits: Tensor) -> float:
-    """Return how far the logits that decide move between images: the two largest of each image, (n,
-    ...) -> ().
-    """
+    """Return how far each image's two largest logits move between images: (n, ...) -> ()."""
     flat = logits.reshape(len(logits), -1)
     if flat.shape[1] == 0:
         return 0.0
@@ -325,9 +312,7 @@ def _require_same_state(before: dict[str, Any], model: nn.Module) -> None:
 
 @contextmanager
 def _random_states_saved() -> Iterator[None]:
-    """Untraceable when the body draws from a generator that the process shares; they are put back
-    either way.
-    """
+    """Untraceable where the body draws from shared generators, which are restored."""
     numpy = sys.modules.get("numpy")
     cuda = torch.cuda.is_initialized()
 

@@ -23,8 +23,7 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Describe, by name, the content of every tensor and every attribute of every module and of its
-    class.
+    """Describe, by name, all tensors' content and all attributes of modules and classes.
 
     Of functions, closures and the globals that they name count as well. Library code has none that
     changes.
@@ -115,9 +114,8 @@ def _described(value: Any, described: dict[int, Any], depth: int) -> Any:
             (name, _described(item, described, depth - 1)) for name, item in vars(value).items()
         ]
     try:
-        return id(value), _described(
-            value.__reduce_ex__(2), described, depth - 1
-        )  # counters and queues written in C
+        # counters and queues written in C
+        return id(value), _described(value.__reduce_ex__(2), described, depth - 1)
     except Exception:
         return id(value)
 
@@ -135,8 +133,7 @@ def _filled(cell: Any) -> bool:
 
 
 def digest(tensor: Tensor) -> int:
-    """Return a checksum of content and order: sums over blocks of bytes and across them, two passes
-    over the memory.
+    """Return a checksum of content and order: sums over and across blocks of bytes.
 
     It detects a network that writes into its own tensors. It does not resist a deliberate
     collision.

@@ -57,9 +57,7 @@ class RuleTable:
     def module(
         self, *kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True
     ) -> Register:
-        """Register a rule for modules of these types for which `when` holds; others are traced
-        through.
-        """
+        """Register a rule for modules of these types where `when` holds; trace others."""
 
         def register(rule: Rule) -> Rule:
             for kind in kinds:
@@ -76,9 +74,7 @@ class RuleTable:
         return _into(self.methods, names)
 
     def settles(self, *kinds: type) -> Register:
-        """Register a rule that charges a waiting operation of these types when its partner does not
-        follow.
-        """
+        """Register a rule that charges waiting operations whose partner does not follow."""
         return _into(self.settlers, kinds)
 
     def find(self, module: nn.Module) -> ModuleRule | None:
@@ -115,9 +111,7 @@ def with_attributes(rule: Rule, *names: str) -> Rule:
 
 
 def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Tell whether all methods of `module` are those of `kind`: no override in a subclass, no patch
-    on either.
-    """
+    """Tell whether all methods of `module` are `kind`'s: no override, no patch on either."""
     for cls in type(module).__mro__:
         if cls is kind:
             patched = any(callable(getattr(type(module), name, None)) for name in vars(module))

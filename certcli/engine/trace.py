@@ -34,8 +34,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The graph, the values of its constants, the module calls it came from, and the logits of the
-    traced example.
+    """The graph, its constants' values, its module calls, and the traced example's logits.
 
     Attributes:
         made: how the network made those constants that are not its own.
@@ -79,9 +78,7 @@ def trace_model(model: nn.Module, image: Tensor, *tables: RuleTable) -> Trace:
 
 
 def example_of(model: nn.Module, size: tuple[int, ...]) -> Tensor:
-    """Return a grey image in the precision and on the device of the model's parameters: (1, c, h,
-    w).
-    """
+    """Return a grey image (1, c, h, w) of the model's precision and device."""
     tensors = [*model.parameters(), *model.buffers()]
     parameter = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     device = parameter.device if parameter is not None else torch.device("cpu")
@@ -153,18 +150,14 @@ def _nothing_wrapped() -> Iterator[None]:
 
 
 def refuse_patched_library() -> None:
-    """Raise Untraceable if a function of torch was replaced: modules with a rule would run it
-    unseen.
-    """
+    """Raise Untraceable if a torch function was replaced: modules would run it unseen."""
     name = patched()
     if name is not None:
         raise Untraceable(f"{name} was replaced: it is not torch's own")
 
 
 def refuse_hooks(root: nn.Module) -> None:
-    """Raise Untraceable if a module has a hook or is in training mode: it would not run its known
-    forward.
-    """
+    """Raise Untraceable for hooks or training mode: it would not run its known forward."""
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:
         raise Untraceable("a hook is set for all modules")
     foreign = foreign_tensor(root)

@@ -1,5 +1,4 @@
-"""torch.fx's tracer, with proxies that carry the concrete tensor of an example forward pass (batch
-of one).
+"""torch.fx's tracer, whose proxies carry the concrete tensor of an example (batch of one).
 
 timm's control flow on shapes runs as it does in use. A network that reads a value back into Python
 (`.item()`, `bool(tensor)`) is refused, because the graph would hold the example's value. torch's
@@ -42,9 +41,7 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class ModuleScope:
-    """A call of a module that is not a leaf: the nodes that enter and leave it, for the per-block
-    report.
-    """
+    """A call of a module that is no leaf: nodes that enter and leave, for the block report."""
 
     path: str
     kind: str
@@ -138,9 +135,7 @@ class _State:
 
 
 class Tracer(fx.Tracer):
-    """Traces one image, (1, c, h, w). A node's `meta` holds `path` (its module, or the caller's),
-    `shape` and `dtype`.
-    """
+    """Traces an image (1, c, h, w). `meta`: `path` (module, or the caller's), `shape`, `dtype`."""
 
     def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -156,9 +151,7 @@ class Tracer(fx.Tracer):
         return attr_val  # parameters stay tensors: what depends on no input is computed, not traced
 
     def refusal(self, reason: str) -> Untraceable:
-        """Return the error to raise. It stands even if the network catches it: what follows is not
-        what would have run.
-        """
+        """Return the error to raise; it stands even if the network catches it."""
         failure = Untraceable(reason)
         self.state.refused = self.state.refused or failure
         return failure
@@ -195,9 +188,8 @@ class Tracer(fx.Tracer):
         kwargs: dict[str, Any],
     ) -> Any:
         if not _holds_proxy((args, kwargs)):
-            return forward(
-                *args, **kwargs
-            )  # inside a leaf, or a function of constants: computed, not traced
+            # inside a leaf, or a function of constants: computed, not traced
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
@@ -247,9 +239,8 @@ class Tracer(fx.Tracer):
                     return value
                 if kind == "call_function" and target in (getattr, torch._assert, len):
                     return value
-                if (
-                    value is None
-                ):  # an assignment into a part of a tensor: the graph would not show it
+                # an assignment into a part of a tensor: the graph would not show it
+                if value is None:
                     raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor")
                 raise self.refusal(
                     f"{self._where()}: {_name(target)} reads a tensor's value back into Python"
@@ -289,9 +280,8 @@ class Tracer(fx.Tracer):
         args = self._concrete(args)
         kwargs = self._concrete(kwargs)
         if kind == "call_module":
-            value = self.root.get_submodule(target).forward(
-                *args, **kwargs
-            )  # hooks were refused before
+            # hooks were refused before
+            value = self.root.get_submodule(target).forward(*args, **kwargs)
         elif kind == "call_method":
             value = getattr(args[0], target)(*args[1:], **kwargs)
         else:

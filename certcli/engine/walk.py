@@ -49,9 +49,7 @@ class Call:
 
 
 class Domain(ABC):
-    """What is computed for each tensor of the network, and by which rules. One object walks one
-    graph once.
-    """
+    """What is computed for each tensor, and by which rules. An object walks one graph once."""
 
     rules: RuleTable
 
@@ -69,9 +67,7 @@ class Domain(ABC):
 
     @abstractmethod
     def shape(self, value: Any) -> tuple[int, ...] | None:
-        """Return the shape of the tensor that a value is about; None where values of this domain
-        know none.
-        """
+        """Return the shape of the tensor a value is about; None where values know none."""
 
     def expected(self, call: Call) -> Any:
         """Return the shape, or list of shapes, that the rule's result must have."""
@@ -89,9 +85,7 @@ class Domain(ABC):
 
 
 def walk(traced: Trace, domain: Domain) -> Any:
-    """Return the value of the network's output. NoRule names the module or operation without a
-    theorem.
-    """
+    """Return the value of the network's output. NoRule names what has no theorem."""
     values: dict[fx.Node, Any] = {}
     last_use = {argument: node for node in traced.graph.nodes for argument in node.all_input_nodes}
     empty = True
@@ -110,9 +104,8 @@ def walk(traced: Trace, domain: Domain) -> Any:
             values[node] = _visit(traced, node, values, domain, precision)
             empty = False
         domain.found(node, values[node])
-        for argument in (
-            node.all_input_nodes
-        ):  # weights in float64 are large: release values after their last use
+        # weights in float64 are large: release values after their last use
+        for argument in node.all_input_nodes:
             if last_use[argument] is node:
                 domain.forget(argument, values.pop(argument))
     raise AssertionError("a graph ends in its output")
@@ -125,9 +118,7 @@ def _visit(
     domain: Domain,
     precision: torch.dtype | None,
 ) -> Any:
-    """The value of a module's or an operation's result, by its rule. precision: the image's, in
-    which the net computes.
-    """
+    """Apply its rule to a module or an operation. precision: in which the net computes."""
 
     def value_of(argument: fx.Node) -> Any:
         value = values[argument]
@@ -212,8 +203,7 @@ _SECOND = ("other", "x2")
 def _as_documented(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call of torch's with NumPy's spellings undone, and the tensors it is about without
-    their names.
+    """Return a torch call without NumPy's spellings, and its tensors without their names.
 
     torch takes `axis` for `dim` and `keepdims` for `keepdim` wherever it has them, and its operands
     by name as well. A rule that is then called with a name twice has not been understood, and

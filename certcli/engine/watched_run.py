@@ -233,9 +233,7 @@ class _Readers(TorchFunctionMode):
 
 
 def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
-    """Return function(image) and its operations. Untraceable where one of them reads a number,
-    caught there or not.
-    """
+    """Return function(image) and its operations. Untraceable where one reads a number."""
     image = image.clone()
     record = _Record()
     follow = _Follow(image, record)
@@ -245,9 +243,7 @@ def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
 
 
 def shadowed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
-    """Return what `followed` returns, of an image without memory: nothing but operations can read
-    it.
-    """
+    """Return what `followed` returns, of an image without memory: only operations read it."""
     _require_no_guard()
     record = _Record()
     readers = _Readers(record, lambda x: isinstance(x, Recorded) and not x.is_constant)
@@ -278,8 +274,7 @@ def _refusals(record: _Record) -> Iterator[None]:
 
 
 def _require_no_guard() -> None:
-    """Raise Untraceable where other code than torch's holds torch's guard against dispatch to
-    Python.
+    """Raise Untraceable where other code than torch's holds torch's guard of dispatch.
 
     A network that took it before the run could use it, and the process would end. A guard that is
     found by way of Python's own lists of classes is not seen.
@@ -313,8 +308,7 @@ _NAMESPACES: list[dict[str, Any]] = []
 
 
 def _is_torch_alone() -> bool:
-    """Return whether the references to the guard are those in torch's namespaces and its `__mro__`,
-    by their number.
+    """Tell whether references to the guard are torch's own and its `__mro__`'s, by number.
 
     Both numbers are taken now, so nothing depends on what was there before. It takes a hundredth of
     the walk over all objects, which looks only where the numbers differ.

@@ -39,9 +39,7 @@ class Claim:
 
 
 def verdict(claims: Sequence[Claim]) -> list[str]:
-    """Return why a file is not verified, one line a reason. Empty: all that was asked for is, and
-    there is some of it.
-    """
+    """Return why a file is not verified, a line a reason. Empty: all that was asked for is."""
     counted = [claim for claim in claims if claim.asked or claim.status == "refuted"]
     reasons = [
         f"{claim.title}: {claim.status} ({claim.why})"

@@ -1,5 +1,4 @@
-"""The one decoder of evidence: a closed structure for each command. What it does not hold is
-neither read nor shown.
+"""The decoder of evidence: a closed structure a command; what it lacks is not read.
 
 Whatever of it is shown is either recomputed by `certvit verify` or in UNVERIFIED_FIELDS.
 """
@@ -167,9 +166,7 @@ class CertifyResult(_Closed):
 
     @property
     def shares(self) -> list[tuple[Threat, float]]:
-        """Threats, ascending, with the share certified against each; Refused for a key that spells
-        no threat.
-        """
+        """Ascending threats with certified shares; Refused for a key that is no threat."""
         return sorted(
             (Threat.from_key(key, self.norm), share) for key, share in self.certified.items()
         )
@@ -311,9 +308,7 @@ UNVERIFIED_FIELDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Decoded:
-    """Evidence of a known command whose fields agree with one another; whether they are true,
-    `certvit verify` finds.
-    """
+    """Evidence whose fields agree with one another; `certvit verify` tells whether it is true."""
 
     command: str
     parameters: Any

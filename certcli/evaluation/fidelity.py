@@ -1,6 +1,4 @@
-"""Compare a changed network with the original, end to end, on images that took no part in the
-change.
-"""
+"""Compare a changed network with the original, on images that took no part in the change."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -121,8 +119,7 @@ class ReferenceLogits:
         return _logits_of(model, self._batches())
 
     def trial_logits(self, model: nn.Module) -> Tensor:
-        """Return the logits of `model` where first choices may change, those of the original
-        network elsewhere.
+        """Return logits of `model` where first choices may change, of the original elsewhere.
 
         The judges of a dataset are compared by those that change first (`changed_at_most`), and
         these have small margins. Photographs without classes are compared by all their logits.
@@ -173,8 +170,7 @@ class ReferenceLogits:
         )
 
     def reach(self, after: Tensor) -> Tensor:
-        """Return the t >= 0 at which z0 + t (z - z0) leaves its first choice, inf where it never
-        does: (images,).
+        """Return t >= 0 at which z0 + t (z - z0) leaves its first choice, or inf: (images,).
 
         This t is the least margin_k / (margin_k - margin'_k) over the classes k whose margin
         shrinks.
@@ -186,8 +182,7 @@ class ReferenceLogits:
         return times.scatter(1, top, torch.inf).amin(1)
 
     def changed_at_most(self, after: Tensor) -> float:
-        """Return the share of all images of this kind whose first choice changes at most, with
-        probability 1 - DOUBT.
+        """Return the most of all such images that change, with probability 1 - DOUBT.
 
         The margins tell more than a count: of n = 40 images 98 % are 39.2. On the line from the old
         logits to `after` the k-th image changes at t_k, when at most the share p of all images has
@@ -237,8 +232,7 @@ def _logits_of(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
 
 
 def expected_on_real(fidelity: Fidelity, channels: int) -> dict[str, float]:
-    """Return what networks with `found` on synthetic photographs kept on real images; {} where that
-    is not known.
+    """Return what networks with `found` on synthetic photographs keep on real ones; {}: unknown.
 
     Strokes on black are no photographs: on grey images the logits were off up to eight times as
     far.
@@ -256,15 +250,12 @@ def expected_on_real(fidelity: Fidelity, channels: int) -> dict[str, float]:
 
 
 def keeps_enough(fidelity: Fidelity, keep: float) -> bool:
-    """Return whether the share `keep` of first choices stays, by the margins of the images; see
-    `allowed_share`.
-    """
+    """Return whether a share `keep` of first choices stays, by margins; see `allowed_share`."""
     return allowed_share(fidelity, keep) >= 1 and (keep < 1 or fidelity.same == fidelity.images)
 
 
 def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
-    """Return the largest t <= `most` such that t times the change from z0 to z keeps the share
-    `keep`.
+    """Return the largest t <= `most` such that t times z0 -> z keeps the share `keep`.
 
     For a share of 1 less than half an image may be expected to change.
     """
@@ -273,9 +264,7 @@ def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
 
 
 def worth_of_judges(images: int) -> float:
-    """Return the change that MANY_JUDGES images with these margins would allow, over the change
-    that `images` of them do.
-    """
+    """Return the change that MANY_JUDGES images would allow, over that of `images`."""
 
     def surplus(count: int) -> float:
         rank = max(1, min(count // 5, MOST_RANKED))

@@ -1,6 +1,4 @@
-"""Why images may say little about a network: few, grey, of another size, or with labels of another
-network's classes.
-"""
+"""Why images may say little: few, grey, of another size, or with another network's labels."""
 
 from collections.abc import Iterator, Sequence
 from types import MethodType
@@ -174,9 +172,7 @@ def _typed(values: Sequence[float]) -> str:
 
 
 def _significantly_better(right: list[bool], other: list[bool], level: float) -> bool:
-    """P[Binomial(n, 1/2) >= k] <= level, of the n images that one reading alone gets right and the
-    k of the other one.
-    """
+    """P[Binomial(n, 1/2) >= k] <= level: of n images that one reading gets right, k are one's."""
     from scipy.special import betainc
 
     better = sum(b and not a for a, b in zip(right, other, strict=True))

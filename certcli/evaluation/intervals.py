@@ -1,6 +1,4 @@
-"""Exact binomial statements: what a count of successes says about a probability, as numbers and in
-words.
-"""
+"""Exact binomial statements: what a count of successes says about a probability."""
 
 from collections.abc import Callable
 
@@ -19,8 +17,7 @@ _OUTWARD = 1e-12
 
 
 def lower_confidence(successes: int, trials: int, alpha: float) -> float:
-    """The largest p with P[Binomial(trials, p) >= successes] <= alpha, rounded down: p is larger,
-    but with probability alpha.
+    """Largest p with P[Binomial(trials, p) >= successes] <= alpha, rounded down: a lower bound.
 
     One-sided. It is the alpha quantile of Beta(successes, trials - successes + 1). Source: Clopper
     & Pearson 1934.
@@ -36,9 +33,7 @@ def lower_confidence(successes: int, trials: int, alpha: float) -> float:
 
 
 def upper_confidence(successes: int, trials: int, alpha: float) -> float:
-    """The smallest p with P[Binomial(trials, p) <= successes] <= alpha, rounded up: the other side
-    of the same.
-    """
+    """The smallest p with P[Binomial(trials, p) <= successes] <= alpha, rounded up."""
     _require_counts(successes, trials, alpha)
     if successes == trials:
         return 1.0
@@ -71,9 +66,7 @@ def part_of(hits: int, images: int, noun: str = "images") -> str:
 def counted(
     hits: int, images: int, digits: int = 0, *, proven: bool = True, chance: float = 0.05
 ) -> str:
-    """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images without the
-    percentage.
-    """
+    """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images no share."""
     shown = f" ({_percent(hits / images, digits, proven)}, {interval_text(hits, images, chance)})"
     return f"{hits} of {images} images{interval_of_few(hits, images, chance) or shown}"
 

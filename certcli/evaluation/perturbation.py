@@ -1,6 +1,4 @@
-"""What an attacker may change: a ball of pixel-space radius around an image in the box [0, 1], or a
-patch of it.
-"""
+"""What an attacker may change: a ball around an image in the box [0, 1], or a patch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,9 +44,7 @@ class Region:
 
     @staticmethod
     def within(patch: Patch, corners: Sequence[tuple[int, int]], images: Tensor) -> "Region":
-        """Any pixels within one such patch of each image, at these corners (top, left): a ball of
-        radius 1 in linf there.
-        """
+        """Any pixels in such a patch at corners (top, left): a ball of radius 1 in linf there."""
         where = torch.zeros(
             len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device
         )
@@ -99,13 +95,11 @@ class Region:
         return point if self.where is None else torch.where(self.where, point, images)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Where an ascent begins: (b, c, h, w) -> (b, c, h, w). linf: uniform in the ball; l2:
-        direction and length are.
+        """An ascent's start: (b, c, h, w) -> same. linf: uniform in the ball; l2: length is.
 
         Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point
-        of it begins as far
-        away as it may ever be, and breaks fewer images. Clipped to the box. Source: torchattacks'
-        PGDL2.
+        of it begins as far away as it may ever be, and breaks fewer images. Clipped to the box.
+        Source: torchattacks' PGDL2.
         """
         return self._drawn(images, generator, lambda share, pixels: share)
 
@@ -116,9 +110,7 @@ class Region:
     def _drawn(
         self, images: Tensor, generator: torch.Generator, length: Callable[[Tensor, int], Tensor]
     ) -> Tensor:
-        """length: in l2, of the step, as a share of the radius, from uniform numbers and the number
-        of pixels.
-        """
+        """length: the step's l2, as a share of the radius, from uniform numbers and pixels."""
         shape = images.shape
         device = images.device
         if self.norm == "linf":
@@ -134,9 +126,7 @@ class Region:
         return self.project(images + delta.to(images.dtype), images)
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """Direction of norm 1 along which a linear function grows fastest: (b, c, h, w) -> (b, c,
-        h, w).
-        """
+        """Direction of norm 1 of a linear function's steepest growth: (b, c, h, w) -> same."""
         if self.norm == "linf":
             return gradient.sign()
         return gradient / per_image(image_norms(gradient, "l2").clamp_min(1e-30), gradient)

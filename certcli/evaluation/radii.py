@@ -1,6 +1,4 @@
-"""Radii and norms as text: keys that read back to the same number, and figures for a screen,
-rounded to what holds.
-"""
+"""Radii and norms as text: keys that read back exactly, and figures rounded to what holds."""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -88,9 +86,8 @@ def power_of_ten(log10: float, digits: int = 1) -> str:
 
 def proven_percent(share: float, digits: int = 1) -> str:
     """A proven share in percent, rounded down: 1,999 of 2,000 images are 99.9 %."""
-    exact = Fraction(share).limit_denominator(
-        MOST_IMAGES
-    )  # the quotient of counts that the float stands for
+    # the quotient of counts that the float stands for
+    exact = Fraction(share).limit_denominator(MOST_IMAGES)
     return f"{math.floor(100 * exact * 10**digits) / 10**digits:.{digits}f} %"
 
 
@@ -111,13 +108,10 @@ def percent_ends(interval: tuple[float, float], digits: int = 1) -> str:
 
 
 def confidence(failure: float, whole: int = 1) -> str:
-    """1 - failure, rounded down to the digits that tell it from 1: "0.999"; of a whole of 100,
-    "99.9".
-    """
+    """1 - failure, rounded down to digits that tell it from 1: "0.999"; of 100, "99.9"."""
     digits = 6 if failure <= 0 else min(20, max(6, 2 - math.floor(math.log10(failure))))
-    exact = Context(
-        prec=400
-    )  # the least float has 324 places: Python's usual 28 would make 1 of 1 - 1e-30
+    # the least float has 324 places: Python's usual 28 would make 1 of 1 - 1e-30
+    exact = Context(prec=400)
     return _rounded(
         exact.multiply(Decimal(whole), exact.subtract(Decimal(1), Decimal(repr(failure)))),
         digits,
@@ -127,9 +121,8 @@ def confidence(failure: float, whole: int = 1) -> str:
 
 def _rounded(figure: float | str | Decimal, digits: int, mode: str) -> str:
     """In `digits` significant ones, without trailing zeros, spelled as :g does."""
-    value = Decimal(
-        repr(figure) if isinstance(figure, float) else figure
-    )  # as it is written: 0.12 stays 0.12
+    # as it is written: 0.12 stays 0.12
+    value = Decimal(repr(figure) if isinstance(figure, float) else figure)
     if not value.is_finite():
         return f"{value:f}".lower().replace("infinity", "inf")
     if value == 0:

@@ -1,5 +1,4 @@
-"""The door for files of records: each line becomes typed, ranged values, or one sentence says why
-not.
+"""The door for records: each line becomes typed, ranged values, or one sentence says why not.
 
 Nothing is taken from a line that is not a field here. Whether a line is true is not decided here:
 `evaluation.resumed` computes lines again.
@@ -180,9 +179,7 @@ RECORDS: dict[tuple[str, bool], type[Struct]] = {
 
 
 class PatchOptions(_Fields):
-    """Parameters of a classifier that is defended against patches. cell: (height, width) of what is
-    hidden together.
-    """
+    """Parameters of a defence against patches. cell: (height, width) hidden together."""
 
     procedure: Literal["double-masking", "voting"]
     patches: Patches
@@ -202,9 +199,7 @@ class PatchOptions(_Fields):
 
 
 def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
-    """Header, records as plain values, and where each complete line ends; DataError names the line
-    that is neither.
-    """
+    """Header, plain records, and the end of each complete line; DataError names a bad line."""
     header: HeaderFields | None = None
     rows: list[Json] = []
     ends: list[int] = []

@@ -71,9 +71,7 @@ class Run:
         return Run(**{name: header[name] for name in Run.__dataclass_fields__})
 
     def differences(self, other: "Run") -> Iterator[str]:
-        """ "seed is 0 there and 1 here", for everything in which `other` (there) differs from this
-        run (here).
-        """
+        """Yield "seed is 0 there and 1 here", for all in which `other` (there) differs."""
         here = dict(_flat(self.to_json()))
         there = dict(_flat(other.to_json()))
         for name in [*here, *(name for name in there if name not in here)]:
@@ -92,9 +90,7 @@ def describe(images: Images) -> dict[str, Any]:
 
 
 def digested(images: Images, team: Team) -> Images:
-    """The same images, their digests found by all processes, each for a part: reading a folder of
-    photographs takes long.
-    """
+    """The same images, digests computed by all processes: reading photographs takes long."""
     if not team.several:
         return images
     parts = [
@@ -129,8 +125,7 @@ def _short(value: Any) -> str:
 
 
 class RecordFile:
-    """The records of one run on disk, or nowhere when no path is given. A context: the file is open
-    inside it.
+    """A run's records on disk, or nowhere without a path. A context: the file is open in it.
 
     keys: the fields that say which record a line is. With `resume` the lines of an existing file
     are handed out again by `take`; from the first one that is missing on, the file is written anew.
@@ -210,9 +205,7 @@ class RecordFile:
         self._earlier, self.earlier = rows, len(rows)
 
     def take(self, keys: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
-        """The stored records with these keys, in order, or None when not all are there: find them,
-        then `write`.
-        """
+        """The stored records with these keys, in order; None when some are missing."""
         if not self._reading:
             return None
         rows = self._earlier[self.taken : self.taken + len(keys)]
@@ -223,9 +216,7 @@ class RecordFile:
         return rows
 
     def _drop(self) -> None:
-        """Forget what follows the records that were taken, on disk too; from here on the file only
-        grows.
-        """
+        """Forget what follows the records taken, on disk too: the file only grows from here."""
         self._reading = False
         if self._handle is not None and not self._streamed:
             self._handle.truncate(self._ends[self.taken])
@@ -269,9 +260,7 @@ class RecordFile:
 
 
 def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
-    """The run and the records of a file that `command` wrote, a torn last line left out. DataError
-    else.
-    """
+    """The run and the records of a file by `command`, but for a torn last line; else DataError."""
     try:
         size = path.stat().st_size
         if size > LARGEST_RECORDS:
@@ -296,8 +285,7 @@ def require_same_images(
     *,
     all_of_them: bool = False,
 ) -> None:
-    """DataError when a record speaks of other pixels, another label or another file than the image
-    with its index.
+    """DataError for a record with other pixels, label or file than the image of its index.
 
     Args:
         all_of_them: also when it speaks of an image that is not among these.
@@ -323,9 +311,7 @@ def require_same_images(
 
 
 def _same_file(stated_name: str | None, current: str | None) -> bool:
-    """Tell whether two names are one: alike, or one of them begins further up, in the folder that
-    holds the splits.
-    """
+    """Tell whether two names are one: alike, or one from further up, with the splits' folder."""
     if stated_name is None or current is None:
         return True
     # file systems differ in how they spell accents
@@ -343,9 +329,7 @@ def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
 
 
 def require_share(share: float, option: str) -> float:
-    """A gate is a share of the images: UsageError for 90, nan and the like, which would never or
-    always hold.
-    """
+    """A gate is a share: UsageError for 90, nan and the like, which always or never hold."""
     if not 0 <= share <= 1:
         raise UsageError(
             f"{option} {share:g} is no share", f"{option} 0.9 demands 90 % of the images"
@@ -354,9 +338,7 @@ def require_share(share: float, option: str) -> float:
 
 
 def require_radii(radii: Iterable[float]) -> tuple[float, ...]:
-    """Ascending, each once. UsageError for a radius that is negative, infinite or no number, or
-    when there is none.
-    """
+    """Ascending, each once. UsageError: none, negative, infinite, or no number."""
     chosen = tuple(sorted(set(radii)))
     wrong = next((radius for radius in chosen if not (radius >= 0 and math.isfinite(radius))), None)
     if wrong is not None or not chosen:

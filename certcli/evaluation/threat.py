@@ -1,6 +1,4 @@
-"""How much an attacker may change, as one type: the radius of a ball in l2 or linf, or the size of
-a patch.
-"""
+"""How much an attacker may change: the radius of a ball in l2 or linf, or a patch's size."""
 
 from __future__ import annotations
 
@@ -58,8 +56,7 @@ class Patch:
 
     @staticmethod
     def read(text: str, image: tuple[int, int]) -> Patch:
-        """Read "32" (a square), "16x64" (width x height), "2%" (the square of at least that share),
-        "2:32" (two of them).
+        """Read "32" (square), "16x64" (width x height), "2%" (least square of it), "2:32" (two).
 
         Args:
             image: (height, width).
@@ -99,8 +96,7 @@ class Patch:
 @total_ordering
 @dataclass(frozen=True)
 class Threat:
-    """All images in [0, 1] that an attacker may show in place of x: those within a ball, or with
-    other pixels in a patch.
+    """All images in [0, 1] that may be shown for x: within a ball, or changed in a patch.
 
     Threats of one norm have an order; comparing those of two norms is a TypeError.
 
@@ -136,9 +132,7 @@ class Threat:
 
     @staticmethod
     def read(text: str, norm: Kind, image: tuple[int, int] = ANY_IMAGE) -> Threat:
-        """Read what a person writes: "8/255", or a patch (`Patch.read`). UsageError for other
-        texts.
-        """
+        """Read a typed "8/255", or a patch (`Patch.read`). UsageError for others."""
         if norm == "patch":
             return Threat(norm, Patch.read(text, image))
         require_norm(norm)
@@ -163,9 +157,7 @@ class Threat:
 
     @property
     def key(self) -> str:
-        """The size as records and evidence spell it, which reads back to the same threat: "0.25",
-        "32x32".
-        """
+        """The size in records and evidence, which reads back to the threat: "0.25", "32x32"."""
         return str(self.size) if isinstance(self.size, Patch) else radius_key(self.size)
 
     def proven(self) -> str:
@@ -177,8 +169,7 @@ class Threat:
         return str(self.size) if isinstance(self.size, Patch) else attacked_radius(self.size)
 
     def allows(self, changed: Tensor, image: Tensor) -> bool:
-        """Return whether an attacker may show `changed` in place of `image`: (c, h, w) both,
-        compared in float64.
+        """Return whether `changed` may be shown for `image`: (c, h, w) both, in float64.
 
         Of several patches one is looked for.
         """
@@ -197,9 +188,7 @@ class Threat:
 
 
 def one_norm(threats: Iterable[Threat]) -> Kind:
-    """Return the norm that all threats share; TypeError where they have several, since their shares
-    cannot be compared.
-    """
+    """Return the one norm of all threats; TypeError for several: shares would not compare."""
     norms = sorted({threat.norm for threat in threats})
     if len(norms) != 1:
         raise TypeError(

@@ -1,5 +1,4 @@
-"""Which images a network was made with, kept in its lineage, and how many of other images are among
-them.
+"""Which images a network was made with, by its lineage, and how many of others are among them.
 
 A step that trains or calibrates keeps the digests of its images' pixels, as the network takes them:
 all of few, a seeded sample of many, six bytes each (two images of a million share one with a chance
@@ -39,9 +38,7 @@ class _SeenFields(StrictStruct):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one step of a lineage keeps. listed: digests of `images` images, or of a sample of them;
-    none by old steps.
-    """
+    """What a step of a lineage keeps. listed: digests of all, or sampled, of `images`; or none."""
 
     command: str
     dataset: str
@@ -61,9 +58,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class SeenShare:
-    """How many of `of` images a network has seen. exactly: or estimated from a sample of what it
-    has seen.
-    """
+    """How many of `of` images a network has seen. exactly: or estimated from a sample."""
 
     kind: str
     images: int
@@ -140,9 +135,7 @@ def shares(sources: Sequence[Seen], images: Images) -> list[SeenShare]:
 
 
 def unlisted(sources: Sequence[Seen], images: Images) -> Seen | None:
-    """A step that trained on this dataset, by name, may have had these images, and does not list
-    all that it had.
-    """
+    """A step that trained on this dataset, by name, and does not list all its images."""
     possible = (
         step
         for step in sources
@@ -152,9 +145,7 @@ def unlisted(sources: Sequence[Seen], images: Images) -> Seen | None:
 
 
 def trained_on(sources: Sequence[Seen], images: Images) -> bool:
-    """Whether the training part of these very images, by name, was trained on: one of a few is
-    found where all are listed.
-    """
+    """Whether these images' training part, by name, was trained on: exact where all are listed."""
     for step in sources:
         if step.kind == TRAINED and step.dataset == images.name and step.split == "train":
             few = images.limit(64, _SEED)

@@ -1,14 +1,12 @@
-"""Whether a share of images meets a demand, decided by the interval of the share and not by the
-share itself.
+"""Whether a share of images meets a demand, decided by the share's interval.
 
 A demand is met where the lower end of the interval meets it, missed where the upper end misses it,
 and otherwise not decided.
 
 Images that come one after the other are looked at after 50, 100, 200, ... and at their end, at
-places that no clock chooses.
-The first look that decides counts. Whoever has more time sees the same looks first: time can decide
-a verdict, and never change one. Of K looks each takes an interval of coverage 1 - 0.05 / K: all of
-them together hold with 95 % (Bonferroni).
+places that no clock chooses. The first look that decides counts. Whoever has more time sees the
+same looks first: time can decide a verdict, and never change one. Of K looks each takes an interval
+of coverage 1 - 0.05 / K: all of them together hold with 95 % (Bonferroni).
 """
 
 from collections.abc import Sequence
@@ -40,9 +38,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Sample:
-    """Outcomes of the first images, in order. available: the images that there are to judge,
-    whatever the time.
-    """
+    """Outcomes of the first images, in order. available: the images there are to judge."""
 
     outcomes: Sequence[bool]
     available: int
@@ -75,9 +71,7 @@ def decided(hits: int, images: int, demand: Demand, chance: float = CHANCE) -> V
 
 
 def looks(available: int) -> list[int]:
-    """Return the numbers of images after which a share is looked at: 50, 100, 200, ... and all of
-    them.
-    """
+    """Return the numbers of images at which a share is looked at: 50, 100, 200, ..., all."""
     counts = []
     count = FEWEST
     while count < available:
@@ -87,9 +81,7 @@ def looks(available: int) -> list[int]:
 
 
 def judged(sample: Sample, demand: Demand) -> Look:
-    """Return the first look that decides; else the last one, or what there is before the first,
-    which decides nothing.
-    """
+    """Return the first look that decides; else the last one, or what there is before the first."""
     planned = looks(sample.available)
     chance = CHANCE / len(planned)
     look = _look(sample, min(len(sample.outcomes), planned[0]), chance, UNDECIDED)

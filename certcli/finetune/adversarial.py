@@ -59,16 +59,12 @@ class Adversary:
             self.patch = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
     def share_left(self, share: float) -> float:
-        """Return the factor of ARD's and PRM's probabilities at this share of the training: 1 to 0
-        over `mask_decay`.
-        """
+        """Return the factor of ARD's and PRM's probabilities: 1 to 0 over `mask_decay`."""
         decay = self.settings.mask_decay
         return 1.0 if decay == 0 else max(0.0, 1 - share / decay)
 
     def _reach(self, share: float) -> tuple[Region, float]:
-        """Return the region and the step at this share of the training: radius 0 grows to its
-        value.
-        """
+        """Return region and step at this share of training: radius 0 grows to its value."""
         ramp = self.settings.attack_ramp
         if ramp == 0 or share >= ramp:
             return self.region, self.step_size
@@ -131,9 +127,7 @@ class Adversary:
         return torch.where(perturbed, adversarial, images)
 
     def _attention_dropped(self, remaining: float) -> ExitStack:
-        """Drop the gradient of each attention with probability ard * left, but not its value,
-        inside the block (ARD).
-        """
+        """Drop each attention's gradient with probability ard * left, not its value (ARD)."""
         probability = self.settings.ard * remaining
         hooks = ExitStack()
         if probability > 0:

@@ -36,9 +36,7 @@ LUMA = (0.2989, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class Mix:
-    """A batch mixed with its reverse: the weight of each image's own label, and the labels that get
-    the rest (b,).
-    """
+    """A batch mixed with its reverse: the weight of own labels, the labels of the rest (b,)."""
 
     weight: float
     partners: Tensor

@@ -1,6 +1,4 @@
-"""Turn a time budget (`--time-budget 10m`) into a number of steps: from a few measured ones, then
-from each epoch's pace.
-"""
+"""Turn a time budget (`--time-budget 10m`) into steps: by a few, then by each epoch's pace."""
 
 import re
 import statistics
@@ -27,9 +25,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step, of validating one image, of saving the state, of the final bound, and of a
-    certificate.
-    """
+    """Seconds of a step, of validating an image, of saving, of the bound, of a certificate."""
 
     step: float
     image: float
@@ -56,9 +52,7 @@ def parse_duration(text: str) -> float:
 
 
 def measure_steps(step: Callable[[], object], budget: float) -> float:
-    """Return the mean seconds of a training step after a warm-up: many steps add up to the mean,
-    not to the median.
-    """
+    """Return the mean seconds of a step after a warm-up: many steps add up to the mean."""
     for _ in range(WARM_UP_STEPS):
         step()
     fewest, maximum = MEASURED_STEPS

@@ -1,6 +1,4 @@
-"""An exponential moving average of the weights, which is validated and written in place of the last
-iterate.
-"""
+"""An exponential moving average of the weights, validated and written in place of the last."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,9 +40,7 @@ class Average:
 
     @contextmanager
     def applied(self, net: nn.Module, orthogonal: Sequence[Tensor]) -> Iterator[None]:
-        """Give `net` the average inside the block, with its `orthogonal` parameters retracted, and
-        its own weights after.
-        """
+        """Give `net` the average, `orthogonal` ones retracted, inside the block; its own after."""
         plain_weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
         _assign(net, self.weights)
         with torch.no_grad():

@@ -92,9 +92,8 @@ def evaluate(
     if in_step:
         mine = []
         for turn in range(team.rank, len(starts) + team.rank, team.size):
-            row = judge(
-                starts[min(turn, len(starts) - 1)]
-            )  # a process without a batch left repeats the last one
+            # a process without a batch left repeats the last one
+            row = judge(starts[min(turn, len(starts) - 1)])
             if turn < len(starts):
                 mine.append(row)
         rows = [row for rows in team.everyone(mine) for row in rows]

@@ -1,6 +1,4 @@
-"""Training behind masks: the network sees a part of each image, in the passes of a certificate
-against patches.
-"""
+"""Training behind masks: the network sees parts of images, as certificates against patches do."""
 
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -46,9 +44,8 @@ class Hiding:
         """Return a view of each image (b, c, h, w): (b, rows, columns).
 
         Greedy squares come one after the other, each at the worst place beside those before it: 9
-        passes a square.
-        Source: Saha et al. 2023, Revisiting image classifier training for improved certified robust
-        defense against adversarial patches (greedy cutout).
+        passes a square. Source: Saha et al. 2023, Revisiting image classifier training for improved
+        certified robust defense against adversarial patches (greedy cutout).
 
         Args:
             losses: views -> the loss of each image (b,).
@@ -80,9 +77,7 @@ class Hiding:
         return logits[torch.cat(rows).argsort()]
 
     def validated(self, images: Tensor) -> Tensor:
-        """Return the logits of images for validation, each behind one of all views in turn, the
-        same in each epoch.
-        """
+        """Return logits of validation images, behind the views in turn, alike each epoch."""
         sets = [*self.bands]
         for _, count, views in self.squares:
             places = combinations_with_replacement(range(len(views)), count)

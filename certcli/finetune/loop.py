@@ -218,9 +218,7 @@ class Trainer:
         return enclosure if needed or enclosure.entries <= ENCLOSED_ENTRIES else None
 
     def pairs(self) -> Tensor | None:
-        """Return the estimated pair constants (k, k), with gradient; None for losses that need
-        none.
-        """
+        """Return estimated pair constants (k, k), with gradient; None: not needed."""
         if self.trace is None:
             return None
         return pair_constants(propagate(self.trace, self.arithmetic), self.classes)
@@ -374,9 +372,8 @@ class Trainer:
             None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
         )
         in_step = self.shares is not None
-        forward = (
-            self.objective.forward if in_step else self.model
-        )  # sharded weights are gathered in one precision
+        # sharded weights are gathered in one precision
+        forward = self.objective.forward if in_step else self.model
         quality = evaluate(
             forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
         )
@@ -412,9 +409,7 @@ class Trainer:
         return quality
 
     def _enclosed(self, enclosure: LocalEnclosure, images: Images) -> float | None:
-        """Return the share of a few images whose margins the enclosure leaves positive, by
-        estimate.
-        """
+        """Return the share of a few images with positive margins, by the estimated enclosure."""
         sketch = enclosure.directions(torch.Generator().manual_seed(0), JUDGES)
         epsilon = self.settings.epsilon
         few = images.limit(ENCLOSED, self.settings.seed)
@@ -437,9 +432,7 @@ class Trainer:
             return self._net_state()
 
     def whole(self, net: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint; sharded ones are gathered in the leader, mapped from
-        files (`Spool`).
-        """
+        """Return a checkpoint's tensors; sharded ones gathered in the leader, mapped (`Spool`)."""
         return shards.whole(net, self.team, Spool().keep)
 
     def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> Costs:
@@ -479,9 +472,7 @@ class Trainer:
         return costs
 
     def takes(self, train: Images, validation: Images) -> str:
-        """Measure a few steps and a little validation, restore the state, and return how long the
-        run takes.
-        """
+        """Measure a few steps and validations, restore the state, return the run's seconds."""
         before = copy.deepcopy(self.state())
         size = self.settings.batch_size * self.settings.accumulate
         parts = torch.randperm(len(train), generator=self.generator).split(size)
@@ -540,9 +531,7 @@ class Trainer:
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Continue after `state`, bit for bit on a CPU. CheckpointError for the state of another
-        network.
-        """
+        """Continue after `state`, bit for bit on a CPU. CheckpointError: another network's."""
         current = self.model.net.state_dict()
         try:
             self.settings = replace(

@@ -178,9 +178,7 @@ class Objective:
 
     @contextmanager
     def _precision(self) -> Iterator[bool]:
-        """Passes inside the block run in the precision of the settings. True: it is a half
-        precision.
-        """
+        """Run passes in the settings' precision. True: it is a half precision."""
         if self.settings.precision == "float32":
             yield False
             return
@@ -236,9 +234,7 @@ class Objective:
     def _through_chain(
         self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
     ) -> Tensor:
-        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises to its end,
-        as in the papers' code.
-        """
+        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises."""
         slopes = chain.slopes(images, epsilon)
         smoothing = self.settings.label_smoothing
         worst = self._mixed(
@@ -267,9 +263,7 @@ def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def checkpoint_activations(net: nn.Module) -> None:
-    """Recompute activations in the backward pass, by timm's own switch. UsageError for a network
-    without it.
-    """
+    """Recompute activations in the backward pass, by timm's switch. UsageError without one."""
     switch = getattr(net, "set_grad_checkpointing", None)
     if switch is None:
         raise UsageError(

@@ -20,9 +20,7 @@ LARGE = 25_600
 def make_optimisers(
     parameters: Iterable[Tensor], orthogonal: list[nn.Parameter], settings: FinetuneSettings
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW or SGD for everything; with `stiefel`, StiefelMuon for the orthogonal matrices
-    and Adam for the rest.
-    """
+    """Return AdamW or SGD; with `stiefel`, StiefelMuon for orthogonal matrices, Adam for others."""
     excluded = set(map(id, orthogonal))
     free = [p for p in parameters if p.requires_grad and id(p) not in excluded]
     if settings.optimiser == "sgd":
@@ -43,9 +41,7 @@ def make_optimisers(
 
 
 def default_batch(optimiser: str, images: int) -> int:
-    """Return the images of a batch where none are named: a step of orthogonal matrices costs more
-    than passes of 128.
-    """
+    """Return a batch's default size: a step of orthogonal matrices outweighs passes of 128."""
     return 512 if optimiser == "stiefel" and images >= LARGE else 128
 
 

@@ -1,6 +1,4 @@
-"""Maximum singular value penalisation of attention: the loss pays for large query, key and value
-maps.
-"""
+"""Maximum singular value penalisation of attention: large query, key and value maps cost."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ KINDS = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """A weight (or its transpose) whose rows are the maps of some kinds, one after the other, each
-    split into heads.
-    """
+    """A weight (or its transpose) whose rows are maps of some kinds in turn, split into heads."""
 
     weight: Tensor
     kinds: tuple[str, ...]
@@ -92,9 +88,7 @@ class SpectralPenalty:
 
 
 def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:
-    """Yield the maps of all attentions: timm's (`qkv`; ConViT's `qk` and `v`; `q`, `k`, `v`) and
-    ours (`query`, ...).
-    """
+    """Yield all attentions' maps: timm's (`qkv`; ConViT's `qk`, `v`; `q`, `k`, `v`) and ours."""
     for module in net.modules():
         heads = getattr(module, "num_heads", None)
         if not isinstance(heads, int):

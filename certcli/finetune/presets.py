@@ -1,6 +1,4 @@
-"""The trainings of the papers by name: options of `certvit finetune`. Importing this file imports no
-torch.
-"""
+"""The papers' trainings by name: options of `certvit finetune`. This imports no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -20,9 +20,8 @@ class WeightProjection:
     It changes the weights of linear layers and convolutions except the last layer. sigma is the
     norm of the operator: for a convolution with its padding and stride, on images of the size that
     the forward pass before had. One power iteration a step estimates it from below, so norms may
-    exceed the radius slightly; the bound is proven afterwards.
-    Source: Gouk et al. 2021, algorithm 2 ("ball"); Miyato et al. 2018, with the operator's own norm
-    ("spectral").
+    exceed the radius slightly; the bound is proven afterwards. Source: Gouk et al. 2021, algorithm
+    2 ("ball"); Miyato et al. 2018, with the operator's own norm ("spectral").
 
     Attributes:
         vectors: singular vectors that the next step starts from.

@@ -1,6 +1,4 @@
-"""Sharpness-aware minimisation: the gradient comes from the worst weights nearby, and moves the
-current weights.
-"""
+"""Sharpness-aware minimisation: the gradient at the worst weights nearby moves the current ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.augmentations import BANDS, SQUARES, require_known
@@ -11,7 +11,7 @@ from certcli.finetune.budget import parse_duration
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.finetune.rates import curve_of
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -103,13 +103,13 @@ OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Options that mean something with these values of another option only."""
 
-_length = partial(Option, panel="Length of the run")
-_optimiser = partial(Option, panel="Optimiser")
-_augmentation = partial(Option, panel="Augmentation")
-_norms = partial(Option, panel="Norms of the weights")
-_enclosure = partial(Option, panel="Local certificates")
-_teacher = partial(Option, panel="Teacher")
-_attack = partial(Option, panel="Attacks on training images")
+_length = partial(option, panel="Length of the run")
+_optimiser = partial(option, panel="Optimiser")
+_augmentation = partial(option, panel="Augmentation")
+_norms = partial(option, panel="Norms of the weights")
+_enclosure = partial(option, panel="Local certificates")
+_teacher = partial(option, panel="Teacher")
+_attack = partial(option, panel="Attacks on training images")
 
 
 def _patterns(text: str) -> tuple[str, ...]:
@@ -163,203 +163,150 @@ class FinetuneSettings:
     """
 
     panel: ClassVar[str] = "Objective"
-    loss: Annotated[
-        str,
-        Option(
-            "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; "
-            "chains: bcp, local-lip; local certificates: local."
-        ),
-    ] = "margin"
-    epsilon: Annotated[
-        float,
-        Option(
-            "Radius to certify, pixel l2: 0.5 or 36/255 (of attacks: --attack-epsilon).",
-            ("--epsilon", "-e"),
-            "R",
-            parse_radius,
-        ),
-    ] = 0.5
-    ramp: Annotated[float, Option("Share of the steps in which epsilon rises to its value.")] = 0.3
-    label_smoothing: Annotated[float, Option("Label smoothing of the cross entropy.")] = 0.0
+    loss: str = option(
+        "margin",
+        "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, "
+        "local-lip; local certificates: local.",
+    )
+    epsilon: float = option(
+        0.5,
+        "Radius to certify, pixel l2: 0.5 or 36/255 (of attacks: --attack-epsilon).",
+        "--epsilon",
+        "-e",
+        metavar="R",
+        read=parse_radius,
+    )
+    ramp: float = option(0.3, "Share of the steps in which epsilon rises to its value.")
+    label_smoothing: float = option(0.0, "Label smoothing of the cross entropy.")
 
-    epochs: Annotated[
-        int,
-        _length(
-            "Passes over the training images. Default: 40; 3 for a trained network (10 if it is "
-            "small)."
-        ),
-    ] = None  # type: ignore[assignment]
-    steps: Annotated[int | None, _length("Number of optimiser steps, in place of --epochs.")] = None
-    time_budget: Annotated[
-        str | None,
-        _length("Time for the training and the final proof: 90s, 10m, 1h.", metavar="TIME"),
-    ] = None
-    patience: Annotated[int | None, _length("Stop after this many epochs without improvement.")] = (
-        None
+    epochs: int = _length(
+        None,
+        "Passes over the training images. Default: 40; 3 for a trained network (10 if it "
+        "is small).",
+    )
+    steps: int | None = _length(None, "Number of optimiser steps, in place of --epochs.")
+    time_budget: str | None = _length(
+        None, "Time for the training and the final proof: 90s, 10m, 1h.", metavar="TIME"
+    )
+    patience: int | None = _length(None, "Stop after this many epochs without improvement.")
+
+    optimiser: str = _optimiser(
+        None,
+        "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses that "
+        "need a bound).",
+        "--optimiser",
+        "--optimizer",
+    )
+    lr: float = _optimiser(
+        None,
+        "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), "
+        "otherwise 0.001; 5e-5 for a trained network (5e-4 if it is small).",
+    )
+    stiefel_lr: float = _optimiser(0.03, "Learning rate of the orthogonal matrices.")
+    weight_decay: float = _optimiser(0.05, "Weight decay of adamw and sgd.")
+    schedule: str = _optimiser(
+        "cosine",
+        "cosine, steps (a tenth after 7/8 of the run, a hundredth after 19/20), "
+        "one-cycle; or cosine:LAST, exponential:LAST@SHARE, steps:FACTOR@SHARE,SHARE.",
+    )
+    warmup: float = _optimiser(0.02, "Share of the steps with a rising learning rate.")
+    clip_grad: float | None = _optimiser(None, "Largest norm of the gradient of all parameters.")
+    accumulate: int = _optimiser(1, "Batches whose gradients make one step.", metavar="N")
+    freeze: tuple[str, ...] | None = _optimiser(
+        None,
+        "Parameters that are not trained, by name: 'patch_embed.*,blocks.*.mlp.*' (* and ?).",
+        metavar="LIST",
+        read=_patterns,
+    )
+    precision: str = _optimiser(
+        "float32", "Precision of the network: float32, bf16 or fp16; the bound stays float32."
+    )
+    checkpointing: bool = _optimiser(False, "Recompute activations instead of storing them.")
+    sam: float = _optimiser(0.0, "Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")
+    adaptive_sam: bool = _optimiser(False, "Radius of --sam relative to each weight's size.")
+    ema: float = _optimiser(
+        0.0, "Decay of a moving average of the weights; 0: none.", metavar="DECAY"
     )
 
-    optimiser: Annotated[
-        str,
-        _optimiser(
-            "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses "
-            "that need a bound).",
-            ("--optimiser", "--optimizer"),
-        ),
-    ] = None  # type: ignore[assignment]
-    lr: Annotated[
-        float,
-        _optimiser(
-            "Learning rate. Default: 0.01 with stiefel (biases, residual weights, head), "
-            "otherwise 0.001; 5e-5 for a trained network (5e-4 if it is small)."
-        ),
-    ] = None  # type: ignore[assignment]
-    stiefel_lr: Annotated[float, _optimiser("Learning rate of the orthogonal matrices.")] = 0.03
-    weight_decay: Annotated[float, _optimiser("Weight decay of adamw and sgd.")] = 0.05
-    schedule: Annotated[
-        str,
-        _optimiser(
-            "cosine, steps (a tenth after 7/8 of the run, a hundredth after 19/20), one-cycle; or "
-            "cosine:LAST, exponential:LAST@SHARE, steps:FACTOR@SHARE,SHARE."
-        ),
-    ] = "cosine"
-    warmup: Annotated[float, _optimiser("Share of the steps with a rising learning rate.")] = 0.02
-    clip_grad: Annotated[
-        float | None, _optimiser("Largest norm of the gradient of all parameters.")
-    ] = None
-    accumulate: Annotated[
-        int, _optimiser("Batches whose gradients make one step.", metavar="N")
-    ] = 1
-    freeze: Annotated[
-        tuple[str, ...] | None,
-        _optimiser(
-            "Parameters that are not trained, by name: 'patch_embed.*,blocks.*.mlp.*' (* and ?).",
-            metavar="LIST",
-            read=_patterns,
-        ),
-    ] = None
-    precision: Annotated[
-        str, _optimiser("Precision of the network: float32, bf16 or fp16; the bound stays float32.")
-    ] = "float32"
-    checkpointing: Annotated[
-        bool, _optimiser("Recompute activations instead of storing them.", ("--checkpointing",))
-    ] = False
-    sam: Annotated[
-        float, _optimiser("Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")
-    ] = 0.0
-    adaptive_sam: Annotated[
-        bool, _optimiser("Radius of --sam relative to each weight's size.", ("--adaptive-sam",))
-    ] = False
-    ema: Annotated[
-        float, _optimiser("Decay of a moving average of the weights; 0: none.", metavar="DECAY")
-    ] = 0.0
-
-    noise: Annotated[
-        float, _augmentation("Standard deviation of Gaussian pixel noise on training images.")
-    ] = 0.0
-    augment: Annotated[
-        tuple[str, ...] | None,
-        _augmentation(
-            "Any of crop,flip,shift,warp,color-jitter:0.4,cutout:2x128; parts of images: "
-            "bands:3,cutout-random:2x96,cutout-greedy:2x96.",
-            metavar="LIST",
-            read=lambda text: tuple(name for name in text.split(",") if name) or None,
-        ),
-    ] = None
-    mixup: Annotated[float, _augmentation("Mixup with lambda ~ Beta(A, A); 0: none.")] = 0.0
-    cutmix: Annotated[float, _augmentation("CutMix with lambda ~ Beta(A, A); 0: none.")] = 0.0
-    mix_probability: Annotated[float, _augmentation("Share of the batches that are mixed.")] = 1.0
-
-    msvp: Annotated[
-        tuple[float, float, float] | None,
-        _norms(
-            "Penalty on the spectral norms of query, key and value, per head.",
-            metavar="L|Lq,Lk,Lv",
-            read=_three_weights,
-        ),
-    ] = None
-    enclosure_penalty: Annotated[
-        float,
-        _enclosure(
-            "Weight of a penalty after which certify --method local proves more, e.g. 0.3.",
-            metavar="W",
-        ),
-    ] = 0.0
-    penalty_places: Annotated[
-        tuple[float, float, float] | None,
-        _enclosure(
-            "Factors of --enclosure-penalty for norms, softmax, activations. Default: 1,1,1; "
-            "1,0.03,3 keeps attention in use.",
-            metavar="N,S,A",
-            read=_factors_of_places,
-        ),
-    ] = None
-    project: Annotated[
-        str | None,
-        _norms(
-            "After each step scale norms to --project-radius: ball (larger norms only) or "
-            "spectral (all)."
-        ),
-    ] = None
-    project_radius: Annotated[float, _norms("Spectral norm for --project.")] = 1.0
-
-    distill_weight: Annotated[float, _teacher("Weight of the teacher in the loss.")] = 0.5
-    distill_temperature: Annotated[float, _teacher("Temperature of both softmaxes.")] = 2.0
-
-    adversarial: Annotated[str, _attack("Adversarial training: none, fgsm, pgd or trades.")] = (
-        "none"
+    noise: float = _augmentation(
+        0.0, "Standard deviation of Gaussian pixel noise on training images."
     )
-    attack_norm: Annotated[str, _attack("Norm of the training attack: linf or l2.")] = "linf"
-    attack_epsilon: Annotated[
-        float,
-        _attack(
-            "Radius of the attack. Default: 8/255 in linf, --epsilon in l2.",
-            metavar="R",
-            read=parse_radius,
-        ),
-    ] = None  # type: ignore[assignment]
-    attack_steps: Annotated[int, _attack("Steps of pgd and trades.")] = 10
-    attack_step_size: Annotated[
-        float | None,
-        _attack(
-            "Step size. Default: 2.5 radii / steps, fgsm 1.25 radii.",
-            metavar="A",
-            read=parse_radius,
-        ),
-    ] = None
-    attack_ramp: Annotated[
-        float,
-        _attack("Share of the steps in which the attack's radius rises to its value; 0: at once."),
-    ] = 0.0
-    trades_beta: Annotated[float, _attack("Weight of the divergence in --adversarial trades.")] = (
-        6.0
+    augment: tuple[str, ...] | None = _augmentation(
+        None,
+        "Any of crop,flip,shift,warp,color-jitter:0.4,cutout:2x128; parts of images: "
+        "bands:3,cutout-random:2x96,cutout-greedy:2x96.",
+        metavar="LIST",
+        read=lambda text: tuple(name for name in text.split(",") if name) or None,
     )
-    ard: Annotated[
-        float,
-        _attack(
-            "Drop the attack's gradient through each attention with probability P, at first.",
-            metavar="P",
-        ),
-    ] = 0.0
-    prm: Annotated[
-        float,
-        _attack("Drop the attack's change on a share P of the patches, at first.", metavar="P"),
-    ] = 0.0
-    mask_decay: Annotated[
-        float, _attack("Share of the steps in which --ard and --prm decrease to 0; 0: constant.")
-    ] = 0.25
+    mixup: float = _augmentation(0.0, "Mixup with lambda ~ Beta(A, A); 0: none.")
+    cutmix: float = _augmentation(0.0, "CutMix with lambda ~ Beta(A, A); 0: none.")
+    mix_probability: float = _augmentation(1.0, "Share of the batches that are mixed.")
 
-    validation_limit: Annotated[
-        int | None,
-        Option("Validate on a seeded, class-balanced sample.", metavar="N", panel="Images"),
-    ] = None
-    train_on_rest: Annotated[
-        bool,
-        Option(
-            "Also train on the validation images beyond --validation-limit.",
-            ("--train-on-rest",),
-            panel="Images",
-        ),
-    ] = False
+    msvp: tuple[float, float, float] | None = _norms(
+        None,
+        "Penalty on the spectral norms of query, key and value, per head.",
+        metavar="L|Lq,Lk,Lv",
+        read=_three_weights,
+    )
+    enclosure_penalty: float = _enclosure(
+        0.0,
+        "Weight of a penalty after which certify --method local proves more, e.g. 0.3.",
+        metavar="W",
+    )
+    penalty_places: tuple[float, float, float] | None = _enclosure(
+        None,
+        "Factors of --enclosure-penalty for norms, softmax, activations. Default: 1,1,1; "
+        "1,0.03,3 keeps attention in use.",
+        metavar="N,S,A",
+        read=_factors_of_places,
+    )
+    project: str | None = _norms(
+        None,
+        "After each step scale norms to --project-radius: ball (larger norms only) or "
+        "spectral (all).",
+    )
+    project_radius: float = _norms(1.0, "Spectral norm for --project.")
+
+    distill_weight: float = _teacher(0.5, "Weight of the teacher in the loss.")
+    distill_temperature: float = _teacher(2.0, "Temperature of both softmaxes.")
+
+    adversarial: str = _attack("none", "Adversarial training: none, fgsm, pgd or trades.")
+    attack_norm: str = _attack("linf", "Norm of the training attack: linf or l2.")
+    attack_epsilon: float = _attack(
+        None,
+        "Radius of the attack. Default: 8/255 in linf, --epsilon in l2.",
+        metavar="R",
+        read=parse_radius,
+    )
+    attack_steps: int = _attack(10, "Steps of pgd and trades.")
+    attack_step_size: float | None = _attack(
+        None,
+        "Step size. Default: 2.5 radii / steps, fgsm 1.25 radii.",
+        metavar="A",
+        read=parse_radius,
+    )
+    attack_ramp: float = _attack(
+        0.0, "Share of the steps in which the attack's radius rises to its value; 0: at once."
+    )
+    trades_beta: float = _attack(6.0, "Weight of the divergence in --adversarial trades.")
+    ard: float = _attack(
+        0.0,
+        "Drop the attack's gradient through each attention with probability P, at first.",
+        metavar="P",
+    )
+    prm: float = _attack(
+        0.0, "Drop the attack's change on a share P of the patches, at first.", metavar="P"
+    )
+    mask_decay: float = _attack(
+        0.25, "Share of the steps in which --ard and --prm decrease to 0; 0: constant."
+    )
+
+    validation_limit: int | None = option(
+        None, "Validate on a seeded, class-balanced sample.", metavar="N", panel="Images"
+    )
+    train_on_rest: bool = option(
+        False, "Also train on the validation images beyond --validation-limit.", panel="Images"
+    )
     teacher: str | None = None
     denoiser: str | None = None
     batch_size: int = 128
@@ -489,12 +436,12 @@ class FinetuneSettings:
                         "both, or neither",
                     )
 
-        for name, (option, values) in OF_A_CHOICE.items():
-            chosen = getattr(self, option)
+        for name, (chooser, values) in OF_A_CHOICE.items():
+            chosen = getattr(self, chooser)
             if chosen not in values and not self._is_default(name):
                 raise UsageError(
-                    f"--{name.replace('_', '-')} has no meaning with --{option} {chosen}",
-                    f"leave it out, or --{option} {values[0]}",
+                    f"--{name.replace('_', '-')} has no meaning with --{chooser} {chosen}",
+                    f"leave it out, or --{chooser} {values[0]}",
                 )
 
     def require_teacher(self, named: bool) -> None:
@@ -518,9 +465,7 @@ class FinetuneSettings:
         )
 
     def parameters(self) -> dict[str, object]:
-        """Return what the lineage records: the settings that are on, without the seed, which has
-        its own place there.
-        """
+        """Return what the lineage records: the settings that are on, without the seed."""
         hidden = {"seed"} | ({"epochs"} if self.steps is not None else set())
         for switch, dependants in SWITCHES.items():
             if self._is_default(switch):

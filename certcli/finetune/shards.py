@@ -43,9 +43,7 @@ Stored = Tensor | LocalRows
 
 
 def require_shardable(settings: FinetuneSettings, team: Team) -> None:
-    """Raise UsageError for settings that read whole matrices: bounds, penalties on norms,
-    projections, Stiefel steps.
-    """
+    """Raise UsageError for settings that read whole matrices: bounds, norms, Stiefel steps."""
     if not team.several:
         raise UsageError(
             f"{OPTION} divides the weights among processes, and there is only one",
@@ -109,9 +107,7 @@ def share_out(
 
 
 def blocks(net: nn.Module) -> list[nn.Module]:
-    """Return the members of module lists that have modules of their own (transformer blocks,
-    stages), inner ones first.
-    """
+    """Return members of module lists with modules of their own (blocks, stages), inner first."""
     lists = (
         module for module in net.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))
     )
@@ -126,15 +122,12 @@ def blocks(net: nn.Module) -> list[nn.Module]:
 
 
 def _require_average(team: Team, device: torch.device) -> None:
-    """Raise UsageError where this PyTorch cannot deal averages on the device, as an older gloo
-    cannot.
-    """
+    """Raise UsageError where this PyTorch cannot deal averages, as an older gloo cannot."""
     ranks = torch.zeros(team.size, device=device)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # renamed in 2.13, in which both names are there
+            # renamed in 2.13, in which both names are there
+            warnings.simplefilter("ignore", FutureWarning)
             team.group().reduce_scatter_tensor(
                 ranks.new_empty(1), ranks, op=team.group().ReduceOp.AVG
             )
@@ -161,9 +154,7 @@ def _require_rows(net: nn.Module) -> None:
 
 
 def _require_called(model: PixelModel, device: torch.device, precision: str) -> None:
-    """Raise ArchitectureError where the network reads a block's weights outside its call: only a
-    call gathers them.
-    """
+    """Raise ArchitectureError where weights are read outside their block: a call gathers them."""
     weight = next(model.parameters())
     try:
         with (
@@ -186,16 +177,12 @@ def is_sharded(value: Tensor) -> bool:
 
 
 def own(value: Tensor) -> Tensor:
-    """Return this process's rows of a sharded tensor, in the same memory; any other tensor as it
-    is.
-    """
+    """Return this process's rows of a sharded tensor, same memory; others as they are."""
     return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def let_go(net: nn.Module) -> None:
-    """Free the weights that a pass without gradients gathered and holds, so that the next pass
-    gathers the new ones.
-    """
+    """Free weights gathered by a pass without gradients: the next pass gathers new ones."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in net.modules():
@@ -253,9 +240,7 @@ def whole(
 
 
 class Shares:
-    """This process's rows of sharded parameters, as plain tensors in the same memory, for an
-    optimiser to move.
-    """
+    """This process's rows of sharded parameters, as plain tensors of the same memory."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], team: Team) -> None:
         self.team = team
@@ -267,9 +252,7 @@ class Shares:
             parameter.grad = rows.grad = None
 
     def collect(self) -> None:
-        """Give the rows their gradients, which the backward pass averaged over the processes and
-        dealt.
-        """
+        """Give rows their gradients, averaged and dealt by the backward pass."""
         for parameter, rows in zip(self.parameters, self.rows, strict=True):
             rows.grad = None if parameter.grad is None else own(parameter.grad)
 
@@ -295,9 +278,7 @@ class Shares:
         )
 
     def own_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of an optimiser's state with whole tensors. RuntimeError for
-        another network's.
-        """
+        """Return this process's part of a whole optimiser state. RuntimeError: another's."""
 
         def part(tensor: Tensor, like: Tensor) -> Tensor:
             if tensor.shape != like.shape:
@@ -311,9 +292,7 @@ class Shares:
     def _changed(
         self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Any]
     ) -> dict[str, Any]:
-        """Return the state with change(tensor, weight) for each weight's tensors; step counters
-        stay.
-        """
+        """Return the state with change(tensor, weight) of each weight's tensors; counters stay."""
         entries = {
             index: {
                 name: change(value, self.parameters[index])

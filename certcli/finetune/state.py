@@ -54,9 +54,7 @@ class TrainingState:
 
 
 def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
-    """Write the state in the leader. Sharded weights need all processes, and go into the file one
-    whole tensor at a time.
-    """
+    """Write the state in the leader; sharded weights are gathered one whole tensor at a time."""
     tensors: dict[str, Stored] = {"generator": state.generator}
     tensors |= {f"net.{name}": value for name, value in state.net.items()}
     tensors |= {f"best.{name}": value for name, value in state.best_net.items()}

@@ -1,6 +1,4 @@
-"""One optimiser step: the gradient of one or several batches, sharpened, clipped, applied; then the
-projection.
-"""
+"""An optimiser step: the gradient of batches, sharpened, clipped, applied; then the projection."""
 
 import math
 from collections.abc import Callable
@@ -29,9 +27,7 @@ START = 0.2
 
 
 class Diverged(CertvitError):
-    """Raised when the loss or the weights become NaN or infinite; the best weights before that are
-    kept.
-    """
+    """The loss or the weights became NaN or infinite; the best weights before that are kept."""
 
     code = 1
 
@@ -96,9 +92,8 @@ class Descent:
         device = self.objective.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             seed_all((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
-            if (
-                self.team.several
-            ):  # the run's own generator orders the images, the same in all processes
+            # the run's own generator orders the images, the same in all processes
+            if self.team.several:
                 self.objective.generator.manual_seed(torch.initial_seed())
             start = 0.0 if settings.loss in NEEDS_CHAIN else START
             ramp = (
@@ -139,17 +134,13 @@ class Descent:
         train.expect([position for part in parts for position in self._own(part)[0].tolist()])
 
     def _own(self, part: Tensor) -> tuple[Tensor, float]:
-        """Return this process's images of a batch and their weight in it; where there are too few,
-        all images.
-        """
+        """Return this process's images of a batch, and their weight; where too few, all."""
         size = self.team.size
         local_part = part.tensor_split(size)[self.team.rank] if len(part) >= size else part
         return local_part, len(local_part) / len(part) if len(part) >= size else 1 / size
 
     def _gradient(self, batches: list[tuple[Batch, float]], epsilon: float, where: str) -> float:
-        """Set every `.grad` to the gradient of the mean loss over all images of all processes, and
-        return that mean.
-        """
+        """Set every `.grad` to that of the mean loss over all processes; return the mean."""
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         if self.shares is not None:
@@ -193,9 +184,7 @@ class Descent:
         return value
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the vectors of the penalty and the projection, and the scale of half-precision
-        gradients.
-        """
+        """Return the penalty's and the projection's vectors, and half precision's scale."""
         parts = {name: dict(part.vectors) for name, part in self._remembering()}
         if self.scaler.is_enabled():
             parts["scaler"] = {

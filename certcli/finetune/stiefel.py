@@ -41,9 +41,7 @@ _HALF_WIDTH = 128
 
 
 def polar_factor(weight: Tensor) -> Tensor:
-    """Return the nearest matrix with orthonormal rows or columns: U V^T of the singular value
-    decomposition.
-    """
+    """Return the nearest matrix with orthonormal rows or columns: U V^T of the SVD."""
     flat = weight.detach().double().reshape(weight.shape[0], -1)
     left, _, right = torch.linalg.svd(flat, full_matrices=False)
     return (left @ right).reshape(weight.shape).to(weight)
@@ -58,9 +56,7 @@ def retract(weight: Tensor, steps: int = 1) -> None:
 
 
 def orthogonal_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of the linear layers and patch embeddings, without the last layer, which
-    stays free.
-    """
+    """Return the weights of linear layers and patch embeddings; the last layer stays free."""
     last = last_layer(net)
     parameters = []
     for module in net.modules():
@@ -83,9 +79,7 @@ def last_layer(net: nn.Module) -> nn.Module | None:
 
 
 def orthogonalise(net: nn.Module) -> None:
-    """Set every matrix to its polar factor, and fix every centre norm as plain centring (constant
-    1).
-    """
+    """Set every matrix to its polar factor, every centre norm to plain centring (constant 1)."""
     with torch.no_grad():
         for weight in orthogonal_parameters(net):
             weight.copy_(polar_factor(weight))
@@ -96,9 +90,7 @@ def orthogonalise(net: nn.Module) -> None:
 
 
 class StiefelMuon(torch.optim.Optimizer):
-    """The update of the module docstring, for parameters that start orthogonal; equal shapes move
-    as one batch.
-    """
+    """The update of the module docstring, from orthogonal starts; equal shapes in a batch."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -149,9 +141,7 @@ class StiefelMuon(torch.optim.Optimizer):
             parameter.copy_((moved_weight.T if wide else moved_weight).reshape(parameter.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. ValueError for that of an earlier version, whose momentum has another
-        layout.
-        """
+        """Load a state. ValueError for an earlier version's: its momentum is laid out otherwise."""
         if any("momentum_buffer" in state for state in state_dict["state"].values()):
             raise ValueError("it is that of an earlier version of the optimiser")
         super().load_state_dict(state_dict)
@@ -195,9 +185,7 @@ def _flat(weight: Tensor) -> Tensor:
 
 
 def _side_by_side(weights: list[Tensor]) -> Tensor:
-    """Return tensors of one shape as matrices (c, m, n) with m >= n; where possible, a view of a
-    single tensor.
-    """
+    """Return same-shaped tensors as (c, m, n), m >= n; where possible, a view of one."""
     flats = [_flat(weight) for weight in weights]
     stack = flats[0][None] if len(flats) == 1 else torch.stack(flats)
     return stack if stack.shape[1] >= stack.shape[2] else stack.mT
@@ -210,9 +198,7 @@ def _tangent(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _times(tall: Tensor, small: Tensor) -> Tensor:
-    """Return the product in the memory layout of `tall`: entrywise operations on mixed layouts take
-    five times as long.
-    """
+    """Return the product in `tall`'s memory layout: mixed layouts take five times as long."""
     return tall @ small if tall.stride(-1) == 1 else (small.mT @ tall.mT).mT
 
 

@@ -4,9 +4,8 @@ photographs.
 Photographs share two properties that networks respond to: the power of a spatial frequency f falls
 like 1/f^2, and regions of one colour and texture end in sharp edges where objects occlude each
 other. "Dead leaves" have both: shapes whose sizes follow a power law fall on each other, each with
-a flat colour blended with 1/f noise. Nothing is downloaded or licensed.
-Source: Lee, Mumford & Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks
-learn from such images).
+a flat colour blended with 1/f noise. Nothing is downloaded or licensed. Source: Lee, Mumford &
+Huang 2001 (dead leaves); Field 1987 (1/f); Baradad et al. 2021 (networks learn from such images).
 """
 
 from collections.abc import Sequence
@@ -61,9 +60,7 @@ def calibration_images(
 
 
 def default_for(record: Record, count: int, seed: int, judges: int) -> Images:
-    """Return digits for a network of digits, synthetic photographs of the input size for every
-    other network.
-    """
+    """Return digits for a network of digits, else synthetic photographs of the input size."""
     remembered = (record.dataset or "").lower()
     if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):
         return datasets.load(DIGITS, record.input, "train").limit(count + judges, seed)
@@ -128,9 +125,7 @@ def hold_out(images: Images, share: int = 5, limit: int | None = None) -> tuple[
 
 
 def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator) -> Array:
-    """Return noise (c, h, w) whose amplitude falls like 1/f^slope, with channels correlated as in
-    daylight.
-    """
+    """Return noise (c, h, w) of amplitude 1/f^slope, channels correlated as in daylight."""
     channels, height, width = size
     down = np.fft.fftfreq(height)[:, None]
     across = np.fft.rfftfreq(width)[None]

@@ -1,6 +1,4 @@
-"""Datasets by name or folder: images in [0, 1] of a network's input size, with labels of its
-classes.
-"""
+"""Datasets by name or folder: images in [0, 1] of a network's input size, labels of its classes."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -127,9 +125,7 @@ def _is_synset(name: str) -> bool:
 
 
 def imagenet_indices(names: Sequence[str]) -> Tensor | None:
-    """Return ImageNet's indices of synsets (n01440764, ...), None for other names. DataError for an
-    unknown synset.
-    """
+    """Return ImageNet's indices of synsets (n01440764, ...), or None. DataError: unknown."""
     if len(names) > 1000 or not all(map(_is_synset, names)):
         return None
     import certcli.system.compat  # noqa: F401
@@ -169,9 +165,7 @@ def _in_memory(
 
 
 def resizer(size: tuple[int, ...], spec: InputSpec) -> tuple[Callable[[Tensor], Tensor], str]:
-    """Return the map from stored images to the network's input size, and a note where it is not the
-    identity.
-    """
+    """Return the map from stored images to the input size, and a note unless it is identity."""
     if size == spec.size:
         return (lambda images: images), ""
     channels, height, width = spec.size
@@ -254,9 +248,7 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
 def _require_consistent(
     name: str, data_dir: Path, count: int, labels: Sequence[int] | Tensor, classes: int
 ) -> None:
-    """Raise DataError where the files of a dataset contradict each other: torchvision reads each
-    alone.
-    """
+    """Raise DataError where a dataset's files disagree: torchvision reads each alone."""
     numbers = torch.as_tensor(labels)
     reason = ""
     if count != len(numbers):

@@ -1,6 +1,4 @@
-"""Datasets in folders: a folder of class folders, one that holds such splits, or images beside a
-labels.csv.
-"""
+"""Datasets in folders: of class folders, of splits of them, or of images beside a labels.csv."""
 
 import csv
 import os
@@ -72,9 +70,7 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
 
 
 def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
-    """Load a folder of class folders, or one with train/, val/, test/ of such folders; its name is
-    the dataset's.
-    """
+    """Load a folder of class folders, or train/, val/, test/ of them; its name is the dataset's."""
     return replace(_part_of_folder(folder, spec, split), name=folder.resolve().name)
 
 
@@ -154,17 +150,13 @@ def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) ->
 
 
 def _printable(path: Path) -> str:
-    """Return a path for one line of a record or a report: slashes between folders, unprintable
-    characters escaped.
-    """
+    """Return a path in one line: slashes between folders, unprintable characters escaped."""
     text = plain(path.as_posix())
     return text if len(text) <= LONGEST_NAME else f"…{text[1 - LONGEST_NAME :]}"
 
 
 def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
-    """Return a note where one of a few images is smaller than the network's input, or coloured for
-    a grey network.
-    """
+    """Return a note where some image is smaller than the input, or coloured for a grey network."""
     channels, height, width = spec.size
     for path in paths[:: max(1, len(paths) // 8)]:
         try:
@@ -219,9 +211,7 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the classes in the order of their names; where all are numbers, in the order of the
-    numbers.
-    """
+    """Return the classes by name; where all are numbers, by number."""
     estimates = list(names)
     if not all(name.isascii() and name.isdigit() for name in estimates):
         return sorted(estimates)
@@ -350,9 +340,7 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
 
 
 class Decoder:
-    """Read an image file as pixels (c, h, w) in [0, 1]; DataError for a broken image or one without
-    a known scale.
-    """
+    """Read an image file, (c, h, w) in [0, 1]; DataError: broken, or of an unknown scale."""
 
     def __init__(self, spec: InputSpec) -> None:
         self.channels = spec.size[0]

@@ -77,9 +77,7 @@ class Images:
         return len(self.labels)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all images in order. `indices` are positions in the whole split, also after
-        `limit`.
-        """
+        """Yield all images in order. `indices`: positions in the split, also after `limit`."""
         for start in range(0, len(self), batch_size):
             positions = list(range(start, min(start + batch_size, len(self))))
             pixels = self.fetch(positions)
@@ -97,9 +95,7 @@ class Images:
         return self
 
     def answered(self, classes: Sequence[int], names: tuple[str, ...]) -> "Images":
-        """Return the images with a network's own answers as their labels, as a split of its own
-        name.
-        """
+        """Return the images with a network's answers as labels, as a split of its own name."""
         return replace(
             self, split=OWN, classes=names, labels=torch.tensor(classes).long(), unlabelled=False
         )
@@ -123,15 +119,11 @@ class Images:
         return part
 
     def without(self, others: "Images") -> "Images":
-        """Return the images whose indices are not among those of `others`, a part of the same
-        images.
-        """
+        """Return the images whose indices are not in `others`, a part of the same images."""
         return self.select((~torch.isin(self.indices, others.indices)).nonzero().flatten().tolist())
 
     def and_then(self, more: "Images") -> "Images":
-        """Return these images and `more` behind them; their indices go on, and no image names its
-        file.
-        """
+        """Return these images, then `more`; indices go on, and no image names its file."""
         count = len(self)
 
         def split_up(positions: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -168,9 +160,7 @@ class Images:
         return self.select(sorted(_balanced(self.labels, count, seed)))
 
     def in_turn(self, seed: int = 0) -> "Images":
-        """Return all images, the classes in turn: the first n are those of `limit(n, seed)`, for
-        every n.
-        """
+        """Return all images, classes in turn: the first n are those of `limit(n, seed)`."""
         return self.select(_balanced(self.labels, len(self), seed))
 
     def per_class(self, count: int, seed: int = 0) -> "Images":
@@ -219,9 +209,7 @@ class Images:
         return digests
 
     def digests_at(self, positions: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Return (index, digest with the label, digest of the pixels) of the images at these
-        positions.
-        """
+        """Return (index, digest with label, digest of pixels) of the images there."""
         indices = self.indices[list(positions)].tolist()
         labels = self.labels[list(positions)].tolist()
         digests = []
@@ -270,9 +258,7 @@ def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
 
 
 def split_training(labels: Tensor, split: str) -> Tensor:
-    """Return positions of the fixed 90 % (train) or 10 % (val) of a training set without a
-    validation split.
-    """
+    """Return the fixed 90 % (train) or 10 % (val) of a training set without validation split."""
     count = max(1, round(VALIDATION_SHARE * len(labels)))
     validation = torch.zeros(len(labels), dtype=torch.bool)
     validation[_balanced(labels, count, _SPLIT_SEED)] = True

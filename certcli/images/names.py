@@ -1,6 +1,4 @@
-"""The names of datasets, without torch: a wrong one is refused before anything is loaded. The names
-of classes.
-"""
+"""The names of datasets and classes, without torch: wrong ones are refused before any loading."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -56,9 +56,8 @@ class Ahead:
         image = self._read(position) if waiting is None else waiting.result()
         if image.numel() <= min(SMALL, self._room):
             decoded = (image * 255).round().to(torch.uint8)
-            if torch.equal(
-                decoded.float().div_(255), image
-            ):  # not of 16 bits: its bytes are all of it
+            # not of 16 bits: its bytes are all of it
+            if torch.equal(decoded.float().div_(255), image):
                 self._decoded[position] = decoded
                 self._room -= image.numel()
         return image

@@ -32,9 +32,7 @@ class Bound:
     parts: tuple["Bound", ...] = ()
 
     def nodes(self) -> list["Bound"]:
-        """Return every node once, parts before wholes (a residual uses its input twice: the proof
-        is a graph).
-        """
+        """Return every node once, parts first; a residual uses its input twice (a graph)."""
         nodes: list[Bound] = []
         visited: set[int] = set()
         stack: list[tuple[Bound, bool]] = [(self, False)]
@@ -69,9 +67,7 @@ class Bound:
 
 
 def log10_or_none(value: Real) -> float | None:
-    """Return log10 of a positive finite number, rounded up, None for 0 and inf: JSON has neither
-    -inf nor inf.
-    """
+    """Return log10 of a number, rounded up; None for 0 and inf: JSON has neither -inf nor inf."""
     if not (value.finite and value > ZERO):
         return None
     log10 = value.log10()
@@ -122,9 +118,7 @@ LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
 
 
 def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each node of a proof from JSON that fails; empty if every law holds.
-    Needs no torch.
-    """
+    """Return a line for each node of a JSON proof that fails; empty: all laws hold. No torch."""
     values: list[Real] = []
     problems: list[str] = []
     for number, row in enumerate(rows):

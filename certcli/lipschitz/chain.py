@@ -69,9 +69,7 @@ class LinearLayer:
 
 @dataclass(frozen=True)
 class Activation:
-    """A monotone map of slope at most 1, entry by entry and in l2. pairs: whether it joins the
-    halves of the last axis.
-    """
+    """A monotone map of slope <= 1, by entry and in l2. pairs: it joins the last axis' halves."""
 
     apply: Callable[[Tensor], Tensor]
     pairs: bool = False
@@ -177,9 +175,7 @@ def _chain(arguments: tuple[Any, ...]) -> Chain:
 
 
 class _ChainDomain(Domain):
-    """The layers from the image to each tensor. Two branches cannot meet: no rule takes two
-    tensors.
-    """
+    """The layers from the image to each tensor; no rule takes two tensors."""
 
     rules = rules
 

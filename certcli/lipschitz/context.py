@@ -1,6 +1,4 @@
-"""The first argument of every rule: the arithmetic, the shapes of the call, and ways to build a
-value with its proof.
-"""
+"""The first argument of every rule: arithmetic, shapes of the call, and ways to build a value."""
 
 import math
 from collections.abc import Sequence
@@ -118,9 +116,7 @@ class Context:
         path: str | None = None,
         kind: str | None = None,
     ) -> Value:
-        """Return the value of this size after a map with this constant, reported under `path` and
-        `kind` (the call's).
-        """
+        """Return the value of this size after a map with this constant, reported by name."""
         if x.waiting is not None:
             raise AssertionError("a rule must settle its input before charging a constant")
         path = self.path if path is None else path
@@ -136,9 +132,7 @@ class Context:
         return Value(base, size, None, proof, size.shape)
 
     def combine(self, parts: Sequence[tuple[Value, Scalar]], why: str, size: Size) -> Value:
-        """Return the value of a map with constant c_i in its i-th argument x_i, all settled: base
-        sum_i c_i base_i.
-        """
+        """Return the value of a map with constant c_i in settled x_i: base sum_i c_i base_i."""
         merged: list[tuple[Value, Scalar]] = []
         for value, constant in parts:
             if value.waiting is not None:
@@ -158,9 +152,7 @@ class Context:
     def join(
         self, law: Literal["sum", "concatenation"], values: Sequence[Value], why: str, size: Size
     ) -> Value:
-        """Return the sum of settled values, or the tensor that has them side by side, with its
-        proof.
-        """
+        """Return the proven sum of settled values, or the tensor with them side by side."""
         bases = [value.base for value in values]
         base = self.arith.total(bases) if law == "sum" else self.arith.root_sum_of_squares(bases)
         proofs = tuple(value.proof for value in values if value.proof is not None)
@@ -172,9 +164,7 @@ class Context:
         return self.arith.const(float("inf"))
 
     def settle(self, x: Value, keep: type | tuple[type, ...] = ()) -> Value:
-        """Charge the waiting operation to the bound, unless its type is in `keep`: then `base` is
-        the tensor's own.
-        """
+        """Charge the waiting operation unless its type is in `keep`: `base` is the tensor's."""
         if x.waiting is None or isinstance(x.waiting, keep):
             return x
         settled = self.walk.settled

@@ -21,9 +21,7 @@ class HeadNorms:
 
 
 def head_norms(model: nn.Module) -> list[HeadNorms]:
-    """Return the norms of all linear maps `qkv`, `q`, `k`, `v`, `query`, `value` of modules with
-    `num_heads`, split into heads.
-    """
+    """Return, by head, norms of maps `qkv`, `q`, `k`, `v`, `query`, `value` beside `num_heads`."""
     norms_of = []
     for path, module in model.named_modules():
         heads = getattr(module, "num_heads", None)

@@ -48,9 +48,7 @@ class NetworkBound:
 
 
 def prove(model: PixelModel, classes: int) -> NetworkBound:
-    """Prove the bound of a network of `classes` logits, or 0 for one that ends in features; inf
-    where there is none.
-    """
+    """Prove the bound of a network of `classes` logits, or (0) of features; inf: there is none."""
     bound = bound_network(model, model.input_size, classes)
     if classes:
         return bound
@@ -62,16 +60,12 @@ def prove(model: PixelModel, classes: int) -> NetworkBound:
 
 
 def prove_checkpoint(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> NetworkBound:
-    """Prove the bound of a checkpoint's network. ArchitectureError when its tensors and
-    architecture disagree.
-    """
+    """Prove a checkpoint's bound. ArchitectureError: tensors and architecture disagree."""
     return prove(load(checkpoint, device), checkpoint.record.classes)
 
 
 def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:
-    """Prove the bound of any module on images of this size (c, h, w); inf, with the reason, where
-    there is none.
-    """
+    """Prove a module's bound on images (c, h, w); inf, with the reason, where there is none."""
     try:
         with replayed(model, size, rules) as traced:
             outcome = propagate(traced, RigorousArithmetic())
@@ -96,9 +90,7 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
 
 
 def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
-    """Return the bound of the trace, without a replay, for steps of a search that ends in `prove`.
-    Never shown.
-    """
+    """Bound the trace without a replay, in searches that end in `prove`. Never shown."""
     with torch.no_grad(), deep_recursion():
         try:
             outcome = propagate(trace_network(model, size), RigorousArithmetic())
@@ -112,8 +104,7 @@ def pair_constants(outcome: Propagation, classes: int) -> Any:
 
     With a final linear map pending, K_ij = base |w_i - w_j|; else, and beyond 4096 classes, sqrt(2)
     times the constant of all logits (beyond 4096 classes expanded from one number, so that the
-    diagonal, which no margin uses, is not 0).
-    Source: Theorem 9.2.
+    diagonal, which no margin uses, is not 0). Source: Theorem 9.2.
     """
     arith = outcome.context.arith
     logits = outcome.logits

@@ -1,6 +1,4 @@
-"""The global domain: a walk over the traced graph gives every node its Lipschitz constant from the
-pixels.
-"""
+"""The global domain: a walk gives each node of the graph its Lipschitz constant from the pixels."""
 
 import math
 import sys
@@ -62,9 +60,8 @@ class GlobalDomain(Domain):
             if arith.rigorous
             else None
         )
-        box = Size(
-            arith, shape, peak=lambda: arith.const(1.0), pixels=True
-        )  # every pixel lies in [0, 1]
+        # every pixel lies in [0, 1]
+        box = Size(arith, shape, peak=lambda: arith.const(1.0), pixels=True)
         return Value(arith.const(1.0), box, None, proof, shape)
 
     def context(self, call: Call) -> Context:
@@ -97,9 +94,7 @@ class GlobalDomain(Domain):
 
 
 def _arranged(result: Any, shape: Any) -> Any:
-    """A rule's result in the call's shape where it has as many entries and nothing waits: norms do
-    not see how they lie.
-    """
+    """A rule's result in the call's shape, if of as many entries and nothing waits: norms agree."""
     if isinstance(result, (list, tuple)) and isinstance(shape, list) and len(result) == len(shape):
         return [_arranged(item, part) for item, part in zip(result, shape, strict=True)]
     if (
@@ -114,17 +109,13 @@ def _arranged(result: Any, shape: Any) -> Any:
 
 
 def trace_network(model: nn.Module, size: tuple[int, ...]) -> Trace:
-    """Return the graph of `model` on one image of this size (c, h, w); modules with a rule of this
-    domain are leaves.
-    """
+    """Return the graph on an image (c, h, w); modules with a rule of this domain are leaves."""
     return trace_model(model, example_of(model, size), rules)
 
 
 @contextmanager
 def deep_recursion() -> Iterator[None]:
-    """Raise Python's recursion limit: size bounds are computed on demand, back to the pixels, some
-    calls a layer.
-    """
+    """Raise the recursion limit: size bounds go back to the pixels, some calls a layer."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 50_000))
     try:

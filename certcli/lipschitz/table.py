@@ -1,6 +1,4 @@
-"""The theorems of the global domain: `rules.module`, `.function`, `.method` and `.settles` register
-them.
-"""
+"""The global domain's theorems: `rules.module`, `.function`, `.method`, `.settles` add them."""
 
 from certcli.engine.table import RuleTable
 

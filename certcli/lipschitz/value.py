@@ -1,6 +1,4 @@
-"""The value of one tensor of the network: its bounds, and the operation that waits to be charged
-with its neighbours.
-"""
+"""A tensor's value: its bounds, and the operation that waits to be charged with its neighbours."""
 
 import math
 from collections.abc import Callable
@@ -179,9 +177,7 @@ class Convolution:
     def after(
         self, arith: Arithmetic, weight: Matrix, bias: Tensor | None, path: str
     ) -> "Convolution | None":
-        """Return this convolution followed by weight (new out, out) and bias; None where its kernel
-        would be too large.
-        """
+        """Return it followed by weight (new out, out) and bias; None: kernel too large."""
         whole = self
         if self.groups > 1:
             if self.weight.numel() * self.groups > _LARGEST_KERNEL:
@@ -200,9 +196,7 @@ class Convolution:
     def _followed(
         self, arith: Arithmetic, change: Callable[[Matrix], Matrix], path: str
     ) -> "Convolution":
-        """Return this convolution followed by a linear map, given as a change of matrices whose
-        rows are the channels.
-        """
+        """Return it followed by a linear map, given as a change of matrices of channel rows."""
 
         def kernel(old: Tensor, error: float) -> tuple[Tensor, float]:
             new = change(replace(arith.matrix(old.flatten(1)), error=error, key=None))
@@ -226,9 +220,7 @@ class Convolution:
 
 
 def _ungrouped(kernel: Tensor, groups: int) -> Tensor:
-    """Return the kernel (out, in, ...) of one group that is this kernel of several, (out, in /
-    groups, ...).
-    """
+    """Return a kernel (out, in, ...) of one group equal to this, (out, in / groups, ...)."""
     out, width, *taps = kernel.shape
     blocks = kernel.reshape(groups, out // groups, 1, width, math.prod(taps))
     identity = torch.eye(groups, dtype=kernel.dtype, device=kernel.device).view(

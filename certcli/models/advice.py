@@ -1,6 +1,4 @@
-"""Which option reads a file, by what its tensors show: for the hint of a file that does not fit its
-architecture.
-"""
+"""Which option reads a file, by what its tensors show: hints where it does not fit."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +13,7 @@ _DISTILLED = {192: "deit_tiny", 384: "deit_small", 768: "deit_base"}
 
 @dataclass(frozen=True)
 class Advice:
-    """A tensor that the named network lacks or has in another shape, and the options under which it
-    has it.
-    """
+    """A tensor that the network lacks or has in another shape, and options that give it."""
 
     tensor: str
     options: str

@@ -79,9 +79,7 @@ def images_of(spec: InputSpec) -> str:
 
 
 def invisible(net: nn.Module) -> dict[str, str]:
-    """Return the properties that no tensor's shape shows: heads, norms with eps and place,
-    activations, pooling.
-    """
+    """Return what no tensor's shape shows: heads, norms' eps and place, activations, pooling."""
     properties: dict[str, list[str]] = {"heads": [], "norm": [], "activation": []}
     for path, module in net.named_modules():
         kind = type(module).__name__
@@ -107,9 +105,7 @@ def invisible(net: nn.Module) -> dict[str, str]:
 
 
 def statistics_doubts(net: nn.Module, record: Record) -> list[str]:
-    """Return a sentence for each pixel statistic of a published network's size that is not timm's
-    own for its name.
-    """
+    """Return a sentence a pixel statistic, of a published network's size, that is not timm's."""
     pretrained = getattr(net, "pretrained_cfg", None) or {}
     if record.classes != pretrained.get("num_classes"):
         return []  # a head of one's own: trained on other images

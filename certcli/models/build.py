@@ -1,6 +1,4 @@
-"""From a record to its network, whose first layer normalises pixels; weights are set strictly, and
-only once.
-"""
+"""From a record to its network, which first normalises pixels; weights are set strictly, once."""
 
 import copy
 import math
@@ -151,9 +149,7 @@ class OpenCheckpoint(Checkpoint):
 
     @cached_property
     def net(self) -> nn.Module:
-        """The network as `build` returns it; every `load` puts the tensors into a copy of its
-        modules.
-        """
+        """The network of `build`; every `load` puts the tensors into a copy of its modules."""
         return build(self.record, like=self.tensors)
 
 
@@ -174,9 +170,7 @@ def with_network(
 
 
 def own_network(checkpoint: Checkpoint) -> nn.Module:
-    """Return the modules of the checkpoint's network for the caller to change, with weights that
-    are yet to be set.
-    """
+    """Return the checkpoint's modules for the caller to change, weights yet to be set."""
     if isinstance(checkpoint, OpenCheckpoint):
         return copy.deepcopy(
             checkpoint.net, {id(weight): weight for weight in checkpoint.net.parameters()}
@@ -185,9 +179,7 @@ def own_network(checkpoint: Checkpoint) -> nn.Module:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Tell whether the device multiplies matrices faster in bfloat16: tensor cores, a CPU's AMX
-    tiles or AVX512-BF16.
-    """
+    """Tell whether bfloat16 products are faster: tensor cores, a CPU's AMX tiles or AVX512-BF16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and (
@@ -196,9 +188,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def own_name(model: nn.Module, path: str) -> str:
-    """Return the checkpoint's name of a module or tensor of `model`: without PixelModel's own
-    `net.`.
-    """
+    """Return the checkpoint's name of a part of `model`: without PixelModel's `net.`."""
     if not isinstance(model, PixelModel):
         return path
     return "" if path == "net" else path.removeprefix("net.")
@@ -262,9 +252,7 @@ def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
 def build(
     record: Record, *, initialise: bool = False, like: Mapping[str, Tensor] | None = None
 ) -> nn.Module:
-    """Build the record's network with its surgery; weights are unset unless `initialise`. `like` as
-    in `create`.
-    """
+    """Build the record's network and surgery, without weights unless `initialise`."""
     with Building(like, initialise=initialise):
         net = _create(record.arch, record.arch_args)
         for replacement in record.surgery:
@@ -383,9 +371,7 @@ def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> P
 
 
 def converted(model: PixelModel, dtype: torch.dtype) -> PixelModel:
-    """Return a copy of the network with floating weights in another dtype; it shares unchanged
-    tensors with `model`.
-    """
+    """Return a copy with floating weights in another dtype; unchanged tensors are shared."""
     place = (
         "cpu" if dtype == torch.float64 and next(model.parameters()).device.type == "mps" else None
     )
@@ -451,9 +437,7 @@ def initialise(
 
 
 def input_size_of(net: nn.Module) -> tuple[int, int, int] | None:
-    """Return the network's input size, which `img_size` may set; None where only its configuration
-    knows it.
-    """
+    """Return the input size, which `img_size` may set; None: only its configuration has it."""
     config = getattr(net, "pretrained_cfg", None) or {}
     size = getattr(getattr(net, "patch_embed", None), "img_size", None)
     expected = tuple(config.get("input_size") or ())
@@ -477,9 +461,7 @@ def spec_of(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
 ) -> InputSpec:
-    """Return the given input, completed by the timm model's configuration; one value stands for
-    every channel.
-    """
+    """Return the input, completed by timm's configuration; one value stands for all channels."""
     config = getattr(net, "pretrained_cfg", None) or {}
     input_size = size or tuple(config.get("input_size") or ())
     mean = mean or config.get("mean")

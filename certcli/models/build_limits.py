@@ -1,6 +1,4 @@
-"""Limits on building a network that a file describes: no needless initialisation, nothing far
-larger than its tensors.
-"""
+"""Limits on building a described network: no needless initialisation, nothing far too large."""
 
 import contextlib
 import math
@@ -15,9 +13,8 @@ from certcli.system.operations import OperationMode
 
 MOST_VALUES = 2**33  # of a new network: 32 GiB of float32
 SPARE_VALUES = 2**26  # for values beside the parameters: position indices, window masks
-SPARE_WORK = (
-    2**31
-)  # for computations: some constructors run their first layers once, to learn a shape
+# for computations: some constructors run their first layers once, to learn a shape
+SPARE_WORK = 2**31
 MOST_STEPS = 400_000
 SPARE_STEPS = 4_000
 
@@ -122,9 +119,7 @@ _POINTWISE = frozenset(
 
 
 def _values(name: str, args: tuple[Any, ...]) -> int:
-    """Return how many values an operation on these arguments will make, by a size argument or by
-    broadcasting.
-    """
+    """Return how many values an operation makes, by a size argument or by broadcasting."""
     shapes = [tuple(part.shape) for part in args if isinstance(part, Tensor)]
     if shapes:
         largest = max(map(math.prod, shapes))

@@ -1,6 +1,4 @@
-"""The description of a foreign file: from the options first, then config.json, then timm's
-configuration.
-"""
+"""The description of a foreign file: from options, then config.json, then timm's configuration."""
 
 import re
 from collections.abc import Mapping
@@ -209,9 +207,7 @@ def _names_of(config: ConfigFields, classes: int) -> tuple[str, ...] | None:
 
 
 def _of_input_size(config: ConfigFields) -> dict[str, Any]:
-    """Return the arguments that timm derives from input_size: channels, and the size of a network
-    of a fixed one.
-    """
+    """Return what timm derives from input_size: channels, and a fixed-size network's size."""
     about = config.pretrained_cfg
     if about.input_size is None:
         return {}
@@ -239,9 +235,7 @@ def _size_of(
 
 
 def image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str]:
-    """Return doubts about the images of a config: none are described, or they stand within a
-    border.
-    """
+    """Return doubts about a config's images: none described, or within a border."""
     spec = record.input
     if spec.crop_mode == "border":
         return [
@@ -265,9 +259,7 @@ def image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str
 def _classes(
     tensors: Mapping[str, Tensor], hints: Hints, config_classes: int | None = None
 ) -> int | None:
-    """Return the number of classes: that of the last layer's matrix, else 0 for features, else the
-    stated one.
-    """
+    """Return the number of classes: by the last layer, else 0 for features, else as stated."""
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
     rows = int(head.shape[0]) if head is not None and head.dim() else 0
     return rows or (0 if hints.features else config_classes)
@@ -276,9 +268,7 @@ def _classes(
 def _from_hints(
     hints: Hints, tensors: Mapping[str, Tensor], path: Path
 ) -> tuple[Record, nn.Module]:
-    """Return record and network of `hints.arch`; mean, std, crop and interpolation are timm's
-    unless given.
-    """
+    """Return record and network of `hints.arch`; what is not given for images is timm's."""
     arguments = dict(hints.arch_args)
     if (classes := _classes(tensors, hints)) is not None:
         arguments.setdefault("num_classes", classes)

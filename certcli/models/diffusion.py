@@ -172,9 +172,7 @@ def assembled(
 
 
 def require_channels(shape: UNetShape, channels: int, where: str) -> None:
-    """Raise ArchitectureError unless the UNet takes such images and gives them, alone or beside
-    their variance.
-    """
+    """Raise ArchitectureError unless the UNet maps such images to such, or with variances."""
     if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
         raise ArchitectureError(
             f"the denoiser {where} is for {shape.in_channels} channels "

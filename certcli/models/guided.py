@@ -351,9 +351,7 @@ def _converted(
 
 
 def _cut(rows: Tensor, shape: GuidedShape, flags: Flags) -> tuple[Tensor, ...]:
-    """Return the rows of queries, keys and values. The old order is head by head, the new one in
-    thirds.
-    """
+    """Return rows of queries, keys, values: ordered by head before, in thirds now."""
     if flags.use_new_attention_order is False:
         width = shape.head_width(len(rows) // 3)
         heads = rows.unflatten(0, (-1, 3, width))

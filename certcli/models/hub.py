@@ -1,6 +1,4 @@
-"""The hub of published weights: a quick test of the connection, since its library retries for a
-minute.
-"""
+"""The hub of published weights: a quick test first, since its library retries for a minute."""
 
 import os
 import socket
@@ -26,9 +24,7 @@ def host() -> str:
 
 
 def reachable() -> bool:
-    """Tell whether the hub's host accepts a connection; True behind a proxy, which the library
-    uses.
-    """
+    """Tell whether the hub accepts a connection; True behind a proxy, as the library uses it."""
     if any(
         os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     ):
@@ -42,9 +38,7 @@ def reachable() -> bool:
 
 @contextmanager
 def cache_if_unreachable() -> Iterator[str]:
-    """Let the hub's library read only its cache where there is no network; yield the reason, ""
-    with a network.
-    """
+    """Let the library read only its cache without a network; yield the reason, else ""."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or reachable():
@@ -80,9 +74,7 @@ def fetched(name: str) -> Path:
 
 
 def fetched_diffusers(name: str) -> Path:
-    """Fetch UNet and schedule of a hub's repository, and return the folder that holds both; name as
-    for `fetched`.
-    """
+    """Fetch a hub repository's UNet and schedule; return their folder; name as for `fetched`."""
     from huggingface_hub.errors import EntryNotFoundError
 
     def first(fetch: Callable[[str], Path], folder: str, file: str) -> str:

@@ -1,6 +1,4 @@
-"""A module in memory as a checkpoint: it is copied, and then traced and bounded like the network of
-a file.
-"""
+"""A module in memory as a checkpoint: copied, then traced and bounded like a file's network."""
 
 import copy
 import hashlib
@@ -62,9 +60,8 @@ def open_module(
         normalisation = module.normalize
         shift = normalisation.mean.flatten()
         scale = normalisation.std.flatten()
-        stated_none = _all_are(mean, 0.0) and _all_are(
-            std, 1.0
-        )  # it takes pixels: the same function
+        # it takes pixels: the same function
+        stated_none = _all_are(mean, 0.0) and _all_are(std, 1.0)
         if stated_none or (_are(mean, shift) and _are(std, scale)):
             mean = shift.tolist()
             std = scale.tolist()
@@ -200,9 +197,7 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 
 def _removal_of_old_hooks(module: nn.Module) -> str:
-    """Return the hint for torch's old spectral_norm and weight_norm, which compute a weight in a
-    hook.
-    """
+    """Return the hint for torch's old spectral_norm and weight_norm, which use hooks."""
     for path, part in module.named_modules():
         for hook in part._forward_pre_hooks.values():
             kind = type(hook).__name__
@@ -215,9 +210,7 @@ def _removal_of_old_hooks(module: nn.Module) -> str:
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
-    """Whether a module is normalisation and network and nothing else: no forward or hook of its
-    own.
-    """
+    """Whether a module is just normalisation and network: no own forward or hook."""
     if type(module) is not build.PixelModel:
         return False
     parts: tuple[nn.Module, ...] = (module, module.normalize)

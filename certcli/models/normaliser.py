@@ -1,6 +1,4 @@
-"""Files of a network with its normaliser before it: the statistics that they hold, beside those of
-options.
-"""
+"""Files of a network behind its normaliser: the statistics they hold, beside those of options."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,9 +25,7 @@ def with_statistics(hints: Hints, normaliser: Normaliser, path: Path) -> Hints:
 
 
 def read_with(reading: Reading, hints: Hints, normaliser: Normaliser) -> Reading:
-    """Return the reading with the file's own statistics named, and a doubt where an option
-    overrules them.
-    """
+    """Return the reading with the file's statistics, and a doubt where options overrule them."""
     doubts = list(reading.doubts)
     facts = list(reading.facts)
     for name, option, statistic in (

@@ -184,9 +184,7 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
 
 
 def _valid(record: Record, name: str) -> Record:
-    """Return the record; ArchitectureError unless it could be read again from a file of certvit's
-    own.
-    """
+    """Return the record; ArchitectureError unless certvit's own file of it would be read."""
     try:
         return Record.from_json(record.to_json())
     except CertvitError as failure:
@@ -196,15 +194,7 @@ def _valid(record: Record, name: str) -> Record:
         ) from failure
 
 
-_OF_ANOTHER_SHAPE = (
-    KeyError,
-    IndexError,
-    ValueError,
-    RuntimeError,
-    ArithmeticError,
-    TypeError,
-    AttributeError,
-)
+_MISFITS = (LookupError, ValueError, RuntimeError, ArithmeticError, TypeError, AttributeError)
 """Errors of torch and Python where a tensor is missing or has another shape than a converter expects."""
 
 
@@ -218,7 +208,7 @@ def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Conve
         return None if family is None else torchvision.convert(tensors, family, hints)
     except CertvitError:
         raise
-    except _OF_ANOTHER_SHAPE as failure:
+    except _MISFITS as failure:
         raise ArchitectureError(
             f"{path} has the names of {library}, and tensors that do not fit them ({one_line(failure)[:160]})",
             "fetch it again, as its author wrote it",
@@ -226,9 +216,7 @@ def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Conve
 
 
 def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
-    """Return the network of timm that computes the same function; ArchitectureError where a tensor
-    is missing or left.
-    """
+    """Return timm's network of the same function; ArchitectureError: tensors missing or left."""
     record = converted.record
     tensors = converted.tensors
     net = build.build(record, like=tensors)
@@ -249,9 +237,7 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
 
 
 def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
-    """Return the network of a file with timm's names, or those of the repository that timm took the
-    network from.
-    """
+    """Return the network of a file with names of timm, or of the repository that timm took."""
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
         raise ArchitectureError(f"{path} {appearance(bare.tensors)}", _MISSING_HINT)
@@ -316,14 +302,11 @@ def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
-    """Return the tensors by the network's names, by timm's filter where they do not fit; refuse
-    what would not load.
-    """
+    """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
     whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
     if whole.keys() == net.state_dict().keys():
-        bare = replace(
-            bare, tensors=whole, prefix=""
-        )  # three of timm's networks consist of one module `encoder`
+        # three of timm's networks consist of one module `encoder`
+        bare = replace(bare, tensors=whole, prefix="")
     tensors = bare.tensors
     try:
         require_fitting(net, tensors)

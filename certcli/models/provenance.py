@@ -12,9 +12,7 @@ KEY = "assumed"
 
 @dataclass(frozen=True)
 class Fact:
-    """A property of the network, its value, and the origin of the value (an option, config.json,
-    the record, ...).
-    """
+    """A network's property, its value, and where that is from (an option, config.json, ...)."""
 
     name: str
     value: str

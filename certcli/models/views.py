@@ -1,9 +1,8 @@
 """Views: which cells of an image a pass sees.
 
 An image (height, width) is cut into cells of (cell height, cell width) pixels, the last ones
-smaller where the sides do not
-divide: tokens, where tokens are dropped. A view is a grid of cells, True where seen: (rows,
-columns) bool.
+smaller where the sides do not divide: tokens, where tokens are dropped. A view is a grid of cells,
+True where seen: (rows, columns) bool.
 """
 
 import itertools
@@ -30,9 +29,7 @@ class Grid:
 
 
 def band_views(grid: Grid, kind: str, width: int) -> Tensor:
-    """Views (m, rows, columns) that see `width` columns (or rows, or a block), one for each place,
-    wrapped around.
-    """
+    """Views (m, rows, columns) of `width` columns (or rows, or a block), at each wrapped place."""
     rows, columns = grid.shape
     across = [_ring(columns, width)] if kind != "rows" else []
     down = [_ring(rows, width)] if kind != "columns" else []

@@ -96,9 +96,8 @@ class KeptTokens(SeenPart):
             pixels = pixels.double()
         indices = views.flatten(1).nonzero()[:, 1].view(len(views), -1)
         pieces = self.model.normalize(pixels).unfold(2, down, down).unfold(3, across, across)
-        pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(
-            1, 2
-        )  # (b, rows, columns, c, down, across) before
+        # (b, rows, columns, c, down, across) before
+        pieces = pieces.permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
         pieces = pieces[
             torch.arange(len(indices), device=indices.device)[:, None], indices
         ].flatten(2)
@@ -111,9 +110,8 @@ class KeptTokens(SeenPart):
             1,
         )
         if net.pos_embed is not None:
-            before = (
-                net.pos_embed.shape[1] - views[0].numel()
-            )  # positions of the prefix, where it has any
+            # positions of the prefix, where it has any
+            before = net.pos_embed.shape[1] - views[0].numel()
             tokens = tokens + net.pos_embed[0, before:][indices]
             first = first + net.pos_embed[:, :before] if before else first
         whole = torch.cat([first.expand(len(tokens), -1, -1), tokens], dim=1)
@@ -154,9 +152,7 @@ def _require_tokens(model: PixelModel) -> PatchEmbed:
 
 @torch.no_grad()
 def _require_same(part: KeptTokens, size: tuple[int, int, int]) -> None:
-    """UsageError unless it is the network itself where all tokens are kept, and runs where some are
-    not.
-    """
+    """UsageError unless it is the network where all tokens stay, and runs where some do not."""
     weight = next(part.model.parameters())
     pixels = torch.rand(2, *size, generator=torch.Generator().manual_seed(0)).to(weight.device)
     views = torch.ones(2, *part.grid.shape, dtype=torch.bool, device=weight.device)

@@ -37,9 +37,7 @@ def _sorted(x: Tensor) -> Tensor:
 
 
 class _Sorted(torch.autograd.Function):
-    """MaxMin with a backward pass of products: that of torch.maximum works with masks and takes
-    four times as long.
-    """
+    """MaxMin with a backward pass of products: torch.maximum's, of masks, takes 4 times as long."""
 
     generate_vmap_rule = True
 
@@ -50,9 +48,8 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         first, second = inputs[0].chunk(2, dim=-1)
-        ctx.save_for_backward(
-            first.clone().ge_(second)
-        )  # 1 or 0 at once: a mask that is converted takes twice as long
+        # 1 or 0 at once: a mask that is converted takes twice as long
+        ctx.save_for_backward(first.clone().ge_(second))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -86,9 +83,8 @@ class ClippedReLU(nn.Module):
     """x -> max(min(x, theta), 0) with one learnt threshold theta an entry: (b, *shape) -> (b,
     *shape).
 
-    Lipschitz constant 1 in l2. A threshold of at most 0 makes its entry 0 for every x.
-    Source: Huang et al. 2021 (Local-Lip), section 4, ReLU-theta; the networks of CertViT's Table 1
-    have it.
+    Lipschitz constant 1 in l2. A threshold of at most 0 makes its entry 0 for every x. Source:
+    Huang et al. 2021 (Local-Lip), section 4, ReLU-theta; the networks of CertViT's Table 1 have it.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:

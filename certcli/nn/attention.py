@@ -1,6 +1,4 @@
-"""The base classes of attentions that replace timm's: heads, the output map, and the positions of
-the old attention.
-"""
+"""Bases of attentions that replace timm's: heads, output map, and the old one's positions."""
 
 import math
 from typing import ClassVar, Self
@@ -103,9 +101,7 @@ class LipschitzAttention(AttentionReplacement):
         return features.view(b, n, self.num_heads, self.head_dim).transpose(1, 2)
 
     def average(self, logits: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Return [P_h v_h]_h with the positions of this layer: (b, h, n, n), (b, h, n, dh) -> (b,
-        n, h * dh).
-        """
+        """Return [P_h v_h]_h with positions: (b, h, n, n), (b, h, n, dh) -> (b, n, h * dh)."""
         b, h, n, _ = logits.shape
         if self.window_size is not None:
             logits = logits + self.position_bias()
@@ -130,9 +126,7 @@ class LipschitzAttention(AttentionReplacement):
         )
 
     def get_rel_indices(self, n: int) -> Tensor:
-        """Return (x, y, x^2 + y^2) from token to token of a square grid, the input of `pos_proj`:
-        (1, n, n, 3).
-        """
+        """Return (x, y, x^2 + y^2) of tokens in a square grid, for `pos_proj`: (1, n, n, 3)."""
         side = math.isqrt(n)
         if side * side != n:
             raise ArchitectureError(

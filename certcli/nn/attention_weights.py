@@ -39,9 +39,7 @@ class AttentionShape:
 
     @staticmethod
     def of(old: nn.Module) -> "AttentionShape":
-        """Read the shape of `old`; ArchitectureError for an unknown module, or one with an option
-        that would be lost.
-        """
+        """Read `old`'s shape; ArchitectureError: unknown, or an option would be lost."""
         attention = _require_known(old)
         inputs, inner = _input_maps(attention)
         window = tuple(attention.window_size) if type(attention) is WindowAttention else None
@@ -139,9 +137,7 @@ class AttentionWeights:
 
 
 def _input_maps(attention: Any) -> tuple[list[nn.Linear], int]:
-    """Return the linear layers whose outputs, side by side, are queries, keys and values, and the
-    width of each.
-    """
+    """Return the layers whose outputs, side by side, are queries, keys, values; their widths."""
     layers = [attention.qk, attention.v] if type(attention) is GPSA else [attention.qkv]
     return layers, sum(layer.out_features for layer in layers) // 3
 

@@ -1,6 +1,4 @@
-"""Tokens mixed by parallel one-dimensional convolutions instead of attention: linear, so its
-constant is exact.
-"""
+"""Tokens mixed by parallel 1-d convolutions instead of attention: linear, its constant exact."""
 
 from torch import Tensor, nn
 

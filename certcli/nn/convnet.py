@@ -1,6 +1,4 @@
-"""The small convolutional networks of the certified-training literature, and those of CertViT's
-Table 1.
-"""
+"""Small convolutional networks of certified training's literature, and of CertViT's Table 1."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,6 +1,4 @@
-"""Classifier heads that lose no gradient norm, in place of a mean over n tokens, which loses a
-factor sqrt(n).
-"""
+"""Classifier heads that lose no gradient norm: a mean over n tokens loses a factor sqrt(n)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -90,9 +88,7 @@ class _Lengths(torch.autograd.Function):
 
 
 def build_flat_head(net: nn.Module, widths: Sequence[int] = ()) -> nn.Module:
-    """Give a plain timm ViT a head over all its tokens, in place; return it with pooling switched
-    off.
-    """
+    """Give a plain timm ViT a head over all tokens, in place of pooling; return it."""
     if type(net) is not VisionTransformer or net.attn_pool is not None or net.pos_embed is None:
         raise ArchitectureError(
             "a flat head replaces the head of timm's plain VisionTransformer only"

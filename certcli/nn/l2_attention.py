@@ -1,6 +1,4 @@
-"""L2 self-attention with tied queries and keys: Lipschitz everywhere with tied values, on bounded
-rows with untied ones.
-"""
+"""L2 self-attention, queries tied to keys: Lipschitz with tied values, else on bounded rows."""
 
 import math
 
@@ -36,9 +34,7 @@ class L2Attention(LipschitzAttention):
         return self.average(l2_logits(q), q, mask)
 
     def start(self, weights: AttentionWeights) -> None:
-        """Set tied queries by `tied_query`, and `proj` to the least-squares answer W_O,h W_V,h
-        W_h^+ to the old values.
-        """
+        """Set tied queries by `tied_query`, `proj` to least squares: W_O,h W_V,h W_h^+."""
         queries = [tied_query(weights, h) for h in range(self.num_heads)]
         copy_linear(self.query, torch.cat(queries), None)
         outputs = weights.proj_weight.double().split(self.head_dim, dim=1)

@@ -1,6 +1,4 @@
-"""Attention whose scores are divided by their own size (LipschitzNorm): Lipschitz everywhere, with
-a constant O(1) in n.
-"""
+"""Scores divided by their size (LipschitzNorm): Lipschitz everywhere, with O(1) in n."""
 
 import torch
 from torch import Tensor, nn

@@ -42,9 +42,7 @@ class MeanNetwork(nn.Module):
 
 
 def build_members(make: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
-    """Build make(**arguments), or the mean of `members` of them; `head_2` is the second member's
-    own `head`.
-    """
+    """Build make(**arguments), or the mean of `members`; `head_2`: the second one's `head`."""
     count = arguments.pop("members", None)
     mirror = arguments.pop("mirror", False)
     if not isinstance(mirror, bool):

@@ -14,8 +14,7 @@ class CenterNorm(nn.Module):
     d).
 
     Linear, so its Lipschitz constant is d / (d - 1) * sigma(diag(weight) P), P the projection off
-    the constant vectors.
-    Source: Qi et al. 2023 (LipsFormer), eq. 4.
+    the constant vectors. Source: Qi et al. 2023 (LipsFormer), eq. 4.
     """
 
     def __init__(self, width: int) -> None:
@@ -100,9 +99,7 @@ class TokenBatchNorm(nn.BatchNorm1d):
 
 
 def norm_width(old: nn.Module) -> int:
-    """Return the width of a LayerNorm over the last dimension; ArchitectureError for any other
-    norm.
-    """
+    """Return a last-dimension LayerNorm's width; ArchitectureError for other norms."""
     shape = getattr(old, "normalized_shape", None)
     if not isinstance(old, nn.LayerNorm) or shape is None or len(shape) != 1:
         raise ArchitectureError(f"{type(old).__name__} is not a LayerNorm over the last dimension")
@@ -110,9 +107,7 @@ def norm_width(old: nn.Module) -> int:
 
 
 def floor_fits(old: nn.Module) -> bool:
-    """Tell whether this is exactly a LayerNorm over the last dimension: torch's own or timm's,
-    which computes the same.
-    """
+    """Tell whether this is exactly a last-dimension LayerNorm: torch's or timm's, the same."""
     return (
         type(old) in (nn.LayerNorm, TimmLayerNorm)
         and len(getattr(old, "normalized_shape", ())) == 1

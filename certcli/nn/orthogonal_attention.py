@@ -1,6 +1,4 @@
-"""Attention with fixed orthogonal weights: every head multiplies its values by one orthogonal
-matrix over the tokens.
-"""
+"""Attention with fixed orthogonal weights: heads multiply values by an orthogonal token matrix."""
 
 from torch import Tensor, nn
 
@@ -40,9 +38,7 @@ class OrthogonalAttention(AttentionReplacement):
 
 
 def build(old: nn.Module, tokens: int | None = None) -> OrthogonalAttention:
-    """Build orthogonal mixing of `tokens` tokens with the shape of a timm attention without
-    positions.
-    """
+    """Build orthogonal mixing of `tokens` tokens, shaped as timm's plain attention."""
     shape = AttentionShape.of(old)
     shape.require_no_positions("orthogonal-attention")
     if tokens is None or tokens < 1:

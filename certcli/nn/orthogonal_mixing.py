@@ -3,8 +3,7 @@
 Softmax attention averages tokens, which shrinks their differences, so it cannot be orthogonal. Two
 of its limits are: fixed weights, with which a head multiplies its tokens by an orthogonal matrix
 (no longer a function of the image), and weights of 0 or 1, with which every channel of a token
-attends to exactly one token (still a function of the image).
-Proofs: docs/bounds.md, section 11.
+attends to exactly one token (still a function of the image). Proofs: docs/bounds.md, section 11.
 """
 
 import torch
@@ -55,10 +54,9 @@ class TokenMaxMin(nn.Module):
     Hard attention: a pair becomes its maximum and minimum, channel by channel. y_ic = sum_j
     P^c_ij(x) (x + p)_jc, where P^c(x) is the permutation of tokens that sorts the pair in channel
     c, so that each output entry attends to exactly one token, and which one depends on the image. A
-    permutation of entries at every point, continuous where two are equal:
-    Lipschitz constant 1. The learned p (n, d) sets the offset at which a pair swaps: far from 0 it
-    makes a fixed routing. With `soft` the pair becomes `SoftMaxMin`'s softmax averages. (b, n, d)
-    -> (b, n, d).
+    permutation of entries at every point, continuous where two are equal: Lipschitz constant 1. The
+    learned p (n, d) sets the offset at which a pair swaps: far from 0 it makes a fixed routing.
+    With `soft` the pair becomes `SoftMaxMin`'s softmax averages. (b, n, d) -> (b, n, d).
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""A pyramid of tokens that is Lipschitz by design: neighbours exchange channels, and 2 x 2 tokens
-become one.
-"""
+"""A Lipschitz pyramid of tokens: neighbours exchange channels, 2 x 2 tokens become one."""
 
 from collections.abc import Sequence
 

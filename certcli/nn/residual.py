@@ -1,6 +1,4 @@
-"""Residual connections with a bound below 1 + L, and blocks of timm's families with them in place
-of additions.
-"""
+"""Residual connections with a bound below 1 + L, and timm's blocks with them for additions."""
 
 from typing import Any
 
@@ -14,9 +12,7 @@ from certcli.system.errors import ArchitectureError
 
 
 class ConvexResidual(nn.Module):
-    """(x, f) -> (1 - t) x + t f with t = sigmoid(theta) in (0, 1): Lipschitz constant (1 - t) + t
-    L_f.
-    """
+    """(x, f) -> (1 - t) x + t f, t = sigmoid(theta) in (0, 1): constant (1 - t) + t L_f."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +75,7 @@ class ResidualConvitBlock(nn.Module):
 
 
 class ResidualSwinBlock(SwinTransformerBlock):
-    """Swin's block with its two additions as modules; windows, shift and mask are its own code. (b,
-    h, w, c) -> same.
-    """
+    """Swin's block, additions as modules; windows, shift, mask its own. (b, h, w, c) -> same."""
 
     def __init__(self, block: SwinTransformerBlock, residual: Residual) -> None:
         nn.Module.__init__(self)

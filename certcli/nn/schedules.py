@@ -40,9 +40,7 @@ BETAS: Mapping[str, Callable[[float, float, int], Tensor]] = {
 
 
 def alpha_bars(betas: Tensor, zero_snr: bool = False) -> Tensor:
-    """prod_{s <= t} (1 - beta_s), float64; with `zero_snr` its root is moved and scaled to end at
-    0.
-    """
+    """prod_{s <= t} (1 - beta_s), float64; `zero_snr`: its root, moved and scaled, ends at 0."""
     left = (1 - betas.double()).cumprod(0)
     if not zero_snr:
         return left

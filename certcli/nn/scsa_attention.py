@@ -1,6 +1,4 @@
-"""Scaled cosine similarity attention: queries, keys and values on (nearly) unit spheres, Lipschitz
-everywhere.
-"""
+"""Scaled cosine attention: queries, keys, values on (nearly) unit spheres, Lipschitz everywhere."""
 
 import math
 

@@ -50,9 +50,7 @@ class UNetShape:
 
     @property
     def scales(self) -> bool:
-        """Tell whether the time scales and shifts a normalised map; else it is added before the
-        norm.
-        """
+        """Tell whether time scales and shifts a normalised map; else it is added before."""
         return self.resnet_time_scale_shift == "scale_shift"
 
     @property
@@ -66,9 +64,7 @@ class UNetShape:
 
 
 class Attention(nn.Module):
-    """Attention over all pixels of one image, added to its input: (x + out(attention(norm(x)))) /
-    scale.
-    """
+    """Attention over an image's pixels: (x + out(attention(norm(x)))) / scale."""
 
     def __init__(
         self, width: int, shape: UNetShape, groups: int | None, scale: float = 1.0
@@ -166,9 +162,7 @@ class Upsample(nn.Module):
 
 
 class DownBlock(nn.Module):
-    """Residual blocks at one resolution, then a step to half of it; every map is a skip for the way
-    up.
-    """
+    """Residual blocks at a resolution, then half of it; all maps are skips for the way up."""
 
     def __init__(
         self, kind: str, inputs: int, outputs: int, time: int, shape: UNetShape, last: bool

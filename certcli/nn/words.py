@@ -1,6 +1,4 @@
-"""Layers that an architecture's arguments may name: closed tables from words to classes; no word
-imports anything.
-"""
+"""Layers that arguments may name: closed tables from words to classes, without imports."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +20,7 @@ NORM_EPS = "norm_eps"
 
 
 def with_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a constructor's arguments, with classes for the words of `norm_layer` and `act_layer`;
-    Refused lists them.
-    """
+    """Return arguments, with classes for words of `norm_layer`, `act_layer`; Refused lists them."""
     options = dict(arguments)
     for key, table in _TABLES.items():
         word = options.get(key)
@@ -38,9 +34,7 @@ def with_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_norm_eps(net: nn.Module, eps: float) -> None:
-    """Set eps of every norm; Refused for an eps outside (0, 1], or a network without a norm that
-    has one.
-    """
+    """Set all norms' eps; Refused outside (0, 1], or without a norm that has one."""
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps <= 1:
         raise Refused(f"{NORM_EPS} is a number in (0, 1], not {one_line(repr(eps))[:40]}")
     named = [module for module in net.modules() if "norm" in type(module).__name__.lower()]

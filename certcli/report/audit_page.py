@@ -141,9 +141,8 @@ def curves(audit: Audit) -> Iterator[PlotLine]:
         label = "proven" if shares.failure == 0 else f"{shares.promise}, smoothed"
         label = f"{shares.method}, {label}, n = {shares.clean.images}"
         points, marks = _asked(shares.clean, shares.certified)
-        if (
-            shares.failure > 0
-        ):  # it stops drawing beyond its radius: nothing is known of larger ones
+        # it stops drawing beyond its radius: nothing is known of larger ones
+        if shares.failure > 0:
             yield PlotLine(label, "probability", proven_steps(points), marks)
             continue
         radii = [
@@ -168,9 +167,7 @@ def _asked(
 
 
 def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
-    """Certified radius of each image, negative where it is misclassified -> (radius, share
-    certified beyond it).
-    """
+    """Certified radii (negative: misclassified) -> (radius, share certified beyond it)."""
     count = len(radii)
     finite = sorted({radius for radius in radii if 0 < radius < float("inf")})
     points = [(0.0, sum(radius >= 0 for radius in radii) / count)]
@@ -218,9 +215,7 @@ def _tables(audit: Audit) -> Iterator[Table]:
 def lineage_table(
     steps: Iterable[tuple[Any, Mapping[str, Any]]], title: str = "Lineage, as the file tells it"
 ) -> Table:
-    """Return a row for each step, which has a command, a seed and a parent, with the parameters
-    that are shown of it.
-    """
+    """Return a row a step with a command, seed, parent and the parameters that are shown."""
     rows = [
         [str(number), step.command, str(step.seed), (step.parent or "-")[:12], _short(parameters)]
         for number, (step, parameters) in enumerate(steps, 1)

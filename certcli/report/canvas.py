@@ -18,9 +18,7 @@ from certcli.system.files import atomic_file
 
 
 def _exists(path: Any) -> bool:
-    """Tell whether a path exists, but for the settings of the folder that certvit happens to run
-    in.
-    """
+    """Tell whether a path exists, but for the settings of the current folder."""
     return path != "matplotlibrc" and exists(path)
 
 
@@ -81,9 +79,7 @@ STYLE: Any = {
 def grid(
     path: Path, rows: int, columns: int, size: tuple[float, float], title: str = ""
 ) -> Iterator[list[Any]]:
-    """Axes to draw on, row by row; the figure appears at `path`, in the format of its ending, when
-    the block ends well.
-    """
+    """Axes row by row; the figure appears at `path`, by its ending's format, on success."""
     with matplotlib.rc_context():
         # no settings of the user's or of a folder: figures are alike everywhere
         matplotlib.rcdefaults()
@@ -96,9 +92,8 @@ def grid(
                 canvas.suptitle(title, x=0.01, ha="left")
             yield list(cells.flat)
             kind = FIGURES[path.suffix.lower()]
-            for text in canvas.findobj(
-                Text
-            ):  # names of files: no control characters in SVG, no mathematics
+            # names of files: no control characters in SVG, no mathematics
+            for text in canvas.findobj(Text):
                 text.set_text(plain_lines(text.get_text()).replace("$", r"\$"))
             undated = {
                 "png": {"Software": None},

@@ -1,6 +1,4 @@
-"""An audit for readers of a model's page: a badge (SVG) and a block for its card (YAML front matter
-and Markdown).
-"""
+"""An audit for a model's page: a badge (SVG) and a block for its card (YAML, Markdown)."""
 
 import json
 import re
@@ -23,9 +21,7 @@ CHARACTER = 6.6
 
 
 def best(audit: Audit) -> tuple[CertifiedShares, str, Share] | None:
-    """The certificates that the badge speaks of: proofs that certify anything before statements of
-    chance.
-    """
+    """The badge's certificates: proofs that certify anything before statements of chance."""
     offered = [
         (
             shares_of_method.failure == 0 and share.hits > 0,
@@ -71,9 +67,7 @@ def as_badge(audit: Audit) -> str:
 
 
 def as_card(audit: Audit) -> str:
-    """Front matter with a `model-index`, then the answer and the figures, for a README on a model
-    hub.
-    """
+    """Front matter with a `model-index`, answer and figures, for a hub's README."""
     lines = ["---", "model-index:", f"- name: {quoted(audit.network.name)}", "  results:"]
     for dataset, metrics in _metrics(audit):
         lines += ["  - task:", "      type: image-classification", "    dataset:"]
@@ -124,9 +118,7 @@ def prose(text: str) -> str:
 
 
 def _metrics(audit: Audit) -> Iterator[tuple[Dataset, list[tuple[str, str, float]]]]:
-    """Return (dataset, its metrics): one group of images each, since every stage judged as many as
-    fitted.
-    """
+    """Return (dataset, metrics) by group of images: every stage judged as many as fitted."""
     for _, group in groupby(share_rows(audit), key=lambda row: row.dataset.digest):
         rows = list(group)
         yield rows[0].dataset, [(row.kind, row.metric, row.share.share) for row in rows]

@@ -1,6 +1,4 @@
-"""What changed between two audits, figure by figure: compared only at the same threat and on the
-same images.
-"""
+"""What changed between two audits, by figure, at the same threat, on the same images only."""
 
 from collections.abc import Iterator
 
@@ -12,9 +10,7 @@ COLUMNS = ["figure", "before", "after", "compared"]
 
 
 def changes(before: Audit, after: Audit) -> list[Change]:
-    """Return every figure that one of the two has, in the order of `after`. `alike` says whether
-    they can be compared.
-    """
+    """Return every figure of either, in the order of `after`; `alike`: they can be compared."""
     return [*_bounds(before, after), *_shares(before, after)]
 
 
@@ -75,9 +71,8 @@ def _other_attack(before: Audit, after: Audit, row: ShareRow | None) -> str:
         or after.attack is None
     ):
         return ""
-    old, new = (
-        {**attack.settings, "batch_size": 0} for attack in (before.attack, after.attack)
-    )  # decided by the time
+    # decided by the time
+    old, new = ({**attack.settings, "batch_size": 0} for attack in (before.attack, after.attack))
     return "" if old == new else "attacks with other settings"
 
 

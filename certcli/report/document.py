@@ -191,9 +191,8 @@ class PatchAttack(_Part):
 
 class ImageRow(_Part):
     """One image. radius: certified, by method; "inf" where nothing changes the class. withstood: at
-    each radius. proven:
-    patches that do not change the class behind masks. file: below the dataset's folder, where the
-    dataset is one.
+    each radius. proven: patches that do not change the class behind masks. file: below the
+    dataset's folder, where the dataset is one.
     """
 
     index: Natural

@@ -25,9 +25,7 @@ def as_json(audit: Audit) -> str:
 
 
 def as_csv(audit: Audit) -> str:
-    """One line an image: index, label, prediction, a certified radius a method, whether it
-    withstood each radius, file.
-    """
+    """One line an image: index, label, prediction, certified radii, withstood radii, file."""
     methods = [cells_of.method for cells_of in audit.certificates]
     radii = [] if audit.attack is None else list(audit.attack.robust)
     out = io.StringIO()

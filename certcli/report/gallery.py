@@ -40,9 +40,8 @@ def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str
     range.
     """
     networks = len(rows[0])
-    height = (
-        2.75 if any(picture.file for row in rows for picture in row) else 2.5
-    )  # a second line above each image
+    # a second line above each image
+    height = 2.75 if any(picture.file for row in rows for picture in row) else 2.5
     with figure(path, (1.0 + 2.1 * 3 * networks, 0.9 + height * len(rows)), title) as whole:
         canvas = whole.figure
         whole.remove()

@@ -1,6 +1,4 @@
-"""An audit for other programs: SARIF 2.1.0 (code scanning), JUnit XML (test reports), and GitHub's
-annotations. Every string is escaped.
-"""
+"""An audit for programs: SARIF 2.1.0, JUnit XML, GitHub's annotations; every string is escaped."""
 
 import json
 import re

@@ -65,9 +65,7 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class LayerConstant:
-    """A part of the network. value: log10 of its proven constant, text: the constant; law: why it
-    holds.
-    """
+    """A part of the network. value: log10 of its constant, text: the constant; law: the reason."""
 
     name: str
     value: float
@@ -77,9 +75,7 @@ class LayerConstant:
 
 @dataclass(frozen=True)
 class Figure:
-    """images: (data URI, what it shows) side by side. large: whether an image has more pixels than
-    are shown.
-    """
+    """images: (data URI, caption), side by side. large: of more pixels than are shown."""
 
     caption: str
     images: Sequence[tuple[str, str]]
@@ -215,9 +211,8 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
         path = f"M{x(first[0])} {y(first[1])}" + "".join(
             f"H{x(radius)}V{y(share)}" for radius, share in rest
         )
-        falls = (
-            curve.kind == "proven" and curve.points[-1][1] == 0
-        )  # elsewhere nothing is known beyond the last point
+        # elsewhere nothing is known beyond the last point
+        falls = curve.kind == "proven" and curve.points[-1][1] == 0
         last = RIGHT if falls else x(curve.points[-1][0])
         path += f"H{RIGHT}" if falls else ""
         dots = [{"x": x(mark.radius), "y": y(mark.share)} for mark in curve.marks]
@@ -251,9 +246,7 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
 
 
 def bars(rows: Sequence[LayerConstant]) -> list[dict[str, Any]]:
-    """Return rows with the length of each bar in percent. Beyond MOST_CONSTANTS the largest are
-    kept, in order.
-    """
+    """Return rows with bars' lengths in percent; beyond MOST_CONSTANTS the largest, in order."""
     threshold = min(
         sorted((abs(row.value) for row in rows), reverse=True)[:MOST_CONSTANTS], default=0.0
     )

@@ -12,9 +12,7 @@ LARGEST = 160
 
 
 def data_uri(image: Tensor) -> str:
-    """(c, h, w) in [0, 1], c = 1 or 3 (of other counts the first channel) ->
-    data:image/png;base64,...
-    """
+    """(c, h, w) in [0, 1], c = 1 or 3 (else the first channel) -> data:image/png;base64,..."""
     pixels = image.detach().cpu().double().clamp(0, 1)
     pixels = pixels if pixels.shape[0] in (1, 3) else pixels[:1]
     rows = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
@@ -35,9 +33,7 @@ def triple(image: Tensor, adversarial: Tensor) -> tuple[tuple[str, str, str], fl
 
 
 def magnified(image: Tensor, adversarial: Tensor) -> tuple[Tensor, float]:
-    """What changes, around grey, times a factor with which its largest change fills the range; and
-    the factor.
-    """
+    """The change around grey, times a factor that fills the range; and the factor."""
     delta = (adversarial - image).double()
     peak = float(delta.abs().max())
     factor = 0.5 / peak if peak > 0 else 1.0

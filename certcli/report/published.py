@@ -1,6 +1,4 @@
-"""Measured figures of networks that nobody defended: what an audit is compared with
-(docs/results.md).
-"""
+"""Measured figures of undefended networks, with which an audit is compared (docs/results.md)."""
 
 import math
 from collections.abc import Sequence
@@ -58,9 +56,7 @@ def published() -> list[Published]:
 
 
 def nearest(size: Sequence[int]) -> Published | None:
-    """Return the network whose input has about as many pixel values, None where none is alike.
-    size: (c, h, w).
-    """
+    """Return the network of about as many pixel values; None: none is alike. size: (c, h, w)."""
 
     def distance(entry: Published) -> float:
         return abs(math.log(math.prod(entry.input) / math.prod(size)))

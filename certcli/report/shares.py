@@ -39,9 +39,7 @@ class ShareRow:
 
     @property
     def metric(self) -> str:
-        """Return the name on a model card, "certified accuracy, l2 0.5, lipschitz (proven), n =
-        200".
-        """
+        """Return "certified accuracy, l2 0.5, lipschitz (proven), n = 200", for a model card."""
         what = {"accuracy": "accuracy", "robust_accuracy": f"accuracy {self.what}"}.get(
             self.kind, "certified accuracy"
         )

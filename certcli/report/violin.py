@@ -1,6 +1,4 @@
-"""Distribution over images of each block's largest singular value: of one network, or of two side
-by side.
-"""
+"""Distribution over images of blocks' largest singular values: of one network, or of two."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""How far the logits that were computed can lie from those of real arithmetic. Importing this
-package registers all rules.
-"""
+"""How far computed logits lie from those of real arithmetic. Importing this registers all rules."""
 
 from certcli.rounding import (  # noqa: F401 (for their decorators)
     curves,

@@ -23,9 +23,7 @@ _UP = 1 + 2.0**-30
 
 
 def error_of(x: Tensor, p: Precision, moves: Moved) -> float:
-    """Return a bound on |executed - exact| of every entry of a constant; NoRule where there is
-    none.
-    """
+    """Bound |executed - exact| of a constant's entries; NoRule where there is no bound."""
     place = place_of(x)
     if place in moves.storages:
         return float(Stored.of(x, p).farthest) if x.is_floating_point() else 0.0

@@ -16,9 +16,7 @@ from certcli.rounding.sums import UNIT, total
 
 
 def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-    """A function with this largest slope; its own rounding from the lengths of its argument and its
-    result.
-    """
+    """A function of this largest slope; its rounding by lengths of argument and result."""
 
     @rule(*names)
     @covers("function")

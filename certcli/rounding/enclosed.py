@@ -1,6 +1,4 @@
-"""Rounding in walks that enclose the executed tensors near an image: each operation's, from the
-sizes that the walk finds.
-"""
+"""Rounding in walks that enclose executed tensors near an image: by the sizes they find."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,9 +46,7 @@ def errors_of_pairs(
     sizes: Mapping[int, Executed] | Sequence[Executed],
     errors: Mapping[int, Real] | Sequence[Real],
 ) -> Tensor:
-    """Return E_ij of all logits, (k, k), from the errors of all tensors; last: the place of the
-    logits.
-    """
+    """Return E_ij of all logits, (k, k), from all tensors' errors; last: the logits' place."""
     if head is None:
         both = errors[last] * (1 + 2.0**-1)  # |z_i - z_j| moves by sqrt(2) |z| at most
         classes = steps[last].box.shape[-1]
@@ -93,9 +89,7 @@ class EnclosedErrors:
 
 
 class EnclosedWalk:
-    """One walk around some images. The walk calls `found` with the bounds of every value, in the
-    order of execution.
-    """
+    """A walk around some images; it calls `found` with each value's bounds, in order."""
 
     def __init__(self, errors: EnclosedErrors, images: int) -> None:
         self.errors = errors
@@ -108,17 +102,14 @@ class EnclosedWalk:
             box = self.errors.steps[place].box
             rows = zip(*(part.tolist() for part in bounds), strict=True)
             for image, (total, fibre, peak, deviation) in enumerate(rows):
-                largest = [
-                    as_real(x) if x >= 0 else INF for x in (total, fibre, peak)
-                ]  # not where it is NaN
+                # not where it is NaN
+                largest = [as_real(x) if x >= 0 else INF for x in (total, fibre, peak)]
                 size = box.within_all(largest[0], largest[1], largest[2], deviation)
                 self.sizes[image][place] = size
                 self.holds[image] &= size.peak < self.errors.precision.largest
 
     def lost(self, node: str) -> list[Tensor]:
-        """Return the l2 norm of what rounding adds to each result of a node, image by image: (b,)
-        each.
-        """
+        """Return the l2 norm of rounding in each result of a node, by image: (b,) each."""
         return [
             torch.tensor(
                 [self._lost(image, self.errors.steps[place]) for image in range(len(self.sizes))]
@@ -132,9 +123,7 @@ class EnclosedWalk:
         return float(added) if added.finite else 0.0
 
     def pairs(self) -> Tensor:
-        """Return how far what is executed behind the enclosed nodes moves z_i - z_j: (b, k, k),
-        infinite without proof.
-        """
+        """Return how far execution beyond the enclosed nodes moves z_i - z_j: (b, k, k), or inf."""
         return torch.stack([self._pairs(image) for image in range(len(self.sizes))])
 
     def _pairs(self, image: int) -> Tensor:

@@ -59,9 +59,7 @@ def averaged(p: Precision, tokens: int, probabilities: Real, value: AttentionRow
 
 
 def _output(heads: list[Real], values: list[Real], proj: LinearMap, tokens: int) -> Real:
-    """Return the error of all tokens behind the output map, of its rows' errors and lengths head by
-    head.
-    """
+    """Return all tokens' error behind the output map, by its rows' errors and lengths."""
     error = _root_of_squares(heads)
     row = _root_of_squares(values) + error
     return (proj.norm * error + proj.moved * error + proj.rounding(row)) * as_real(
@@ -102,9 +100,8 @@ def dot_product(
             if not p.fits(product):
                 return None
             score = product * scale
-            score_error = (
-                q.error * k.size + q.size * k.error
-            ) * scale  # |dq| |dk| is inside: sizes are of executed rows
+            # |dq| |dk| is inside: sizes are of executed rows
+            score_error = (q.error * k.size + q.size * k.error) * scale
             rounding = score * p.products(width) + p.lost(width, 1.0)
             facts.append((score + rounding, score_error + rounding, v))
         return facts
@@ -113,9 +110,7 @@ def dot_product(
 
 
 def _positions(op: Operation, module: LipschitzAttention, mask: Any) -> tuple[Real, Real]:
-    """Return the largest |entry| of what is added to the scores, learned positions and a mask, and
-    what storing it moves.
-    """
+    """Return the largest |entry| added to the scores (positions, mask), and its storage error."""
     op.require(not module.gated, "attention whose positions have a gate")
     added = [] if module.window_size is None else [op.stored(module.relative_position_bias_table)]
     if mask is not None:
@@ -161,9 +156,7 @@ def _attended(
 @covers("any order", "softmax")
 def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
        mask: Any = None) -> Rounding:  # fmt: skip
-    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, which moves by 8 |q|
-    |dq|.
-    """
+    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, moved by 8 |q| |dq|."""
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     op.require(
         all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)),
@@ -180,9 +173,8 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
             square = q.size * q.size * 4.0
             if not p.fits(square):
                 return None
-            score_error = (
-                q.size * q.error * 8.0 * scale
-            )  # 4 |dq|^2 is inside: sizes are of executed rows
+            # 4 |dq|^2 is inside: sizes are of executed rows
+            score_error = q.size * q.error * 8.0 * scale
             rounding = (
                 square * scale * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
             )
@@ -209,9 +201,7 @@ def _placed(
 @covers("any order", "function", "softmax")
 def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
            mask: Any = None) -> Rounding:  # fmt: skip
-    """Rows w / sqrt(|w|^2 + 1) are within 1, of slope 1 in w = W x, and lose a few roundings; tau
-    and nu are stored.
-    """
+    """Rows w / sqrt(|w|^2 + 1): <= 1, slope 1 in w = W x, some roundings; tau, nu are stored."""
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
     layers = (module.query, module.key, module.value)
     op.require(
@@ -221,9 +211,8 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
     maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
-    relative = compounded(
-        p.products(width) + 2 * p.function + 12 * p.unit
-    )  # of |w|^2 + 1, which is no less than 1
+    # of |w|^2 + 1, which is no less than 1
+    relative = compounded(p.products(width) + 2 * p.function + 12 * p.unit)
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
         facts = []

@@ -27,9 +27,7 @@ def _curve(
     of_x: int,
     of_one: int = 0,
 ) -> None:
-    """Register a curve computed within `function` (of_x |x_i| + of_one) of each entry; `function`
-    is above two units.
-    """
+    """Register a curve computed within `function` (of_x |x_i| + of_one), two units and more."""
 
     @covers("function")
     def rounding(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
@@ -80,9 +78,7 @@ _curve(
 @rules.function(functional.gelu)
 @covers("function")
 def gelu(op: Operation, x: Followed, approximate: str = "none") -> Rounding:
-    """x times a number of [0, 1] that is off by at most 4 `function`; the tanh form makes cubes on
-    its way.
-    """
+    """x times a number of [0, 1], off by <= 4 `function`; the tanh form cubes on its way."""
 
     def rounding(sizes: Sizes) -> Real:
         peak = sizes(x).peak

@@ -1,6 +1,4 @@
-"""What rounding adds where fixed matrices or sorted pairs mix the tokens. Proofs:
-docs/soundness.md.
-"""
+"""What rounding adds where fixed matrices or sorted pairs mix tokens. Proofs: docs/soundness.md."""
 
 import math
 from collections.abc import Callable
@@ -21,9 +19,7 @@ from certcli.rounding.stored import BlockMap, largest, length
 @rules.module(OrthogonalMixing)
 @covers("any order")
 def orthogonal_mixing(op: Operation, module: OrthogonalMixing, x: Followed) -> Rounding:
-    """[M_h x_h]_h + p: linear maps of disjoint parts of x, of which the largest norms count; then
-    the sum is rounded.
-    """
+    """[M_h x_h]_h + p: linear maps of disjoint parts, the largest norm counts; then the sum."""
     weights = [part.weight for part in module.maps]
     for weight in weights:
         op.stored(weight)  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""Operations that move, choose or compare entries: they round nothing but the constants among their
-operands.
-"""
+"""Operations that move, choose or compare entries: only constant operands are rounded."""
 
 import operator
 from typing import Any

@@ -25,9 +25,7 @@ from certcli.rounding.stored import largest, length
 def _gain(
     op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: Real, error: Real
 ) -> Real:
-    """Return the error of gain n + bias for an n that is off by `error`, of norm `n` as executed,
-    of the size of x.
-    """
+    """Return gain n + bias' error, n off by `error`, of norm `n` as executed, of x's size."""
     relative = compounded(as_real(6 * op.precision.unit))
     gain = as_real(factor)
     gain_error = ZERO
@@ -86,9 +84,7 @@ def _normalised(
 
 
 def _least_square(op: Operation, d: int) -> float:
-    """Return the number that a row's variance and eps together must exceed: beside it, underflow is
-    a small error.
-    """
+    """Return what variance + eps of a row must exceed, so that underflow is a small error."""
     return 2.0**12 * (d + 8) * op.precision.tiny
 
 
@@ -175,9 +171,7 @@ rules.module(nn.GroupNorm)(with_attributes(group_norm, "num_groups", "weight", "
 def rms_norm(
     op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Rounding:
-    """x / sqrt(|x|^2 / d + eps), rows within sqrt(d): relative errors of |x|^2, where nothing
-    cancels, and of roundings.
-    """
+    """x / sqrt(|x|^2 / d + eps), rows <= sqrt(d): relative errors of |x|^2 and of roundings."""
     op.require(
         len(normalized_shape) == 1 and eps is not None,
         "a norm over more than the last axis, or without eps",
@@ -211,9 +205,7 @@ rules.module(nn.RMSNorm)(with_attributes(rms_norm, "normalized_shape", "weight",
 def normalize(
     op: Operation, x: Followed, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Rounding:
-    """x / max(|x|, eps), fibres within 1: the relative errors of |x|, of eps as it is stored, and
-    of a few roundings.
-    """
+    """x / max(|x|, eps), fibres <= 1: relative errors of |x|, stored eps, and roundings."""
     precision = op.precision
     d = x.shape[dim]
     stored = op.factor(eps)
@@ -241,9 +233,7 @@ def normalize(
 @rules.module(L2Pool)
 @covers("any order", "function")
 def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
-    """Sums of squares, where nothing cancels, and their roots: relative errors of lengths, and what
-    underflows.
-    """
+    """Roots of sums of squares, without cancelling: relative errors, and what underflows."""
     p = op.precision
     reach = module.side // module.windows
     # one sum of all squares of a window, in any order, or one of each row and then one of these

@@ -1,6 +1,4 @@
-"""What rounding adds in products of tensors, softmax, and attention written out. Proofs:
-docs/soundness.md.
-"""
+"""What rounding adds in products, softmax, and attention written out. docs/soundness.md."""
 
 import math
 import operator
@@ -25,9 +23,7 @@ from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
 @rules.function(operator.mul, operator.imul, torch.mul)
 @covers("entries")
 def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
-    """A rounding of each product: |a b| <= max |a_i| |b| of two tensors, of which one may be
-    repeated.
-    """
+    """A rounding a product: |a b| <= max |a_i| |b| of two tensors, one perhaps repeated."""
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
         x, factor = (a, b) if isinstance(a, Followed) else (b, a)
         return scaled(
@@ -55,9 +51,7 @@ def linear(op: Operation, x: Followed, weight: Any, bias: Any = None) -> Roundin
 @rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
 @covers("any order")
 def matrices(op: Operation, a: Any, b: Any) -> Rounding:
-    """gamma | |A| |B| |, at most |A|_F times the norm of |B|, which is sqrt(k) times its longest
-    row of k rows at most.
-    """
+    """gamma ||A| |B|| <= |A|_F times |B|'s norm, itself <= sqrt(k) times its longest of k rows."""
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
         return _constant_matrix(op, a, b)
     p = op.precision
@@ -84,9 +78,7 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
-    """x W as a linear map of each row, W x of each column; several matrices W meet parts of x of
-    their own.
-    """
+    """x W as a linear map of rows, W x of columns; several W meet parts of x of their own."""
     x, constant = (a, b) if isinstance(a, Followed) else (b, a)
     weight = op.tensor(constant) if isinstance(a, Constant) else op.tensor(constant).mT
     op.require(weight.dim() >= 2, "a product with a vector")
@@ -123,9 +115,7 @@ rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 def fused(
     op: Operation, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Rounding:
-    """softmax(scale q k^T + m) v, m a constant: roundings of scores, of the sum, of softmax and of
-    the averages, by token.
-    """
+    """softmax(scale q k^T + m) v, m constant: roundings of scores, sum, softmax and averages."""
     op.require(isinstance(key, Followed) and isinstance(value, Followed), "attention to constants")
     p = op.precision
     tokens = key.shape[-2]

@@ -1,6 +1,4 @@
-"""Operations that move, choose or copy entries, or take the larger one: errors go where the numbers
-go.
-"""
+"""Operations that move, choose, copy or compare entries: errors go where the numbers go."""
 
 import math
 from collections.abc import Sequence
@@ -38,9 +36,7 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
 )  # fmt: skip
 @covers("moves")
 def moved(op: ExecutedOperation, x: Tensor, *others: Any, **named: Any) -> Found:
-    """Every entry goes to one place at most: what was a piece of a tensor stays one. `copy` takes
-    the second tensor's.
-    """
+    """Entries go to one place at most: a piece stays a piece. `copy` takes the second's."""
     value = op.run()
     note = op.note(x)
     if op.name == "copy":
@@ -123,9 +119,7 @@ def repeated(op: ExecutedOperation, x: Tensor, *counts: Any, **_: Any) -> Found:
 )  # fmt: skip
 @covers("moves")
 def copied_to_places(op: ExecutedOperation, x: Tensor, *rest: Any, **named: Any) -> Found:
-    """sqrt of how often an entry appears at most, counted by running the operation on the entries'
-    numbers.
-    """
+    """sqrt of the most copies of an entry, counted by running it on the entries' numbers."""
     value = op.run()
     size = op.size(x)
     places = [*rest, *named.values()]
@@ -141,9 +135,7 @@ def copied_to_places(op: ExecutedOperation, x: Tensor, *rest: Any, **named: Any)
 @rule("where", "masked_fill")
 @covers("moves")
 def chosen(op: ExecutedOperation, *tensors: Any) -> Found:
-    """`where` keeps an entry of one or the other, `masked_fill` an entry or a number, by an exact
-    mask.
-    """
+    """`where` keeps an entry of either, `masked_fill` an entry or number, by an exact mask."""
     mask = tensors[0] if op.name == "where" else tensors[1]
     op.require(op.size(mask) is None, "a choice by rounded numbers")
     value = op.run()
@@ -207,9 +199,7 @@ def largest(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
       "max_pool3d_with_indices")  # fmt: skip
 @covers("moves")
 def with_places(op: ExecutedOperation, x: Tensor, *options: Any, **named: Any) -> Found:
-    """Of two results the second one is places, which rounding may change. An entry may lie in
-    several windows.
-    """
+    """Result 2 is places, which rounding may change. An entry may lie in several windows."""
     value = op.run()
     size = op.size(x)
     op.require(not any(isinstance(y, Tensor) for y in options), "two tensors")
@@ -236,9 +226,7 @@ def overlap(kernel: Sequence[int], stride: Sequence[int], plain: bool = True) ->
 
 
 def windows_of_entry(sizes: Sequence[int], counts: Sequence[int]) -> float:
-    """Return the same of adaptive pooling: windows overlap where their number does not divide the
-    size.
-    """
+    """Return the same of adaptive pooling: windows overlap unless they divide the size."""
     sizes = list(sizes)[-len(counts) :]
     return float(
         math.prod(

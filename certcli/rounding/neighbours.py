@@ -55,9 +55,7 @@ _AT_ONCE = 64
 
 
 class _Rules:
-    """The rules of the global domain with each tensor's error: what the walk looks up in place of
-    them.
-    """
+    """The global domain's rules with each tensor's error: what the walk looks up instead."""
 
     def __init__(self, domain: "_Stepwise") -> None:
         self.domain = domain
@@ -91,9 +89,7 @@ class _Looked:
 
 
 class _Stepwise(GlobalDomain):
-    """Follows one graph operation by operation; nothing waits to be folded, since every operation
-    is executed.
-    """
+    """Follows a graph by operation; nothing waits to be folded: each one is executed."""
 
     def __init__(self, operation: Operation) -> None:
         super().__init__(RigorousArithmetic())
@@ -124,9 +120,7 @@ class _Stepwise(GlobalDomain):
         return Followed(len(self.steps) - 1, step.box.shape)
 
     def followed(self, slope: Rule, rounding: Rule | None) -> Rule:
-        """Return a rule for executed tensors from the theorem of an operation and the rule of its
-        rounding.
-        """
+        """Return a rule for executed tensors from an operation's theorem and rounding."""
 
         def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
             if rounding is None:
@@ -293,9 +287,7 @@ class NeighbourErrors:
         return self._pairs([math.inf] * len(self._steps)).to(self._profiles[0])
 
     def beside(self, enclosed: Collection[str]) -> EnclosedErrors:
-        """Return what rounding adds to the results of these nodes, and to margins behind them, in
-        walks that enclose them.
-        """
+        """Return what rounding adds to these nodes' results and the margins behind them."""
         return EnclosedErrors(
             self._steps, frozenset(enclosed), self._last.place, self._head, self.precision
         )
@@ -309,9 +301,8 @@ class NeighbourErrors:
         all pairs.
         """
         pixels = pixels.detach().double()
-        radii = radii.to(pixels).clamp(
-            max=math.sqrt(self.pixels)
-        )  # no image of the box is further away
+        # no image of the box is further away
+        radii = radii.to(pixels).clamp(max=math.sqrt(self.pixels))
         try:
             at_images = self._lengths(pixels)
         except (RuntimeError, ValueError, TypeError, LookupError) as failure:

@@ -1,6 +1,4 @@
-"""What the rounding of one operation adds, from the sizes of the tensors that are executed. Proofs:
-docs/soundness.md.
-"""
+"""What one operation's rounding adds, by sizes of executed tensors. Proofs: docs/soundness.md."""
 
 import math
 import operator
@@ -110,22 +108,16 @@ class Operation:
             raise NoRule(f"its rounding at the neighbours of an image is not known: {reason}")
 
     def require_own(self, tensor: Tensor) -> None:
-        """Raise NoRule for a constant that was computed: that was rounded, or chosen by numbers
-        that were.
-        """
+        """Raise NoRule for a computed constant: rounded, or chosen by rounded numbers."""
         self.require(place_of(tensor) in self.made.storages, "a constant that the network computes")
 
     def stored(self, tensor: Tensor) -> Stored:
-        """Return one of the network's own tensors, as it is, as a part of it or with its entries
-        moved.
-        """
+        """Return the network's own tensor as stored: whole, a part, or its entries moved."""
         self.require_own(tensor)
         return Stored.of(tensor, self.precision)
 
     def operand(self, tensor: Tensor) -> Stored:
-        """Return a constant that is added or multiplied with; of a computed one a number of at
-        least the executed size.
-        """
+        """Return a constant summand or factor; of a computed one numbers of executed size."""
         if place_of(tensor) in self.made.storages:
             return self.stored(tensor)
         # from real numbers on, there and in float64, in which the graph has it
@@ -294,9 +286,7 @@ def averaged_adaptively(op: Operation, x: Followed, output_size: Any) -> Roundin
 
 
 def _means(op: Operation, x: Followed, fewest: int, entries: int, windows: float) -> Rounding:
-    """A mean of k entries is at most the length of its window / sqrt(k), and an entry lies in some
-    windows.
-    """
+    """A mean of k entries is <= its window's length / sqrt(k); entries lie in some windows."""
     share = (as_real(windows) / fewest).sqrt() * op.precision.products(entries)
 
     def rounding(sizes: Sizes) -> Real:
@@ -311,9 +301,7 @@ def _means(op: Operation, x: Followed, fewest: int, entries: int, windows: float
 @rules.function(torch.mean, torch.sum)
 @covers("any order")
 def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
-    """gamma sum |x_i|, divided by n for a mean, is at most gamma |x| sqrt(n) or gamma |x| / sqrt(n)
-    of n terms.
-    """
+    """gamma sum |x_i| (/ n for means) <= gamma |x| sqrt(n) or gamma |x| / sqrt(n) of n terms."""
     assert op.call is not None
     averaged, count = op.call.kind == "mean", x.entries // max(1, op.entries)
     root = as_real(float(count)).sqrt()

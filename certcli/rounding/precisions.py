@@ -33,9 +33,7 @@ class Precision:
     wide: "Precision | None" = None
 
     def fits(self, *sizes: Real) -> bool:
-        """Tell whether numbers of these sizes do not overflow, not even by the roundings on their
-        way: they get the rest.
-        """
+        """Tell whether numbers of these sizes never overflow, roundings on their way included."""
         return all(size * 2.0 < self.largest for size in sizes)
 
     @property
@@ -44,9 +42,7 @@ class Precision:
 
     @property
     def stored(self) -> Real:
-        """Return the error of a result that is stored, stored again with a bias, and scaled,
-        relative to that result.
-        """
+        """Return the relative error of a result stored, stored with a bias, and scaled."""
         return compounded(as_real(3 * self.unit))
 
     def order(self, terms: int) -> Real:
@@ -63,17 +59,13 @@ class Precision:
         return compounded(self.order(terms) + 2 * self.factor + 3 * self.unit)
 
     def lost(self, terms: int, entries: float) -> Real:
-        """Return the l2 norm of what underflow takes from `entries` inner products of `terms`
-        terms.
-        """
+        """Return the l2 norm of underflow in `entries` inner products of `terms` terms."""
         each = as_real(4.0) * self.tiny + as_real(4.0 * (terms + 8)) * self.sums.tiny
         return each * as_real(entries).sqrt()
 
 
 def compounded(total: Real) -> Real:
-    """Return prod (1 + a_i) - 1 <= s + s^2, rounded up, for nonnegative a_i of sum s; infinite
-    above 1/2.
-    """
+    """Return prod (1 + a_i) - 1 <= s + s^2, rounded up, s = sum a_i, a_i >= 0; inf above 1/2."""
     return total + total * total if total <= 0.5 else INF
 
 

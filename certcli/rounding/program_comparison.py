@@ -94,9 +94,7 @@ def _arguments(node: fx.Node, places: dict[fx.Node, int], precision: torch.dtype
 
 
 def _is_stored(proven: Trace, name: str, stored: Tensor, precision: Precision) -> bool:
-    """Tell whether a constant is the stored one: bit by bit, or up to its proven error where the
-    network computes it.
-    """
+    """Tell whether a constant is the stored one: by bits, or within a computed one's error."""
     exact = proven.constants[name]
     if not exact.is_floating_point():
         return exact.dtype == stored.dtype and torch.equal(exact, stored)

@@ -49,9 +49,7 @@ PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
 
 
 def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """Register how errors pass these operations: a function of the op and of the operation's
-    arguments.
-    """
+    """Register how operations pass errors: a function of the op and the arguments."""
 
     def register(function: Callable[..., Found]) -> Callable[..., Found]:
         RULES.update(dict.fromkeys(names, function))
@@ -72,9 +70,7 @@ def put_together(*names: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
 @dataclass(frozen=True)
 class Error:
-    """size: bound on the l2 distance of a whole tensor from its real numbers. note: what its next
-    user may know of it.
-    """
+    """size: bound on a tensor's l2 distance from real numbers. note: for its next user."""
 
     size: Tensor
     note: Any = None
@@ -183,9 +179,7 @@ class Running(OperationMode):
             raise self.refused from None
 
     def _found(self, op: ExecutedOperation) -> Found:
-        """Return a result with its error; integers and truth values are exact where their arguments
-        are.
-        """
+        """Return a result with its error; integers and truth values stay exact."""
         rule_of_name = RULES.get(op.name)
         if rule_of_name is not None:
             try:
@@ -293,9 +287,7 @@ def _slopes_of_one(model: nn.Module, running: Running) -> Iterator[None]:
 
 @contextmanager
 def written_out() -> Iterator[None]:
-    """Fused kernels are left aside for the operations that they are made of; convolutions are sums
-    of products.
-    """
+    """Fused kernels are written out in operations; convolutions are sums of products."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -311,9 +303,7 @@ def written_out() -> Iterator[None]:
 
 
 class ErrorAnalysis:
-    """A network's logits with a bound on their rounding. model: in float64 and eval mode; its
-    weights stay as they are.
-    """
+    """Logits with a bound on their rounding. model: float64, eval mode; weights stay."""
 
     def __init__(self, model: nn.Module) -> None:
         if float(torch.full((), 2.0**-1074, dtype=torch.float64) * 1.0) == 0:

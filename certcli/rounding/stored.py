@@ -1,6 +1,4 @@
-"""A network's own numbers as an arithmetic stores them, and what a linear map of them loses when it
-is executed.
-"""
+"""A network's numbers as an arithmetic stores them, and what a linear map of them loses."""
 
 import math
 from dataclasses import dataclass
@@ -20,9 +18,7 @@ _ARITHMETIC = RigorousArithmetic()
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor rounded to nearest in an arithmetic. number: the stored one, in float64, infinite
-    where it overflows.
-    """
+    """A tensor rounded to nearest. number: the stored one, in float64, infinite at overflow."""
 
     number: Tensor
     difference: Tensor
@@ -42,9 +38,7 @@ class Stored:
 
     @property
     def moved(self) -> Real:
-        """|stored - exact|_2 over all entries, also where numbers below the normal range are
-        flushed to zero.
-        """
+        """Return |stored - exact|_2 over all entries, numbers below normal range flushed to 0."""
         return length(self.difference) + self.flushed
 
     @property
@@ -116,9 +110,7 @@ class LinearMap:
         return ZERO if self.bias is None else length(self.bias.number)
 
     def reach(self, x: Real) -> Real:
-        """Return the length of W x + b as executed, without its own rounding, for one x of this
-        length.
-        """
+        """Return |W x + b| as executed, without its own rounding, for an x of this length."""
         return self.norm * x + self.shift
 
     def rounding(self, x: Real, rows: float = 1.0) -> Real:

@@ -1,6 +1,4 @@
-"""Sums and products: how they pass errors on, and what rounding adds, whatever the order of their
-terms.
-"""
+"""Sums and products: how they pass errors on, and what rounding adds, whatever the order."""
 
 import math
 from typing import Any
@@ -34,9 +32,7 @@ def total(*errors: Any) -> Any:
 
 
 def _of_number(x: float) -> float | None:
-    """Return the error of a number of Python's, which may have been computed (1 / sqrt(d)), unless
-    it has few digits.
-    """
+    """Return the error of a Python number, computed (1 / sqrt(d)) unless it has few digits."""
     few = not math.isfinite(x) or ((float(x) * _SHORT).is_integer() and abs(x) < 2.0**30)
     return None if few else UNIT * abs(float(x))
 
@@ -50,9 +46,7 @@ def _spread(op: ExecutedOperation, x: Any, entries: int) -> Any:
 
 
 def _unrounded(op: ExecutedOperation, value: Tensor) -> bool:
-    """Tell whether this is made of exact numbers and integers, or small integers itself: then
-    nothing was rounded.
-    """
+    """Tell whether this is of exact numbers and integers, or small ones: not rounded."""
     if not value.is_floating_point():
         return op.exact
     return (
@@ -63,9 +57,7 @@ def _unrounded(op: ExecutedOperation, value: Tensor) -> bool:
 
 
 def _reach(x: Any, like: Any) -> Any:
-    """The most that |x y|_2 can be for |y|_2 = 1, y with the shape of `like`: products entry by
-    entry, copied where 1.
-    """
+    """Return the most |x y|_2 for |y|_2 = 1, y shaped as `like`: entrywise, copied where 1."""
     if not isinstance(x, Tensor):
         return abs(float(x))
     shape = tuple(like.shape) if isinstance(like, Tensor) else ()
@@ -142,9 +134,7 @@ def multiplied(op: ExecutedOperation, a: Any, b: Any) -> Found:
 @rule("div")
 @covers("entries")
 def divided(op: ExecutedOperation, a: Any, b: Any, **named: Any) -> Found:
-    """(e_a + |a / b| e_b) / (min |b| - e_b), and the rounding of the result; infinite where b may
-    be 0.
-    """
+    """(e_a + |a / b| e_b) / (min |b| - e_b), and the result's rounding; inf where b may be 0."""
     jumps = named.get("rounding_mode") is not None
     op.require(not jumps or op.exact, "a division that jumps")
     value = op.run()
@@ -180,9 +170,7 @@ def added_product(
 
 
 def _plain_norm(x: Tensor) -> Tensor:
-    """Above the spectral norm of |x| in every matrix (last two axes): Frobenius, or sqrt(|x|_1
-    |x|_inf).
-    """
+    """Above |x|'s spectral norm in each matrix (last 2 axes): Frobenius, sqrt(|x|_1 |x|_inf)."""
     largest = x.abs().amax().clamp_min(TINY)  # scaled, so that no square underflows
     size = x.abs() / largest
     crossed = (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
@@ -194,9 +182,7 @@ def _plain_norm(x: Tensor) -> Tensor:
 
 
 def _norms(op: ExecutedOperation, x: Tensor) -> tuple[Any, Any]:
-    """Above |x| and | |x| |, spectral norms, over all matrices of x; of exact ones proven and, for
-    weights, kept.
-    """
+    """Above |x| and ||x||, spectral, over x's matrices; exact ones proven, weights' kept."""
     if op.size(x) is not None or x.numel() > 2**26:
         plain = _plain_norm(x)
         return plain, plain
@@ -273,9 +259,7 @@ def _bias(op: ExecutedOperation, bias: Tensor, value: Tensor, terms: int) -> Ten
 @covers("any order")
 def convolution(op: ExecutedOperation, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
                 transposed: bool, *_: Any) -> Found:  # fmt: skip
-    """sqrt(windows of an entry) |W|, W of one window; of a transposed one the same, it is the
-    adjoint of another.
-    """
+    """sqrt(windows of an entry) |W|, W of a window; transposed the same: another's adjoint."""
     value = op.run()
     windows = math.sqrt(overlap(weight.shape[2:], stride, all(d == 1 for d in dilation)))
     flat, plain = _norms(op, _same(op, weight, weight.flatten(1)))
@@ -293,9 +277,7 @@ def convolution(op: ExecutedOperation, x: Tensor, weight: Tensor, bias: Any, str
 @rule("sum", "mean")
 @covers("any order")
 def summed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
-    """sqrt(n) times the error of n terms, 1 / sqrt(n) of their mean; 2 |x| times it for sums of
-    squares x^2.
-    """
+    """sqrt(n) times n terms' error, 1 / sqrt(n) of their mean; 2 |x| times it for sums of x^2."""
     value = op.run()
     if _unrounded(op, value):
         return value, None

@@ -2,9 +2,8 @@
 
 The registry's torchvision wheel is linked against CUDA torch. Beside a CPU torch its compiled
 operators do not load, and its Python part then fails with "operator torchvision::nms does not
-exist", because it registers shape functions for two
-operators whose schemas only the compiled part declares. Declaring those two schemas is enough:
-certvit never calls them.
+exist", because it registers shape functions for two operators whose schemas only the compiled part
+declares. Declaring those two schemas is enough: certvit never calls them.
 """
 
 import importlib
@@ -24,9 +23,7 @@ _declared: list[torch.library.Library] = []  # a Library withdraws its schemas w
 
 
 def ensure_torchvision() -> None:
-    """Import torchvision. Where `torchvision::nms` is missing, declare the schemas and import
-    again.
-    """
+    """Import torchvision; where `torchvision::nms` is missing, declare it and try again."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError as failure:

@@ -60,9 +60,7 @@ class OutputError(CertvitError):
 
 
 class UndecidedError(CertvitError):
-    """A gate was not decided: what was measured allows for both verdicts. More images, or more
-    time, decide it.
-    """
+    """A gate was not decided: both verdicts are possible. More images, or time, decide it."""
 
     code = 9
 
@@ -82,9 +80,8 @@ def plain(text: str) -> str:
     report.
 
     Unprintable characters (line ends, escapes, marks of direction) are spelled out, and so are the
-    beginnings of commands
-    to the programs that run workflows: `::error`, `##[group]`, `##vso[`. What is plain stays as it
-    is.
+    beginnings of commands to the programs that run workflows: `::error`, `##[group]`, `##vso[`.
+    What is plain stays as it is.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return _COMMAND.sub(lambda match: f"{match[1]}\\x{ord(match[2][0]):02x}{match[2][1:]}", shown)

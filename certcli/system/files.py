@@ -87,9 +87,8 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
     if not folder.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
     try:
-        tempfile.TemporaryFile(
-            dir=folder
-        ).close()  # permissions do not show it: those of /proc allow files
+        # permissions do not show it: those of /proc allow files
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as failure:
         locked = failure.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         reason = (
@@ -159,9 +158,7 @@ def open_stream(path: Path) -> IO[bytes]:
 
 
 def open_alone(path: Path) -> IO[bytes]:
-    """Open a file for reading and writing, make it where it is absent, and refuse other runs until
-    it is closed.
-    """
+    """Open a file to read and write, made where absent; refuse other runs until it closes."""
     handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,9 +205,8 @@ def _workplace(folder_of: Path | None, name: str) -> Iterator[Path]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         number = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, number)
-        with contextlib.suppress(
-            OSError
-        ):  # some file systems know no locks: there nothing is swept
+        # some file systems know no locks: there nothing is swept
+        with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_EX)
         yield folder
 

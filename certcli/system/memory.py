@@ -33,16 +33,12 @@ _NO_MEMORY = (
 
 
 def free_bytes() -> float:
-    """Return the free bytes that this process may take; half of the machine's memory where the
-    system does not say.
-    """
+    """Return the bytes that this process may take; half the memory where nothing says."""
     return min([_machine_bytes(), *(free for group in _groups() for free in _group_bytes(group))])
 
 
 def out_of_memory(failure: BaseException | None) -> bool:
-    """Tell whether memory ran out in this exception or in one that it was raised from: on a CPU
-    torch has no type for it.
-    """
+    """Tell whether memory ran out, here or in a cause: on a CPU torch has no type for it."""
     while failure is not None:
         typed = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
         # the text of an OSError may be a file's name
@@ -75,9 +71,7 @@ def _machine_bytes() -> float:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield the folders of this process's memory group and of its parents, as far as they are
-    mounted.
-    """
+    """Yield the mounted folders of this process's memory group and its parents."""
     try:
         mounts = [line.split() for line in (_ROOT / "proc/self/mountinfo").read_text().splitlines()]
         entries = [

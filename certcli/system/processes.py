@@ -141,9 +141,7 @@ class Team:
                 self._pause()
 
     def agree(self, make: Callable[[], Any]) -> Any:
-        """Return the leader's value of `make` in all processes, where clocks or unlike machines
-        could decide differently.
-        """
+        """Return the leader's value of `make` in all: clocks and machines may differ."""
         if not self.several:
             return make()
         name = self._next()
@@ -180,9 +178,7 @@ class Team:
         return distributed
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, bit for bit the same in all; one
-        message for each dtype.
-        """
+        """Replace tensors by their sums over processes, bit for bit alike; a message a dtype."""
         import torch
 
         if not self.several:
@@ -238,9 +234,7 @@ class Team:
         return None if gathered is None else gathered[: shape[0]]
 
     def fail(self, code: int) -> int | None:
-        """Return None in the first process that fails, which reports and then calls `said`; else
-        that process's code.
-        """
+        """Return None in the first process that fails, which reports; else that one's code."""
         if not self.several:
             return None
         try:

@@ -21,9 +21,7 @@ def one_of(name: str, choices: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A name, the place of its callable ("package.module:attribute"), a summary and the source in
-    the literature.
-    """
+    """A name, its callable's place ("package.module:attribute"), a summary, and the source."""
 
     name: str
     target: str

@@ -4,9 +4,7 @@ import torch
 
 
 def seed_all(number: int) -> None:
-    """Call torch.manual_seed, but for CUDA only where it runs: else each call keeps a stack trace
-    for later (0.7 ms).
-    """
+    """Call torch.manual_seed, for CUDA only where it runs: calls keep stack traces (0.7 ms)."""
     if torch.cuda.is_initialized() or torch.backends.mps.is_available():
         torch.manual_seed(number)
     else:

@@ -1,3 +1,1 @@
-"""What was claimed, checked again from the weights: a report's proof leaf by leaf, a checkpoint's
-evidence entry by entry.
-"""
+"""Claims, checked again from the weights: a proof leaf by leaf, evidence entry by entry."""

@@ -1,6 +1,4 @@
-"""Reports of `certify` and `attack`, read as the evidence that the same run writes into a
-checkpoint with -o.
-"""
+"""Reports of `certify`, `attack`, read as the evidence that the run writes with -o."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

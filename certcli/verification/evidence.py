@@ -44,9 +44,7 @@ Certified = float | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """Images to certify again, as the evidence names them. digest: of all of them, where it was
-    recorded.
-    """
+    """Images to certify again, as evidence names them. digest: of all, where recorded."""
 
     split: str | None
     limit: int | None
@@ -91,9 +89,7 @@ def check(
     *,
     measured: bool = True,
 ) -> list[Claim]:
-    """Return every claim of the checkpoint's record. measured: whether results of attacks are asked
-    for too.
-    """
+    """Return every claim of the checkpoint's record. measured: results of attacks, too."""
     entries = checkpoint.record.evidence
     claims = check_entries(checkpoint, entries, certify, device, measured=measured)
     return [*check_lineage(checkpoint), *claims]
@@ -140,9 +136,7 @@ def _not_understood(entry: Evidence, refusal: Refused) -> Claim:
 
 
 def _stale(checkpoint: Checkpoint, entry: Evidence) -> Claim:
-    """Evidence about a network of the lineage is history; about any other, the record or the
-    tensors were changed.
-    """
+    """Evidence of a network in the lineage is history; of any other, something was changed."""
     if entry.digest in {step.parent for step in checkpoint.record.lineage}:
         why = "about an earlier network of the lineage, not this one"
         return Claim("a result", "stale", why, asked=False)
@@ -255,9 +249,7 @@ def _again(
     request: Request,
     certify: Certify,
 ) -> Iterator[Claim]:
-    """Compare stated counts with those of the images certified again. shares: (threat, certified
-    share).
-    """
+    """Compare counts with images certified again. shares: (threat, certified share)."""
     try:
         recomputed = certify(request)
     except CertvitError as failure:

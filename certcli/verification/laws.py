@@ -15,9 +15,7 @@ WEIGHTS = "its theorems hold of the weights"
 
 
 def verify_laws(report: ReportFields) -> list[Claim]:
-    """Return the claims of a report by itself: whether it hangs together. Its theorems are
-    unverified.
-    """
+    """Return a report's claims by itself: does it hang together; theorems are unverified."""
     problems = [Claim(LAWS, "refuted", problem) for problem in check_laws(report)]
     if problems:
         return problems
@@ -34,9 +32,7 @@ def theorems(report: ReportFields) -> int:
 
 
 def check_laws(report: ReportFields) -> Iterator[str]:
-    """Yield the errors of the report by itself: a law that does not hold, a root that is not the
-    headline.
-    """
+    """Yield the report's own errors: a law that fails, a root that is not the headline."""
     if not report.proof:
         yield "the proof is empty"
         return
@@ -60,9 +56,7 @@ def check_laws(report: ReportFields) -> Iterator[str]:
 
 
 def _same_log10(log10_stated: float | UnsetType | None, value: Real) -> bool:
-    """Tell whether this is the logarithm of the value; None stands for a value that is 0 or
-    infinite.
-    """
+    """Tell whether this is the value's logarithm; None stands for that of 0 or infinity."""
     log10 = value.log10() if value.finite and value > ZERO else None
     if not isinstance(log10_stated, float) or log10 is None:
         return log10_stated is None and log10 is None

@@ -1,6 +1,4 @@
-"""The lineage of a checkpoint: what contradicts itself, and what other files tell of the same
-steps.
-"""
+"""A checkpoint's lineage: its contradictions, and what other files tell of its steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,9 +11,7 @@ from certcli.system.errors import CertvitError
 
 
 def check_lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
-    """Yield each contradiction of the steps that the file tells. That they happened, no file can
-    prove.
-    """
+    """Yield each contradiction of a file's steps; that they happened, no file can prove."""
     record = checkpoint.record
     commands = [step.command for step in record.lineage]
     statement = " -> ".join(commands) or "no step"
@@ -72,9 +68,7 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
 def _agree(
     steps: Sequence[LineageStep], lineage: Sequence[LineageStep], number: int, joined: int
 ) -> bool:
-    """Tell whether a parent's own steps are what these tell before step `number`. joined: number of
-    the first mean.
-    """
+    """Tell whether a parent's steps are these before `number`. joined: of the first mean."""
     if number == joined:
         before = steps[:number]
         return any(lineage == before[start : start + len(lineage)] for start in range(number))
@@ -129,9 +123,7 @@ def _step(number: int, statement: str, same: bool, why: str) -> Claim:
 
 
 def _origins(steps: Sequence[LineageStep]) -> Iterator[tuple[int, str]]:
-    """Yield (number, digest) of each step's parent, and of each member of a mean, as the step tells
-    them.
-    """
+    """Yield (number, digest) of each step's parent, and of each member of a mean."""
     for number, step in enumerate(steps):
         for digest in dict.fromkeys([step.parent or "", *_members(step)]):
             yield number, digest

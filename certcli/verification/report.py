@@ -1,6 +1,4 @@
-"""A report of `certvit lipschitz --json` and the checkpoint it is about: every leaf proven again
-from the weights.
-"""
+"""A `certvit lipschitz --json` report and its checkpoint: every leaf proven again by weights."""
 
 from collections.abc import Iterator
 
@@ -48,9 +46,7 @@ def verify(
 def check_weights(
     report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu"
 ) -> Iterator[str]:
-    """Yield each statement that does not follow from these weights; the engine proves everything
-    again.
-    """
+    """Yield statements that do not follow from these weights: the engine proves all again."""
     record = checkpoint.record
     if report.checkpoint != checkpoint.digest:
         yield f"the report is about network {report.checkpoint[:16]}, this is {checkpoint.digest[:16]}"
@@ -116,9 +112,7 @@ def below(claimed: Real, proven: Real) -> bool:
 
 
 def below_text(text: str, proven: Real) -> bool:
-    """Return the same for a bound in words ("1.23e+968"), which are rounded up; also what is no
-    number.
-    """
+    """Return it for bounds in words ("1.23e+968"), rounded up; also what is no number."""
     mantissa, _, exponent = text.partition("e")
     if text == "inf":
         return False
@@ -133,6 +127,5 @@ def below_log10(claimed: float | None, proven: Real) -> bool:
     """Return the same for a logarithm; None stands for a bound that is 0 or infinite."""
     if claimed is None:
         return False
-    return not proven.finite or (
-        proven > ZERO and claimed < proven.log10() - SLACK / 3
-    )  # log10(1 + SLACK) > SLACK / 3
+    # log10(1 + SLACK) > SLACK / 3
+    return not proven.finite or (proven > ZERO and claimed < proven.log10() - SLACK / 3)

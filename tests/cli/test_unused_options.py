@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 
@@ -12,6 +12,7 @@ from certcli.cli.certify.run import _given
 from certcli.finetune.losses import LOSSES
 from certcli.finetune.settings import FILLED_IN, OF_A_CHOICE, SWITCHES, FinetuneSettings
 from certcli.system.errors import UsageError
+from certcli.system.options import NOTE
 from tests.helpers.commands import console
 
 OTHERS: dict[str, Any] = {
@@ -50,9 +51,9 @@ def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
 
 def served() -> list[tuple[str, str]]:
     """Return each option of a panel of one switch, with the switch."""
-    hints = get_type_hints(FinetuneSettings, include_extras=True)
-    notes = ((name, note) for name in hints for note in get_args(hints[name])[1:])
-    switches = ((name, PANELS.get(getattr(note, "panel", None) or "")) for name, note in notes)
+    notes = ((one.name, one.metadata.get(NOTE)) for one in fields(FinetuneSettings))
+    switches = [(name, PANELS.get(note.panel or "")) for name, note in notes if note is not None]
+    assert {switch for _, switch in switches} >= set(PANELS.values())
     return [(name, switch) for name, switch in switches if switch not in (None, name)]
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
-from certcli.cli.log.view import _certified, sentence
+from certcli.cli.log.comparison import _certified
+from certcli.cli.log.view import sentence
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads

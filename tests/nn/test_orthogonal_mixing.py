@@ -13,9 +13,9 @@ from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.nn.activations import SOFTMAX_SLOPE
 from certcli.nn.heads import L2Pool
+from certcli.nn.mixers import LipschitzMixer, TokenMixer
 from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
 from certcli.nn.pyramid import LipschitzPyramid
-from certcli.nn.reference import LipschitzMixer, TokenMixer
 from certcli.system.errors import ArchitectureError
 
 

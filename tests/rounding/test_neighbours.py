@@ -41,8 +41,8 @@ from certcli.models.build import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
+from certcli.nn.mixers import PlaceMixer
 from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.reference import PlaceMixer
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import DataError, NoBoundError

@@ -22,7 +22,7 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.cli.log import view
+from certcli.cli.log import comparison, view
 from certcli.cli.shared import pages
 from certcli.evaluation.claim import statuses, verdict
 from certcli.evaluation.evidence import COMMANDS, as_json, command_of
@@ -159,7 +159,7 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
     claims = lab.claims(checkpoint)
     screen = Screen()
     view.show(Path("m"), checkpoint, screen)
-    view.compare([(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen)
+    comparison.compare([(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen)
     page = pages.log_page([(Path("m"), checkpoint)], [claims])
     cells = [cell for table in page.tables for row in table.rows for cell in row]
     lies = ["a flood"] if max(map(len, (*screen.lines, *cells))) > LONGEST else []

@@ -1,6 +1,4 @@
-"""APGD of Croce and Hein, for any loss that has a row an image and for several targets of an image
-at once.
-"""
+"""APGD of Croce and Hein, for any row-wise loss and several targets of an image at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -28,8 +26,7 @@ TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 def apgd_ce(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """PGD of the cross entropy with self-chosen step sizes, 100 steps: (b, c, h, w), (b,) -> (b, c,
-    h, w).
+    """PGD of the cross entropy, self-chosen steps, 100 of them: (b, c, h, w), (b,) -> same.
 
     Source: Croce & Hein 2020, Algorithm 1.
     """
@@ -39,8 +36,7 @@ def apgd_ce(
 def apgd_dlr(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> (b, c,
-    h, w).
+    """APGD of (max_{j != y} z_j - z_y) / (z_(1) - z_(3)), 100 steps: (b, c, h, w), (b,) -> same.
 
     The ratio needs a third class; with 2 its numerator, the margin, is used. Source: Croce & Hein
     2020, Eq. 6.
@@ -58,14 +54,12 @@ def apgd_dlr(
 def apgd_targeted(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps for each of the likeliest
-    wrong classes t.
+    """APGD of (z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), 100 steps a likely wrong class t.
 
     (b, c, h, w), (b,) -> (b, c, h, w). At most `targets` classes (torchattacks would try all k -
     1), several at once where the images are small. The ratio needs four classes; below, its
     numerator is used. With `give_up` a target is left at a checkpoint where the loss has come less
-    than half the way from its value at the image to 0.
-    Source: Croce & Hein 2020, Eq. 7.
+    than half the way from its value at the image to 0. Source: Croce & Hein 2020, Eq. 7.
     """
     targets = count_targets(model, images, settings)
 
@@ -110,9 +104,7 @@ def _untargeted(
 
 @dataclass
 class _Runs:
-    """One row a run; owner: the image it attacks. `rises` counts the steps that raised the loss
-    since a checkpoint.
-    """
+    """One row a run; owner: its image; rises: steps since a checkpoint that raised the loss."""
 
     owner: Tensor
     target: Tensor
@@ -136,8 +128,7 @@ class _Runs:
 def _ascend(
     search: AttackSearch, loss: TargetLoss, owner: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One run for each entry of `owner`: the points (b, c, h, w) of the largest loss of each image,
-    and that loss (b,).
+    """A run for each of `owner`: points (b, c, h, w) of each image's largest loss, and it (b,).
 
     With `successes` a run ends where any of its image has succeeded, and the points of those that
     remain are returned.

@@ -1,6 +1,4 @@
-"""AutoAttack: APGD-CE, APGD-T, FAB-T and Square in turn, with the published budgets and for any
-number of classes.
-"""
+"""AutoAttack: APGD-CE, APGD-T, FAB-T and Square in turn, with budgets as published."""
 
 from dataclasses import replace
 
@@ -35,13 +33,11 @@ def autoattack(
 def autoattack_full(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """APGD-CE, APGD-T, FAB-T, Square in turn, each on what withstood the ones before: (b, c, h, w),
-    (b,) -> same.
+    """APGD-CE, APGD-T, FAB-T, Square in turn, on what withstood: (b, c, h, w), (b,) -> same.
 
     The published standard version: 100 steps, 9 targets, 5,000 queries, all of them spent on an
     image that withstands. torchattacks' AutoAttack takes 10 steps, all k - 1 targets and the clock
-    for a seed, and fails below 4 classes.
-    Source: Croce & Hein 2020.
+    for a seed, and fails below 4 classes. Source: Croce & Hein 2020.
     """
     return _ensemble(model, images, labels, region, settings)
 

@@ -25,8 +25,7 @@ _LARGEST_C = 1e10
 def carlini_wagner(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """min |d|_2^2 + c max(z_y - max_j z_j, -kappa) over x + d in the box, c by binary search image
-    by image.
+    """min |d|_2^2 + c max(z_y - max_j z_j, -kappa), x + d in the box, c by bisection.
 
     (b, c, h, w), (b,) -> (b, c, h, w): the nearest success of all searches, else the image. 100
     steps of Adam a search, 9 searches; the radius plays no part. Source: Carlini & Wagner 2017,
@@ -62,8 +61,7 @@ def _minimise(
     best: Tensor,
     smallest: Tensor,
 ) -> Tensor:
-    """One search at fixed c: writes nearer successes into `best` and `least`, returns which rows
-    succeeded: (b,).
+    """A search at fixed c: nearer successes go into `best` and `least`; returns successes (b,).
 
     Adam, its rate falling linearly to 0: with a constant rate every pixel keeps trembling by it.
     Each row stands alone.

@@ -20,22 +20,19 @@ def deepfool(
     c, h, w), (b,) -> same.
 
     f_j = z_j - z_y with gradient w_j, over the likeliest `targets` wrong classes j, 50 steps; the
-    radius plays no part.
-    Source: Moosavi-Dezfooli et al. 2016, Alg. 2.
+    radius plays no part. Source: Moosavi-Dezfooli et al. 2016, Alg. 2.
     """
 
     def search(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             logits = net(images).scatter(1, labels[:, None], float("inf"))
-        classes = logits.topk(
-            min(settings.targets + 1, logits.shape[1]), dim=1
-        ).indices  # the true one first
+        # the true one first
+        classes = logits.topk(min(settings.targets + 1, logits.shape[1]), dim=1).indices
         end = images.clone()
         perturbation = torch.zeros_like(images)
         rows = torch.arange(len(images), device=images.device)
-        for step in range(
-            (settings.steps or DEEPFOOL_STEPS) + 1
-        ):  # the last turn only looks at the last point
+        # the last turn only looks at the last point
+        for step in range((settings.steps or DEEPFOOL_STEPS) + 1):
             point = (
                 (images[rows] + (1 + OVERSHOOT) * perturbation[rows])
                 .clamp(0.0, 1.0)
@@ -54,9 +51,8 @@ def deepfool(
                     for gap in gaps.unbind(1)
                 ]
             )
-            lengths = torch.stack([image_norms(slope, "l2") for slope in slopes]).clamp_min(
-                1e-30
-            )  # (classes, rows)
+            # (classes, rows)
+            lengths = torch.stack([image_norms(slope, "l2") for slope in slopes]).clamp_min(1e-30)
             nearest = (gaps.detach().T.abs() / lengths).argmin(dim=0)
             at = torch.arange(len(rows), device=images.device)
             # steps to the boundary itself would shrink without end and never cross it

@@ -1,6 +1,4 @@
-"""FAB of Croce and Hein: the smallest perturbation, by projections onto linearised class
-boundaries.
-"""
+"""FAB of Croce and Hein: the smallest perturbation, by projections onto linearised boundaries."""
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +20,11 @@ LOOK = 0.2
 def fab(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """Projections of x and of the image onto the linearised boundary to each likely class: (b, c,
-    h, w), (b,) -> same.
+    """Projections of x and the image onto linearised boundaries: (b, c, h, w), (b,) -> same.
 
     100 steps a target class, at most `targets` of them, the nearest success of all; the radius
     bounds random starts only. torchattacks would stop at the first target that succeeds within the
-    radius, whatever the others offer.
-    Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
+    radius, whatever the others offer. Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
     """
     return _run(model, images, labels, region, settings, within=False)
 
@@ -36,8 +32,7 @@ def fab(
 def fab_within(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """FAB that ends at the first success within the radius: (b, c, h, w), (b,) -> same. A part of
-    AutoAttack.
+    """FAB to the first success within the radius: (b, c, h, w), (b,) -> same; of AutoAttack.
 
     With `give_up` a target is left after each fifth of the steps if what it found, or the
     linearised boundary where it found nothing, is more than twice the radius away, or would not
@@ -74,9 +69,7 @@ def _run(
 
 @torch.no_grad()
 def _search(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """One run for each entry of `owner`: the nearest success (r, c, h, w) and its norm (r,), inf
-    where there is none.
-    """
+    """Run each entry of `owner`: nearest success (r, c, h, w) and norm (r,), inf without one."""
     net = search.net
     successes = search.successes
     settings = search.settings
@@ -146,8 +139,7 @@ def _search(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Tensor:
-    """The smallest d with normal . d = -level and points + d in the box: (b, c, h, w) x 2, (b,) ->
-    (b, c, h, w).
+    """The smallest d, normal . d = -level, points + d in the box: (b, c, h, w) x 2, (b,) -> same.
 
     d_i = s sign(w_i) min(t c_i, room_i) with c_i = |w_i| for l2, 1 for linf, so that normal . d
     grows with t, linear between the t at which a pixel reaches the box; these are sorted, and the
@@ -156,9 +148,8 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     """
     x = points.flatten(1)
     w = normal.flatten(1)
-    side = torch.where(level > 0, -1.0, 1.0).to(w.dtype)[
-        :, None
-    ]  # the direction in which normal . d must go
+    # the direction in which normal . d must go
+    side = torch.where(level > 0, -1.0, 1.0).to(w.dtype)[:, None]
     w = w * side
     goal = level.abs()[:, None]
     size = w.abs()
@@ -170,9 +161,8 @@ def projection(points: Tensor, normal: Tensor, level: Tensor, norm: Norm) -> Ten
     done = full.cumsum(dim=1)
     running = speed.flip(1).cumsum(dim=1).flip(1)  # of those that have not ended before this one
     still = torch.cat([running[:, 1:], torch.zeros_like(running[:, :1])], dim=1)
-    value = done + torch.where(
-        still > 0, ends * still, 0.0
-    )  # normal . d at the end of each stretch
+    # normal . d at the end of each stretch
+    value = done + torch.where(still > 0, ends * still, 0.0)
     stretch = (value < goal).sum(dim=1, keepdim=True).clamp_max(size.shape[1] - 1)
     before = torch.cat([torch.zeros_like(done[:, :1]), done[:, :-1]], dim=1).gather(1, stretch)
     time = (goal - before) / running.gather(1, stretch).clamp_min(1e-30)

@@ -24,8 +24,7 @@ UNTARGETED = 6
 def fgsm(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x + radius * steepest(grad CE): one step, no random start. (b, c, h, w), (b,) -> (b, c, h,
-    w).
+    """x + radius * steepest(grad CE): one step, no random start. (b, c, h, w), (b,) -> same.
 
     `steps` and `restarts` do not apply. Source: Goodfellow et al. 2015.
     """

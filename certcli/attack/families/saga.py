@@ -1,6 +1,4 @@
-"""The self-attention gradient attack: ascent that leans towards the patches that the network
-attends to.
-"""
+"""The self-attention gradient attack: ascent that leans towards the patches attended to."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -63,9 +61,7 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def _patch_grid(model: nn.Module) -> tuple[tuple[int, int], int]:
-    """Rows and columns of patches, and the number of tokens before them, of timm's vision
-    transformers.
-    """
+    """Rows and columns of patches, and number of tokens before them, of timm's transformers."""
     for module in model.modules():
         embed: Any = getattr(module, "patch_embed", None)
         if getattr(embed, "grid_size", None) is not None and hasattr(module, "blocks"):
@@ -75,9 +71,7 @@ def _patch_grid(model: nn.Module) -> tuple[tuple[int, int], int]:
 
 @contextmanager
 def _attention_of(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect (b, n, n) attention, averaged over heads, of every attention layer that runs; hooks
-    go away afterwards.
-    """
+    """Collect every layer's (b, n, n) attention, averaged over heads; hooks are removed at exit."""
     from timm.layers.attention import Attention
 
     from certcli.nn.l2_attention import L2Attention

@@ -103,9 +103,7 @@ class _Draw:
         return slice(top, top + side), slice(left, left + side)
 
     def patch(self, side: int) -> Tensor:
-        """Two halves of opposite sign that fall off from their middles, of norm 1; lying or
-        standing: (side, side).
-        """
+        """Two halves of opposite sign that fall off from their middles, of norm 1: (side, side)."""
         if side not in self._patches:
             upper = _falling(side // 2, side)
             patch = torch.cat([upper, -_falling(side - side // 2, side)])
@@ -158,9 +156,7 @@ def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
 
 
 def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int) -> Tensor:
-    """The norm that one window holds, and what the sphere has left, goes into a patch in another:
-    Algorithm 3.
-    """
+    """The norm of one window, and what the sphere has left, goes to another: Algorithm 3."""
     side = min(max(side, 3) | 1, images.shape[-1] - (1 - images.shape[-1] % 2))
     delta = best - images
     channels = images.shape[1]

@@ -1,6 +1,4 @@
-"""Run any attack of torchattacks as it is: the radius, the seed and the number of classes are ours,
-the search is its own.
-"""
+"""Run attacks of torchattacks as they are: radius, seed and number of classes are ours."""
 
 import contextlib
 import io
@@ -28,8 +26,7 @@ def craft(
     region: Region,
     settings: AttackSettings,
 ) -> Tensor:
-    """Run the attack on all images that share a radius: (b, c, h, w), (b,) -> (b, c, h, w), to be
-    judged.
+    """Run the attack on images that share a radius: (b, c, h, w), (b,) -> same, to be judged.
 
     The library sees float32 images and the network behind a wall: it changes no mode, no gradient
     and no random numbers of the caller, and prints nothing. A default step size keeps its ratio to
@@ -81,9 +78,7 @@ def _arguments(
     model: nn.Module,
     images: Tensor,
 ) -> dict[str, Any]:
-    """What the attack is called with: arguments that are ours, defaults that follow the budget, and
-    those that were given.
-    """
+    """Return the call's arguments: ours, defaults that follow the budget, and those given."""
     if spec.name == "JSMA" and images[0].numel() > JSMA_ENTRIES:
         raise UsageError(
             f"{spec} takes images of {JSMA_ENTRIES:,} values at most, not {images[0].numel():,}"

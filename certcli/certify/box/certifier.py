@@ -89,9 +89,7 @@ class BoxCertifier(LipschitzCertifier):
     def _radii(
         self, images: Tensor, predictions: Tensor, initial_radii: Tensor, steps: int
     ) -> Tensor:
-        """Return what all pairs of classes allow: the pairs that are near by their anchors, the
-        others by the image.
-        """
+        """Return what all pairs of classes allow: near ones by anchors, others by image."""
         logits, errors = self.evaluated(images)
         on_box = None if self._neighbours is None else self._neighbours.on_box[predictions]
         pairs = pair_radii(logits, errors, self._pairs, predictions, on_box)
@@ -124,9 +122,7 @@ class BoxCertifier(LipschitzCertifier):
         return anchors.double().clamp(0.0, 1.0).view(images.shape)
 
     def _within(self, anchors: Tensor, predictions: Tensor, others: Tensor) -> Tensor:
-        """Return the radius around each anchor within which its pair of classes keeps its order, as
-        executed.
-        """
+        """Return each anchor's radius within which its pair keeps its order, as executed."""
         logits, errors = self.evaluated(anchors)
         require_logits(logits, anchors)
 

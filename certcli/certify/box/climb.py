@@ -1,5 +1,4 @@
-"""A search for the anchors from which a pair of classes is certified furthest. What it finds is a
-hope: `reach` proves.
+"""Search the anchors that certify a pair of classes furthest: a hope, which `reach` proves.
 
 For a margin m of slope K and an anchor a, every image x' of the box within r of x has m(x') >= m(a)
 - K |x' - a|. So the search climbs m(a) / K - D(a, r), D the largest such distance, with r raised
@@ -45,9 +44,8 @@ def climb(
         far = nearest.squared.sqrt()
         growth = (r * (1 + nearest.mu)).clamp(min=1e-12) / far
         now = r + (value - far) / growth  # one step of Newton to D(a, r) = m(a) / K
-        better = (now > highest) & (
-            now <= value
-        )  # a far guess may leave the range of the bound; NaN is no better
+        # a far guess may leave the range of the bound; NaN is no better
+        better = (now > highest) & (now <= value)
         best = torch.where(better[:, None], anchors, best)
         highest = torch.where(better, now, highest)
         r = torch.maximum(r, highest)
@@ -62,9 +60,7 @@ def climb(
 
 
 def _begun(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor) -> Tensor:
-    """Move the pixels at the edge along the gradient g as far as pays before a plane: m s / (1 -
-    s^2), s = |g there|.
-    """
+    """Move edge pixels along g as far as pays before a plane: m s / (1 - s^2), s = |g there|."""
     _, slope = _with_gradient(margins, images)
     free = slope * (((images <= _EDGE) & (slope > 0)) | ((images >= 1 - _EDGE) & (slope < 0)))
     s = free.norm(dim=1, keepdim=True)

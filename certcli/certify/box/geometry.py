@@ -30,9 +30,7 @@ _SMALLEST = 1e-100
 
 
 class Distance(NamedTuple):
-    """squared: at least |x' - a|^2, (b,). furthest: d of the furthest x' = x + d, nearly, (b, n).
-    mu: (b,).
-    """
+    """squared: at least |x' - a|^2, (b,). furthest: d of x' = x + d, nearly, (b, n). mu: (b,)."""
 
     squared: Tensor
     furthest: Tensor
@@ -40,8 +38,7 @@ class Distance(NamedTuple):
 
 
 def distance(images: Tensor, anchors: Tensor, radii: Tensor) -> Distance:
-    """Bound the squared distance of an anchor from the images of the box within a radius: (b, n),
-    (b, n), (b,).
+    """Bound an anchor's squared distance from the box's images in a radius: (b, n), (b, n), (b,).
 
     In float64 the bound is rounded up; in float32 it is an estimate.
     """
@@ -67,8 +64,7 @@ def distance(images: Tensor, anchors: Tensor, radii: Tensor) -> Distance:
 
 
 def reach(images: Tensor, anchors: Tensor, within: Tensor) -> Tensor:
-    """Return radii r such that every image of the box within r of x lies nearer than `within` to
-    the anchor.
+    """Return r such that the box's images within r of x are nearer than `within` to the anchor.
 
     float64, (b, n), (b, n), (b,) -> (b,), rounded down; 0 where there is none, infinite where
     `within` is.

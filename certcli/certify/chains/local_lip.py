@@ -1,5 +1,4 @@
-"""Local-Lip: certificates from how fast a chain of layers moves near each image, constant units
-left out of the norms.
+"""Local-Lip: certificates from how fast a chain moves near each image, constant units left out.
 
 A ReLU unit that is 0 on the whole neighbourhood passes nothing on: its row and its column leave the
 matrices on either side, whose norms fall. Source: Huang et al. 2021, Training certifiably robust
@@ -35,8 +34,7 @@ _HALVINGS = 5
 
 
 class LocalLipCertifier(ProvingCertifier):
-    """Radii at which all margins of a chain were proven positive; never less than the global
-    bound's.
+    """Radii at which all margins of a chain are proven; never below the global bound's.
 
     A radius is doubled while its proof succeeds, then bisected in its logarithm: 2 % of it are lost
     at most. No monotony is assumed: what is reported was proven itself.
@@ -129,9 +127,8 @@ class LocalLipCertifier(ProvingCertifier):
         nearby = None if self._neighbours is None else self._neighbours(pixels, claimed, top)
         verified = claimed <= self._start(values, top, nearby)
         verified |= self.proven(pixels, top, claimed.clamp(min=TINY), values, nearby)
-        if self._neighbours is not None and not bool(
-            verified.all()
-        ):  # the search may have used a lesser bound on rounding
+        # the search may have used a lesser bound on rounding
+        if self._neighbours is not None and not bool(verified.all()):
             recomputed = self.batch(range(len(pixels)), pixels, top.tolist())
             verified |= claimed <= torch.tensor([row.radius for row in recomputed]).to(claimed)
         confirmations = []
@@ -156,9 +153,7 @@ class LocalLipCertifier(ProvingCertifier):
         return confirmations
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
-        """Return a proven radius for each image (b, c, h, w), at least `start` (b,), which is
-        proven already.
-        """
+        """Return proven radii of images (b, c, h, w), from the proven `start` (b,) on."""
         proven, failed = start.clone(), torch.full_like(start, torch.inf)
 
         def attempt(chosen: Tensor, radii: Tensor) -> None:
@@ -187,9 +182,7 @@ class LocalLipCertifier(ProvingCertifier):
         largest: Tensor,
         nearby: Tensor,
     ) -> Tensor:
-        """Return radii between `start` and `most` at which margins are proven above `nearby`;
-        `most`, where it is one.
-        """
+        """Return radii from `start` to `most` (only if one) with margins above `nearby`."""
         open_ones = torch.isfinite(largest) & (largest > start)
         verified = (
             self.proven(pixels, labels, torch.where(open_ones, largest, 0.0), values, nearby)
@@ -215,8 +208,7 @@ class LocalLipCertifier(ProvingCertifier):
         values: Values | None = None,
         nearby: Tensor | None = None,
     ) -> Tensor:
-        """Tell whether no image within each radius is classified as anything but its label: (b,)
-        bool.
+        """Tell whether every image within each radius gets its label: (b,) bool.
 
         Args:
             nearby: how far execution may move z_i - z_j there, (b, k), which margins must exceed.

@@ -1,5 +1,4 @@
-"""Networks that are a chain, affine map after activation, and what their tensors can be near an
-image: boxes and balls.
+"""Chains, affine map after activation, and their tensors near an image: boxes and balls.
 
 For all images x within r of x_0 (pixel l2, pixels in [0, 1]), every tensor of the chain differs
 from its value at x_0 by a d with  lo <= d <= hi  entry by entry (lo <= 0 <= hi) and  |d|_2 <= rho.
@@ -31,8 +30,7 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 
 @dataclass(frozen=True)
 class AffineStep:
-    """x -> W x + bias on batches. run(x, weight): the linear map with another weight of the same
-    form; norm: |W|_2 <= norm.
+    """x -> W x + bias on batches. run(x, weight): with another weight; norm: |W|_2 <= norm.
 
     Attributes:
         matrix: W itself where it is one, acting on the last axis of (b, n).
@@ -69,9 +67,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Values:
-    """Computed values of each affine step at the images themselves, and a bound on their error: (b,
-    ...) each.
-    """
+    """Values of each affine step at the images, and a bound on their error: (b, ...) each."""
 
     centre: list[Tensor]
     error: list[Tensor]
@@ -82,9 +78,7 @@ class Values:
 
 
 class SequentialNetwork:
-    """A network that is a chain, read from its trace. NoBoundError names what it has that a chain
-    has not.
-    """
+    """A network that is a chain, read from its trace. NoBoundError names what is not."""
 
     def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
         body, last = read_chain(model, size)
@@ -117,9 +111,7 @@ class SequentialNetwork:
         return values
 
     def moves(self, pixels: Tensor, values: Values, radii: Tensor, *, drop: bool) -> Moves:
-        """Of the last layer's input, for each image within its radius (b,). drop: leave constant
-        units out of the norms.
-        """
+        """Moves of the last layer's input within radii (b,). drop: omit constant units."""
         shape = (-1, *([1] * (pixels.dim() - 1)))
         r = radii.view(shape)
         reach = Moves(-torch.minimum(r, pixels), torch.minimum(r, up(1 - pixels)), radii)
@@ -156,9 +148,7 @@ class SequentialNetwork:
     def _charged(
         self, reach: Moves, waiting: tuple[AffineStep, Tensor], after: Tensor, drop: bool
     ) -> Moves:
-        """rho times the norm of a step between the mask before it and the one after, and never
-        above the box's.
-        """
+        """rho times the norm of a step between two masks, never above the box's."""
         step, before = waiting
         norms = (
             _masked_norms(step, before, after)
@@ -169,8 +159,7 @@ class SequentialNetwork:
         return Moves(reach.lo, reach.hi, torch.minimum(up(norms * reach.rho, 1), box))
 
     def margins(self, values: Values, moves: Moves, labels: Tensor, *, drop: bool) -> Tensor:
-        """z_label - z_j is at least this for all images of the neighbourhoods: (b, k), +inf at the
-        label itself.
+        """z_label - z_j >= this in the neighbourhoods: (b, k), +inf at the label itself.
 
         The least w.d for d in the box and the ball, w = w_label - w_j, by weak duality: for every t
         > 0 w.d <= sum_i max_{0 <= s <= reach_i} (|w_i| s - s^2 / 2t) + rho^2 / 2t.
@@ -237,8 +226,7 @@ def _masked_norms(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
 
 
 def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
-    """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n), (b, k, n), (b, 1) -> (b,
-    k).
+    """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n) x 2, (b, 1) -> (b, k).
 
     Any t gives a bound; t is looked for by bisection where min(reach, t g) has the length rho.
     """

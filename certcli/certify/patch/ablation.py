@@ -3,9 +3,8 @@
 The procedure's class has most votes; of equal ones the smallest. Theorem: let L be the bands that a
 patch at one place meets. If the class c stays ahead when all votes of L go to any one other class,
 the patch cannot change it; and where that holds for all places, no patch can. It is exact: nothing
-is assumed of the passes. Proof: docs/patch.md.
-Source: Levine & Feizi 2020, (De)randomized smoothing; the votes of each place, in place of their
-number: ours.
+is assumed of the passes. Proof: docs/patch.md. Source: Levine & Feizi 2020, (De)randomized
+smoothing; the votes of each place, in place of their number: ours.
 """
 
 from collections.abc import Sequence
@@ -22,9 +21,7 @@ from certcli.models.views import Grid, band_views
 
 
 class Voting(Procedure):
-    """bands: "columns", "rows" or "blocks" of `width` cells, one at each place, wrapped around.
-    classes: of the network.
-    """
+    """bands: "columns", "rows" or "blocks" of `width` cells at each place, wrapped around."""
 
     name = VOTING
 
@@ -79,8 +76,7 @@ def winner(votes: Sequence[int], classes: int) -> int:
 
 
 def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, classes: int) -> bool:
-    """Whether `top` wins whatever the bands of any one set vote, and those whose vote is not firm:
-    met (s, m) bool.
+    """Whether `top` wins whatever bands of one set vote, and what is not firm: met (s, m) bool.
 
     All of them voting for one other class is the worst: it is then compared with every class j,
     ties by the smaller index.
@@ -88,9 +84,8 @@ def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, cla
     if top == NONE:
         return False
     touched = met | ~torch.tensor(firm)
-    one_hot = torch.nn.functional.one_hot(
-        torch.tensor(votes).clamp(min=0), classes
-    )  # NONE is not firm, so it is lost
+    # NONE is not firm, so it is lost
+    one_hot = torch.nn.functional.one_hot(torch.tensor(votes).clamp(min=0), classes)
     fixed = (~touched).long() @ one_hot  # (s, k): votes that nobody can change
     against = fixed + touched.sum(dim=1, keepdim=True)
     lead = fixed[:, top : top + 1] - against

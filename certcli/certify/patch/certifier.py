@@ -1,6 +1,4 @@
-"""--method patch: a defended classifier made ready, and one record an image of what no patch can
-change.
-"""
+"""--method patch: a defended classifier, and one record an image of what no patch changes."""
 
 import time
 from collections import Counter
@@ -32,8 +30,7 @@ AT_ONCE = 16
 
 @dataclass(frozen=True)
 class PatchCertificate(Certificate):
-    """proven: patches, as they are spelled, that do not change the class. votes: of each pass,
-    where passes vote.
+    """proven: patches, as spelled, that do not change the class. votes: of each pass, if any.
 
     radius: 0, because the certificate does not speak of balls.
     """
@@ -141,9 +138,7 @@ class PatchCertifier(Certifier):
         ]
 
     def predict(self, pixels: Tensor) -> list[int | None]:
-        """The defended classifier: pixels (b, c, h, w) in [0, 1] -> classes; None where the network
-        gives NaN.
-        """
+        """Defended classifier: pixels (b, c, h, w) in [0, 1] -> classes; None for NaN."""
         classes = [one.prediction for one in self.procedure.predict(self.passes, pixels.float())]
         return [None if top == NONE else top for top in classes]
 
@@ -188,9 +183,7 @@ def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
-    """Return the certifier of the network behind a procedure; UsageError where the options mean
-    nothing for it.
-    """
+    """Return the certifier behind a procedure; UsageError: options that mean nothing for it."""
     options.sizes(checkpoint.record.input.size[1:])  # refuses before the network is built
     return defended(build.load(checkpoint, device), options)
 

@@ -1,6 +1,4 @@
-"""What an adaptive attack climbs on: the passes of a procedure that see a patch, put together with
-gradients.
-"""
+"""What an adaptive attack climbs: the passes that see a patch, joined with gradients."""
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +13,7 @@ _MOST = 32
 
 
 class TouchedPasses(nn.Module):
-    """log of the mean softmax over the views that see something of the patch at this corner: what
-    has to change together.
+    """log of the mean softmax over views that see the patch here: what has to change together.
 
     Of double masking those of the first round, whose majority a patch must turn.
     """

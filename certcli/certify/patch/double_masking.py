@@ -1,13 +1,11 @@
-"""Double masking: a class stands when all other masks agree once the mask that hides the patch is
-in place.
+"""Double masking: a class stands when all other masks agree once one hides the patch.
 
 Masks M cover the patch: at each of its places one of them hides it whole. f(i, j): the network's
 class without what masks i and j hide. The procedure: if all f(i, i) agree, that class. Else, of the
 masks i that differ from the majority, the class of one whose f(i, j) agree for all j; else the
 majority. Theorem: where each place of the patch is hidden by some mask i with f(i, j) = c for all
-j, no patch changes the procedure's class c. Proof: docs/patch.md.
-Source: Xiang, Mahloujifar & Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of
-patches: ours.
+j, no patch changes the procedure's class c. Proof: docs/patch.md. Source: Xiang, Mahloujifar &
+Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of patches: ours.
 """
 
 import itertools
@@ -27,9 +25,7 @@ from certcli.system.errors import UsageError
 
 
 class DoubleMasking(Procedure):
-    """masks: a side, against patches as large as the largest of `patches` in height, in width and
-    in number.
-    """
+    """masks: a side, for patches up to the largest of `patches` in height, width and number."""
 
     name = DOUBLE_MASKING
 
@@ -44,9 +40,7 @@ class DoubleMasking(Procedure):
         self.title = f"double masking with {self.count} masks, {len(self.views)} passes at most"
 
     def use(self, masks: Tensor, grid: Grid, patches: Sequence[Patch]) -> None:
-        """Take these masks (m, rows, columns), False where they hide. UsageError when a patch has a
-        place that none hides.
-        """
+        """Use masks (m, rows, columns), False: hidden. UsageError: a patch that none hides."""
         self.patches, self.count = tuple(patches), len(masks)
         for patch in patches:
             gap = hole(masks, grid, patch)
@@ -123,9 +117,7 @@ class DoubleMasking(Procedure):
 
 
 class _Task:
-    """Passes over `image` that are wanted, in order, until they settle it. wanted: the class they
-    should give.
-    """
+    """Passes over `image`, in order, until they settle it. wanted: the class they should give."""
 
     def __init__(self, image: int, target: int, queue: list[int]) -> None:
         self.image = image
@@ -138,9 +130,7 @@ class _Task:
 
 
 class _Row(_Task):
-    """Round two: mask i and every other. Settled when one differs from f(i, i); those that did most
-    firmly come first.
-    """
+    """Round two: mask i and every other; one unlike f(i, i) settles. The firmest come first."""
 
     def __init__(
         self, defence: DoubleMasking, image: int, i: int, singles: Sequence[Answer]
@@ -157,9 +147,7 @@ class _Row(_Task):
 
 
 class _Proof(_Task):
-    """All pairs, those whose masks were least sure first. A failed pair ends both masks; settled
-    when no patch stands.
-    """
+    """All pairs, least sure masks first. A failed pair ends both masks; none left settles it."""
 
     def __init__(
         self, defence: DoubleMasking, image: int, label: int, singles: Sequence[Answer]
@@ -191,9 +179,7 @@ class _Proof(_Task):
 
 
 def _pursue(passes: MaskedPasses, pixels: Tensor, tasks: Sequence[_Task]) -> None:
-    """Run the tasks' passes, each task no further than needed, in full batches as long as there are
-    any.
-    """
+    """Run the tasks' passes, each no further than needed, in full batches while there are any."""
     ahead = 1
     while live := [task for task in tasks if task.queue and not task.settled]:
         next_ones = [(task, view) for task in live for view in task.queue[:ahead]]

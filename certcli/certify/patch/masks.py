@@ -1,6 +1,4 @@
-"""Masks that hide every patch of a size, and the passes that a patch meets. Theorems and proofs:
-docs/patch.md.
-"""
+"""Masks that hide every patch of a size, and the passes a patch meets. Proofs: docs/patch.md."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,8 +19,7 @@ MOST_SETS = 200_000
 
 
 def met_blocks(grid: Grid, patch: Patch) -> list[tuple[Interval, Interval]]:
-    """The blocks of cells (rows, columns), each from start to stop, that one patch meets, over all
-    its places.
+    """Blocks of cells (rows, columns), from start to stop, that a patch meets, at all places.
 
     Blocks within others are left out: what holds for all cells of a block holds for its part.
     """
@@ -32,9 +29,7 @@ def met_blocks(grid: Grid, patch: Patch) -> list[tuple[Interval, Interval]]:
 
 
 def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
-    """The intervals of cells that `patch` pixels meet, at all places in a side of `length`; the
-    largest ones alone.
-    """
+    """The largest intervals of cells that `patch` pixels meet, at all places of `length`."""
     every = {
         (start // cell, (start + patch - 1) // cell + 1) for start in range(length - patch + 1)
     }
@@ -45,8 +40,7 @@ def met_intervals(length: int, patch: int, cell: int) -> list[Interval]:
 
 
 def cover(length: int, patch: int, cell: int, count: int) -> list[Interval]:
-    """At most `count` intervals of cells, all of one length, such that each patch's cells lie
-    within one of them.
+    """At most `count` equal intervals of cells, such that each patch's cells lie within one.
 
     A patch meets at most q = ceil((patch - 1) / cell) + 1 of the n cells: it lies within one of the
     n - q + 1 windows of q cells. With s = ceil((n - q + 1) / count), the interval from i s, of q +
@@ -63,8 +57,7 @@ def cover(length: int, patch: int, cell: int, count: int) -> list[Interval]:
 
 
 def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
-    """Views (m, rows, columns), each without one block: count x count blocks that cover every place
-    of one such patch.
+    """Views (m, rows, columns), each without a block: count x count cover all of a patch's places.
 
     With several patches, each view hides that number of blocks. UsageError when a view would see
     nothing.
@@ -103,8 +96,7 @@ def seen(views: Tensor, blocks: Sequence[tuple[Interval, Interval]]) -> Tensor:
 
 
 def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
-    """The sets of views that see something of the patches, over all their places: (m, rows,
-    columns) -> (s, m) bool.
+    """Sets of views that see the patches, at all their places: (m, rows, columns) -> (s, m) bool.
 
     Equal sets once, and of comparable ones the larger where there are few: what holds with more
     views lost holds with fewer. UsageError when several patches have too many places to look at.
@@ -121,9 +113,7 @@ def met_views(views: Tensor, grid: Grid, patch: Patch) -> Tensor:
 
 
 def hole(views: Tensor, grid: Grid, patch: Patch) -> tuple[Interval, Interval] | None:
-    """A block of cells that one patch meets and no view hides whole; None where the views cover
-    every place.
-    """
+    """Cells that one patch meets and no view hides whole; None: the views cover every place."""
     blocks = met_blocks(grid, patch)
     open_ones = seen(views, blocks).all(dim=0).nonzero().flatten().tolist()
     return blocks[open_ones[0]] if open_ones else None

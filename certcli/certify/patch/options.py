@@ -1,15 +1,13 @@
-"""Options of --method patch, which other commands that run a defended classifier share. No torch
-here.
-"""
+"""Options of --method patch, and of commands that run a defended classifier. No torch here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from certcli.certify.options import CertifierOptions
 from certcli.evaluation.threat import Patch
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 DOUBLE_MASKING = "double-masking"
@@ -36,33 +34,25 @@ class Patches(CertifierOptions):
     """
 
     panel: ClassVar[str] = "Patches"
-    patches: Annotated[
-        list[str],
-        Option(
-            "32 (pixels a side), 16x64 (width x height), 2% (of the pixels), 2:32 (two "
-            "of them); may be repeated.",
-            ("--patch",),
-            "SIZE",
-        ),
-    ] = field(default_factory=list)
-    procedure: Annotated[
-        str, Option("How the defended classifier decides: double-masking, or voting over bands.")
-    ] = DOUBLE_MASKING
-    masks: Annotated[
-        int, Option("K x K masks. A larger K hides less and takes more passes.", metavar="K")
-    ] = 3
-    bands: Annotated[
-        str, Option("Visible part of the image in each vote: columns, rows or blocks.")
-    ] = "columns"
-    band_width: Annotated[
-        int, Option("Width of a band in cells (in tokens, if tokens are dropped).")
-    ] = 3
-    hide: Annotated[
-        str,
-        Option(
-            "tokens (dropped: ViT, DeiT), pixels (grey: any network), auto (tokens where possible)."
-        ),
-    ] = "auto"
+    patches: list[str] = option(
+        list,
+        "32 (pixels a side), 16x64 (width x height), 2% (of the pixels), 2:32 (two of "
+        "them); may be repeated.",
+        "--patch",
+        metavar="SIZE",
+    )
+    procedure: str = option(
+        DOUBLE_MASKING, "How the defended classifier decides: double-masking, or voting over bands."
+    )
+    masks: int = option(3, "K x K masks. A larger K hides less and takes more passes.", metavar="K")
+    bands: str = option(
+        "columns", "Visible part of the image in each vote: columns, rows or blocks."
+    )
+    band_width: int = option(3, "Width of a band in cells (in tokens, if tokens are dropped).")
+    hide: str = option(
+        "auto",
+        "tokens (dropped: ViT, DeiT), pixels (grey: any network), auto (tokens where possible).",
+    )
     cell: Sequence[int] | None = None
     rows: int | None = None
 
@@ -92,9 +82,7 @@ class Patches(CertifierOptions):
             )
 
     def sizes(self, image: tuple[int, int]) -> list[Patch]:
-        """Return the patches for an image (height, width) in the order they are named; UsageError
-        when there is none.
-        """
+        """Return the patches for (height, width), as named; UsageError when there is none."""
         if not self.patches:
             raise UsageError(
                 "--method patch needs a patch",

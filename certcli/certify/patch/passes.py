@@ -1,5 +1,4 @@
-"""Passes in batches of one fixed size, and whether a pass gives the same bits whatever else is in
-its batch.
+"""Passes in batches of a fixed size; does a pass give the same bits whatever its batch holds.
 
 A certificate speaks of the classifier as it is executed: a pass that sees nothing of a patch must
 give the same class as without it. BLAS chooses its sums by the shape of a batch, so that a row's
@@ -27,9 +26,7 @@ SAFETY = 4.0
 
 @dataclass(frozen=True)
 class Determinism:
-    """What running the same passes in other company showed. difference: the largest, of any logit.
-    passes: compared.
-    """
+    """The same passes in other company. difference: the largest of a logit. passes: compared."""
 
     difference: float
     passes: int
@@ -50,9 +47,7 @@ class Determinism:
 
 @dataclass(frozen=True)
 class Answer:
-    """The class of a pass, and whether any execution of it gives that class: its lead is above the
-    margin.
-    """
+    """A pass' class, and whether every execution gives it: its lead is above the margin."""
 
     top: int
     lead: float
@@ -75,8 +70,7 @@ def _require_alone(after: Tensor, before: Tensor, rows: Tensor) -> None:
 
 
 class MaskedPasses:
-    """Runs passes of `part`, `rows` at a time. views: (m, rows, columns), all that the defence
-    uses.
+    """Runs passes of `part`, `rows` at a time. views: (m, rows, columns), of the defence.
 
     run counts the passes that were asked for, `executed` those with what batches were filled up
     with.
@@ -95,9 +89,7 @@ class MaskedPasses:
         self.executed = 0
 
     def answers(self, pixels: Tensor, queries: Sequence[tuple[int, int]]) -> list[Answer]:
-        """One answer for each (image, view): pixels (b, c, h, w). Equal kinds of views should come
-        together.
-        """
+        """Answer each (image, view) of pixels (b, c, h, w). Like views should be adjacent."""
         answers: list[Answer | None] = [None] * len(queries)
         pixels = sent(pixels, self.device)
         for places in self.batches(queries):
@@ -114,9 +106,7 @@ class MaskedPasses:
         return [answer for answer in answers if answer is not None]
 
     def batches(self, queries: Iterable[tuple[int, int]]) -> list[list[int]]:
-        """Positions of `wanted` in batches of one kind, in order; the last of each kind may be
-        short.
-        """
+        """Positions of `wanted` in batches of a kind, in order; a kind's last may be short."""
         queues: dict[int, list[int]] = defaultdict(list)
         for place, (_, view) in enumerate(queries):
             queues[self.kinds[view]].append(place)
@@ -136,9 +126,7 @@ class MaskedPasses:
         return self.part(pixels[images], self._views[views])
 
     def _compare(self) -> Determinism:
-        """Each kind of pass twice: at another place of its batch, with another image and view in
-        every second row.
-        """
+        """Each kind twice: elsewhere in its batch, other images and views in between."""
         generator = torch.Generator().manual_seed(0)
         size = self.part.model.input_size
         pixels = torch.rand(self.rows + 1, *size, generator=generator).to(self.device)

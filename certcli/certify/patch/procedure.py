@@ -1,6 +1,4 @@
-"""What a defence against patches is: a procedure that classifies by passes over views, and a proof
-of its answers.
-"""
+"""A defence against patches: it classifies by passes over views, and proves its answers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,8 +13,7 @@ from certcli.evaluation.threat import Patch
 
 @dataclass(frozen=True)
 class PatchOutcome:
-    """The procedure's class for an image, the patches that provably do not change it, and what
-    passes voted where they do.
+    """The class, the patches proven not to change it, and what passes voted, where they do.
 
     Attributes:
         prediction: NONE where passes with logits that are not finite decide.
@@ -28,9 +25,7 @@ class PatchOutcome:
 
 
 class Procedure(ABC):
-    """views: (m, rows, columns), of all its passes. settings: what decides it, for records; title:
-    in words.
-    """
+    """views: (m, rows, columns), of all passes. settings: for records; title: in words."""
 
     name: ClassVar[str]
     views: Tensor
@@ -45,6 +40,4 @@ class Procedure(ABC):
     def certify(
         self, passes: MaskedPasses, pixels: Tensor, labels: Sequence[int]
     ) -> list[PatchOutcome]:
-        """The same with what is proven of it. An image that is not of its label's class may be left
-        unproven.
-        """
+        """Classify, and prove. An image not of its label's class may be left unproven."""

@@ -1,5 +1,4 @@
-"""A denoiser in front of a classifier that never saw noise: DnCNN, or a diffusion model in a folder
-of diffusers or a file of guided-diffusion.
+"""A denoiser before a classifier that never saw noise: DnCNN, or diffusion, from file or folder.
 
 Source: Zhang, Zuo, Chen, Meng & Zhang 2017 (the network); Salman, Sun, Yang, Kapoor & Kolter 2020,
 Denoised smoothing: a provable defense for pretrained classifiers (its use, and the names of the
@@ -31,8 +30,7 @@ _KIND = "DnCNN: convolutions 3 x 3 and batch normalisations named dncnn.N.weight
 
 
 class Denoiser(PixelDenoiser):
-    """Noisy pixels (b, c, h, w) -> pixels of that shape: x - dncnn(x), dncnn a chain of
-    convolutions, norms and ReLUs.
+    """Noisy pixels (b, c, h, w) -> x - dncnn(x): a chain of convolutions, norms and ReLUs.
 
     digest: of its tensors, which with this class decide the function.
     """
@@ -61,8 +59,7 @@ class Denoiser(PixelDenoiser):
 
 
 def read_denoiser(path: Path, channels: int) -> DenoiserSource:
-    """Return the denoiser in a file or a folder, for images with this number of channels; one of
-    the hub is fetched.
+    """Return a file's or folder's denoiser for so many channels; one of the hub is fetched.
 
     Raises:
         ArchitectureError: it is neither a DnCNN nor an unconditional diffusion model.
@@ -107,9 +104,7 @@ def read_denoiser(path: Path, channels: int) -> DenoiserSource:
 
 
 def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Put the tensors into the network, all of them and no others; those that decide its function
-    are returned.
-    """
+    """Load exactly these tensors into the network; return those that decide its function."""
     expected = net.state_dict()
     optional = {name for name in expected if name.endswith("num_batches_tracked")}
     wrong = sorted((expected.keys() - optional) ^ (tensors.keys() - optional))

@@ -1,5 +1,4 @@
-"""One step of a diffusion model as a denoiser: a deterministic function of the noisy pixels, built
-for one sigma.
+"""One step of a diffusion model as a denoiser: deterministic, built for one sigma.
 
 Source: Carlini, Tramer, Dvijotham, Rice, Sun & Kolter 2023, (Certified!!) adversarial robustness
 for free.
@@ -72,8 +71,7 @@ class OneShot(PixelDenoiser):
         }
 
     def require_size(self, size: tuple[int, int, int]) -> None:
-        """Raise ArchitectureError where the levels do not divide a side. Nothing is resized before
-        the denoiser.
+        """Raise ArchitectureError where levels do not divide a side: nothing is resized.
 
         A resize would mix the noise of neighbouring pixels, and the UNet expects white noise.
         """
@@ -103,9 +101,7 @@ class OneShot(PixelDenoiser):
 
 @dataclass(frozen=True)
 class Diffusion:
-    """A UNet and its schedule, which become another function for each sigma; digest: of the
-    tensors.
-    """
+    """A UNet and its schedule, another function for each sigma; digest: of the tensors."""
 
     per_sigma: ClassVar[bool] = True
     net: UNet
@@ -118,9 +114,7 @@ class Diffusion:
 
 
 def step_of(schedule: Schedule, sigma: float) -> int:
-    """Return the step whose noise is nearest to 2 sigma on images in [-1, 1]; UsageError beyond the
-    schedule.
-    """
+    """Return the step of noise nearest to 2 sigma on [-1, 1]; UsageError beyond the schedule."""
     ratios = noise_to_signal(schedule.alpha_bars)
     # the last step without signal is beyond every sigma
     ratios = ratios[ratios.isfinite() & (ratios > 0)]

@@ -1,6 +1,4 @@
-"""The functions that smoothing speaks of: the network as it is run on noisy pixels, alone or behind
-a denoiser.
-"""
+"""What smoothing speaks of: the network run on noisy pixels, alone or behind a denoiser."""
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +20,7 @@ CLIMBED = 16
 
 
 class Classifier(nn.Module):
-    """Noisy pixels, float32 -> logits. The pixels are normalised in float32; denoiser and network
-    run in `precision`.
-    """
+    """Noisy float32 pixels -> logits, normalised in float32; the networks run in `precision`."""
 
     def __init__(
         self, model: build.PixelModel, precision: str, denoiser: PixelDenoiser | None = None
@@ -54,9 +50,7 @@ class Classifier(nn.Module):
         return normalised
 
     def run(self, prepared: Tensor) -> Tensor:
-        """Return the rest: prepared pixels -> logits. The first batch of each size is compared with
-        rows run alone.
-        """
+        """Prepared pixels -> logits; compare each size's first batch with rows run alone."""
         logits = self.logits(prepared)
         if (
             len(prepared) > 1
@@ -112,9 +106,7 @@ def classifier(
 
 @torch.no_grad()
 def require_alone(model: build.PixelModel) -> None:
-    """UsageError where an image's logits depend on its batch: its draws, which share one, would not
-    be independent.
-    """
+    """UsageError where logits depend on the batch: its draws would not be independent."""
     weight = next(model.parameters(), torch.zeros(()))
     images = noise_like(torch.empty(3, *model.input_size, dtype=weight.dtype, device=weight.device))
     try:
@@ -127,9 +119,7 @@ def require_alone(model: build.PixelModel) -> None:
 
 
 class Smoothed(nn.Module):
-    """log mean softmax f(x + sigma z) over a few draws of z that stay the same: what an attack on g
-    climbs on.
-    """
+    """log mean softmax f(x + sigma z) over a few fixed z: what an attack on g climbs."""
 
     def __init__(self, classify: nn.Module, sigma: float, seed: int) -> None:
         super().__init__()

@@ -37,9 +37,7 @@ class ModuleAtSigma(PixelDenoiser):
 
     @torch.no_grad()
     def require_size(self, size: tuple[int, int, int]) -> None:
-        """Raise ArchitectureError unless the module maps an image of this size to one, the same
-        each time.
-        """
+        """Raise ArchitectureError unless an image maps to one of this size, reproducibly."""
         pixels = torch.rand(1, *size, generator=torch.Generator().manual_seed(0))
         name = type(self.module).__name__
         try:

@@ -1,11 +1,9 @@
-"""Randomised smoothing: what the network says of an image under Gaussian noise, and how far that
-cannot change.
+"""Randomised smoothing: what the network says under Gaussian noise, and how far that holds.
 
 g(x) = the class that f gives to x + sigma z most often, z ~ N(0, I), pixels unclipped. If the class
 c is given with probability p > 1/2, no image within sigma Phi^-1(p) (pixel l2) has another g. p is
-bounded from below by drawing.
-Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks, early stops and their proofs:
-docs/smoothing.md.
+bounded from below by drawing. Source: Cohen, Rosenfeld & Kolter 2019, Theorem 1 and CERTIFY. Looks,
+early stops and their proofs: docs/smoothing.md.
 """
 
 import math
@@ -40,8 +38,7 @@ the boundary by less. Near probability 1, TIES alone would allow a radius a quar
 
 
 class SmoothingCertifier(Certifier):
-    """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), the function the
-    statement is about.
+    """classify: noisy pixels (r, c, h, w) float32 on `device` -> logits (r, k), as is stated.
 
     Attributes:
         purpose: of the noise; see `noise`.
@@ -194,9 +191,7 @@ class SmoothingCertifier(Certifier):
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
-        """Fresh noise: a claim says p >= Phi(R / sigma). It is refuted where so few hits have at
-        most the chance `level`.
-        """
+        """Refute p >= Phi(R / sigma) where fresh noise hits so rarely, at most chance `level`."""
         finite = [row for row, claim in enumerate(claims) if self.settings.states(claim.radius)]
         drawn = (
             self._hits([claims[row] for row in finite], pixels[finite], doubt.seed, noise.CONFIRM)
@@ -222,9 +217,7 @@ class SmoothingCertifier(Certifier):
         return confirmations
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
-        """The run's own draws, made again: radius and class are those of the record, but for draws
-        at a tie (`TIES`).
-        """
+        """Repeat the run's draws: the record's radius and class, but for ties (`TIES`)."""
         confirmations = []
         recomputed = self.batch(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
@@ -251,9 +244,7 @@ class SmoothingCertifier(Certifier):
     def stands(
         self, claims: Sequence[Certificate], nearby: Tensor, doubt: RecheckSettings
     ) -> list[bool]:
-        """Inside a true radius the class has more than half of the draws: fails where so few have
-        the chance `level`.
-        """
+        """Fails where so few draws of the class, over 1/2 in truth, have chance `level`."""
         samples = self.settings.samples
         hits = self._hits(claims, nearby, doubt.seed, noise.NEARBY)
         return [_chance_of_so_few(count, samples, 0.5) > doubt.level for count in hits]
@@ -295,9 +286,8 @@ class SmoothingCertifier(Certifier):
             for sample in range(start, stop)
         ]
         counts = torch.zeros(len(indices) * self._classes, dtype=torch.int64, device=self._device)
-        finite = torch.ones(
-            (), dtype=torch.bool, device=self._device
-        )  # looked at in the end: a GPU works ahead
+        # looked at in the end: a GPU works ahead
+        finite = torch.ones((), dtype=torch.bool, device=self._device)
         start = 0
         while start < len(rows):
             part = rows[start : start + self._batch_size]
@@ -320,9 +310,8 @@ class SmoothingCertifier(Certifier):
             except (MemoryError, RuntimeError) as failure:
                 if self._batch_size == 1 or not out_of_memory(failure):
                     raise
-                self._batch_size = max(
-                    1, len(part) // 2
-                )  # the same noise in smaller batches: nothing is counted twice
+                # the same noise in smaller batches: nothing is counted twice
+                self._batch_size = max(1, len(part) // 2)
                 self.remark = f"memory lasts for {self._batch_size} noisy images at a time: --batch-size was reduced"
                 continue
             start += len(part)

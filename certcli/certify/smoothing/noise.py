@@ -1,5 +1,4 @@
-"""Gaussian noise by counter: image i, sample k has the same noise on any device, in any batch, in
-any process.
+"""Gaussian noise by counter: image i, sample k has the same on any device and in any batch.
 
 The bits are those of Philox4x64-10 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2,
 3) with the key (seed, 0) and the counter (block, image, sample, purpose), blocks from 1: numpy's
@@ -38,9 +37,7 @@ def words(
     device: torch.device,
     purpose: int = CERTIFY,
 ) -> Tensor:
-    """Row r: the first `count` 32-bit words of image images[r], sample samples[r], low halves
-    first: (r, count) int32.
-    """
+    """Row r: `count` 32-bit words of (images[r], samples[r]), low halves first: (r, count)."""
     if device.type == "cpu" and count > _FEW:
         blocks = -(-count // 8)
         rows = [
@@ -96,9 +93,7 @@ def _signed(value: int) -> int:
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 64 bits of the product of unsigned numbers, from products of their 32-bit
-    halves.
-    """
+    """High and low 64 bits of an unsigned product, from products of 32-bit halves."""
     f0 = factor & _LOW
     f1 = factor >> 32
     x0 = x & _LOW
@@ -133,8 +128,7 @@ def noisy(
     which: Sequence[int] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Row r: pixels[which[r]] + sigma z, with the noise z of image images[r], sample samples[r]:
-    (r, c, h, w) float32.
+    """Row r: pixels[which[r]] + sigma z, z of (images[r], samples[r]): (r, c, h, w) float32.
 
     Args:
         which: row of `pixels` for each row, r itself unless given.

@@ -1,5 +1,4 @@
-"""Options of --method smoothing, and the statistics that they decide. No torch here: `certify
---help` reads them.
+"""Options of --method smoothing, and their statistics. No torch here: `--help` reads them.
 
 Source: Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing,
 CERTIFY.
@@ -9,13 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from certcli.certify.options import CertifierOptions
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
 from certcli.evaluation.radii import attacked_radius, parse_number, parse_radius
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import option
 
 AUTO: Literal["auto"] = "auto"
 PRECISIONS = ("float32", "bf16")
@@ -41,8 +40,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Smoothing(CertifierOptions):
-    """sigma of the noise; n0 draws choose the class, `samples` bound its probability, at confidence
-    1 - alpha an image.
+    """n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha.
 
     Args:
         sigma: or "auto": by `tuning`.
@@ -61,50 +59,38 @@ class Smoothing(CertifierOptions):
     """
 
     panel: ClassVar[str] = "Smoothing"
-    sigma: Annotated[
-        float | Literal["auto"],
-        Option(
-            "Standard deviation of the noise, pixel units; auto: chosen on a few other images.",
-            metavar="S",
-            read=lambda text: text if text == AUTO else parse_number(text),
-        ),
-    ] = 0.25
-    n0: Annotated[int, Option("Draws that choose an image's class.")] = 100
-    samples: Annotated[
-        int,
-        Option(
-            "Draws that bound its probability. More draws certify larger radii.",
-            ("--samples", "-n"),
-        ),
-    ] = 1000
-    alpha: Annotated[float, Option("Probability that a certificate is wrong, for each image.")] = (
-        0.001
+    sigma: float | Literal["auto"] = option(
+        0.25,
+        "Standard deviation of the noise, pixel units; auto: chosen on a few other images.",
+        metavar="S",
+        read=lambda text: text if text == AUTO else parse_number(text),
     )
-    enough: Annotated[
-        float | None,
-        Option("Stop drawing once an image is certified beyond R.", metavar="R", read=parse_radius),
-    ] = None
-    decide: Annotated[
-        bool,
-        Option(
-            "With --enough R: also stop on images that will probably (99 %) not reach "
-            "R. Only the share at R is then "
-            "meaningful.",
-            ("--decide",),
-        ),
-    ] = False
-    precision: Annotated[
-        str,
-        Option("Precision of the certified network: float32 or bf16."),
-    ] = "float32"
-    denoiser_file: Annotated[
-        Path | None,
-        Option(
-            "Denoise the noisy images first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
-            ("--denoiser",),
-            "PATH",
-        ),
-    ] = None
+    n0: int = option(100, "Draws that choose an image's class.")
+    samples: int = option(
+        1000,
+        "Draws that bound its probability. More draws certify larger radii.",
+        "--samples",
+        "-n",
+    )
+    alpha: float = option(0.001, "Probability that a certificate is wrong, for each image.")
+    enough: float | None = option(
+        None, "Stop drawing once an image is certified beyond R.", metavar="R", read=parse_radius
+    )
+    decide: bool = option(
+        False,
+        "With --enough R: also stop on images that will probably (99 %) not reach R. Only "
+        "the share at R is then meaningful.",
+    )
+    precision: str = option(
+        "float32",
+        "Precision of the certified network: float32 or bf16.",
+    )
+    denoiser_file: Path | None = option(
+        None,
+        "Denoise the noisy images first: a DnCNN, a folder of diffusers, a guided-diffusion file.",
+        "--denoiser",
+        metavar="PATH",
+    )
     seed: int = 0
     batch_size: int = 128
     denoiser: str | None = None
@@ -118,12 +104,11 @@ class Smoothing(CertifierOptions):
             "decide": bool,
             "precision": str,
         }
+        # values also come from records and evidence, which anyone may have written
         for (
             name,
             kind,
-        ) in (
-            kinds.items()
-        ):  # values also come from records and evidence, which anyone may have written
+        ) in kinds.items():
             value = getattr(self, name)
             optional = (name == "enough" and value is None) or (name == "sigma" and value == AUTO)
             if not optional and (
@@ -174,17 +159,13 @@ class Smoothing(CertifierOptions):
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """After how many samples the counts are looked at: n0, then doubling, then all. Fixed
-        before anything is drawn.
-        """
+        """When counts are looked at: n0, doubling, all. Fixed before anything is drawn."""
         sizes = [self.n0 << power for power in range(64) if self.n0 << power < self.samples]
         return (*sizes, self.samples)
 
     @property
     def levels(self) -> Mapping[int, float]:
-        """Look -> its part of alpha; a look of level 0 can end in abstention only. They sum to
-        alpha, rounded down.
-        """
+        """Look -> its part of alpha (0: abstention only). They sum to alpha, rounded down."""
         *early, last = self.looks
         if self.enough is None or not early:
             return {**dict.fromkeys(early, 0.0), last: self.alpha}
@@ -197,9 +178,7 @@ class Smoothing(CertifierOptions):
         return self.radius(self.samples, self.samples)
 
     def radius(self, hits: int, drawn: int) -> float:
-        """sigma Phi^-1(p) for the lower bound p that this look may state, rounded down; 0 where p
-        <= 1/2.
-        """
+        """sigma Phi^-1(p) for this look's lower bound p, rounded down; 0 where p <= 1/2."""
         from scipy.special import ndtri
 
         level = self.levels[drawn]
@@ -207,9 +186,7 @@ class Smoothing(CertifierOptions):
         return max(0.0, self.deviation * float(ndtri(p)) * _DOWN) if p > 0.5 else 0.0
 
     def states(self, radius: float) -> bool:
-        """Tell whether there is a count of hits at which CERTIFY with these settings states this
-        radius.
-        """
+        """Tell whether some count of hits states this radius in CERTIFY."""
         for look in self.looks:
             low = 0
             high = look
@@ -231,8 +208,7 @@ class Smoothing(CertifierOptions):
         return False
 
     def hopeless(self, hits: int, drawn: int) -> bool:
-        """No sample that is left could lead to a certificate, or p <= 1/2 at the confidence 1 -
-        HOPELESS.
+        """No sample left could lead to a certificate, or p <= 1/2 at confidence 1 - HOPELESS.
 
         With `decide`: to one beyond `enough`, or p <= Phi(enough / sigma) at the confidence 1 -
         UNLIKELY.

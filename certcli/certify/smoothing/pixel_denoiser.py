@@ -25,9 +25,7 @@ class PixelDenoiser(nn.Module):
 
 
 class DenoiserSource(Protocol):
-    """A denoiser as it is read; `at` is its function for one sigma, and per_sigma whether that
-    differs between sigmas.
-    """
+    """A denoiser as read; `at`: its function for a sigma; per_sigma: it differs by sigma."""
 
     @property
     def per_sigma(self) -> bool: ...

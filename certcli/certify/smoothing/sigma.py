@@ -38,8 +38,7 @@ def choose_sigma(
     images: Images,
     radii: Sequence[float],
 ) -> tuple[float, dict[float, float]]:
-    """Return the sigma of `SIGMAS` with the largest mean certified accuracy over the radii,
-    estimated; and all their shares.
+    """Return the sigma of `SIGMAS` of largest mean certified accuracy, estimated; and all shares.
 
     `classify_at(sigma)` is the function that is smoothed with sigma: a diffusion model before it is
     another one for each. A radius that the samples of `settings` could not reach counts nothing.
@@ -90,9 +89,7 @@ def _require_stated(denoiser: PixelDenoiser, options: Smoothing) -> None:
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) -> SmoothingCertifier:
-    """Return the certifier of the network under noise; `options.tuning` chooses a sigma that is
-    "auto".
-    """
+    """Return the certifier under noise; `options.tuning` chooses a sigma that is "auto"."""
     denoiser = _denoiser(checkpoint, options)
     about: dict[str, Any] = {}
     if options.tuning is None:

@@ -2,9 +2,7 @@
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from certcli.adapt.settings import AdaptSettings
 from certcli.cli.adapt import run
@@ -13,6 +11,7 @@ from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk, beside
 from certcli.cli.shared.inputs import say_wider
 from certcli.cli.shared.output import percent
+from certcli.system.options import option
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -24,23 +23,13 @@ if TYPE_CHECKING:
 class Mode:
     """Continue an interrupted run, or show the plan alone."""
 
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue an interrupted run of the same command.",
-            rich_help_panel="Fitting",
-        ),
-    ] = False
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the plan with parameters, multiply-adds and bounds, and stop."
-        ),
-    ] = False
-    bounds: Annotated[
-        bool, typer.Option("--bounds/--no-bounds", help="Prove bounds for the plan.")
-    ] = True
+    resume: bool = option(
+        False, "Continue an interrupted run of the same command.", panel="Fitting"
+    )
+    dry_run: bool = option(
+        False, "Print the plan with parameters, multiply-adds and bounds, and stop."
+    )
+    bounds: bool = option(True, "Prove bounds for the plan.", "--bounds/--no-bounds")
 
 
 @command(

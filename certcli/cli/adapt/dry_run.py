@@ -1,6 +1,4 @@
-"""`certvit adapt --dry-run`: the changes that surgery would make and their costs; nothing is fitted
-or downloaded.
-"""
+"""`certvit adapt --dry-run`: the changes of surgery and their costs; nothing is fitted."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,4 @@
-"""Run the two goals of `certvit adapt`, and show the trade between choices kept and digits of the
-bound.
-"""
+"""Run the two goals of `certvit adapt`, and show the trade between accuracy and the bound."""
 
 import shlex
 from collections.abc import Sequence
@@ -41,8 +39,7 @@ chance."""
 def say_training_follows(
     settings: "AdaptSettings", classes: int, teach: Sequence[str], sink: Sink
 ) -> None:
-    """Say, before minutes are spent, that the adapted network is only a start for training, or that
-    the goal does not fit.
+    """Say early that the adapted network is only a start for training, or the goal does not fit.
 
     Args:
         teach: The words of the command that trains the output with its source as the teacher,
@@ -90,9 +87,7 @@ def make_adapter(
 def fit(
     adapter: "Adapter | Keeper", state_path: Path, resume: bool, locks: ExitStack, sink: Sink
 ) -> None:
-    """Run the adapter, save its state after each step, and let `held` hold it; --goal keep is too
-    quick to need that.
-    """
+    """Run the adapter, saving each step, held by `held`; --goal keep is too quick for that."""
     from certcli.adapt.keep import Keeper
     from certcli.adapt.state import load_state, save_state
     from certcli.checkpoint.outputs import hold_state
@@ -119,9 +114,7 @@ def fit(
 
 
 def trade_document(trade: "Trade") -> dict[str, Any]:
-    """Return {"trade": a row for each rung} for the report and the record; {} where no parts were
-    chosen.
-    """
+    """Return {"trade": a row for each rung} for report and record; {} without chosen parts."""
     from msgspec import to_builtins
 
     return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Evaluation
+from certcli.evaluation.radii import parse_radius
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 
 if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def list_attacks(context: typer.Context, enabled: bool) -> None:
-    """Print every attack, certvit's own and those of torchattacks, with norms, and arguments with
-    their defaults.
-    """
+    """Print every attack, ours and torchattacks', with norms, arguments and defaults."""
     from certcli.attack.catalogue import ATTACKS
     from certcli.attack.torchattacks_spec import PREFIX, names, signature
     from certcli.cli.shared.output import Sink
@@ -56,100 +55,60 @@ def list_attacks(context: typer.Context, enabled: bool) -> None:
 class Attacks:
     """Which attacks run, at which radii, and what they may spend."""
 
-    attacks: Annotated[
-        list[str],
-        typer.Option(
-            "--attack",
-            "-a",
-            help="fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, and "
-            "all that --list shows; may be "
-            "repeated. Default: pgd.",
-        ),
-    ] = field(default_factory=list)
-    listed: Annotated[
-        bool,
-        typer.Option(
-            "--list", is_eager=True, callback=list_attacks, help="Show all attacks and exit."
-        ),
-    ] = False
-    preset: Annotated[
-        str | None, typer.Option(help="A paper's evaluation: certvit, specformer-standard, ...")
-    ] = None
-    epsilon: Annotated[
-        list[float],
-        typer.Option(
-            "--epsilon",
-            "-e",
-            parser=options.fraction,
-            metavar="R",
-            help="Radius in pixel units, 0.5 or 8/255; repeated: a curve. Default: 0.5.",
-        ),
-    ] = field(default_factory=list)
-    norm: Annotated[
-        str | None, typer.Option(help="l2 (default), linf, or patch (with --patch).")
-    ] = None
-    defence: Annotated[
-        str,
-        typer.Option(
-            help="With --norm patch: none, or patch, the classifier of certify --method patch."
-        ),
-    ] = "none"
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Steps of iterated attacks. Default: each attack's own."),
-    ] = None
-    restarts: Annotated[
-        int, typer.Option(min=1, help="Runs of random attacks on images that are not broken yet.")
-    ] = 1
-    step_size: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.fraction,
-            metavar="A",
-            help="Constant step size, pixel units. Default: decreases from 2 radii to 0.",
-        ),
-    ] = None
-    samples: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Draws to average for networks with randomness, in eot-pgd and in the verdict.",
-        ),
-    ] = 1
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="Precision of the attack's own passes, float32 or bf16; results are judged in "
-            "the network's own."
-        ),
-    ] = "float32"
-    pixels: Annotated[
-        str,
-        typer.Option(
-            help="float, or 8bit: round the images first, and search among 8-bit images only."
-        ),
-    ] = "float"
-    independent: Annotated[
-        bool,
-        typer.Option(
-            "--independent",
-            help="Run every attack on every image, also on images that are broken already.",
-        ),
-    ] = False
-    refine: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Bisection steps that shorten each successful change.",
-        ),
-    ] = 0
-    crafted_on: Annotated[
-        str | None,
-        typer.Option("--source", help="Craft on this checkpoint, test on CKPT (transfer)."),
-        options.Reads(),
-    ] = None
-    checks: Annotated[bool, typer.Option(help="Check the evaluation itself on a few images.")] = (
-        True
+    attacks: list[str] = option(
+        list,
+        "fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, and all that "
+        "--list shows; may be repeated. Default: pgd.",
+        "--attack",
+        "-a",
+    )
+    listed: bool = option(
+        False, "Show all attacks and exit.", "--list", is_eager=True, callback=list_attacks
+    )
+    preset: str | None = option(None, "A paper's evaluation: certvit, specformer-standard, ...")
+    epsilon: list[float] = option(
+        list,
+        "Radius in pixel units, 0.5 or 8/255; repeated: a curve. Default: 0.5.",
+        "--epsilon",
+        "-e",
+        metavar="R",
+        read=parse_radius,
+    )
+    norm: str | None = option(None, "l2 (default), linf, or patch (with --patch).")
+    defence: str = option(
+        "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
+    )
+    steps: int | None = option(
+        None, "Steps of iterated attacks. Default: each attack's own.", min=1
+    )
+    restarts: int = option(1, "Runs of random attacks on images that are not broken yet.", min=1)
+    step_size: float | None = option(
+        None,
+        "Constant step size, pixel units. Default: decreases from 2 radii to 0.",
+        metavar="A",
+        read=parse_radius,
+    )
+    samples: int = option(
+        1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
+    )
+    precision: str = option(
+        "float32",
+        "Precision of the attack's own passes, float32 or bf16; results are judged in "
+        "the network's own.",
+    )
+    pixels: str = option(
+        "float",
+        "float, or 8bit: round the images first, and search among 8-bit images only.",
+    )
+    independent: bool = option(
+        False, "Run every attack on every image, also on images that are broken already."
+    )
+    refine: int = option(0, "Bisection steps that shorten each successful change.", min=0)
+    crafted_on: str | None = option(
+        None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=options.Reads()
+    )
+    checks: bool = option(
+        True, "Check the evaluation itself on a few images.", "--checks/--no-checks"
     )
 
     def plan(self, seed: int, certified: bool) -> tuple[AttackSettings, tuple[Stage, ...]]:
@@ -185,17 +144,13 @@ class Attacks:
 class AttackedImages(Evaluation):
     """The images that are attacked."""
 
-    per_class: Annotated[
-        int | None, typer.Option(min=1, help="Use K seeded images of every class.")
-    ] = None
-    only_certified: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Records of `certify`: attack each certified image at its own radius.",
-        ),
-        options.Reads(),
-    ] = None
+    per_class: int | None = option(None, "Use K seeded images of every class.", min=1)
+    only_certified: Path | None = option(
+        None,
+        "Records of `certify`: attack each certified image at its own radius.",
+        metavar="FILE.jsonl",
+        mark=options.Reads(),
+    )
 
     def images(self, record: Any, sink: Sink, unlabelled: bool = False) -> Images:
         images = super().images(record, sink, unlabelled)
@@ -206,34 +161,28 @@ class AttackedImages(Evaluation):
 class AttackOutput:
     """What is written beside the document, and what it must meet."""
 
-    minimum: Annotated[
-        float | None,
-        typer.Option(
-            "--min-robust",
-            parser=options.share,
-            metavar="A",
-            help="Required share that withstands the attacks at the smallest radius: exit 7 if "
-            "it is missed, 9 if the images do not decide.",
-        ),
-    ] = None
+    minimum: float | None = option(
+        None,
+        "Required share that withstands the attacks at the smallest radius: exit 7 if it "
+        "is missed, 9 if the images do not decide.",
+        "--min-robust",
+        metavar="A",
+        read=options.share,
+    )
     records: options.Records = None
     resume: options.Resume = False
-    save_examples: Annotated[
-        Path | None,
-        typer.Option("--save-examples", help="Write adversarial examples as safetensors."),
-        options.Writes(),
-    ] = None
-    gallery: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw images, perturbations and predictions: FILE.png, .svg or .pdf.",
-        ),
-        options.Writes(figure=True),
-    ] = None
-    compare: Annotated[
-        str | None, typer.Option(help="Second checkpoint, shown in the gallery."), options.Reads()
-    ] = None
+    save_examples: Path | None = option(
+        None, "Write adversarial examples as safetensors.", mark=options.Writes()
+    )
+    gallery: Path | None = option(
+        None,
+        "Draw images, perturbations and predictions: FILE.png, .svg or .pdf.",
+        metavar="FILE",
+        mark=options.Writes(figure=True),
+    )
+    compare: str | None = option(
+        None, "Second checkpoint, shown in the gallery.", mark=options.Reads()
+    )
 
     @property
     def keeps_images(self) -> bool:

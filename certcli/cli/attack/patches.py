@@ -1,6 +1,4 @@
-"""`attack --norm patch`: what patches leave of a network, or of the defended classifier that was
-certified.
-"""
+"""`attack --norm patch`: what patches leave of a network, or of its defended classifier."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ MOST_AT_ONCE = 16
 def require(
     attacks: Attacks, data: AttackedImages, patches: Patches, results: AttackOutput
 ) -> bool:
-    """Whether patches are looked for; UsageError for options of balls beside them, and for options
-    of patches without.
-    """
+    """Whether patches are looked for; UsageError for options of the other kind."""
     if attacks.norm != "patch":
         if patches.patches or attacks.defence != "none":
             raise UsageError(
@@ -80,9 +76,7 @@ def attack(
     output: Output,
     sink: Sink,
 ) -> None:
-    """Attack every image at many places, for each size of patch; a certified image that falls is a
-    bug.
-    """
+    """Attack every image at many places, for each size; a certified image that falls is a bug."""
     from certcli.attack.settings import AttackSettings
     from certcli.evaluation.records import RecordFile, Run, describe
 
@@ -221,9 +215,7 @@ def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Images that are attacked together, at one size. read: the records were in the file; find:
-    attacks again.
-    """
+    """Images attacked together, at one size. read: their records were in the file; find: again."""
 
     rows: list[Row]
     read: bool
@@ -312,9 +304,7 @@ def _targets(
 def _certified(
     path: Path, checkpoint: Checkpoint, images: Images
 ) -> tuple[Patches, dict[str, list[int]]]:
-    """The options of records of `certify --method patch`, and which images are certified against
-    which patch.
-    """
+    """The options of the records of `certify --method patch`, and the images certified."""
     from certcli.certify.patch.certifier import PatchCertificate
     from certcli.certify.patch.options import Patches
     from certcli.evaluation.records import read_records, require_same_images, require_same_network

@@ -38,9 +38,7 @@ _BUG = (
 
 @dataclass(frozen=True)
 class Session:
-    """One run of the command: the network, the images, and what is done to them. facts: for header
-    and document.
-    """
+    """One run: the network, the images, and what is done. facts: for header and document."""
 
     checkpoint: Checkpoint
     images: Images
@@ -175,9 +173,7 @@ class Session:
 
 
 class PassCounter:
-    """Names on a bar what is done, with the number of the network's passes so far: one batch may
-    take minutes.
-    """
+    """Shows on a bar the number of the network's passes: one batch may take minutes."""
 
     def __init__(self, model: Any, bar: Bar) -> None:
         self.stage = "attacks"
@@ -199,9 +195,7 @@ class PassCounter:
 
 
 def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
-    """A counterexample inside a certified radius is a bug before it is anything else; then
-    --min-robust.
-    """
+    """A counterexample within a certified radius is a bug, first of all; then --min-robust."""
     if findings.contradiction is not None:
         measured = findings.contradiction.measured
         gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))

@@ -1,6 +1,4 @@
-"""certvit audit: is my model robust? Bound, slope, certificates and attacks within a time budget,
-answered in words.
-"""
+"""certvit audit: bound, slope, certificates and attacks within a time budget, in words."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def audit(
 
 
 def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
-    """Name the photographs that come with certvit where no images are named and the network can see
-    them.
-    """
+    """Name the bundled photographs where no images are named and the network can see them."""
     from certcli.images.datasets import PHOTOGRAPHS, photographs_suit
 
     if data.dataset is not None or record.dataset is not None or not photographs_suit(record.input):
@@ -103,9 +99,7 @@ def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
 
 
 def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
-    """The images to judge by, in turn; None when none were named and those it was trained on are
-    not here.
-    """
+    """The images to judge by, in turn; None when none were named and none of its own are here."""
     from certcli.system.errors import DataError
 
     if data.dataset is None and record.dataset is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
+from certcli.evaluation.radii import parse_radius
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
@@ -26,88 +25,68 @@ METHODS = ("lipschitz", "local", "patch", "smoothing")
 class AuditOptions:
     """The figures to find, the time for them, and the requirements."""
 
-    time_budget: Annotated[
-        str,
-        typer.Option(
-            "--time-budget",
-            metavar="T",
-            help="Wall time: 90s, 2m, 1h. The report names what did not fit.",
-        ),
-    ] = "2m"
-    epsilon: options.Epsilons = field(default_factory=lambda: [0.12, 0.5])
-    attacks: Annotated[
-        list[str],
-        typer.Option(
-            "--attack",
-            "-a",
-            help="pgd, margin-pgd, autoattack, and all that certvit attack --list shows; "
-            "repeated: in turn.",
-        ),
-    ] = field(default_factory=lambda: ["pgd-10", "margin-pgd-10"])
-    methods: Annotated[
-        list[str],
-        typer.Option(
-            "--method",
-            help="lipschitz, local, patch or smoothing; may be repeated. Default: those that "
-            "suit the network.",
-        ),
-    ] = field(default_factory=list)
-    patches: Annotated[
-        list[str],
-        typer.Option(
-            "--patch",
-            metavar="SIZE",
-            help="Prove against patches of this size, behind masks: 32, 16x64, 2%; may be "
-            "repeated.",
-        ),
-    ] = field(default_factory=list)
-    sigma: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.fraction,
-            metavar="S",
-            help="Noise of smoothing, pixel units. Default: the smallest --epsilon, at least "
-            "R / 1.5 for certified@R.",
-        ),
-    ] = None
-    denoiser: Annotated[
-        Path | None,
-        typer.Option(
-            "--denoiser",
-            metavar="PATH",
-            help="Denoiser that runs before the smoothed network: a DnCNN, a folder of "
-            "diffusers, or a guided-diffusion file.",
-        ),
-        options.Reads(),
-    ] = None
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="Precision of smoothing and of the attacks' own passes: float32, bf16, or auto "
-            "(bf16 for a million parameters and more, on hardware for it)."
-        ),
-    ] = "auto"
-    pixels: Annotated[
-        str,
-        typer.Option(
-            help="Images that attacks search among: float, or 8bit (the images are rounded first)."
-        ),
-    ] = "float"
-    fail_on: Annotated[
-        list[str],
-        typer.Option(
-            "--fail-on",
-            metavar="GATE",
-            help="Gate, may be repeated: exit 7 if it is true, 9 if the images do not decide. "
-            "certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, clean<0.9, "
-            "upper>100.",
-        ),
-    ] = field(default_factory=list)
+    time_budget: str = option(
+        "2m", "Wall time: 90s, 2m, 1h. The report names what did not fit.", metavar="T"
+    )
+    epsilon: list[float] = option(
+        lambda: [0.12, 0.5],
+        "Radius in pixel units: 0.5 or 36/255; may be repeated.",
+        "--epsilon",
+        "-e",
+        metavar="R",
+        read=parse_radius,
+    )
+    attacks: list[str] = option(
+        lambda: ["pgd-10", "margin-pgd-10"],
+        "pgd, margin-pgd, autoattack, and all that certvit attack --list shows; repeated: in turn.",
+        "--attack",
+        "-a",
+    )
+    methods: list[str] = option(
+        list,
+        "lipschitz, local, patch or smoothing; may be repeated. Default: those that suit "
+        "the network.",
+        "--method",
+    )
+    patches: list[str] = option(
+        list,
+        "Prove against patches of this size, behind masks: 32, 16x64, 2%; may be repeated.",
+        "--patch",
+        metavar="SIZE",
+    )
+    sigma: float | None = option(
+        None,
+        "Noise of smoothing, pixel units. Default: the smallest --epsilon, at least R / "
+        "1.5 for certified@R.",
+        metavar="S",
+        read=parse_radius,
+    )
+    denoiser: Path | None = option(
+        None,
+        "Denoiser that runs before the smoothed network: a DnCNN, a folder of diffusers, "
+        "or a guided-diffusion file.",
+        metavar="PATH",
+        mark=options.Reads(),
+    )
+    precision: str = option(
+        "auto",
+        "Precision of smoothing and of the attacks' own passes: float32, bf16, or auto "
+        "(bf16 for a million parameters and more, on hardware for it).",
+    )
+    pixels: str = option(
+        "float",
+        "Images that attacks search among: float, or 8bit (the images are rounded first).",
+    )
+    fail_on: list[str] = option(
+        list,
+        "Gate, may be repeated: exit 7 if it is true, 9 if the images do not decide. "
+        "certified@0.25<0.4, proven@0.5<0.1, robust@0.5<0.2, patched@32<0.1, clean<0.9, "
+        "upper>100.",
+        metavar="GATE",
+    )
 
     def plan(self, seed: int, batch_size: int, limit: int | None) -> AuditPlan:
-        """Return the audit's plan; UsageError on names and values that mean nothing, before any
-        work.
-        """
+        """Return the audit's plan; UsageError on meaningless names and values."""
         from certcli.attack.settings import PRECISIONS, AttackSettings
         from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse
@@ -149,30 +128,22 @@ class AuditOptions:
 class Reports:
     """Files beside the answer; their suffix decides the format."""
 
-    report: Annotated[
-        list[Path],
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            help=".html .json .sarif .xml (JUnit) .csv (records) .svg (badge) .md (model card).",
-        ),
-        options.Writes(),
-    ] = field(default_factory=list)
+    report: list[Path] = option(
+        list,
+        ".html .json .sarif .xml (JUnit) .csv (records) .svg (badge) .md (model card).",
+        metavar="FILE",
+        mark=options.Writes(),
+    )
     html: options.Html = None
-    written: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
-        ),
-    ] = TEXT
-    compare: Annotated[
-        Path | None,
-        typer.Option(
-            "--compare",
-            metavar="FILE",
-            help="Earlier --report FILE.json to compare with.",
-        ),
-        options.Reads(),
-    ] = None
+    written: str = option(
+        TEXT,
+        "text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
+        "--format",
+        metavar="NAME",
+    )
+    compare: Path | None = option(
+        None,
+        "Earlier --report FILE.json to compare with.",
+        metavar="FILE",
+        mark=options.Reads(),
+    )

@@ -75,8 +75,7 @@ def gate_of(document: Audit) -> Gate:
 def show(
     document: Audit, further: Sequence[str], reproduction: str, reading: str, sink: Sink
 ) -> None:
-    """Print the answer, what to do next, the details in sentences, then tables; with --json the
-    document.
+    """Print answer, next steps, details in sentences, tables; with --json the document.
 
     further, again: what to do next, and the same once more, as they can be typed here.
     """
@@ -173,9 +172,7 @@ def write(
     plan: AuditPlan,
     sink: Sink,
 ) -> None:
-    """Write the reports, and the checkpoint with its evidence. names: of the classes, for the
-    pictures.
-    """
+    """Write the reports, and the checkpoint with its evidence. names: of the classes."""
     from certcli.audit.pictures import pictures_of
     from certcli.report import formats
     from certcli.report.machine import as_annotations

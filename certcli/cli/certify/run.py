@@ -1,6 +1,4 @@
-"""What `certify` does between its options and its result: the demand, the methods, the
-certificates.
-"""
+"""What `certify` does between options and result: demand, methods, certificates."""
 
 from __future__ import annotations
 
@@ -8,13 +6,13 @@ import time
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.options import RADII, CertifyOptions
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import Norm, attacked_radius, parse_number, proven_percent
 from certcli.system.errors import DataError, NoBoundError, UsageError
-from certcli.system.options import Option
+from certcli.system.options import NOTE
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
@@ -57,9 +55,7 @@ class CertifiedDemand:
 
 @dataclass(frozen=True)
 class CertifyTask:
-    """A network, the images on which it is certified, and the threats of one norm at which shares
-    are shown.
-    """
+    """A network, its images, and the threats of one norm at which shares are shown."""
 
     checkpoint: Checkpoint
     images: Images
@@ -68,9 +64,7 @@ class CertifyTask:
 
 
 def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None, list[Threat]]:
-    """Return the demand and the balls; none for patches, whose sizes wait for the image. UsageError
-    for a contradiction.
-    """
+    """Return the demand and the balls (patches wait for the image). UsageError: contradictions."""
     from certcli.certify.methods import METHODS
     from certcli.evaluation.threat import Threat
 
@@ -127,9 +121,8 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
 
 def _given(values: Any) -> str | None:
     """Return the first option of a method's panel that has another value than its default."""
-    hints = get_type_hints(type(values), include_extras=True)
     for one in fields(values):
-        note = next((n for n in get_args(hints[one.name]) if isinstance(n, Option)), None)
+        note = one.metadata.get(NOTE)
         if note is not None and getattr(values, one.name) != one.default:
             return max(note.names, key=len, default=f"--{one.name.replace('_', '-')}")
     return None
@@ -142,8 +135,7 @@ def of_patches(options: CertifyOptions) -> bool:
 def _demand(
     text: str | None, threats: Sequence[Threat], image: tuple[int, int] = (1, 1)
 ) -> tuple[CertifiedDemand, list[Threat]]:
-    """Return the demand of "0.6@1.58", or of "0.6" for the smallest threat, and all threats,
-    ascending.
+    """Return the demand of "0.6@1.58", or "0.6" (the smallest threat), and ascending threats.
 
     A demanded patch must be among those certified, for the defence depends on them. UsageError when
     it is no share.
@@ -199,17 +191,14 @@ def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoi
 def run_all(
     choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> list[Result]:
-    """Certify by each method; one beside the first is left out where it says nothing. None where
-    another process leads.
-    """
+    """Certify by each method that says something. None where another process leads."""
     results: list[Result] = []
     for method in (choice.method, *choice.beside):
         try:
             result = _run(method, choice, task, options, sink)
         except NoBoundError as failure:
-            if (
-                method == choice.method
-            ):  # gate and document speak of the first: no other may stand in its place
+            # gate and document speak of the first: no other may stand in its place
+            if method == choice.method:
                 raise
             sink.warn(f"skipped {method}: {failure.message}")
         else:
@@ -240,9 +229,7 @@ def _options_of(
 
 
 def _local_options(effort: str, options: CertifyOptions) -> MethodOptions:
-    """Return the options of `local`; branching tries the radii that were asked for, where some
-    were.
-    """
+    """Return the options of `local`; branching tries the radii asked for, if any."""
     from certcli.certify.local_options import BRANCH
 
     branches = effort == BRANCH
@@ -259,9 +246,7 @@ def _local_options(effort: str, options: CertifyOptions) -> MethodOptions:
 
 
 def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
-    """Return a few images of another split than the judged one, where the dataset has one, and say
-    which.
-    """
+    """Return a few images, of another split than the judged one where there is one."""
     from certcli.certify.smoothing.sigma import TUNED
 
     judged = task.images
@@ -286,9 +271,7 @@ def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Im
 
 @dataclass(frozen=True)
 class Result:
-    """The certificates of one method. seconds: an image, of this run; None where all was read from
-    --records.
-    """
+    """The certificates of a method. seconds: an image; None where all was read from --records."""
 
     certifier: Certifier
     rows: Sequence[Certificate]
@@ -322,8 +305,7 @@ class Result:
 def _run(
     method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> Result | None:
-    """Certify all images by one method, each record written as it is found; None where another
-    process leads.
+    """Certify all images by a method, records written at once; None where another leads.
 
     Of the records that were read instead, those that the demand rests on are computed again.
     """
@@ -392,9 +374,7 @@ def _run(
 def _require_reach(
     certifier: Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
 ) -> None:
-    """Raise UsageError when none of these radii can be certified, whatever the network; warn when
-    some cannot.
-    """
+    """Raise UsageError when no radius can be certified by any network; warn when some cannot."""
     if demand.share > 0 and not certifier.searches(demand.threat):
         message = (
             f"nothing is drawn for {demand.threat.attacked()}, of which --min-certified speaks"
@@ -420,8 +400,7 @@ def _require_reach(
 def attacked_shares(
     path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
 ) -> dict[Threat, dict[int, bool]]:
-    """Records of `attack` -> threat -> index -> withstood all attacks in that norm; images attacked
-    at every radius only.
+    """Records of `attack` -> threat -> index -> withstood all attacks, where all radii were run.
 
     DataError when they are of another network, other images or other norms, or when no image was
     attacked at all radii.

@@ -25,8 +25,7 @@ EVIDENCE = (
 def document(
     results: Sequence[Result], reason: str | None, checkpoint: str, images: Images
 ) -> dict[str, Any]:
-    """Return the one document: what was certified, of which network, on which images, with which
-    promise.
+    """Return the one document: what was certified, of which network, on which images.
 
     It speaks of the first method; `methods` holds all of them when there are several, `reason` why
     auto took it.
@@ -46,9 +45,7 @@ def document(
 
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
-    """Return the evidence that a checkpoint keeps of one method: shares where it was drawn for some
-    radius there alone.
-    """
+    """Return the evidence of a method, at the radii it was drawn for, for the checkpoint."""
     from certcli.evaluation.records import describe
 
     fields = {**result.to_json(), "dataset": describe(images)}
@@ -64,9 +61,7 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
 def table(
     results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
 ) -> None:
-    """One method: certified accuracy at each radius with intervals. Several: one row a method. What
-    attacks left is above.
-    """
+    """One method: certified accuracy by radius, with intervals. Several: a row for each method."""
     where = f"{images.name} ({images.split}), {len(images)} images"
     shares = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:

@@ -1,10 +1,7 @@
 """certvit constrain: lower each layer's Lipschitz constant, keep its outputs."""
 
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from certcli.cli.constrain import view
 from certcli.cli.shared import fidelity, options
@@ -13,57 +10,40 @@ from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, 
 from certcli.cli.shared.inputs import say_wider, size_in_bytes
 from certcli.constrain.settings import ConstrainSettings, preset_of
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 from certcli.system.processes import team
 
 
 @group("Method")
 class Aim:
-    """The output error that is allowed, the images and tokens that measure it, or a target for the
-    bound.
-    """
+    """The allowed output error, the images and tokens that measure it, or a target bound."""
 
-    keep: Annotated[
-        float | None,
-        typer.Option(
-            help="Fraction of top-1 predictions to preserve on held-out images (default "
-            "0.98; 0.95 on synthetic images). "
-            "Sets --eta."
-        ),
-    ] = None
-    eta: Annotated[
-        float | None,
-        typer.Option(help="Allowed relative output error of each layer, in place of --keep."),
-    ] = None
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, "
-            "all tokens, no ridge); "
-            "certvit-paper-tables: eta 0.01 and beta 0.1, as its Tables 9 and 10 have."
-        ),
-    ] = None
-    target: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Lower the network's proven bound to this, at the smallest output error."
-        ),
-    ] = None
-    distance: Annotated[
-        str,
-        typer.Option(
-            help="Distance of outputs: plain, relu (one-sided, as in the paper, for layers "
-            "before a ReLU), auto (relu where it applies)."
-        ),
-    ] = "plain"
-    groups: Annotated[
-        int, typer.Option(min=1, help="Number of mini-batch groups, each with its own constraint.")
-    ] = 1
-    tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Tokens of an image in the statistics; 0: all, with products in float64."
-        ),
-    ] = 50
+    keep: float | None = option(
+        None,
+        "Fraction of top-1 predictions to preserve on held-out images (default 0.98; 0.95 "
+        "on synthetic images). Sets --eta.",
+    )
+    eta: float | None = option(
+        None, "Allowed relative output error of each layer, in place of --keep."
+    )
+    preset: str | None = option(
+        None,
+        "certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, all "
+        "tokens, no ridge); certvit-paper-tables: eta 0.01 and beta 0.1, as its Tables 9 "
+        "and 10 have.",
+    )
+    target: float | None = option(
+        None, "Lower the network's proven bound to this, at the smallest output error.", min=0
+    )
+    distance: str = option(
+        "plain",
+        "Distance of outputs: plain, relu (one-sided, as in the paper, for layers before "
+        "a ReLU), auto (relu where it applies).",
+    )
+    groups: int = option(1, "Number of mini-batch groups, each with its own constraint.", min=1)
+    tokens: int = option(
+        50, "Tokens of an image in the statistics; 0: all, with products in float64.", min=0
+    )
 
 
 def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
@@ -82,20 +62,15 @@ def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
 class Layers:
     """Which layers, how many at a time, and a drawing of their curves."""
 
-    layers: Annotated[
-        list[str],
-        typer.Option(
-            help="Only layers whose path matches this pattern (* and ?); may be repeated."
-        ),
-    ] = field(default_factory=list)
-    exclude: Annotated[
-        list[str],
-        typer.Option(help="Leave out layers whose path matches this pattern; may be repeated."),
-    ] = field(default_factory=list)
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Memory limit for statistics, e.g. 2G; a smaller one needs more passes."),
-    ] = None
+    layers: list[str] = option(
+        list, "Only layers whose path matches this pattern (* and ?); may be repeated."
+    )
+    exclude: list[str] = option(
+        list, "Leave out layers whose path matches this pattern; may be repeated."
+    )
+    memory: str | None = option(
+        None, "Memory limit for statistics, e.g. 2G; a smaller one needs more passes."
+    )
     plot: options.Plot = None
 
 

@@ -17,9 +17,7 @@ CONVERGED = 0.01
 def choose(
     model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the full paths of the layers to constrain, and the chosen layers that cannot be with
-    the reasons.
-    """
+    """Return the paths of the layers to constrain, and the chosen ones that cannot be, and why."""
     from fnmatch import fnmatch
 
     from torch import nn

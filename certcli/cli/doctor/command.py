@@ -17,9 +17,7 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report. broken: something of the user's fails because of it; remark: why, and
-    what to type.
-    """
+    """A row of the report. broken: something fails because of it; remark: why, what to type."""
 
     part: str
     found: str

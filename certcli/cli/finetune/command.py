@@ -1,6 +1,4 @@
-"""certvit finetune: train for accuracy or for certified accuracy, from a checkpoint or, after init,
-from scratch.
-"""
+"""certvit finetune: train for clean or certified accuracy, from a checkpoint or from scratch."""
 
 from certcli.cli.finetune.options import Order
 from certcli.cli.shared.command import command

@@ -1,6 +1,4 @@
-"""How a training run ended, against how it began: at chance, or below its start, it does not call
-itself done.
-"""
+"""How training ended, against its begin: at chance, or below its start, it is not done."""
 
 from __future__ import annotations
 

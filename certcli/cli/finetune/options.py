@@ -1,9 +1,6 @@
-"""The options of `certvit finetune`: the settings of a run, and the files, images and processes
-that it works with.
-"""
+"""The options of `certvit finetune`: the settings of a run, its files, images and processes."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -12,6 +9,7 @@ from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Data, Device, Output, Source
 from certcli.finetune.presets import options_of
 from certcli.finetune.settings import FinetuneSettings
+from certcli.system.options import option
 
 
 def take_preset(context: typer.Context, name: str | None) -> str | None:
@@ -25,14 +23,12 @@ def take_preset(context: typer.Context, name: str | None) -> str | None:
 class TrainingMachine(Device):
     """The device, and the number of images in a batch."""
 
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=options.MOST_IMAGES,
-            help="Images in a batch. Default: 128, with stiefel 512 for 25,600 or more.",
-        ),
-    ] = None
+    batch_size: int | None = option(
+        None,
+        "Images in a batch. Default: 128, with stiefel 512 for 25,600 or more.",
+        min=1,
+        max=options.MOST_IMAGES,
+    )
 
 
 @group()
@@ -40,53 +36,37 @@ class Order:
     """One run: its settings, and the files, images and processes that it works with."""
 
     source: Source
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            is_eager=True,
-            callback=take_preset,
-            help="A paper's training: gloro-mnist, local-lip-cifar10, certvit-cifar10, cauchy, "
-            "... Options that you type override it.",
-            rich_help_panel="Objective",
-        ),
-    ] = None
+    preset: str | None = option(
+        None,
+        "A paper's training: gloro-mnist, local-lip-cifar10, certvit-cifar10, cauchy, "
+        "... Options that you type override it.",
+        is_eager=True,
+        callback=take_preset,
+        panel="Objective",
+    )
     settings: FinetuneSettings
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue an interrupted run of the same command.",
-            rich_help_panel="Length of the run",
-        ),
-    ] = False
-    shard_weights: Annotated[
-        bool,
-        typer.Option(
-            "--shard-weights",
-            help="Under torchrun: each process holds a part of the weights (ce, with adamw or "
-            "sgd).",
-            rich_help_panel="Optimiser",
-        ),
-    ] = False
-    teacher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CKPT",
-            help="Also learn from this network's outputs (distillation).",
-            rich_help_panel="Teacher",
-        ),
-        options.Reads(),
-    ] = None
-    denoiser: Annotated[
-        Path | None,
-        typer.Option(
-            "--denoiser",
-            metavar="PATH",
-            help="With --noise: denoiser of the noisy images, as in certify --denoiser.",
-            rich_help_panel="Augmentation",
-        ),
-        options.Reads(),
-    ] = None
+    resume: bool = option(
+        False, "Continue an interrupted run of the same command.", panel="Length of the run"
+    )
+    shard_weights: bool = option(
+        False,
+        "Under torchrun: each process holds a part of the weights (ce, with adamw or sgd).",
+        panel="Optimiser",
+    )
+    teacher: str | None = option(
+        None,
+        "Also learn from this network's outputs (distillation).",
+        metavar="CKPT",
+        panel="Teacher",
+        mark=options.Reads(),
+    )
+    denoiser: Path | None = option(
+        None,
+        "With --noise: denoiser of the noisy images, as in certify --denoiser.",
+        metavar="PATH",
+        panel="Augmentation",
+        mark=options.Reads(),
+    )
     data: Data = Data()
     machine: TrainingMachine = TrainingMachine()
     output: Output = Output()

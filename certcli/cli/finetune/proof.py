@@ -1,6 +1,4 @@
-"""The proof at the end of a training run: the bound of the weights, and the validation images that
-it certifies.
-"""
+"""The proof at the end of training: the bound, and the validation images it certifies."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def affordable(images: int, left: float | None, costs: tuple[float, float]) -> i
 
 
 def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[float, float]:
-    """Measure, on the starting weights, the seconds of the final bound and of one image's
-    certificate.
-    """
+    """Measure the seconds of the final bound and of a certificate, on the starting weights."""
     few = sample.limit(MEASURED)
     started = time.perf_counter()
     certifier = _certifier(checkpoint)
@@ -70,9 +66,7 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
 
 
 def prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
-    """Prove the bound in float64, rounded outward, and count the validation images that it
-    certifies.
-    """
+    """Prove the bound in float64, rounded outward; count the certified validation images."""
     from certcli.evaluation.records import describe
     from certcli.lipschitz.bound import bound_document
     from certcli.lipschitz.numerics.real import INF

@@ -100,11 +100,8 @@ class Training:
         if before is not None:
             self.settings = replace(self.settings, denoiser=before.digest)
         # sharded weights stay in the file until each process takes its rows
-        model = build.load(
-            self.checkpoint,
-            "cpu" if order.shard_weights else device,
-            writable=not order.shard_weights,
-        )
+        place = "cpu" if order.shard_weights else device
+        model = build.load(self.checkpoint, place, writable=not order.shard_weights)
         if order.shard_weights:
             return_large_blocks()  # the memory of one block's pass is not kept for the next block
             share_out(model, device, team(), self.settings.precision)
@@ -131,9 +128,8 @@ class Training:
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
-        end: float | None = (
-            None  # a run that goes on keeps to its last plan: what it took before is not known
-        )
+        # a run that goes on keeps to its last plan: what it took before is not recorded
+        end: float | None = None
         if self.settings.time_budget is not None and trainer.settings.steps is None:
             end = self._plan(trainer, self.settings.time_budget, train, validation)
         elif self.defaulted and not trainer.step:
@@ -217,9 +213,7 @@ class Training:
         return train.limit(data.limit, self.settings.seed), judges
 
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
-        """Turn the time budget into a number of steps, and return when they should end, in seconds
-        of the clock.
-        """
+        """Turn the time budget into steps, and return when they should end, on the clock."""
         from certcli.finetune.budget import Costs
 
         clock = time.perf_counter()
@@ -248,8 +242,7 @@ class Training:
     def _learn(
         self, trainer: Trainer, train: Images, validation: Images, end: float | None
     ) -> None:
-        """Train to the end, with a progress bar, or a remark now and then in a log file; save each
-        epoch's state.
+        """Train to the end, with a progress bar or log lines; save each epoch's state.
 
         Args:
             end: when the steps of a time budget should end; each epoch's pace corrects their
@@ -311,9 +304,7 @@ class Training:
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
     def _save_state(self, trainer: Trainer) -> None:
-        """Save the state; on a full disk warn once and go on: hours of training are worth more than
-        --resume.
-        """
+        """Save the state; on a full disk warn once and go on: the training is worth more."""
         from certcli.finetune.state import save_state
         from certcli.system.errors import OutputError
 
@@ -331,9 +322,7 @@ class Training:
             self.savable = False
 
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
-        """Write the best weights, prove their bound and write it too; then the last weights where
-        they are others.
-        """
+        """Write the best weights and their bound, then the last weights where they differ."""
         output = self.order.output
         settings = trainer.settings
         sink = self.sink

@@ -1,6 +1,5 @@
 """certvit init: make a checkpoint from an architecture's name."""
 
-from dataclasses import field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +7,7 @@ import typer
 from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Output, Talk
+from certcli.system.options import option
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -24,32 +24,25 @@ class Architecture:
             help="A timm name, or one of ours: certvit_vit_digits, certvit_lip_mnist, ...",
         ),
     ]
-    pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Take timm's published weights.")
-    ] = False
-    classes: Annotated[int | None, typer.Option("--classes", min=2, help="Number of classes.")] = (
-        None
-    )
-    arch_arg: Annotated[
-        list[str], typer.Option(metavar="KEY=VALUE", help="Argument of the architecture.")
-    ] = field(default_factory=list)
-    mean: Annotated[str | None, typer.Option(help="Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")] = None
-    std: Annotated[str | None, typer.Option(help="Pixel standard deviation.")] = None
+    pretrained: bool = option(False, "Take timm's published weights.")
+    classes: int | None = option(None, "Number of classes.", min=2)
+    arch_arg: list[str] = option(list, "Argument of the architecture.", metavar="KEY=VALUE")
+    mean: str | None = option(None, "Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")
+    std: str | None = option(None, "Pixel standard deviation.")
     seed: options.Seed = 0
-    initialisation: Annotated[
-        str | None,
-        typer.Option(
-            "--initialisation",
-            "--initialization",
-            help="Initial weights: spectral (SpecFormer's eq. 43) or deepnet. Default: the "
-            "architecture's own.",
-        ),
-    ] = None
-    member: Annotated[
-        list[str],
-        typer.Option(metavar="CKPT", help="Trained network of ARCH to average; repeat for each."),
-        options.Reads(),
-    ] = field(default_factory=list)
+    initialisation: str | None = option(
+        None,
+        "Initial weights: spectral (SpecFormer's eq. 43) or deepnet. Default: the "
+        "architecture's own.",
+        "--initialisation",
+        "--initialization",
+    )
+    member: list[str] = option(
+        list,
+        "Trained network of ARCH to average; repeat for each.",
+        metavar="CKPT",
+        mark=options.Reads(),
+    )
 
     def build(self) -> "Checkpoint":
         """Return the new checkpoint. UsageError for options that contradict published weights."""
@@ -120,9 +113,8 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     arch = architecture.arch
     path = output.target("init", arch, architecture)
     checkpoint_built = architecture.build()
-    models.load(
-        checkpoint_built
-    )  # refuses, as every later command would, a network that does not map an image to its classes
+    # refuses, as every later command would, a network that does not map an image to its classes
+    models.load(checkpoint_built)
     checkpoint = checkpoint_built
     if not architecture.member:  # a mean tells its own step
         parameters = {"arch": arch, "pretrained": architecture.pretrained}

@@ -21,9 +21,7 @@ SAME = 1e-6
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A module, or a single layer outside all modules. after: the constant from the pixels to its
-    output.
-    """
+    """A module, or a single layer outside all. after: the constant from pixels to output."""
 
     name: str
     kind: str
@@ -35,9 +33,7 @@ class BlockRow:
 
 
 def rows(bound: NetworkBound) -> list[BlockRow]:
-    """Return every block and every layer outside blocks, without modules that are the product of
-    their parts.
-    """
+    """Return all blocks and layers outside them, without modules that are their parts' product."""
     blocks = [
         BlockRow(path, kind, ratio(before, after), after)
         for path, kind, before, after in bound.blocks
@@ -85,9 +81,7 @@ def ratio(before: Real, after: Real) -> Real:
 
 
 def _last(bound: NetworkBound, chosen: Sequence[BlockRow]) -> list[BlockRow]:
-    """Return the last linear map's row: it is charged after all others, for it waits for the pairs
-    of classes.
-    """
+    """Return the last linear map's row, charged after all others: it waits for class pairs."""
     if not (bound.charges and bound.upper.finite and chosen):
         return []
     before = chosen[-1].after

@@ -1,6 +1,4 @@
-"""`certvit lipschitz --jacobian`: the slope of each block at real images, for one network or two
-side by side.
-"""
+"""`certvit lipschitz --jacobian`: each block's slope at real images, of one or two networks."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class BlockSlopes:
 def measure(
     name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int
 ) -> BlockSlopes:
-    """Measure the largest singular value of every block at every image, and Hoelder's bound at two
-    images (small nets).
-    """
+    """Measure every block's largest singular value at every image; small nets: Hoelder's bound."""
     import torch
 
     from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import BatchDevice, Calibration, Source
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 
 if TYPE_CHECKING:
     from certcli.models.overrides import Hints
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
 class BoundedNetwork(Source):
     """A network that may end in features."""
 
-    features: Annotated[
-        bool,
-        typer.Option("--features", help="Bound the features of a network that has no classifier."),
-    ] = False
+    features: bool = option(False, "Bound the features of a network that has no classifier.")
 
     def hints(self) -> Hints:
         return replace(super().hints(), features=self.features)
@@ -33,42 +29,27 @@ class BoundedNetwork(Source):
 class SlopeSearch:
     """The measured slope beside the proven one."""
 
-    estimate: Annotated[
-        bool, typer.Option("--estimate/--no-estimate", help="Measure a lower bound on images.")
-    ] = True
-    iterations: Annotated[
-        int, typer.Option(min=1, help="Largest number of power iterations an image.")
-    ] = 20
+    estimate: bool = option(True, "Measure a lower bound on images.", "--estimate/--no-estimate")
+    iterations: int = option(20, "Largest number of power iterations an image.", min=1)
 
 
 @group("Views")
 class Views:
     """The tables and figures beside the bound."""
 
-    layers: Annotated[
-        bool, typer.Option("--layers", help="One row for each layer instead of each block.")
-    ] = False
-    heads: Annotated[
-        bool,
-        typer.Option(
-            "--heads",
-            help="Proven spectral norms of q, k, v head by head; --plot draws them by layer.",
-        ),
-    ] = False
-    worst: Annotated[bool, typer.Option("--worst", help="Largest constants first.")] = False
-    other: Annotated[
-        str | None,
-        typer.Option(
-            "--compare",
-            metavar="CKPT",
-            help="Second checkpoint, shown side by side; --arch and the like apply to both.",
-        ),
-        options.Reads(),
-    ] = None
-    jacobian: Annotated[
-        bool,
-        typer.Option("--jacobian", help="Largest singular value of each block at real images."),
-    ] = False
+    layers: bool = option(False, "One row for each layer instead of each block.")
+    heads: bool = option(
+        False, "Proven spectral norms of q, k, v head by head; --plot draws them by layer."
+    )
+    worst: bool = option(False, "Largest constants first.")
+    other: str | None = option(
+        None,
+        "Second checkpoint, shown side by side; --arch and the like apply to both.",
+        "--compare",
+        metavar="CKPT",
+        mark=options.Reads(),
+    )
+    jacobian: bool = option(False, "Largest singular value of each block at real images.")
     plot: options.Plot = None
 
     def require_agreement(self) -> None:

@@ -1,6 +1,4 @@
-"""The work of `certvit lipschitz`: prove the bound, measure slopes, and compute what the views
-show.
-"""
+"""The work of `certvit lipschitz`: the bound, measured slopes, and what the views show."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +62,7 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
 
 
 def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sink) -> float:
-    """Return the largest measured slope at images, batches dealt to the team's processes; 0 on all
-    but the leader.
-    """
+    """Return the largest measured slope, batches dealt to the processes; 0 but on the leader."""
     from certcli.images.labelled import sent
     from certcli.lipschitz.measured.estimate import measure
 
@@ -112,9 +108,7 @@ def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[
 def _jacobians(
     audited: Audited, other: Audited | None, options: LipschitzOptions, sink: Sink
 ) -> list[dict[str, Any]]:
-    """Measure the blocks of both networks at the same images; return the first network's part of
-    the report.
-    """
+    """Measure both networks' blocks at the same images; return the first network's report."""
     record = audited.checkpoint.record
     device = options.machine.pick()
     if other is not None and other.checkpoint.record.input.size != record.input.size:

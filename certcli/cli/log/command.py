@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from certcli.cli.log import view
+from certcli.cli.log import comparison, view
 from certcli.cli.log.rows import FORMATS
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import Page, Talk
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 from certcli.system.registry import one_of
 
 
@@ -17,14 +18,12 @@ from certcli.system.registry import one_of
 class LogPage(Page):
     """What is written."""
 
-    written: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="Print the comparison as csv or latex (booktabs).",
-        ),
-    ] = None
+    written: str | None = option(
+        None,
+        "Print the comparison as csv or latex (booktabs).",
+        "--format",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         if self.written is not None and self.written not in FORMATS:
@@ -57,7 +56,7 @@ def log(
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     page.write(read, [], sink)
     if len(read) > 1 or page.written is not None:
-        view.compare(read, sink, page.written)
+        comparison.compare(read, sink, page.written)
     else:
         view.show(*read[0], sink)
 

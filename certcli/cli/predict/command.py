@@ -14,6 +14,7 @@ from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Source, Talk
 from certcli.cli.shared.output import percent
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 from certcli.system.processes import require_one
 
 if TYPE_CHECKING:
@@ -33,24 +34,13 @@ class Pictures:
         typer.Argument(metavar="IMAGES", help="Image files, or folders of them."),
         options.Reads(),
     ]
-    defence: Annotated[
-        str,
-        typer.Option(
-            help="patch: the defended classifier of certify --method patch, with the same options."
-        ),
-    ] = "none"
-    top: Annotated[
-        int,
-        typer.Option(min=1, metavar="K", help="List the K most likely classes, without a defence."),
-    ] = 5
-    prove: Annotated[
-        bool,
-        typer.Option(
-            "--prove",
-            help="With a defence: say for each image which patches provably cannot change its "
-            "class.",
-        ),
-    ] = False
+    defence: str = option(
+        "none", "patch: the defended classifier of certify --method patch, with the same options."
+    )
+    top: int = option(5, "List the K most likely classes, without a defence.", min=1, metavar="K")
+    prove: bool = option(
+        False, "With a defence: say for each image which patches provably cannot change its class."
+    )
 
 
 @command(

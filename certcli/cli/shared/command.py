@@ -3,15 +3,15 @@ Typer reads.
 
     @group("Images")
     class Evaluation:
-        dataset: Annotated[str | None, typer.Option("--dataset", help="...")] = None
+        dataset: str | None = option(None, "Images by name, or a folder of them.")
 
     @command("certvit certify m.safetensors -e 0.5", page="results.md")
     def certify(where: Evaluation = Evaluation(limit=100), talk: Talk = Talk()) -> None: ...
 
-A field is an option of the panel's name; its default is the field's, or that of the instance which
-the command gives as its own default. A field may be a group again. Two groups of one command may
-not share a field. A dataclass of another room, such as `certify.local_options.Local`, is a group,
-too: its attribute `panel` and its fields' `Option` notes make the options.
+A field made by `option`, or whose type holds an `Option`, is an option of the panel's name; its
+default is the field's, or that of the instance which the command gives as its own default. A field
+may be a group again. Two groups of one command may not share a field. A dataclass of another room
+with such fields and the attribute `panel`, as `certify.local_options.Local`, is a group, too.
 """
 
 import inspect
@@ -39,7 +39,7 @@ from certcli.cli.shared.completion import described
 from certcli.cli.shared.inputs import require_early
 from certcli.cli.shared.options import Reads
 from certcli.system.errors import UsageError
-from certcli.system.options import Option
+from certcli.system.options import NOTE, Option
 
 Mark = TypeVar("Mark")
 PANEL = "panel"
@@ -49,9 +49,7 @@ SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def group(panel: str | None = None) -> Callable[[type], Any]:
-    """Class decorator: a frozen dataclass whose fields are options, shown in `--help` under
-    `panel`.
-    """
+    """Class decorator: a frozen dataclass of options, shown in `--help` under `panel`."""
 
     def decorate(kind: type) -> Any:
         dataclass_of: Any = dataclass(frozen=True, kw_only=True)(kind)
@@ -99,9 +97,8 @@ def command(
         def expanded(**values: Any) -> None:
             values.pop("help_all", None)
             for name, value in values.items():
-                if isinstance(value, float) and not math.isfinite(
-                    value
-                ):  # float("nan") parses, and passes every gate
+                # float("nan") parses, and passes every gate
+                if isinstance(value, float) and not math.isfinite(value):
                     option = spelling(name, info_of(flat[name].annotation))[-1]
                     raise UsageError(
                         f"{option} {value} is not a finite number",
@@ -127,9 +124,7 @@ def command(
 
 
 def _docs() -> Path:
-    """The folder of the documentation: packed into a wheel beside the code, in a checkout beside
-    the package.
-    """
+    """The folder of the documentation: in a wheel in the package, in a checkout beside it."""
     package = Path(__file__).parents[2]
     packed = package / "docs"
     return packed if packed.exists() else package.parent / "docs"
@@ -197,9 +192,7 @@ def _place(option: inspect.Parameter) -> int:
 
 
 def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
-    """The fields of a group as keyword parameters; `given`: the instance that holds a command's own
-    defaults.
-    """
+    """A group's fields as keyword parameters; `defaults`: an instance with the command's own."""
     hints = hints_of(kind)
     options = []
     for field in fields(kind):
@@ -213,12 +206,9 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
         if is_dataclass(hints[field.name]):
             options += _options(hints[field.name], default)
         else:
-            hint = in_panel(hints[field.name], getattr(kind, PANEL))
-            options.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
-                )
-            )
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            hint = hints[field.name]
+            options.append(inspect.Parameter(field.name, keyword, default=default, annotation=hint))
     return options
 
 
@@ -233,59 +223,51 @@ def _build(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the type of each option of a group, with its notes; an `Option` becomes Typer's."""
+    """Return the type of each option of a group, with Typer's note, and of each group within it."""
     hints = get_type_hints(kind, include_extras=True)
-    hints_by_name = {field.name: hints[field.name] for field in fields(kind)}
-    notes = {
-        name: note
-        for name, hint in hints_by_name.items()
-        for note in get_args(hint)[1:]
-        if isinstance(note, Option)
-    }
-    return {
-        name: _typer_hint(hints_by_name[name], note) for name, note in notes.items()
-    } or hints_by_name
+    bases = get_type_hints(kind)
+    types = {}
+    for item in fields(kind):
+        hint = hints[item.name]
+        notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        note = item.metadata.get(NOTE) or next((n for n in notes if isinstance(n, Option)), None)
+        if note is not None:
+            types[item.name] = _typer_hint(item.name, bases[item.name], note, getattr(kind, PANEL))
+        elif notes or is_dataclass(hint):
+            types[item.name] = hint
+    return types
 
 
-def _typer_hint(hint: Any, note: Option) -> Any:
+def _typer_hint(name: str, base: Any, note: Option, panel: str | None) -> Any:
     def parse(text: Any) -> Any:
         try:
             return note.read(str(text)) if note.read is not None else text
         except ValueError as failure:
             raise typer.BadParameter(str(failure)) from failure
 
-    base = get_args(hint)[0]
-    parser = None if note.read is None else parse
-    option = typer.Option(
-        *note.names, help=note.help, metavar=note.metavar, parser=parser, rich_help_panel=note.panel
+    flag = [f"--{name.replace('_', '-')}"] if base is bool else []
+    typer_option = typer.Option(
+        *(note.names or flag),
+        help=note.help,
+        metavar=note.metavar,
+        parser=None if note.read is None else parse,
+        rich_help_panel=note.panel or panel,
+        min=note.min,
+        max=note.max,
+        callback=note.callback,
+        is_eager=note.is_eager,
     )
-    if (
-        parser is not None or get_origin(base) is Literal
-    ):  # Typer reads no union, and offers a Literal by its own rules
+    marks = [note.mark] if note.mark is not None else [Reads()] * (Path in get_args(base))
+    # Typer reads no union, and offers a Literal by its own rules
+    if get_origin(base) is not list and (note.read is not None or get_origin(base) is Literal):
         base = str | None if type(None) in get_args(base) else str
-    return Annotated[(base, option, *[Reads()] * (Path in get_args(base)))]
+    return Annotated[(base, typer_option, *marks)]
 
 
 def _default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default
-
-
-def in_panel(hint: Any, panel: str | None) -> Any:
-    """Annotated[T, Option(...)] with the panel written into the option, unless it names one of its
-    own.
-    """
-    if get_origin(hint) is not Annotated:
-        return hint
-    base, *notes = get_args(hint)
-    notes_in_panel = []
-    for note in notes:
-        if isinstance(note, OptionInfo) and note.rich_help_panel is None:
-            note = copy(note)
-            note.rich_help_panel = panel
-        notes_in_panel.append(note)
-    return Annotated[(base, *notes_in_panel)]
 
 
 def info_of(hint: Any) -> OptionInfo | ArgumentInfo | None:
@@ -309,9 +291,7 @@ def spelling(name: str, info: Any) -> list[str]:
 
 
 def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Mark, Any]]:
-    """(option, its mark, its value) for every option in these groups that carries a mark of this
-    kind and has a value.
-    """
+    """(option, mark, value) for every option with a mark of this kind and a value."""
     for part in groups:
         for name, hint in hints_of(type(part)).items():
             value = getattr(part, name)

@@ -1,6 +1,4 @@
-"""The headline of `constrain` and `adapt`: the agreement of the new network with the original, on
-other images.
-"""
+"""The headline of `constrain` and `adapt`: agreement with the original on other images."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,20 +1,18 @@
-"""The options that commands share, in groups: each group makes the object that its options
-describe.
-"""
+"""The options that commands share, in groups; each makes the object that they describe."""
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import group, marked
 from certcli.cli.shared.output import Sink
 from certcli.system.errors import DataError, UsageError
 from certcli.system.files import is_stream
+from certcli.system.options import option
 from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
@@ -34,14 +32,27 @@ if TYPE_CHECKING:
 class Reading:
     """The statements that a checkpoint's file lacks."""
 
-    arch: options.Arch = None
-    arch_arg: options.ArchArg = field(default_factory=list)
-    mean: options.Mean = None
-    std: options.Std = None
-    norm_eps: options.NormEps = None
-    as_stated: options.AsStated = False
-    weights: options.Weights = None
-    image_size: options.ImageSize = None
+    arch: str | None = option(None, "timm architecture of a foreign file.")
+    arch_arg: list[str] = option(list, "Argument of --arch.", metavar="KEY=VALUE")
+    mean: str | None = option(None, "Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")
+    std: str | None = option(None, "Pixel standard deviation of a foreign file.")
+    norm_eps: float | None = option(None, "eps of every norm of a foreign file, if not timm's own.")
+    as_stated: bool = option(
+        False, "Trust --arch-arg and config.json even if the tensors also fit another network."
+    )
+    weights: str | None = option(
+        None,
+        "Weights to read from a file that holds several: raw, ema, or a key.",
+        metavar="raw|ema|KEY",
+    )
+    image_size: int | None = option(
+        None,
+        "Perturb images of N x N pixels: the network's first layer resizes them. Radii are in "
+        "these pixels.",
+        min=1,
+        max=LARGEST_SIDE,
+        metavar="N",
+    )
 
     def hints(self) -> Hints:
         return inputs.hints(
@@ -89,9 +100,7 @@ class Source(Reading):
     ckpt: options.CheckpointArgument
 
     def open(self, sink: Sink) -> OpenCheckpoint:
-        """Return the checkpoint; the assumptions of its reading are printed, and stand in the
-        document.
-        """
+        """Return the checkpoint; print the assumptions of its reading, for documents too."""
         checkpoint = self.read(sink)
         sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
         return checkpoint
@@ -105,22 +114,30 @@ class Source(Reading):
 class Data:
     """Images by name, and the seed of every random choice."""
 
-    dataset: options.Dataset = None
-    data_dir: options.DataDir = None
-    limit: options.Limit = None
+    dataset: str | None = option(
+        None,
+        "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders (classes in the order of their names), "
+        "or of images with a labels.csv (columns file and class).",
+        mark=options.Reads(folder=True),
+    )
+    data_dir: Path | None = option(
+        None, "Folder of the torch/... datasets.", mark=options.Reads(folder=True)
+    )
+    limit: int | None = option(None, "Use a seeded, class-balanced sample of N images.")
     seed: options.Seed = 0
-    workers: options.Workers = None
+    workers: int | None = option(
+        None, "Threads that read image files ahead. Default: one a core, at most 8.", min=0, max=64
+    )
 
 
 @group("Images")
 class Evaluation(Data):
     """Labelled images that judge a network."""
 
-    split: options.Split = None
+    split: str | None = option(None, "train, val or test. Default: the evaluation split.")
 
     def images(self, record: Record, sink: Sink, unlabelled: bool = False) -> Images:
-        """Return the images that judge a network: of --dataset, else of the dataset of its
-        training, with its classes.
+        """Return the images that judge: of --dataset, else of the training's, with its classes.
 
         Without --split these are the images kept for validation, where training took a part of the
         dataset.
@@ -171,12 +188,10 @@ class Evaluation(Data):
 class Calibration(Data):
     """Images to calibrate on, without their labels."""
 
-    limit: Annotated[int, typer.Option("--limit", help="Number of calibration images.")] = 500
+    limit: int = option(500, "Number of calibration images.")
 
     def images(self, record: Record, sink: Sink, judges: int = 0) -> Images:
-        """Return `limit` images, and at most `judges` further ones of a dataset, all in the
-        dataset's order.
-        """
+        """Return `limit` images, and at most `judges` more, in the dataset's order."""
         from certcli.images.calibration import calibration_images
 
         images = calibration_images(
@@ -203,11 +218,10 @@ class Calibration(Data):
 class Device:
     """The device to compute on."""
 
-    device: options.Device = "auto"
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps.")
 
     def pick(self) -> torch.device:
-        """Return the device; `auto` is CUDA where there is one, else the CPU. Each of several
-        processes has its own GPU.
+        """Return the device; `auto` is CUDA if there is one. Each process has its own GPU.
 
         Raises:
             UsageError: the device is not here.
@@ -233,17 +247,23 @@ class Device:
 class BatchDevice(Device):
     """The device, and the number of images in a batch."""
 
-    batch_size: options.BatchSize = 128
+    batch_size: int = option(
+        128, "Largest number of images in a batch.", min=1, max=options.MOST_IMAGES
+    )
 
 
 @group("Output")
 class Output:
-    """The checkpoint that a command writes; all written files are compared with all read files
-    here.
-    """
+    """The checkpoint to write; all written files are compared with all read files here."""
 
-    output: options.Output = None
-    shard_size: options.ShardSize = None
+    output: Path | None = option(
+        None, "Checkpoint to write.", "-o", "--output", mark=options.Writes()
+    )
+    shard_size: str | None = option(
+        None,
+        "Largest file of a sharded output (-o FILE.safetensors.index.json): 5GB, 200MB.",
+        metavar="SIZE",
+    )
     force: options.Force = False
 
     def claim(self, *groups: object) -> None:
@@ -259,8 +279,7 @@ class Output:
         last: bool = False,
         state: str | None = None,
     ) -> Path:
-        """Do as `claim` does, and return the checkpoint to write: -o, else
-        <stem>.<command>.safetensors beside the source.
+        """Do as `claim`; return the checkpoint to write: -o, else <stem>.<command>.safetensors.
 
         Args:
             last: the last epoch's file is written beside it.
@@ -289,9 +308,7 @@ class Output:
         checkpoint.write(path, self.force, self.shard_bytes())
 
     def shard_bytes(self) -> int:
-        """Return the most bytes of one file. UsageError where -o is no index and --shard-size asks
-        for several files.
-        """
+        """Return the most bytes of a file. UsageError: --shard-size where -o is no index."""
         from certcli.checkpoint.shards import ENDING, SHARD_BYTES, is_index
 
         if self.shard_size is None:
@@ -313,15 +330,15 @@ class Output:
 
         outputs = Outputs(self.force)
         resume = any(getattr(part, "resume", False) for part in groups)
-        for option, mark, value in marked((*groups, self), options.Writes):
+        for spelling, mark, value in marked((*groups, self), options.Writes):
             for path in value if isinstance(value, list) else [value]:
                 if mark.figure:
-                    outputs.draws(option, path)
+                    outputs.draws(spelling, path)
                 else:
-                    outputs.writes(option, path, continued=mark.resumable and resume)
-        for option, source, value in marked(groups, options.Reads):
+                    outputs.writes(spelling, path, continued=mark.resumable and resume)
+        for spelling, source, value in marked(groups, options.Reads):
             for name in value if isinstance(value, list) else [value]:
-                (outputs.reads_folder if source.folder else outputs.reads)(option, Path(name))
+                (outputs.reads_folder if source.folder else outputs.reads)(spelling, Path(name))
         return outputs
 
 
@@ -333,9 +350,7 @@ class Page:
     force: options.Force = False
 
     def claim(self, files: Sequence[Path | None], folders: Sequence[Any]) -> None:
-        """Refuse, before any work, a page that is there already (but for --force) or that is read
-        as well.
-        """
+        """Refuse, before any work, a page that exists (without --force) or is read."""
         from certcli.checkpoint.outputs import Outputs
 
         outputs = Outputs(self.force)
@@ -356,9 +371,7 @@ class Page:
 
 
 def beside(path: Path, word: str) -> Path:
-    """Return <stem>.<word>.safetensors beside an output, an index where the output is one and the
-    word is not "state".
-    """
+    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
     from certcli.checkpoint.shards import ENDING, is_index, stem
 
     return path.with_name(
@@ -370,8 +383,8 @@ def beside(path: Path, word: str) -> Path:
 class Talk:
     """The form of the output, and its amount."""
 
-    as_json: options.Json = False
-    quiet: options.Quiet = False
+    as_json: bool = option(False, "Machine-readable output on stdout.", "--json")
+    quiet: bool = option(False, "No progress and no notes on stderr.", "--quiet", "-q")
 
     def sink(self) -> Sink:
         return Sink(self.as_json, self.quiet)

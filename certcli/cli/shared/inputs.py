@@ -1,6 +1,4 @@
-"""Hints and output paths from the words of a command line, doubts about images. Functions import
-heavy modules themselves.
-"""
+"""Hints and paths from a command line's words, doubts about images. Imports are in functions."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ ANSWERED_AT_ONCE = 32
 
 
 def return_large_blocks() -> None:
-    """Make glibc return freed blocks of 4 MiB and more at once: an audit of ViT-B then peaks at 1.4
-    times its file, not 2.
-    """
+    """Make glibc return freed blocks of 4 MiB at once: auditing ViT-B peaks at 1.4 files, not 2."""
     import ctypes
 
     if sys.platform == "linux":
@@ -116,8 +112,7 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
 
 
 def default_output(source: str, command: str, shards: bool = False) -> Path:
-    """Return <stem>.<command>.safetensors beside a source file, in the current folder for the name
-    of a network.
+    """Return <stem>.<command>.safetensors beside a file, in the current folder for a name.
 
     Args:
         shards: it is the index of several files.
@@ -146,9 +141,7 @@ def size_in_bytes(option: str, text: str) -> int:
 
 
 def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) -> Images:
-    """Return images that have no labels with the network's own answers, and say so; others as they
-    are.
-    """
+    """Return images, labelled by the network's own answers (and say so) where unlabelled."""
     import torch
 
     from certcli.images.labelled import sent
@@ -179,9 +172,7 @@ def doubt_images(images: Images, record: Record, sink: Sink) -> None:
 
 
 def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
-    """Print, and return for documents, the number of these images that the network was trained or
-    calibrated on.
-    """
+    """Print and return how many of these images the network was trained or calibrated on."""
     from certcli.evaluation.training_images import doubts
 
     shares_seen, lines = doubts(record, images)
@@ -199,9 +190,7 @@ def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: S
 
 
 def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
-    """Note that the tensors after a command are wider than before: networks are changed in float32,
-    or float64.
-    """
+    """Note that the tensors after a command are wider: networks change in float32 or float64."""
     old, new = (
         {str(t.dtype)[6:] for t in ckpt.tensors.values() if t.is_floating_point()}
         for ckpt in (before, after)
@@ -213,8 +202,7 @@ def say_wider(before: Checkpoint, after: Checkpoint, sink: Sink) -> None:
 
 
 def remember_dataset(record: Record, images: Images) -> Record:
-    """Return the record with the name of the dataset (never a path), and its class names where they
-    are the network's.
+    """Return the record with the dataset's name (no path), and its class names if they are.
 
     Ten synset folders beside 1,000 classes name ten of them, at other numbers.
     """

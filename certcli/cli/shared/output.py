@@ -1,6 +1,4 @@
-"""The sink of a command: stdout has data (tables for a person, JSON for a program), stderr has
-talk.
-"""
+"""A command's sink: stdout has data (tables, or JSON for programs), stderr has talk."""
 
 import json
 import os
@@ -38,8 +36,7 @@ SCHEMA = 1
 
 
 class Gate:
-    """The demands on a result (`--max`, `--min-*`): stated in the document, enforced after
-    everything is written.
+    """Demands on a result (`--max`, `--min-*`), in the document, enforced after all is written.
 
     A share of images is judged by its interval, so a demand may be met, missed, or not decided.
     """
@@ -53,8 +50,7 @@ class Gate:
             self.failures.append(failure)
 
     def demand_share(self, hits: int, images: int, demand: float, what: str, option: str) -> None:
-        """Demand that a share of images reaches `least`, by its interval. A share of 0 demands
-        nothing.
+        """Demand that a share reaches `least`, by its interval; 0 demands nothing.
 
         Args:
             what: the share and its threat, "certified accuracy at 0.5".
@@ -139,15 +135,11 @@ class Sink:
 
     @property
     def network(self) -> Mapping[str, Any]:
-        """Return the assumptions about the first network, as documents and headers of records have
-        them.
-        """
+        """Return the first network's assumptions, as documents and headers have them."""
         return self._network or {}
 
     def doubt(self, line: str, *, first: bool = False) -> None:
-        """Print a reason why the result may say little, as a warning or as its `first` line; keep
-        it for documents.
-        """
+        """Print a doubt about the result, as a warning or its `first` line, and keep it."""
         self.doubts.append(line)
         if first and not self.as_json:
             self.text(line)
@@ -177,9 +169,8 @@ class Sink:
         if self._begun:
             self._out.print()
         self._begun = True
-        self._print(
-            self._out, title, "bold"
-        )  # as Table's own title it would wrap at the table's width
+        # as Table's own title it would wrap at the table's width
+        self._print(self._out, title, "bold")
         for part in layout.parts():
             table = Table(header_style="bold", box=None, pad_edge=False)
             for place, number in enumerate(part.columns):
@@ -218,9 +209,7 @@ class Sink:
         self._print(self._err, line, "yellow")
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
-        """Print without markup and escapes, wrapped between words on a terminal; all words go
-        through here.
-        """
+        """Print plainly, wrapped between words on a terminal; all words go through here."""
         text = plain(line)
         if console.is_terminal or "COLUMNS" in os.environ:
             text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
@@ -228,8 +217,7 @@ class Sink:
 
     @contextmanager
     def progress(self, label: str, total: int | None, done: int = 0) -> Iterator["Bar"]:
-        """Show a bar with the time left on stderr; where that is no terminal, a line every minute.
-        With --quiet neither.
+        """Show a bar on stderr, or a line every minute where it is no terminal.
 
         known: how much of the total takes no time, because a file holds it.
         """
@@ -260,9 +248,7 @@ class Lines:
         self.done = 0.0
 
     def show(self, part: float = 0.0) -> None:
-        """Print the share done, `part` of the next step included, if a minute has passed since the
-        last line.
-        """
+        """Print the share done, `part` of the next step included, once a minute."""
         now = self._sink.clock()
         done = self.done + part
         if now < self._last + EVERY:
@@ -307,18 +293,14 @@ class Bar:
             self._lines.show()
 
     def within(self, part: float) -> None:
-        """Say how far work on the next steps has come: neither the bar nor a line that is due need
-        wait for their end.
-        """
+        """Tell how far the next steps have come: neither bar nor line waits for their end."""
         self._progress.update(self._task, completed=self._completed + part)
         if self._lines is not None:
             self._lines.show(part)
 
 
 def as_line(data: Mapping[str, Any]) -> str:
-    """Return a document as one line; a text in it is no command to the program that runs a
-    workflow.
-    """
+    """Return a document as one line, in which no text is a command to a workflow's runner."""
     return json.dumps(data, sort_keys=True).replace("##", "#\\u0023") + "\n"
 
 
@@ -328,9 +310,7 @@ def _minutes(seconds: float) -> str:
 
 
 def wrapped(line: str, room: int) -> str:
-    """Return the line broken between words, not before a percent sign; a word that is too long
-    stays whole.
-    """
+    """Return lines broken between words, not before a percent sign; long words stay whole."""
     if len(line) <= room:
         return line
     lines = textwrap.wrap(
@@ -340,9 +320,7 @@ def wrapped(line: str, room: int) -> str:
 
 
 def _width() -> int | None:
-    """Return the characters a line: None on a terminal or with COLUMNS (rich finds them), else
-    WIDE.
-    """
+    """Return characters a line: None on a terminal or with COLUMNS (rich knows), else WIDE."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 

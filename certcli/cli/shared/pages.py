@@ -37,8 +37,7 @@ def certify_page(
     reproduction: str,
     doubts: Sequence[str] = (),
 ) -> HtmlPage:
-    """Return the page of certificates, with curves over the judged images and over the attacked
-    ones.
+    """Return the page of certificates, with curves over judged and attacked images.
 
     again: the command that certifies them once more.
     """

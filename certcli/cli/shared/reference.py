@@ -1,5 +1,4 @@
-"""docs/commands.md, generated from the commands themselves: `python -m certcli.cli.shared.reference
-> docs/commands.md`.
+"""docs/commands.md from the commands: `python -m certcli.cli.shared.reference > docs/commands.md`.
 
 The documentation site has such a page for each command, too.
 """

@@ -1,5 +1,4 @@
-"""Defaults of a command from a file: `certvit.toml`, else `[tool.certvit]` of `pyproject.toml`,
-both in the current folder.
+"""Defaults from the current folder's `certvit.toml`, or `[tool.certvit]` of `pyproject.toml`.
 
     [audit]                                     [tool.certvit.audit]
     time-budget = "90s"                         fail-on = ["certified@0.25<0.4"]
@@ -28,9 +27,7 @@ LARGEST = 2**20
 
 
 def take(context: Any) -> None:
-    """Give the called command its defaults. context: of the group, before it makes the command's
-    own.
-    """
+    """Give the called command its defaults. context: of the group, before the command's."""
     name = context.invoked_subcommand
     if name in COMMANDS:
         context.default_map = {name: defaults(name, context.command.commands[name].params, context)}

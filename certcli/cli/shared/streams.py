@@ -1,6 +1,4 @@
-"""Standard streams that may be closed, full, read by `head`, or of an encoding that lacks a
-character.
-"""
+"""Standard streams: closed, full, read by `head`, or of an encoding that lacks a character."""
 
 import contextlib
 import errno
@@ -12,8 +10,7 @@ from typing import Any
 
 
 class Guarded:
-    """A text stream whose writes never fail: it drops the rest after an error, and `failure` holds
-    the reason.
+    """A text stream whose writes never fail: after an error it drops; `failure` is the reason.
 
     A command whose reader has left (`certvit log m.safetensors | head -1`) finishes: files are
     written, gates judged.
@@ -60,9 +57,8 @@ def guarded() -> Iterator[Guarded]:
         try:
             os.fstat(number)
         except OSError:
-            os.open(
-                os.devnull, os.O_RDWR
-            )  # the lowest free number: else a file opened later would become the stream
+            # the lowest free number: else a file opened later would become the stream
+            os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     out: Any = Guarded(sys.stdout)
     err: Any = Guarded(sys.stderr)

@@ -1,5 +1,4 @@
-"""Tables that fit a terminal: names and numbers stay whole, headings and sentences are wrapped
-between their words.
+"""Tables that fit a terminal: names, numbers stay whole; headings and sentences wrap.
 
 Where columns do not fit side by side, the sentences of the last one follow the table, each once for
 all its rows, and the other columns make a second table under the same names. Numbers stand right,
@@ -85,9 +84,7 @@ class Layout:
                 return
 
     def _widths(self, numbers: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the widths of these columns, narrower where headings and sentences wrap; None
-        where they do not fit.
-        """
+        """Return column widths, narrower where headings and sentences wrap; None: no fit."""
         wide = []
         narrowest = []
         for number in numbers:

@@ -1,6 +1,4 @@
-"""Certificates of evidence and of reports: certified again by their method, on the images that they
-name.
-"""
+"""Certificates of evidence and reports, made again by their method, on the images named."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def certify_again(
 
 
 def _chosen(images: Images, sample: int | None, sink: Sink) -> Images:
-    """Return a sample that the author of the file cannot have known; all images where none is asked
-    for.
-    """
+    """Return a sample that the file's author cannot have predicted; all images without one."""
     if sample is None or sample >= len(images):
         return images
     seed = int.from_bytes(os.urandom(4), "little")

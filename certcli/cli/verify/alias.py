@@ -1,6 +1,4 @@
-"""`--verify` of lipschitz, certify and log, which is a command now. It leaves with the next
-release.
-"""
+"""`--verify` of lipschitz, certify and log: an alias until the next release."""
 
 import shlex
 from collections.abc import Sequence

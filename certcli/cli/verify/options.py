@@ -14,6 +14,7 @@ from certcli.cli.shared.groups import BatchDevice, Evaluation, Page, Reading
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.claim import MOST_DRAWS
 from certcli.system.errors import UsageError
+from certcli.system.options import option
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -46,29 +47,19 @@ class Files:
 class VerifyScope:
     """How much of it is checked."""
 
-    sample: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Check only N random images; shares are then compared with an interval.",
-        ),
-    ] = None
-    proven_only: Annotated[
-        bool,
-        typer.Option("--proven-only", help="Do not require measured results."),
-    ] = False
-    draws: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Largest number of draws an image that records may require."
-        ),
-    ] = MOST_DRAWS
-    denoiser: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The denoiser that smoothing used."),
-        options.Reads(),
-    ] = None
+    sample: int | None = option(
+        None,
+        "Check only N random images; shares are then compared with an interval.",
+        min=1,
+        metavar="N",
+    )
+    proven_only: bool = option(False, "Do not require measured results.")
+    draws: int = option(
+        MOST_DRAWS, "Largest number of draws an image that records may require.", min=1, metavar="N"
+    )
+    denoiser: Path | None = option(
+        None, "The denoiser that smoothing used.", metavar="FILE", mark=options.Reads()
+    )
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,7 @@ def _ready(
     images: Images,
     options: VerifyOptions,
 ) -> tuple[Certifier, list[Certificate]]:
-    """Return the method that the header names, made ready, and the certificates. DataError where
-    they disagree.
-    """
+    """Return the header's method, made ready, and certificates. DataError: they disagree."""
     from certcli.certify.methods import options_of, prepare, run_of
     from certcli.certify.record_check import read_claims, require_same_way
 
@@ -126,9 +124,7 @@ def _ready(
 
 
 def _method_of(run: Run, path: Path, allowed: int) -> str:
-    """Return the method of the header. DataError for parameters that no method has, or that ask for
-    too many draws.
-    """
+    """Return the header's method. DataError: no such parameters, or too many draws."""
     from certcli.checkpoint.schema import convert
     from certcli.evaluation.evidence import OPTIONS
     from certcli.system.errors import Refused
@@ -155,9 +151,7 @@ def _method_of(run: Run, path: Path, allowed: int) -> str:
 
 
 def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
-    """The images of the records: by --dataset, in the split and the number that the header states.
-    DataError for others.
-    """
+    """The records' images, by --dataset, of the header's split and number; else DataError."""
     split = run.dataset["split"]
     count = run.dataset["images"]
     named = data if data.split is not None else replace(data, split=split)
@@ -176,9 +170,7 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
 
 
 def margin_attack(steps: int) -> Attack:
-    """Return margin PGD: from the image itself, then towards the likeliest other class; of patches
-    at one drawn place.
-    """
+    """Return margin PGD: from the image, then towards the likeliest class; patches: one place."""
     from certcli.attack.families.margin import margin_pgd
     from certcli.attack.judge import judge, tuck_in
     from certcli.attack.settings import AttackSettings
@@ -193,9 +185,8 @@ def margin_attack(steps: int) -> Attack:
         sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
         top, left = (draw.randint(0, side - inner) for side, inner in sides)
         region = Region.within(patch, [(top, left)], image)
-        settings = AttackSettings(
-            steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed
-        )  # a random start
+        # a random start
+        settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)
         net = TouchedPasses(certifier, patch, (top, left))
         return region.project(margin_pgd(net, image, classes, region, settings), image)
 

@@ -1,6 +1,4 @@
-"""Dot-product attention near one image: the effect of each token on the others. docs/local.md,
-section 10.
-"""
+"""Dot-product attention near one image: the effect of token on token. docs/local.md, 10."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +19,7 @@ _LONG = 1e300
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Heads' matrices (h, e, d) of an attention, what waits of a LayerNorm multiplied in, and norms
-    of their products.
+    """Heads' matrices (h, e, d), what waits of a LayerNorm folded in, and products' norms.
 
     Attributes:
         through: sigma(Wo Wv) (h).
@@ -66,8 +63,7 @@ def _weights(module: Any, gain: Tensor | None) -> HeadWeights:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the scores at the images say, heads first in (b, h, ...): everything inflated by its
-    rounding errors.
+    """What the scores at the images say, in (b, h, ...): inflated by rounding errors.
 
     centre (b, n, d), noise (b, n): the attention's value and what it is off by. share (b, h, i, j):
         the probabilities.
@@ -119,9 +115,8 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
         t.amax(-1, keepdim=True) for t in (k_off, k_most, v_most, v_off)
     )
     inner = gamma(width + count + 64)
-    doubt = up(
-        scale * (q_off * k_most + q_most * k_off + inner * q_most * k_most), 8
-    )  # of a score: (b, h, i)
+    # of a score: (b, h, i)
+    doubt = up(scale * (q_off * k_most + q_most * k_off + inner * q_most * k_most), 8)
     share = ((q * scale) @ k.mT).softmax(-1)
     unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)  # of a probability, relative
     o = share @ v
@@ -153,8 +148,7 @@ def _facts(module: Any, w: HeadWeights, tokens: Tensor, size: Tensor, pick: slic
 
 
 def _own(w: HeadWeights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tensor) -> Tensor:
-    """Above sigma(Wo C_i Wq), C_i = sum_j p_ij (v_j - o_i)(k_j - m_i)^T: the trace of a fourth
-    power, to its fourth root.
+    """Above sigma(Wo C_i Wq), C_i = sum_j p_ij (v_j - o_i)(k_j - m_i)^T: by a 4th power's trace.
 
     |Wo C Wq|_{S4}^4 = tr Z^2, Z = (Wo^T Wo) C (Wq Wq^T) C^T. The error of Z is at most gamma times the lengths of its parts.
     """
@@ -176,16 +170,14 @@ def _own(w: HeadWeights, share: Tensor, v: Tensor, o: Tensor, k: Tensor, m: Tens
 
 
 def _gains(facts: Facts, w: HeadWeights, radius: Tensor, asking: Tensor) -> Tensor:
-    """M (b, i, j) with |out_i - centre_i| <= sum_j M_ij |z_j - c_j| while |z_j - c_j| <= radius_j
-    (b, n).
+    """M (b, i, j): |out_i - centre_i| <= sum_j M_ij |z_j - c_j| for |z_j - c_j| <= radius_j (b, n).
 
     asking (b, i): the radii of the tokens whose results are computed; what they add themselves is
         the last column (b, i, n).
     """
     curve = w.curve.view(1, -1, 1)
-    slope = up(facts.toward + curve * asking[:, None], 4)[
-        ..., None
-    ]  # of a score in its key's token
+    # of a score in its key's token
+    slope = up(facts.toward + curve * asking[:, None], 4)[..., None]
     change = up(slope * radius[:, None, None] + facts.turn * asking[:, None, :, None], 4)
     level = up(
         torch.log1p((facts.share * torch.expm1(change)).sum(-1, keepdim=True) * (1 + 2**-40)), 400

@@ -1,6 +1,4 @@
-"""Balls of norms: the distance of a tensor from its value at one image, by token and in all.
-docs/local.md, 10.
-"""
+"""Balls of norms: a tensor's distance from its value at one image. docs/local.md, 10."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,8 +17,7 @@ _UNEVEN = 64.0
 
 @dataclass(frozen=True)
 class Near:
-    """All z with |z_i - centre_i|_2 <= fibre_i for every fibre i (last axis), and |z - centre|_2 <=
-    whole.
+    """All z, |z_i - centre_i|_2 <= fibre_i for fibres i (last axis), |z - centre|_2 <= whole.
 
     centre (b, 1, *s): b images, each with the traced batch of one. fibre (b, 1, *s[:-1]). whole
     (b,). What rounding took from the centre is in both.
@@ -32,9 +29,7 @@ class Near:
 
     @staticmethod
     def of(centre: Tensor, fibre: Tensor, whole: Tensor | None = None) -> "Near":
-        """Tighten each radius by the other: fibre_i <= whole <= sqrt(sum fibre_i^2). NaN, as of 0
-        times inf, is unbounded.
-        """
+        """Tighten: fibre_i <= whole <= sqrt(sum fibre_i^2). NaN (0 times inf) is unbounded."""
         together = up(fibre.flatten(1).norm(dim=1), fibre[0].numel())
         whole = (together if whole is None else torch.minimum(whole, together)).nan_to_num(
             torch.inf, torch.inf
@@ -62,18 +57,14 @@ class Near:
         )
 
     def far(self, radius: Tensor, norm: Norm) -> list[Tensor]:
-        """Return two images far from the first one, from a fixed generator; the value is a ball of
-        images.
-        """
+        """Return two far images, from a fixed generator; the value is a ball of images."""
         generator = torch.Generator().manual_seed(24)
         move = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.centre)
         step = radius * (move.sign() if norm == "linf" else move / move.norm())
         return [self.centre[0] + step, self.centre[0] - step]
 
     def farthest(self, row: int, truth: Tensor) -> Tensor:
-        """Return how far the truth lies outside an image's ball, for each fibre and in all: above 0
-        by rounding only.
-        """
+        """Return how far the truth lies outside, by fibre and in all: > 0 by rounding only."""
         far = truth - self.centre[row]
         return torch.cat(
             [(far.norm(dim=-1) - self.fibre[row]).flatten(), (far.norm() - self.whole[row])[None]]
@@ -91,9 +82,7 @@ class Near:
         )
 
     def bounds(self) -> Bounds:
-        """Return the sizes of the tensor in the ball, and the least deviation of a row: centring
-        lengthens nothing.
-        """
+        """Return the tensor's sizes and least deviation of a row: centring lengthens nothing."""
         width = self.shape[-1]
         size = self.size
         rows = up(size + self.fibre).flatten(1)
@@ -109,9 +98,7 @@ class Near:
         )
 
     def moved(self, centre: Tensor, gain: Tensor, noise: Tensor) -> "Near":
-        """Through a map of fibres with these gains (broadcast to them); its value at the centre,
-        which is off by `noise`.
-        """
+        """Through a map of fibres with these gains; its value at the centre is off by `noise`."""
         largest_gain = gain.expand_as(self.fibre).flatten(1).amax(1)
         return Near.of(centre, up(self.fibre * gain), up(self.whole * largest_gain)).noisy(noise)
 
@@ -141,9 +128,7 @@ class Near:
 
 @dataclass(frozen=True)
 class Normalised:
-    """A LayerNorm whose scale and shift wait for the next linear map: gain * near + bias, which
-    `settled` charges.
-    """
+    """A LayerNorm whose scale and shift wait for a linear map: gain * near + bias (`settled`)."""
 
     near: Near
     gain: Tensor | None
@@ -161,9 +146,7 @@ class Normalised:
 
     @property
     def consistent(self) -> bool:
-        """Return whether all parts have the shape of one tensor, which scale and shift do not
-        repeat.
-        """
+        """Return whether all parts have one tensor's shape: scale and shift repeat nothing."""
         return self.near.consistent and self.centre.shape == self.near.centre.shape
 
     def farthest(self, row: int, truth: Tensor) -> Tensor:
@@ -177,9 +160,7 @@ class Normalised:
         return self.settled().bounds()
 
     def doubted(self, error: Tensor) -> "Near | Normalised":
-        """Return the same with room for an error of the result: one of error / min |gain| before
-        scale and shift.
-        """
+        """Return it with room for an error: error / min |gain| before scale and shift."""
         if self.gain is None:
             return replace(self, near=self.near.doubted(error))
         smallest, largest = (float(f(self.gain.abs())) for f in (torch.min, torch.max))
@@ -192,9 +173,7 @@ class Normalised:
 
 
 def settled(x: object) -> Near:
-    """Return the value with any pending scale and shift applied. TypeError for values of other
-    domains.
-    """
+    """Apply any pending scale and shift. TypeError for values of other domains."""
     if isinstance(x, Normalised):
         return x.settled()
     if not isinstance(x, Near):
@@ -207,9 +186,7 @@ def _beside(whole: Tensor, fibre: Tensor) -> Tensor:
 
 
 def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
-    """Return all images within distance radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n)
-    |d|_inf for n entries.
-    """
+    """Return all images within radii (b,) of `images` (b, c, h, w): |d|_2 <= sqrt(n) |d|_inf."""
     centre = images[:, None]
     if norm == "linf":
         fibre = _beside(up(radii * math.sqrt(images.shape[-1])), centre[..., 0]).expand(
@@ -220,9 +197,7 @@ def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
 
 
 def rearranged(x: Near, places: Tensor) -> Near:
-    """Entries of x, those of flat index `places` (*t): |t_i|^2 <= the sum over the fibres that it
-    is made of.
-    """
+    """Entries of x at flat `places` (*t): |t_i|^2 <= the sum over the fibres it is made of."""
     centre = x.centre.flatten(1)[:, places.flatten()].view(len(x.centre), *places.shape)
     repeated = int(torch.bincount(places.flatten()).max()) if places.numel() else 1
     whole = up(x.whole * math.sqrt(repeated))

@@ -1,6 +1,4 @@
-"""torch's fused attention: of queries and keys with norms of their own, and of pooling.
-docs/local.md, 10.3.
-"""
+"""torch's fused attention, queries and keys with norms, and pooling. docs/local.md, 10.3."""
 
 from typing import Any
 
@@ -20,8 +18,7 @@ from certcli.engine.walk import Constant
 def heads(
     ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Near:
-    """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t_ij| <= T_ij, |log S| <=
-    L_i.
+    """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t| <= T, |log S| <= L.
 
     |out'_i - out_i| <= sum_j min(p_ij e^(T_ij + L_i), 1) |dv_j| + min(sum_j p_ij (e^(T_ij + L_i) - 1) |v_j - o_i|,
     2 max_j |v_j - o_i|).

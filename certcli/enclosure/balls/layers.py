@@ -62,9 +62,7 @@ def linear(ctx: BallContext, module: nn.Linear, x: Any) -> Near:
 
 
 def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
-    """Above | |gain n| + |bias| |_2 of each fibre: what the rounding of a linear map's argument is
-    relative to.
-    """
+    """Above ||gain n| + |bias||_2 of a fibre: what rounding of a linear map is relative to."""
     size = fibres(centre)
     if isinstance(x, Normalised) and x.bias is not None:
         size = size + 2 * up(x.bias.norm(), len(x.bias))
@@ -146,9 +144,8 @@ def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
 @rules.function(F.relu, torch.relu)
 def relu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
     x = settled(x)
-    alive = (
-        x.centre.amax(-1) + x.fibre > 0
-    ).double()  # a fibre of which no unit can open does not move
+    # a fibre of which no unit can open does not move
+    alive = (x.centre.amax(-1) + x.fibre > 0).double()
     return Near.of(x.centre.relu(), x.fibre * alive, x.whole)
 
 
@@ -207,9 +204,7 @@ register_moves(rules, arranged, settled)
 @rules.function(torch.mean)
 @rules.method("mean")
 def mean(ctx: BallContext, x: Any, dim: Any, keepdim: bool = False) -> Near:
-    """The mean of k numbers is 1 / sqrt(k) as long as they are, and no longer than the mean of
-    their lengths.
-    """
+    """A mean of k numbers is 1 / sqrt(k) as long as they are, at most the mean of lengths."""
     x = settled(x)
     axes = len(x.shape)
     dims = sorted(d % axes for d in ([dim] if isinstance(dim, int) else dim))

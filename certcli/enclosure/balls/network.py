@@ -1,6 +1,4 @@
-"""Margins and radii by balls of norms, for many images at once and networks of any size. Proofs:
-docs/local.md, 10.
-"""
+"""Margins and radii by balls of norms, many images at once. Proofs: docs/local.md, 10."""
 
 import math
 from collections.abc import Sequence
@@ -96,8 +94,7 @@ class NormsNetwork:
         watch: Watch | None = None,
         norm: Norm = "l2",
     ) -> Tensor:
-        """Return (b, k - 1) lower bounds on z_label - z_j over each image's ball; NaN or -inf where
-        nothing is proven.
+        """Return (b, k - 1) bounds <= z_label - z_j over each ball; NaN or -inf: not proven.
 
         Args:
             facts: filled with what depends on the images alone, for the next radii around the same
@@ -106,9 +103,8 @@ class NormsNetwork:
         start = pixel_ball(images, radii, norm)
         facts = {} if facts is None else facts
         witnesses: list[tuple[int, Tensor]] = []
-        if (
-            "witnessed" not in facts
-        ):  # once for these images: all centres, and two far points of the first image
+        # once for these images: all centres, and two far points of the first image
+        if "witnessed" not in facts:
             witnesses = [
                 *enumerate(images[:, None]),
                 *((0, image) for image in start.far(radii[0], norm)),
@@ -137,24 +133,21 @@ class NormsNetwork:
         return torch.stack(margins)
 
     def radii(self, images: Tensor, labels: Tensor, steps: int = 4, norm: Norm = "l2") -> Tensor:
-        """Return the largest radii tried whose margins were all proven positive, 0.0 where none
-        was: (b,).
+        """Return the largest radii whose margins were all proven positive, else 0.0: (b,).
 
         The exponent is bisected for all images at once. Every radius returned was checked; monotony
         is not assumed.
         """
         facts: dict[Any, Any] = {}
         proven = torch.zeros(len(images), dtype=torch.float64, device=images.device)
-        low = torch.full_like(
-            proven, -44.0
-        )  # 2^-44: below it the pixels' own rounding in float64 is not far
+        # 2^-44: below it the pixels' own rounding in float64 is not far
+        low = torch.full_like(proven, -44.0)
         high = torch.full_like(proven, 6.0)
         for _ in range(6 + steps):
             middle = (low + high) / 2
             tried = torch.exp2(middle)
-            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(
-                1
-            )  # False with NaN
+            # False with NaN
+            holds = (self.margins(images, tried, labels, facts, norm=norm) > 0).all(1)
             proven = torch.where(holds, torch.maximum(proven, tried), proven)
             low = torch.where(holds, middle, low)
             high = torch.where(holds, high, middle)
@@ -164,9 +157,7 @@ class NormsNetwork:
 def _margins(
     centre: Tensor, fibre: Tensor, of: tuple[Tensor, Tensor, Tensor], gain: Tensor | None
 ) -> Tensor:
-    """Return (w_label - w_j) z at the centre minus |(w_label - w_j) D| times the radius, rounded
-    down.
-    """
+    """Return (w_label - w_j) z at the centre - |(w_label - w_j) D| radius, rounded down."""
     rows, offset, doubt = of
     flat = centre.flatten()
     radius = fibre.flatten()

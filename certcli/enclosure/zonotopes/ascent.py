@@ -1,6 +1,4 @@
-"""Bounds of domains by ascent over everything that may be chosen on the way back. Proof:
-docs/local.md, section 9.
-"""
+"""Bounds of domains by ascent over all that is chosen on the way back: docs/local.md, 9."""
 
 import torch
 from torch import Tensor
@@ -31,8 +29,7 @@ POWER = 8
 
 
 class Ascent:
-    """Bounds of rows (margins, *shape) of a walk's last node, over domains of signs of its open
-    units.
+    """Bounds of rows (margins, *shape) of the last node, over signs of open units.
 
     numbers, one row a domain: per unit a slope (before the sigmoid) and a multiplier (in units of
     `scale`); in an l2 ball also share, width and split of a parabola (before sigmoid, exp, exp),
@@ -173,9 +170,7 @@ class Ascent:
         return losses * (signs == 0)
 
     def _estimate(self, bound: BackwardBound, level: Tensor) -> Tensor:
-        """Return `proven` of each row in a differentiable way, nearly: the largest eigenvalue by
-        power iteration.
-        """
+        """Return `proven` of rows, differentiable, nearly: eigenvalues by power iteration."""
         total, slope = linear_part(bound)
         height = slope.norm(dim=1).clamp_min(TINY) * level.exp()
         weight = torch.cat([part.weight for part in bound.parabolas[::-1]], 1)

@@ -1,6 +1,4 @@
-"""Dot-product attention: scores, probabilities as 1 / sum exp of differences, averages. Proofs:
-docs/local.md, section 7.
-"""
+"""Dot-product attention: scores, 1 / sum exp of differences, averages. docs/local.md, section 7."""
 
 import torch
 from torch import Tensor
@@ -53,8 +51,7 @@ def _average_square(a: Tensor, b: Tensor) -> Tensor:
 
 
 def softmax(x: Form) -> Form:
-    """p_j = exp(z_j - log sum_k exp z_k) on the last axis, for z_j = x_j - sum_k w_k x_k with w
-    near p.
+    """p_j = exp(z_j - log sum_k exp z_k), last axis, z_j = x_j - sum_k w_k x_k, w near p.
 
     At w = p the sum does not move to first order, so that its logarithm costs next to nothing.
     Differences of scores give bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).
@@ -70,9 +67,8 @@ def softmax(x: Form) -> Form:
     )
     if not bool((z.radius <= _FARTHEST).all()):
         raise Unbounded("scores that differ by more than exp can follow")
-    below, _ = (
-        z.interval()
-    )  # exp is convex: the sum of its chords is no larger than that of its values above
+    # exp is convex: the sum of its chords is no larger than that of its values above
+    below, _ = z.interval()
     smallest_sum = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
     total = apply(EXP, z).linear(
         lambda t: t.sum(-1, keepdim=True),
@@ -107,9 +103,8 @@ def _bounds(x: Form) -> tuple[Tensor, Tensor]:
 def capped(x: Form, low: Tensor, high: Tensor) -> Form:
     """x, or the middle of [low, high] with nothing but slack where that is narrower."""
     half = up((high - low) / 2, 2) + gamma(4) * high.abs()
-    narrower = (
-        half < x.rest_radius
-    )  # what the ball part says is shared with other entries and stays worth more
+    # what the ball part says is shared with other entries and stays worth more
+    narrower = half < x.rest_radius
     zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
     unchanged = (~narrower).to(x.centre)
     node = x.then(

@@ -1,11 +1,9 @@
-"""State each tensor of a walk in terms of earlier tensors, and bound rows of the last one backwards
-(as CROWN does).
+"""State tensors of a walk in terms of earlier ones; bound the last one backwards (CROWN).
 
 A node states, of the true values z on the neighbourhood, |z - sum_p L_p z_p - constant| <= error
 entry by entry, with L_p linear maps of its parents. Any row of numbers w then gives a lower bound
 of <w, z>: from the last node to the first, <w, z> >= <w, constant> - <|w|, error> + sum_p <L_p^T w,
-z_p>. At the image the least value over the ball is known.
-Proofs: docs/local.md, section 9.
+z_p>. At the image the least value over the ball is known. Proofs: docs/local.md, section 9.
 """
 
 import itertools
@@ -68,9 +66,7 @@ class Hinge(Node):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ball(Node):
-    """The images: centre + radius e, |e|_2 <= 1, or |e|_inf <= 1 (boxed), and of that reach where
-    there is one.
-    """
+    """The images: centre + radius e, |e|_2 <= 1 or (boxed) |e|_inf <= 1, of a reach if any."""
 
     centre: Tensor
     radius: float
@@ -103,9 +99,7 @@ def transposing(transposed: Callable[[Tensor], Tensor]) -> Pull:
 
 
 def rearranging(apply: Callable[[Tensor], Tensor], like: Tensor) -> Pull:
-    """Return L^T of a map that moves, repeats or drops entries of a tensor like this, from what it
-    does to their numbers.
-    """
+    """Return L^T of a map that moves, repeats or drops entries, from what it does to numbers."""
     numbers = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     sources = apply(numbers.view(1, *like.shape)).flatten().long()
     if len(sources) == like.numel() == len(sources.unique()):
@@ -149,9 +143,7 @@ class ParabolaChoice:
 
 @dataclass
 class Parabolas:
-    """The remaining term - sum_k weight_k (middle_k + columns_k . e)^2 of the parabolas: weight
-    (rows, k).
-    """
+    """Parabolas' remaining term - sum_k weight_k (middle_k + columns_k . e)^2: weight (rows, k)."""
 
     hinge: Hinge
     weight: Tensor
@@ -176,9 +168,7 @@ class BackwardBound:
 
 
 def simple(node: Hinge) -> Tensor:
-    """Return the slope of the smaller triangle below max(x, 0): 1 where x is positive on more than
-    half, else 0.
-    """
+    """Return the slope of the smaller triangle below max(x, 0): 1 or 0."""
     return (node.high > -node.low).double().flatten()[node.places]
 
 
@@ -211,9 +201,7 @@ def _through(
 def _of_open(
     node: Hinge, some: Tensor, choice: HingeChoice
 ) -> tuple[Tensor, Tensor, Parabolas | None]:
-    """Bound some rows (rows, k) of entries of any sign from below: rows of x, constants (rows, k),
-    and parabolas.
-    """
+    """Bound rows (rows, k) of any sign below: rows of x, constants (rows, k), and parabolas."""
     above = some.clamp_min(0)
     below = some.clamp_max(0)
     slope, offset = chord(node)
@@ -304,9 +292,7 @@ def _doubt(node: Node, flat: Tensor) -> Tensor:
 
 
 def lower(out: Node, rows: Tensor) -> Tensor:
-    """Return (k,) lower bounds of <rows_i, z> over the neighbourhood, rounded down, with chords and
-    simple slopes.
-    """
+    """Return (k,) bounds <= <rows_i, z> nearby, rounded down, by chords and simple slopes."""
     return least(descend(out, rows, {}))
 
 

@@ -1,5 +1,4 @@
-"""Branch and bound on the signs of open ReLU units, over what a walk kept for the way back. Proof:
-docs/local.md, section 9.
+"""Branch and bound on signs of open ReLU units, over what a walk keeps. docs/local.md, section 9.
 
 A domain is the part of the neighbourhood in which some units have given signs. Its bound is one of
 the way back with slopes, parabolas and multipliers of the signs that ascent has chosen; whatever
@@ -7,9 +6,8 @@ they are, it is sound, and it is rounded down. A domain whose bound is not posit
 open unit; its two halves cover it.
 
 Source: Wang et al. 2021 (beta-CROWN: multipliers of signs), Xu et al. 2021 (slopes by ascent), De
-Palma et al. 2021 (of
-several units, the one whose halves have the better bounds). Parabolas below the splits, and the way
-back: ours.
+Palma et al. 2021 (of several units, the one whose halves have the better bounds). Parabolas below
+the splits, and the way back: ours.
 """
 
 import heapq
@@ -101,9 +99,7 @@ class BranchSearch:
         self.bounds = torch.full((len(rows),), math.inf, dtype=rows.dtype)
 
     def prove(self) -> Tensor:
-        """Return the least bound of the leaves of each margin's tree, a bound of the margin:
-        (margins,).
-        """
+        """Return each margin's bound: the least of its tree's leaves, (margins,)."""
         if not self.ascent.units:
             return torch.full_like(self.bounds, -math.inf)
         sign, numbers = self.ascent.start()
@@ -167,9 +163,7 @@ class BranchSearch:
         return halves
 
     def _units(self, domains: list[BranchDomain]) -> list[int | None]:
-        """Return the unit at which each domain is split: its tree's, or the best of a few
-        candidates.
-        """
+        """Return the unit that splits each domain: its tree's, or the best of a few."""
         units: list[int | None] = [self._planned(domain) for domain in domains]
         free = [i for i, unit in enumerate(units) if unit is None]
         if free:
@@ -178,9 +172,7 @@ class BranchSearch:
         return units
 
     def _planned(self, domain: BranchDomain) -> int | None:
-        """Return the open unit at which the domain's tree is split; past units whose signs are
-        known here.
-        """
+        """Return the open unit that splits the tree; past units whose sign is determined."""
         while domain.tree.unit is not None:
             unit = self.ascent.places.get(domain.tree.unit)
             if unit is not None and domain.sign[unit] == 0:

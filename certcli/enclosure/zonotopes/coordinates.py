@@ -1,6 +1,4 @@
-"""Fewer numbers than pixels: what a first map sees of an l2 ball is an l2 ball of its rank. Proof:
-docs/local.md.
-"""
+"""Fewer numbers than pixels: a first map sees of an l2 ball one of its rank. docs/local.md."""
 
 from dataclasses import dataclass
 
@@ -17,8 +15,7 @@ _NEGLIGIBLE = 2.0**-40
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """f = V^T e / stretch in place of the pixels' e. Any V is sound: |f|_2 <= |e|_2, as stretch >=
-    |V|_2.
+    """f = V^T e / stretch for the pixels' e. Any V is sound: |f|_2 <= |e|_2, stretch >= |V|_2.
 
     Args:
         pixels: (g, p), the pixels that each of g blocks of V is about; no pixel is in two blocks.
@@ -55,9 +52,7 @@ class Coordinates:
         return (self.basis.mT @ rows).reshape(self.count, *columns.shape[1:])
 
     def lifted(self, columns: Tensor) -> Tensor:
-        """Return V columns / stretch: (count, *s) -> (entries, *s), what the columns say of the
-        pixels' e.
-        """
+        """Return V columns / stretch: (count, *s) -> (entries, *s), of the pixels' e."""
         blocks = self.basis @ columns.reshape(*self.basis.shape[::2], -1)
         whole = columns.new_zeros(self.entries, blocks.shape[-1])
         whole[self.pixels.flatten()] = blocks.flatten(0, 1) / self.stretch
@@ -73,8 +68,7 @@ class Coordinates:
 
 
 def coordinates_of(columns: Tensor) -> Coordinates | None:
-    """Return coordinates in which a map with these columns (entries, *s) depends on fewer numbers;
-    None where there are none.
+    """Return coordinates in which a map (entries, *s) needs fewer numbers; None: none.
 
     Pixels that no result shares (patches) have blocks of their own, where these are of one size.
     """
@@ -90,9 +84,7 @@ def coordinates_of(columns: Tensor) -> Coordinates | None:
 
 
 def _blocks(flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return (pixels, results) of each block of a matrix (pixels, results) that is diagonal in
-    them, up to their order.
-    """
+    """Return (pixels, results) of each diagonal block of a matrix, up to the order of both."""
     entries, results = flat.shape
     rows, columns = (flat != 0).nonzero().cpu().numpy().T
     both = entries + results

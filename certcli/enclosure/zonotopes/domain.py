@@ -1,6 +1,4 @@
-"""The local domain: walk the traced graph once for one neighbourhood, with an enclosure for every
-tensor.
-"""
+"""The local domain: one walk of the traced graph encloses every tensor near an image."""
 
 import math
 import operator
@@ -40,8 +38,7 @@ _ROUNDING = 2.0**-26
 
 
 class Enclosure(Domain):
-    """One walk for one neighbourhood. needed: node -> the only token of its value that is read
-    later; None: all.
+    """One walk for one neighbourhood. needed: node -> the only token read later; None: all.
 
     Attributes:
         witnesses: images of the neighbourhood, each with its place in it. The graph runs on them
@@ -179,15 +176,13 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
 def prepared(
     model: nn.Module, size: tuple[int, int, int], table: RuleTable, execution: Execution | None
 ) -> tuple[NetworkEnd, dict[fx.Node, int | None], ExecutedNodes | None]:
-    """Return the network up to its last layers, the tokens read, and the rounding of an execution
-    that is enclosed.
+    """Return the network up to its last layers, tokens read, and an execution's rounding.
 
     NoRule, Untraceable name a missing theorem.
     """
     tables = [table] if execution is None else [table, *execution.tables]
-    with replayed(
-        model, size, *tables
-    ) as traced:  # the enclosure is of the network, not only of its trace
+    # the enclosure is of the network, not only of its trace
+    with replayed(model, size, *tables) as traced:
         image = noise_like(example_of(model, size))
         logits = result_of(traced, image)
         if logits.dim() != 2 or len(logits) != 1:
@@ -205,8 +200,7 @@ def prepared(
 
 
 class LocalNetwork:
-    """A network traced once, ready for the neighbourhoods of many images. NoRule, Untraceable name
-    what has no relaxation.
+    """A network traced once for many images. NoRule, Untraceable: what has no relaxation.
 
     Of the first walk that ends every node is checked at three images of the ball, of later ones the
     last node at their own.
@@ -223,9 +217,7 @@ class LocalNetwork:
 
     @property
     def numbers(self) -> int:
-        """Return the most numbers on which the network depends in an l2 ball: pixels, or results of
-        its first map.
-        """
+        """Return the most numbers the network depends on in an l2 ball: pixels or a first map's."""
         return math.prod(self.size if self.narrow is None else self.narrow.meta["shape"])
 
     @property
@@ -243,9 +235,7 @@ class LocalNetwork:
         )
 
     def change(self, node: fx.Node, value: Any) -> Any:
-        """Return the first map's result in terms of fewer numbers than pixels, found once for all
-        images.
-        """
+        """Return the first map's result in fewer numbers than pixels, computed once."""
         if node is not self.narrow or not isinstance(value, Form) or not may_change(value):
             return value
         if self.coordinates is None:
@@ -256,9 +246,7 @@ class LocalNetwork:
         return value if self.coordinates is None else changed(value, self.coordinates)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """Entries: of an image, of the largest sum of two tensors, of the largest tensor at all;
-        symbols made in a block.
-        """
+        """Entries of an image, of the largest sum, of the largest tensor; a block's symbols."""
         pixels = math.prod(self.size)
         stream = 1
         largest = math.prod(self.size)
@@ -292,9 +280,7 @@ class LocalNetwork:
     def last_form(
         self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None
     ) -> Form:
-        """Return the form before the last norm and linear layer. `watch` is shown every node's
-        value on the way.
-        """
+        """Return the form before the last norm and layer. `watch` sees every node's value."""
         with torch.no_grad():
             witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(
@@ -314,8 +300,7 @@ class LocalNetwork:
     def margins(
         self, start: Form, label: int, watch: Watch | None = None, further: Further = optimised
     ) -> Tensor:
-        """k - 1 numbers, all positive only if z_label - z_j > 0 for every j != label on all of
-        `start`: a proof.
+        """k - 1 numbers, all > 0 only if z_label - z_j > 0 for all j != label on `start`.
 
         Unbounded when the neighbourhood is too large for a finite enclosure. further: bounds
         margins that walk and way back do not prove.
@@ -338,8 +323,7 @@ class LocalNetwork:
             )
 
     def logits(self, start: Form, label: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return bounds of the logits z (k,), (k,), and of z_label - z_j, j != label, (k - 1,), (k
-        - 1,), on all of `start`.
+        """Return bounds of z (k,), (k,), and z_label - z_j, (k - 1,), (k - 1,), on `start`.
 
         Lower bounds are rounded down and upper bounds up; of the network in real arithmetic.
         Unbounded as in `margins`.

@@ -1,6 +1,4 @@
-"""Fibres of a form in ellipsoids {R f: |f|_2 <= 1}: what a sum over the fibre can cancel. Proofs:
-docs/local.md, section 5.
-"""
+"""Fibres of a form in ellipsoids {R f: |f|_2 <= 1}, for what a sum cancels: docs/local.md, 5."""
 
 from collections.abc import Iterable
 
@@ -89,9 +87,7 @@ def _frobenius(matrix: Tensor) -> Tensor:
 
 
 def spectral(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
-    """Above |X|_2 <= |X|_F, by |X|_2^2 = |X^T X|_2; X^T X is off by at most gamma |X|_F^2: (.., n, m)
-    -> (..).
-    """
+    """Above |X|_2 <= |X|_F, by |X^T X|_2, off by at most gamma |X|_F^2: (.., n, m) -> (..)."""
     size = _frobenius(matrix)
     if not squarings:
         return size

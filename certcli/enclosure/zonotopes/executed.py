@@ -1,6 +1,4 @@
-"""The executed network in place of the real one: enclosures with room for what rounding adds in
-each operation.
-"""
+"""The executed network for the real one: room for what rounding adds in each operation."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -33,15 +31,11 @@ class ExecutedWalk(Protocol):
         """Note the bounds of a node's values; "" is the image."""
 
     def lost(self, node: str) -> list[Tensor]:
-        """Return the l2 norm of what rounding adds to each result of a node, for operands that were
-        found: (b,) each.
-        """
+        """Return the l2 norm of what rounding adds to a node's results, operands known: (b,)."""
         ...
 
     def pairs(self) -> Tensor:
-        """Return how far what is executed behind the enclosed nodes moves z_i - z_j: (b, k, k),
-        infinite without proof.
-        """
+        """Return how far execution beyond the enclosed nodes moves z_i - z_j: (b, k, k), or inf."""
         ...
 
 

@@ -1,6 +1,4 @@
-"""Where a walk may change to fewer numbers than pixels, and the change. Proof: docs/local.md,
-section 1.
-"""
+"""Where a walk may change to fewer numbers than pixels. Proof: docs/local.md, section 1."""
 
 import math
 from dataclasses import replace
@@ -15,9 +13,7 @@ from certcli.engine.trace import Trace
 
 
 def narrow_place(traced: Trace) -> fx.Node | None:
-    """Return the first node that has fewer entries than the image, and through which alone the
-    image reaches the result.
-    """
+    """Return the first node narrower than the image, through which alone the image passes."""
     nodes = list(traced.graph.nodes)
     last_use = {argument: node for node in nodes for argument in node.all_input_nodes}
     order = {node: place for place, node in enumerate(nodes)}

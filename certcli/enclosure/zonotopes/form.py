@@ -34,9 +34,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class Unbounded(Exception):
-    """Raised where a neighbourhood is too large for a finite enclosure; the message names the
-    place.
-    """
+    """A neighbourhood is too large for a finite enclosure; the message names the place."""
 
 
 def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -51,8 +49,7 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of the box symbols and
-    groups, in order.
+    """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of box and groups.
 
     Attributes:
         node: what the tensor is in terms of those before it, where a tape is kept.
@@ -82,9 +79,7 @@ class Form:
         return len(self.gens) == columns and all(tuple(part) == self.shape for part in parts)
 
     def somewhere(self) -> list[Tensor]:
-        """Return the symbols of the image itself and of two far points of the ball, from a fixed
-        generator.
-        """
+        """Return the symbols of the image and two far points, from a fixed generator."""
         generator = torch.Generator().manual_seed(24)
         move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(
             self.centre
@@ -100,9 +95,7 @@ class Form:
         return self.centre + torch.tensordot(e, self.ball, dims=1)
 
     def farthest(self, e: Tensor, truth: Tensor) -> Tensor:
-        """Return how far the truth lies outside the form at the pixels' e, entry by entry: above 0
-        by rounding only.
-        """
+        """Return how far the truth lies outside the form at e, by entry: > 0 by rounding only."""
         e = self.space.symbols(e)
         first, second = pairs(self.space.ball)
         weight = weights(self.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=e, axes=0)
@@ -199,9 +192,7 @@ class Form:
         return self.centre - up(self.ball_fall + radius), self.centre + up(self.ball_rise + radius)
 
     def bounds(self) -> Bounds:
-        """Return the sizes of the tensor over the form, and the least deviation of a row: centring
-        lengthens nothing.
-        """
+        """Return the form's sizes and least deviation of a row: centring lengthens nothing."""
         away = up((self.size - self.centre.abs()).clamp_min(0))  # `radius` would take longer
         whole = up(self.centre.abs() + away)
         width = self.shape[-1]
@@ -221,8 +212,7 @@ class Form:
         terms: int = 0,
         transposed: Linear | None = None,
     ) -> "Form":
-        """Return the form of L x, for linear maps L and (unless L is a selection) |L| on batches
-        (k, *s) -> (k, *t).
+        """Return the form of L x, for linear L and (no selection) |L| on (k, *s) -> (k, *t).
 
         Args:
             terms: the longest inner product in L; 0 for a selection or rearrangement of entries
@@ -310,9 +300,7 @@ class Form:
         return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks, node)
 
     def solid(self) -> "Form":
-        """Turn the slack of every entry into a box symbol, which later maps can cancel, where
-        symbols are allowed.
-        """
+        """Make each entry's slack a box symbol, where allowed: later maps can cancel it."""
         if not self.space.limit:
             return self
         count = self.centre.numel()
@@ -323,9 +311,7 @@ class Form:
         return Form(self.space, self.centre, gens, torch.zeros_like(self.slack), blocks, self.node)
 
     def worked(self) -> "Form":
-        """`solid` where the slack is more than rounding errors: what a map that mixes entries
-        should be given.
-        """
+        """`solid` where slack exceeds rounding errors, for maps that mix entries."""
         return (
             self.solid()
             if bool((self.slack > 1e-9 * (self.ball_radius + self.box_radius)).any())
@@ -360,8 +346,7 @@ def l2_ball(
     tape: bool = False,
     in_box: bool = False,
 ) -> Form:
-    """Return the form of all images within l2 distance `radius` of `image` (1, c, h, w): radius *
-    identity as A.
+    """Return all images within l2 `radius` of `image` (1, c, h, w): radius * identity as A.
 
     Args:
         tape: keep nodes; e e^T then has no columns.
@@ -373,9 +358,7 @@ def l2_ball(
 def linf_ball(
     image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False
 ) -> Form:
-    """Return the form of all images with every pixel within `radius` of `image`'s. in_box: of those
-    in [0, 1] alone.
-    """
+    """Return all images with every pixel within `radius` of `image`'s; in_box: in [0, 1]."""
     return _around(image, radius, 0, limit, True, tape, in_box)
 
 
@@ -406,9 +389,7 @@ def _around(
 
 
 def _reach_in_box(image: Tensor, radius: float, boxed: bool) -> Reach:
-    """Return how far each pixel of image + radius e can move in [0, 1]; in an l2 ball 0 or 1, by
-    whether it can at all.
-    """
+    """Return how far pixels of image + radius e can move in [0, 1]; in an l2 ball 0 or 1."""
     fall = image.flatten()
     rise = 1 - image.flatten()
     if not boxed:

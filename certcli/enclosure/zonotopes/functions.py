@@ -1,6 +1,4 @@
-"""Scalar functions that have a relaxation: values, second derivatives, and how far f'' can stray
-between grid points.
-"""
+"""Scalar functions with a relaxation: values, f'', and its range between grid points."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +14,7 @@ Scalar = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Function:
-    """f, f', f''. third: sup |f'''|; 0.0 says that f'' is monotone (then its ends bound it on a
-    cell).
+    """f, f', f''. third: sup |f'''|; 0.0: f'' is monotone, its ends bound it on a cell.
 
     Attributes:
         relative: f is a power of x > 0, so an interval counts as short relative to x.

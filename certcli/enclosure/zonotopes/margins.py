@@ -1,6 +1,4 @@
-"""Prove margins from the last form: a lower bound of every difference of logits over the
-neighbourhood.
-"""
+"""Prove margins from the last form: a lower bound of every difference of logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +19,7 @@ Further = Callable[[Node, Tensor], Tensor]
 
 
 def optimised(node: Node, rows: Tensor) -> Tensor:
-    """Return bounds by slopes that ascent chose, in an l2 ball by parabolas too, up to the first
-    that is not positive.
-    """
+    """Return bounds by slopes of ascent (l2: parabolas, too), up to the first not positive."""
     search = BranchSearch(node, rows, Limit(domains=0))
     if not search.ascent.curved:
         return search.prove()
@@ -36,9 +32,7 @@ def optimised(node: Node, rows: Tensor) -> Tensor:
 
 
 def nothing_further(node: Node, rows: Tensor) -> Tensor:
-    """Return no bound: where numbers are asked for, not signs, the walk and one way back are
-    enough.
-    """
+    """Return no bound: for numbers, not signs, a walk and one way back suffice."""
     return rows.new_full((len(rows),), -torch.inf)
 
 
@@ -58,9 +52,7 @@ def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
 
 
 def _going_back(node: Node, bounds: Tensor, further: Further) -> Tensor:
-    """Return the larger of `found` and backward bounds, and of `further` ones where neither is
-    positive.
-    """
+    """Return the larger of `found` and backward bounds; neither positive: `further` ones."""
     rows = torch.eye(bounds.numel(), dtype=bounds.dtype, device=bounds.device).view(
         -1, *bounds.shape
     )
@@ -73,8 +65,7 @@ def _going_back(node: Node, bounds: Tensor, further: Further) -> Tensor:
 
 
 def _descent(columns: Tensor, x: Form) -> Tensor:
-    """Above max(0, -e^T M e) for |e| <= 1, M the symmetric matrix of each entry's columns for e
-    e^T.
+    """Above max(0, -e^T M e), |e| <= 1, M symmetric, of each entry's columns for e e^T.
 
     From a computed M = V diag(l) V^T + R: e^T M e >= min(0, l_min) (1 + |V^T V - I|_F) - |R|_F,
     whatever V and l are.
@@ -100,8 +91,7 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
 def differences(
     weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows w_label - w_j and biases b_label - b_j for all j != label, and how far the biases
-    may be off.
+    """Return w_label - w_j, b_label - b_j, j != label, and how far the biases may be off.
 
     Args:
         executed: how far execution moves z_i - z_j, (k, k); as if it were the biases' error.
@@ -133,9 +123,7 @@ def linear_margins(
     executed: Tensor | None = None,
     further: Further = optimised,
 ) -> Tensor:
-    """Return lower bounds on z_label - z_j, j != label, for z = weight x + bias: (1, d) -> (k -
-    1,).
-    """
+    """Return bounds <= z_label - z_j, j != label, z = weight x + bias: (1, d) -> (k - 1,)."""
     rows, offset, doubt = differences(weight, bias, label, executed)
     z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2)
     return lower_bounds(z.shift(offset).doubted(up(doubt)), further).flatten()
@@ -150,9 +138,7 @@ def normalised_margins(
     executed: Tensor | None = None,
     further: Further = optimised,
 ) -> Tensor:
-    """Return numbers with the sign of lower bounds on z_label - z_j for z = weight LN(x) + bias:
-    (1, d) -> (k - 1,).
-    """
+    """Return signs of bounds <= z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
     gain = norm.weight
     beta = norm.bias
     rows, offset, doubt = differences(weight, bias, label, executed)

@@ -35,8 +35,7 @@ def keep_pages() -> None:
 def affordable(
     network: LocalNetwork, squares_up_to: int, symbols: int, budget: float
 ) -> int | None:
-    """Return `symbols`, or the fewer that fit; 0 where none fit; None where the image's own columns
-    do not fit.
+    """Return `symbols`, or the fewer that fit, 0; None where the image's own do not fit.
 
     A residual sum keeps at least a symbol an entry. On the way through a block every nonlinear
     result brings its own.

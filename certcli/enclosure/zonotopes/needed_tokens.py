@@ -1,6 +1,4 @@
-"""Find the tokens that later nodes read: a classifier of one token needs the last block for that
-token alone.
-"""
+"""Find the tokens that later nodes read: one for a classifier that reads one token."""
 
 import operator
 from collections.abc import Callable
@@ -18,8 +16,7 @@ _IDENTITY = (nn.Identity, nn.Dropout)
 
 @dataclass(frozen=True)
 class NetworkEnd:
-    """A network up to its last two layers. trace: up to the norm's input; norm, head: None where
-    there is no such layer.
+    """A network to its last two layers. trace: to the norm's input; norm, head: None if absent.
 
     Attributes:
         token: of the tensor before the norm, the only one that the head reads.
@@ -39,9 +36,7 @@ class NetworkEnd:
 
 
 def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> NetworkEnd:
-    """Take the last linear layer off the graph, and the norm before it, up to dropout and the
-    choice of one token.
-    """
+    """Take the last linear layer off the graph, and its norm, past dropout and token choice."""
     final = last_of(traced)
     node, _ = _skip(traced, final, choose=False)
     head = _module(traced, node)
@@ -130,8 +125,7 @@ def tokens_read(
     tokenwise: Callable[[nn.Module], bool],
     queries: Callable[[nn.Module], bool],
 ) -> dict[fx.Node, int | None]:
-    """Return, for every node, the only token that is computed (None: all) when the result is read
-    at `token`.
+    """Return each node's only computed token (None: all) when the result is read at `token`.
 
     Backwards through what acts on tokens one by one: `tokenwise` modules, and sums and products
     with what has as many; `queries` modules compute single tokens from all. What can do neither is
@@ -153,9 +147,7 @@ def tokens_read(
 def reads(
     traced: Trace, node: fx.Node, token: int | None, tokenwise: Callable[[nn.Module], bool]
 ) -> int | None:
-    """Return the token of its arguments that `node` reads when only `token` of its result is
-    needed.
-    """
+    """Return the token that `node` reads of its arguments for `token` of its result."""
     if chosen_token(node) is not None:
         return chosen_token(node)
     if token is None:
@@ -178,9 +170,7 @@ _POINTWISE: tuple[Any, ...] = (
 
 
 def _pointwise(traced: Trace, node: fx.Node) -> bool:
-    """Return whether the node is a sum or product of tensors (1, n, d), or with a constant that
-    broadcasts.
-    """
+    """Tell whether the node adds or multiplies tensors (1, n, d), or one and a constant."""
     shape = node.meta.get("shape")
     if (
         node.target not in _POINTWISE

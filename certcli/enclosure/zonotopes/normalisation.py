@@ -1,6 +1,4 @@
-"""LayerNorm without a division by an interval: y times an enclosure of 1 / sqrt(|y|^2 / d + eps).
-Proofs: docs/local.md.
-"""
+"""LayerNorm as y times an enclosure of 1 / sqrt(|y|^2 / d + eps). Proofs: docs/local.md."""
 
 import torch
 from torch import Tensor
@@ -34,9 +32,8 @@ def mean_square(y: Form, eps: float) -> tuple[Form, Tensor, Tensor]:
     far = up(torch.linalg.vector_norm(y.radius, dim=-1, keepdim=True), width)
     down = 1 - gamma(2 * width + 16)
     low = ((length * down - far).clamp_min(0) ** 2 / width + eps) * down
-    below, high = (
-        v.interval()
-    )  # the form's upper bound is no larger than (|c| + |y - c|)^2 / d + eps
+    # the form's upper bound is no larger than (|c| + |y - c|)^2 / d + eps
+    below, high = v.interval()
     low = torch.maximum(low, below)
     if not bool(((low > 0) & (low <= high)).all()):
         raise Unbounded("a LayerNorm whose variance may be 0")
@@ -59,8 +56,7 @@ def layer_norm(
 def signs(
     x: Form, eps: float, weight: Tensor, bias: Tensor, doubt: Tensor, center: bool = True
 ) -> Form:
-    """weight y + bias sqrt(|y|^2 / d + eps): the sign of weight LN(x) + bias, without the division.
-    (.., d) -> (.., j).
+    """weight y + bias sqrt(|y|^2 / d + eps): sign of weight LN(x) + bias. (.., d) -> (.., j).
 
     weight may be off by 4 u of itself, bias by `doubt`.
     """

@@ -1,5 +1,4 @@
-"""Margins by going back, with parabolas above the hinges: all of them are of one e, which cannot be
-far along each at once.
+"""Margins by going back, parabolas above the hinges: of one e, not far along each at once.
 
 max(x, 0) <= x / 2 + x^2 / (4 s) + s / 4 for any s > 0. With x = c + a.e + p the squares of all
 hinges are e^T H e, H = sum_k w_k a_k a_k^T, and over the ball they are at most sigma(H), far less
@@ -93,8 +92,7 @@ class Free:
 
 
 def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
-    """A lower bound of <row, z>, row (1, *shape): ascent over everything that may be chosen, then
-    what was chosen is proven.
+    """Bound <row, z> below, row (1, *shape): ascent over all that may be chosen, then a proof.
 
     It ends as soon as the bound is positive. -inf where there is nothing to choose: no open hinge,
     or a box (in which parabolas gain nothing over chords, as measured).
@@ -110,9 +108,8 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
     with torch.enable_grad():
         adam = torch.optim.Adam(free.numbers)
         for step in range(steps):
-            adam.param_groups[0]["lr"] = _RATE * 0.05 ** (
-                step / steps
-            )  # eigenvalues have kinks: ever smaller steps
+            # eigenvalues have kinks: ever smaller steps
+            adam.param_groups[0]["lr"] = _RATE * 0.05 ** (step / steps)
             value = _estimate(descend(out, row, free.choices()), columns, gram, free.level)
             if float(value.detach()) > best:
                 best = float(value.detach())
@@ -128,8 +125,7 @@ def coupled(out: Node, row: Tensor, steps: int = STEPS) -> float:
 
 
 def linear_part(descent: BackwardBound) -> tuple[Tensor, Tensor]:
-    """Return the constants (rows,) and the slopes in e (rows, pixels), with the parabolas expanded
-    around their middles.
+    """Return constants (rows,) and slopes in e (rows, pixels), parabolas about their middles.
 
     Directions that leave the images' box are taken from the slope: of all images, what is left is
     no larger.
@@ -163,8 +159,7 @@ def _estimate(descent: BackwardBound, columns: Tensor, gram: Tensor, level: Tens
 
 @torch.no_grad()
 def proven(descent: BackwardBound, level: float, row: int = 0) -> float:
-    """Of one row, total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2 for h = level |g|,
-    rounded down: a bound.
+    """total - h / 2 - sigma([sqrt(w_k) a_k; g / sqrt(2 h)])^2, h = level |g|, rounded down.
 
     g.e - sum_k w_k (a_k.e)^2 is no less, as -g.e <= (g.e)^2 / (2 h) + h / 2 for any h > 0 and |e|
     <= 1.

@@ -27,9 +27,7 @@ class Fit:
 
 @cache
 def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the grid t in [-1, 1] and the least squares fit of 1, t, t^2 on it (weighted towards
-    the ends).
-    """
+    """Return t in [-1, 1] and the least squares fit of 1, t, t^2 (weighted towards the ends)."""
     t = torch.linspace(-1, 1, _POINTS, dtype=torch.float64)
     weight = (1.02 - t * t).rsqrt().sqrt()
     basis = torch.stack([torch.ones_like(t), t, t * t], 1)
@@ -40,8 +38,7 @@ def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
 def residual(
     f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor
 ) -> Fit:
-    """Return the best constant and the proven error for given slope and curve: the law on which
-    every fit rests.
+    """Return the best constant and proven error for slope and curve: every fit's law.
 
     g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' -
     2 curve|, and on a cell f'' lies between its ends (monotone f''), or within third h/2 of one of
@@ -110,9 +107,7 @@ def best_fit(f: Function, x: Form, low: Tensor, high: Tensor) -> Fit:
 
 
 def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
-    """`bent` where its error and the part of its square without columns are less than the error of
-    `flat`.
-    """
+    """`bent` where its error plus square without columns are below `flat`'s error."""
     parabola_error = bent.error + bent.curve.abs() * (2 * ball + rest / 2) * rest
     # the columns of e e^T widen the form as well, though later maps can cancel them
     use = parabola_error + 0.15 * bent.curve.abs() * ball * ball < flat.error
@@ -124,8 +119,7 @@ def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
 
 
 def apply_fit(x: Form, fit: Fit) -> Form:
-    """constant + slope d + curve d^2 +- error for d = x - c: the square's ball part goes to the
-    columns of e e^T.
+    """constant + slope d + curve d^2 +- error, d = x - c: the square's ball part is e e^T's.
 
     d = a + r, |a| <= ball, |r| <= rest: d^2 = a^2 + [0, rest^2] +- 2 ball rest.
     """
@@ -173,9 +167,7 @@ def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None =
 
 
 def relu(x: Form) -> Form:
-    """max(x, 0): the identity or zero where the sign is known, else the chord and its parallel
-    through 0.
-    """
+    """max(x, 0): identity or zero at known signs, else the chord and its parallel through 0."""
     low, high = x.interval()
     if not bool((low <= high).all()):
         raise Unbounded("ReLU of something without bounds")

@@ -1,6 +1,4 @@
-"""Products of two enclosures: exact to second order in the ball, bounded beyond it. Proofs:
-docs/local.md, section 5.
-"""
+"""Products of enclosures: exact to second order, bounded beyond. Proofs: docs/local.md, 5."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,8 +27,7 @@ Remainder = Callable[[Form, Form], Tensor]
 
 @dataclass(frozen=True)
 class Bilinear:
-    """A bilinear map with coefficients 0 and 1 on arrays with equal or broadcast leading
-    dimensions.
+    """A bilinear map of coefficients 0 and 1 on arrays of equal or broadcast leading axes.
 
     Attributes:
         of_first: (rows of the result, second) -> rows of the first.

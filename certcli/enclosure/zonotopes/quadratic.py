@@ -1,6 +1,4 @@
-"""Quadratic forms of the ball, e^T M e with |e|_2 <= 1, as columns on e_a^2 and sqrt(2) e_a e_b (a
-< b).
-"""
+"""Quadratic forms e^T M e, |e|_2 <= 1, as columns on e_a^2 and sqrt(2) e_a e_b (a < b)."""
 
 from functools import cache
 
@@ -21,9 +19,7 @@ def pairs(count: int) -> tuple[Tensor, Tensor]:
 
 
 def weights(count: int, *, diagonal: float, off_diagonal: float, like: Tensor, axes: int) -> Tensor:
-    """`diagonal` on the columns e_a^2 and `beside` on the others, broadcastable to (columns, ...)
-    with `axes` more axes.
-    """
+    """`diagonal` on columns e_a^2, `beside` on others: (columns, ...) with `axes` more axes."""
     first, second = pairs(count)
     # of two Python numbers torch.where would make float32
     values = torch.where(

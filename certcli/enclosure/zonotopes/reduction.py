@@ -27,8 +27,7 @@ def reduced(x: Form) -> Form:
 
 
 def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor], list[Part]]:
-    """Return blocks and columns of at most `capacity` symbols of x that are kept, and the parts that
-    are not.
+    """Return blocks and columns of at most `capacity` symbols of x, and the rest of it.
 
     What is kept has new names: a column that another form still holds is treated as independent of
     it, which only widens.

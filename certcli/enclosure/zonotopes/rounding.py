@@ -23,8 +23,7 @@ FUNCTION = 2.0**-46
 
 
 def gamma(terms: int) -> float:
-    """Return a bound above gamma_n: inner products of `terms` terms are off by at most this times
-    the sum of |terms|.
+    """Above gamma_n: inner products of `terms` terms are off by <= it times the sum of |terms|.
 
     2^-52 (n + 4) >= n u / (1 - n u) + 4 u for n below 2^50.
     """
@@ -32,9 +31,7 @@ def gamma(terms: int) -> float:
 
 
 def up(x: Tensor, terms: int = 0) -> Tensor:
-    """Above the exact value of a nonnegative expression computed as x with at most `terms`
-    roundings on any path.
-    """
+    """Above a nonnegative expression computed as x in <= `terms` roundings on any path."""
     return x * (1 + gamma(terms + 8)) + TINY
 
 
@@ -48,24 +45,18 @@ def norm1(x: Tensor, reach: Reach | None = None) -> Tensor:
 
 
 def norm2(x: Tensor, reach: Reach | None = None) -> Tensor:
-    """sqrt(sum x^2) along the first axis, or a bound on sup x.e over |e|_2 <= 1 of that reach,
-    rounded up.
-    """
+    """sqrt(sum x^2) along axis 0, or sup x.e over |e|_2 <= 1 of that reach, rounded up."""
     return up(_summed(x, torch.square, reach).sqrt(), len(x))
 
 
 def reached(x: Tensor, reach: Reach) -> Tensor:
-    """Return y with x.e <= y.e for all e of that reach, where fall and rise are 0 or 1: what cannot
-    help is left out.
-    """
+    """Return y, x.e <= y.e for all e of a reach of 0 or 1: what cannot help is left out."""
     fall, rise = (part.view(-1, *[1] * (x.dim() - 1)) for part in reach)
     return torch.where(x > 0, x * rise, x * fall)
 
 
 def _summed(x: Tensor, term: Callable[[Tensor], Tensor], reach: Reach | None = None) -> Tensor:
-    """sum term(x) along the first axis, in pieces that stay in the processor's cache (seven times
-    faster).
-    """
+    """sum term(x) along axis 0, in pieces that fit the processor's cache (7 times faster)."""
     total = x.new_zeros(x.shape[1:])
     size = max(1, _CACHED // max(1, total.numel()))
     parts = None if reach is None else zip(*(part.split(size) for part in reach), strict=True)

@@ -10,8 +10,7 @@ SMALLEST = 1e-12
 def certified_radius(
     check: Check, guess: float, *, steps: int = 4, largest: float = 1e3, close: bool = False
 ) -> float:
-    """Return a radius r = 2^(k / 2^steps) for which check(r) was true; 0.0 when none was found down
-    to 1e-12.
+    """Return r = 2^(k / 2^steps) for which check(r) was true; 0.0 when none, down to 1e-12.
 
     From the grid point next to `guess` the radius grows or shrinks by factors 2, 4, 16, ... until
     one side is proven and the other is not. Then the interval is halved until the next larger point

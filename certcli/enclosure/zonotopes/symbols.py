@@ -1,6 +1,4 @@
-"""Runs of symbols of a form: box symbols, and groups of symbols that share one ball. Proofs:
-docs/local.md, section 1.
-"""
+"""Symbols of a form: box symbols, and groups that share a ball. docs/local.md, section 1."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -46,9 +44,7 @@ def lengths(columns: Tensor, width: int) -> Tensor:
 
 
 def reach_of(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """Return sup |B n| entry by entry, rounded up: the sum over groups of the l2 norms of their
-    columns.
-    """
+    """Return sup |B n| by entry, rounded up: the sum over groups of their columns' l2 norms."""
     total = columns.new_zeros(columns.shape[1:])
     for block, part in runs(columns, blocks):
         total += norm1(part if block.width == 1 else lengths(part, block.width))
@@ -56,9 +52,7 @@ def reach_of(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 
 def reach_of_differences(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """Return sup |(B n)_j - (B n)_k| for entries of one row, rounded up: (columns, rows, k) ->
-    (rows, k, k).
-    """
+    """Return sup |(B n)_j - (B n)_k| in a row, rounded up: (columns, rows, k) -> (rows, k, k)."""
     total = columns.new_zeros(*columns.shape[1:], columns.shape[-1])
     for block, part in runs(columns, blocks):
         if block.width == 1:

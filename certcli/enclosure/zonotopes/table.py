@@ -11,9 +11,7 @@ rules = RuleTable("local")
 
 @dataclass(frozen=True)
 class ZonotopeContext:
-    """The node in the traced graph, and the only token (axis 1) of its result that is read later;
-    None: all.
-    """
+    """The node in the graph, and the only token (axis 1) of its result read later; None: all."""
 
     node: fx.Node
     token: int | None

@@ -10,9 +10,7 @@ _TOKEN = re.compile(r"(\d{1,4})\.(\d{1,9})|-")
 
 
 class Unit(NamedTuple):
-    """An entry of the result of a network's ReLU: which ReLU in the order of execution, which entry
-    of it, flat.
-    """
+    """An entry of a ReLU's result: which ReLU, in order of execution, and which flat entry."""
 
     hinge: int
     entry: int
@@ -20,9 +18,7 @@ class Unit(NamedTuple):
 
 @dataclass
 class Tree:
-    """unit: at whose sign the domain is split into halves, where it is >= 0 and where it is <= 0;
-    None for a leaf.
-    """
+    """unit: its sign splits the domain, where it is >= 0 and where it is <= 0; None: a leaf."""
 
     unit: Unit | None = None
     active: "Tree | None" = None

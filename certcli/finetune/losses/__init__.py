@@ -1,6 +1,4 @@
-"""Losses by name. Each maps (logits (b, k), labels (b,), what it needs, epsilon, smoothing) to a
-scalar.
-"""
+"""Losses by name: (logits (b, k), labels (b,), needs, epsilon, smoothing) -> scalar."""
 
 from dataclasses import dataclass
 from typing import Literal

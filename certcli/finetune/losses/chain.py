@@ -41,9 +41,7 @@ def worst_logits(
 
 @dataclass
 class Reach:
-    """The values of a layer's input near each image: x + d with lo <= d <= hi and |d| <= rho; x (b,
-    n), rho (b,).
-    """
+    """A layer's input near each image: x + d, lo <= d <= hi, |d| <= rho; x (b, n), rho (b,)."""
 
     x: Tensor
     lo: Tensor
@@ -79,9 +77,7 @@ class ChainBound:
         self.drop = drop
 
     def gains(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-        """Return, for images (b, c, h, w) and a radius, labels (b,) -> largest growth of each z_j -
-        z_y (b, k).
-        """
+        """Return, for (b, c, h, w) and a radius, labels (b,) -> growth of each z_j - z_y (b, k)."""
         reach = self.reach(pixels, epsilon)
         return lambda labels: self._gains(reach, labels)
 
@@ -121,9 +117,7 @@ class ChainBound:
     def _ball(
         self, reach: Reach, waiting: tuple[LinearLayer, Tensor], after: Tensor | None
     ) -> Tensor:
-        """Return rho after a map: rho times its norm, at most the distance of the box's farthest
-        corner.
-        """
+        """Return rho after a map: rho times its norm, at most the box's farthest corner."""
         step, before = waiting
         arithmetic = self.arithmetic()
         norm = step.norm(arithmetic).to(reach.x.dtype)
@@ -177,9 +171,7 @@ def _activated(reach: Reach, step: Activation) -> Reach:
 
 
 def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor | None) -> Tensor:
-    """Estimate |D' W D|_2 for each image's masks (b, n), (b, m) by power iteration from `start`
-    (m,): (b,).
-    """
+    """Estimate |D' W D|_2 of masks (b, n), (b, m) by power iteration, `start` (m,): (b,)."""
     with torch.no_grad():
         fixed = weight.detach()
         u = after if start is None else after * start

@@ -104,9 +104,7 @@ class Form:
         )
 
     def rearranged(self, view: Callable[[Tensor], Tensor]) -> "Form":
-        """Return the form with its entries chosen or put elsewhere, over the axes behind (b,
-        columns).
-        """
+        """Return the form, entries chosen or moved over the axes behind (b, columns)."""
         return self.summed(view, lambda slack: view(slack[:, None])[:, 0])
 
     def scaled(self, factor: Tensor | float) -> "Form":

@@ -90,9 +90,7 @@ class LocalEnclosure:
         return drawn / count**0.5
 
     def margins(self, images: Tensor, labels: Tensor, epsilon: float, directions: Tensor) -> Tensor:
-        """Return lower bounds of z_y - z_j within `epsilon` of each image, 0 at j = y: (b, c, h, w),
-        (b,) -> (b, k).
-        """
+        """Return bounds <= z_y - z_j within `epsilon`, 0 at j = y: (b, c, h, w), (b,) -> (b, k)."""
         net = self.net
         form = self._tokens(images, epsilon, directions)
         by_token = net.global_pool == "token"
@@ -157,9 +155,7 @@ def _normed(form: Form, norm: nn.LayerNorm) -> Form:
 
 
 def _attention(form: Form, attention: Any, only_first: bool) -> Form:
-    """Return the form behind an attention. Scores do not see what is the same in a row, so that the
-    keys' mean goes.
-    """
+    """Return the form behind an attention; the keys' mean goes, which scores do not see."""
     heads = attention.num_heads
     qkv = dense(form, attention.qkv.weight, attention.qkv.bias)
     width = qkv.centre.shape[-1] // 3
@@ -205,9 +201,7 @@ def _margins(token: Form, norm: nn.LayerNorm, head: nn.Linear, labels: Tensor) -
 
 
 def _plain_transformer(net: nn.Module) -> VisionTransformer:
-    """Return the network where its forward pass is the one enclosed here. ArchitectureError names
-    what is not.
-    """
+    """Return the network where its forward is the one enclosed here; else ArchitectureError."""
     reason = _hindrance(net)
     if reason is not None:
         raise ArchitectureError(

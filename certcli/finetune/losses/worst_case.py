@@ -1,6 +1,4 @@
-"""How much the other logits can gain on the label's within the radius, from which every certified
-loss starts.
-"""
+"""How much other logits can gain on the label's within the radius: every certified loss's start."""
 
 import torch
 from torch import Tensor
@@ -12,9 +10,7 @@ LINEAR_UP_TO = 1e4
 
 
 def require_pairs(pairs: Tensor | None) -> Tensor:
-    """Return pair constants (k, k) in float64. UsageError without them, NoBoundError where they are
-    not finite.
-    """
+    """Return pair constants (k, k) in float64. UsageError: none, NoBoundError: not finite."""
     if pairs is None:
         raise UsageError(
             "this loss needs a network whose bound can be trained", "run `certvit adapt` first"

@@ -122,9 +122,7 @@ def _iterated(
     iterations: int,
     tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest |J v| of the iterations from this direction on (not rounded down), the
-    last directions v, and their J v.
-    """
+    """Iterate from this direction: the largest |J v| (not rounded down), the last v, their J v."""
     images = images.detach().clone().requires_grad_(True)
     shape = (-1, *[1] * (images.dim() - 1))
     with (
@@ -135,15 +133,13 @@ def _iterated(
         probe = torch.zeros_like(logits, requires_grad=True)
         # sums, because autograd loads sympy for a gradient that begins with a tensor: d <logits,
         # probe> = J^T probe
-        (pulled,) = torch.autograd.grad(
-            (logits * probe).sum(), images, create_graph=True
-        )  # linear in probe
+        # linear in probe
+        (pulled,) = torch.autograd.grad((logits * probe).sum(), images, create_graph=True)
         norms = torch.zeros(len(images), dtype=torch.float64, device=images.device)
         for iteration in range(iterations):
             direction = direction / direction.flatten(1).norm(dim=1).clamp_min(1e-30).view(shape)
-            (pushed,) = torch.autograd.grad(
-                (pulled * direction).sum(), probe, retain_graph=True
-            )  # J direction
+            # J direction
+            (pushed,) = torch.autograd.grad((pulled * direction).sum(), probe, retain_graph=True)
             before = norms
             norms = torch.maximum(norms, pushed.detach().double().flatten(1).norm(dim=1))
             converged = tolerance > 0 and bool((norms <= (1 + tolerance) * before).all())

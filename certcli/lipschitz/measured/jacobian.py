@@ -20,9 +20,7 @@ DENSE_LIMIT = 4096
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Return the names of the network's repeated blocks, the innermost only: of a Swin stage, its
-    blocks.
-    """
+    """Return the names of the innermost repeated blocks: of a Swin stage, its blocks."""
     paths = [path for path in _modules(model) if _BLOCK.search(path)]
     return [path for path in paths if not any(other.startswith(path + ".") for other in paths)]
 
@@ -30,9 +28,7 @@ def block_paths(model: nn.Module) -> list[str]:
 def module_inputs(
     model: nn.Module, images: Tensor, modules: Mapping[str, nn.Module]
 ) -> dict[str, tuple[Tensor, tuple[Any, ...]]]:
-    """Return each module's input tensor on these images and its other arguments, by name, in the
-    order of execution.
-    """
+    """Return modules' inputs on these images and other arguments, by name, in execution order."""
     inputs: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -63,9 +59,7 @@ def block_norms(
 
 
 def hoelder_bounds(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Return sqrt(|J|_1 |J|_inf) >= |J|_2 of each block with a small input, at each image: path ->
-    (b,).
-    """
+    """Return sqrt(|J|_1 |J|_inf) >= |J|_2 of blocks with small inputs, by image: path -> (b,)."""
     bounds: dict[str, Tensor] = {}
     for path, block, x, rest in _blocks_with_inputs(model, images):
         if x[0].numel() > DENSE_LIMIT:
@@ -89,9 +83,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 def _blocks_with_inputs(
     model: nn.Module, images: Tensor
 ) -> Iterator[tuple[str, nn.Module, Tensor, tuple[Any, ...]]]:
-    """Yield each block's name, the block, and its first input and its other arguments on these
-    images.
-    """
+    """Yield each block's name, the block, its first input and other arguments."""
     modules = _modules(model)
     blocks = {path: modules[path] for path in block_paths(model)}
     for path, (x, rest) in module_inputs(model, images, blocks).items():

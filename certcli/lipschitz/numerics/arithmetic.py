@@ -56,9 +56,7 @@ class Matrix:
 
 
 class Arithmetic(ABC):
-    """The operations of rules. Every scalar is an upper bound (rigorous) or its differentiable
-    estimate (trainable).
-    """
+    """A rule's operations. Scalars are upper bounds (rigorous) or estimates (trainable)."""
 
     rigorous: bool
 
@@ -137,9 +135,7 @@ class Arithmetic(ABC):
         )
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), beside the errors of a
-        and b.
-        """
+        """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and both errors."""
         product = a.tensor @ b.tensor.to(a.tensor.device)  # numbers of the code lie in main memory
         return self._inexact(
             product, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor))
@@ -199,13 +195,10 @@ class Arithmetic(ABC):
         return Matrix(a.tensor.T, a.error)
 
     def _scaled_error(self, a: Matrix, scaled: Tensor, largest: float) -> float:
-        """Return the error of diag(g) a or a diag(g): GAIN_SLACK of every entry, and the error of
-        a.
-        """
+        """Return the error of diag(g) a or a diag(g): GAIN_SLACK an entry, and a's error."""
         size = self._norm(scaled)
-        exact = size == 0 and (
-            largest == 0 or self._norm(a.tensor) == 0
-        )  # else entries may have been lost by underflow
+        # else entries may have been lost by underflow
+        exact = size == 0 and (largest == 0 or self._norm(a.tensor) == 0)
         return self._error(0 if exact else scaled.numel(), (GAIN_SLACK, size), (a.error, largest))
 
     def _error(self, products: int, *terms: tuple[float, ...]) -> float:
@@ -223,9 +216,8 @@ class Arithmetic(ABC):
             for factor in factors:
                 part = up(part * factor)
             quick = up(quick + part)
-        if (
-            1e-290 < quick < 1e290
-        ):  # every step was rounded up; only far sizes lose digits or overflow
+        # every step was rounded up; only far sizes lose digits or overflow
+        if 1e-290 < quick < 1e290:
             return quick
         total = as_real(UNDERFLOW) * float(products)
         for factors in terms:
@@ -295,8 +287,7 @@ class RigorousArithmetic(Arithmetic):
         d) products.
 
         L is the Cholesky factor of a a^T + jitter, e >= |a a^T - L L^T| is measured: |a^T b|^2 <=
-        |L^T b|^2 + e |b|_F^2.
-        Source: docs/bounds.md, section 1.5.
+        |L^T b|^2 + e |b|_F^2. Source: docs/bounds.md, section 1.5.
         """
         left, right = ([pair[place] for pair in pairs] for place in (0, 1))
         if len(pairs) > 1 and any(

@@ -33,9 +33,8 @@ Groups. The operator is block diagonal: the maximum over groups (a product would
 Rounding of G. Sums of K = (columns of V) (number of taps) products, then of L lags with factors of
 cosines (absolute error below 32 u: the angle is reduced in integers to [-pi, pi], so its rounding
 and the library's cosine, good to 2 ulps, stay below 16 u), then 3 additions: each of the real and
-the imaginary part is wrong by at most gamma_{K
-+ L + 40} B B^T entry by entry, B = sum_q |V_q| (Higham, Lemma 3.3), so G is wrong by at most 2
-gamma_{K + L + 40} |B|_F^2 in spectral norm.
+the imaginary part is wrong by at most gamma_{K + L + 40} B B^T entry by entry, B = sum_q |V_q|
+(Higham, Lemma 3.3), so G is wrong by at most 2 gamma_{K + L + 40} |B|_F^2 in spectral norm.
 
 Source: Sedghi, Gupta, Long 2019 for the Fourier blocks of circular convolutions; the embedding of
 the zero-padded one and the lag form are proven above.
@@ -238,9 +237,7 @@ def _is_small(kernels: Tensor, axes: list[_Axis]) -> bool:
 
 
 def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
-    """Return each group's convolution as a matrix, (g, out n n', in H H'), exactly: entries are
-    assigned, never added.
-    """
+    """Return each group's convolution as a matrix, (g, out n n', in H H'), by exact assignment."""
     import torch
 
     outputs = [axis.outputs for axis in axes]
@@ -276,9 +273,7 @@ def _torus_norm(kernels: Tensor, axes: list[_Axis]) -> float:
 
 
 def _polyphase(kernels: Tensor, axes: list[_Axis]) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Return the kernel as one of stride 1: shifts q and matrices V_q, (taps, g, out, in r) with
-    the r residues in use.
-    """
+    """Return the kernel at stride 1: shifts q and V_q, (taps, g, out, in r), r residues in use."""
     places = {
         tap: [divmod(axis.dilation * j, axis.stride) for axis, j in zip(axes, tap)]
         for tap in itertools.product(*(range(axis.kernel) for axis in axes))
@@ -294,9 +289,7 @@ def _polyphase(kernels: Tensor, axes: list[_Axis]) -> tuple[list[tuple[int, ...]
 
 
 def _half_lags(shifts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the differences of shifts that are greater than 0 in lexicographic order; the others
-    are their negatives.
-    """
+    """Return the differences of shifts > 0 lexicographically; the others are negatives."""
     differences = {
         tuple(b - a for a, b in zip(first, second)) for first in shifts for second in shifts
     }
@@ -304,9 +297,7 @@ def _half_lags(shifts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _frequency_chunks(axes: list[_Axis], entries: int, device: torch.device) -> Iterator[Tensor]:
-    """Half of the grid of the torus, nu up to sign: (f, 2) integers, f * entries within the memory
-    allowed.
-    """
+    """Half of the torus' grid, nu up to sign: (f, 2) integers, f * entries within the memory."""
     import torch
 
     rows, columns = (torch.arange(axis.torus, device=device) for axis in axes)
@@ -320,9 +311,7 @@ def _frequency_chunks(axes: list[_Axis], entries: int, device: torch.device) -> 
 def _waves(
     frequencies: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi nu q / N: (f, taps) each. The angle is reduced in integers before it is
-    rounded.
-    """
+    """cos and sin of 2 pi nu q / N: (f, taps) each, the angle reduced in integers, then rounded."""
     import torch
 
     common = math.lcm(*(axis.torus for axis in axes))
@@ -338,9 +327,7 @@ def _waves(
 def _fourier_grams(
     taps: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
 ) -> Iterator[Tensor]:
-    """Yield all G(nu) of all groups, in chunks of shape (chunk, n, n), complex; taps (taps, g, n,
-    c).
-    """
+    """Yield G(nu) of all groups in complex chunks (chunk, n, n); taps (taps, g, n, c)."""
     import torch
 
     side = taps.shape[2]
@@ -395,9 +382,7 @@ def _top_eigenvalue(chunks: Iterator[Tensor]) -> float:
 
 
 def _guess(grams: Tensor, attempt: int) -> float:
-    """About the largest eigenvalue of all matrices: roughly on all, then with care on the one that
-    looks largest.
-    """
+    """About the largest eigenvalue of all matrices: roughly on all, with care on the largest."""
     import torch
 
     if grams.shape[-1] <= _FULL_SOLVER_SIDE:

@@ -2,11 +2,10 @@
 steps. Never a bound.
 
 The estimate follows the bound that counts for the geometry, so that training sees the number that
-is proven at the end:
-windows that are disjoint: the reshaped kernel; a small operator: itself, by convolutions with the
-real padding; else the torus, where V(nu) = sum_q V_q exp(i nu q) is small and all frequencies
-iterate at once: the largest is found whatever singular values lie close together, and a new one
-takes over as soon as it is the largest.
+is proven at the end: windows that are disjoint: the reshaped kernel; a small operator: itself, by
+convolutions with the real padding; else the torus, where V(nu) = sum_q V_q exp(i nu q) is small and
+all frequencies iterate at once: the largest is found whatever singular values lie close together,
+and a new one takes over as soon as it is the largest.
 """
 
 import itertools
@@ -108,9 +107,8 @@ def _operator(
         return functional.pad(x, (-left, missing[1] - right, -top, missing[0] - bottom))
 
     def unit_images(x: Tensor) -> Tensor:
-        return unit(x.reshape(groups, -1, 1)).reshape(
-            x.shape
-        )  # each group its own: any of them may become the largest
+        # each group its own: any of them may become the largest
+        return unit(x.reshape(groups, -1, 1)).reshape(x.shape)
 
     fixed = weight.detach()
     shape = (1, groups * kernels.shape[2], height, width)
@@ -135,9 +133,7 @@ def _operator(
 def _torus(
     kernels: Tensor, axes: list[_Axis], vectors: dict[str, Tensor], name: str, iterations: int
 ) -> Tensor:
-    """max over frequencies and groups of sigma(V(nu)). Complex numbers are pairs: real products are
-    much faster.
-    """
+    """max over frequencies, groups of sigma(V(nu)). Complex numbers as pairs: much faster."""
     with torch.no_grad():
         shifts, taps = _polyphase(kernels.detach(), axes)
         flip = taps.shape[2] > taps.shape[3]
@@ -193,9 +189,7 @@ def _all_waves(
 
 
 def _of_taps(slopes: Tensor, axes: list[_Axis]) -> Tensor:
-    """Return the inverse of the polyphase arrangement: (shifts, out, in, residues) -> (out, in, k,
-    k').
-    """
+    """Return the inverse polyphase arrangement: (shifts, out, in, residues) -> (out, in, k, k')."""
     places = [[divmod(axis.dilation * j, axis.stride) for j in range(axis.kernel)] for axis in axes]
     pairs = list(itertools.product(*places))
     shifts = sorted({tuple(q for q, _ in pair) for pair in pairs})

@@ -69,9 +69,7 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
 
 
 def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`lanczos_guess` of one real matrix: of ordinary sizes, the calls of a batch take longer than
-    what they compute.
-    """
+    """`lanczos_guess` of one real matrix: at ordinary sizes a batch's calls cost more."""
     import torch
 
     side = len(gram)
@@ -97,9 +95,8 @@ def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
             converged = min(residual, residual * residual / max(gap, 1e-30)) <= 1e-7 * value
             if converged or step + 1 == steps:
                 break
-        if length <= 1e-5 * abs(
-            float(tridiagonal[0, 0])
-        ):  # an invariant subspace is exhausted: zeros instead of noise
+        # an invariant subspace is exhausted: zeros instead of noise
+        if length <= 1e-5 * abs(float(tridiagonal[0, 0])):
             length = 0.0
         else:
             torch.mul(image, 1.0 / length, out=basis[step + 1])

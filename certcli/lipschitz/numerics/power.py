@@ -19,9 +19,7 @@ _LEAST = 1e-30
 def block_norms(
     blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int = 1
 ) -> Tensor:
-    """sigma(W_g) of every W_g at once, with gradient u v^T: (g, m, n) -> (g,). vectors[name], (g,
-    m), is renewed.
-    """
+    """sigma(W_g) at once, with gradient u v^T: (g, m, n) -> (g,). Renews vectors[name], (g, m)."""
     fixed = blocks.detach()
     with torch.no_grad():
         start = warm(vectors.get(name), blocks.shape[:2], fixed)
@@ -34,9 +32,7 @@ def block_norms(
 
 
 def leading(blocks: Tensor) -> Tensor:
-    """Return the first left singular vectors, to start from; exact where that is cheap: (g, m, n)
-    -> (g, m, 1).
-    """
+    """Return first left singular vectors to start from; exact if cheap: (g, m, n) -> (g, m, 1)."""
     count, rows, columns = blocks.shape
     side = min(rows, columns)
     sound = bool(torch.isfinite(blocks.abs()).all())  # LAPACK does not take NaN

@@ -103,18 +103,15 @@ class Real:
             value = math.ldexp(self.mantissa, self.exponent)
         except OverflowError:
             return math.inf
-        return (
-            value if self.exponent > -1021 or self.mantissa == 0 else _up(value)
-        )  # subnormals may round down
+        # subnormals may round down
+        return value if self.exponent > -1021 or self.mantissa == 0 else _up(value)
 
     @property
     def finite(self) -> bool:
         return not math.isinf(self.mantissa)
 
     def log10(self) -> float:
-        """Return log10 in double precision, for display: -inf for 0, inf for inf, finite beyond
-        float64.
-        """
+        """Return log10 for display: -inf for 0, inf for inf, finite beyond float64."""
         if self.mantissa == 0:
             return -math.inf
         return math.log10(self.mantissa) + self.exponent * math.log10(2)
@@ -130,9 +127,8 @@ class Real:
         digits = 4 if near else 3
         whole = math.floor(self.log10())
         first = _ceil(exact, digits - 1 - whole)
-        if (
-            first >= 10**digits
-        ):  # rounded up to a power of ten, or the logarithm was rounded down from there
+        # rounded up to a power of ten, or the logarithm was rounded down from there
+        if first >= 10**digits:
             first = -(-first // 10)
             whole = whole + 1
         if near:

@@ -2,10 +2,9 @@
 estimates.
 
 An iterative eigenvalue solver gives a guess, a factorisation proves it, and every rounding error is
-accounted for.
-Notation: u = 2^-53, gamma_k = k u / (1 - k u), |.| the spectral norm, |.|_F the Frobenius norm, W
-the (m, n) matrix with m <= n (else its transpose), multiplied by a power of two so that its largest
-entry lies in [1/2, 1).
+accounted for. Notation: u = 2^-53, gamma_k = k u / (1 - k u), |.| the spectral norm, |.|_F the
+Frobenius norm, W the (m, n) matrix with m <= n (else its transpose), multiplied by a power of two
+so that its largest entry lies in [1/2, 1).
 
 Lemma (inner products; Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1
 and (3.13)). A sum of k products of floats, in any order, blocked or not, with fused multiply-add or
@@ -73,9 +72,7 @@ def gamma(terms: int) -> float:
 
 
 def up(x: float, steps: int = 1) -> float:
-    """Return the float64 that lies `steps` ulps above x. One step covers one rounded operation; inf
-    stays inf.
-    """
+    """Return the float64 `steps` ulps above x, one for each rounded operation; inf stays inf."""
     for _ in range(steps):
         x = math.nextafter(x, math.inf)
     return x
@@ -180,8 +177,7 @@ def scale_to_unit(tensor: Tensor) -> tuple[Tensor | None, int]:
     zero or empty one.
 
     Exact, but for entries 2^1000 times smaller than the largest. MPS has no float64: computed on
-    the CPU there.
-    Errors: those of `unit_exponent`.
+    the CPU there. Errors: those of `unit_exponent`.
     """
     exponent = unit_exponent(tensor)
     if exponent is None:
@@ -337,9 +333,7 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
 
 
 def _scaled(stacked: Tensor, exponents: list[int]) -> Tensor:
-    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...); in two exact steps, because 2^-e
-    itself may overflow.
-    """
+    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...), in two steps: 2^-e may overflow."""
     import torch
 
     source = stacked.to(_float64_device(stacked.device))

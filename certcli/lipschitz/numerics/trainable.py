@@ -1,6 +1,4 @@
-"""The trainable arithmetic of the rules: torch tensors with gradients, for losses. Its numbers are
-never shown.
-"""
+"""The trainable arithmetic of the rules: tensors with gradients, for losses, never shown."""
 
 from collections import Counter
 
@@ -44,9 +42,7 @@ class TrainableArithmetic(Arithmetic):
         self._uses.clear()
 
     def _own(self, name: str) -> str:
-        """Return a name for this matrix alone: a function may be called several times in one
-        module.
-        """
+        """Return a name of this matrix: a module may call a function several times."""
         self._uses[name] += 1
         return name if self._uses[name] == 1 else f"{name}#{self._uses[name]}"
 
@@ -122,9 +118,8 @@ class TrainableArithmetic(Arithmetic):
 
     def root_sum_of_squares(self, values: list[Tensor]) -> Tensor:
         stacked = torch.stack(values)
-        largest = (
-            stacked.detach().abs().max().clamp(1e-300, 1e300)
-        )  # squares of 1e200 would overflow
+        # squares of 1e200 would overflow
+        largest = stacked.detach().abs().max().clamp(1e-300, 1e300)
         return (stacked / largest).norm() * largest
 
     def minimum(self, a: Tensor, b: Tensor) -> Tensor:
@@ -147,8 +142,6 @@ class TrainableArithmetic(Arithmetic):
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors in one precision on one device: a constant in float64 meets the network's
-    float32.
-    """
+    """Return both tensors in one precision on one device: float64 constants meet float32."""
     b = b.to(a.device)
     return (a, b) if a.dtype == b.dtype else (a.float(), b.float())

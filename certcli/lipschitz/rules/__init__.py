@@ -1,6 +1,4 @@
-"""All rules, one theorem each: importing this package registers them in
-`certcli.lipschitz.table.rules`.
-"""
+"""All rules, one theorem each: importing this package registers them in `lipschitz.table.rules`."""
 
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 

@@ -1,6 +1,4 @@
-"""Sums and differences: residual connections, position embeddings, masks. Proofs: docs/bounds.md,
-8.1 and 8.2.
-"""
+"""Sums and differences: residuals, position embeddings, masks. Proofs: docs/bounds.md, 8.1, 8.2."""
 
 import math
 import operator
@@ -44,9 +42,7 @@ def add_values(
 
 
 def _constant(ctx: Context, x: Value) -> bool:
-    """Tell whether a tensor is proven not to depend on the image: the branch of a weight that is
-    exactly 0.
-    """
+    """Tell whether a tensor provably ignores the image: the branch of a weight that is 0."""
     follows = isinstance(x.waiting, (Scores, Probabilities))
     return ctx.arith.rigorous and not follows and ctx.settle(x).base == ctx.arith.const(0.0)
 
@@ -56,9 +52,7 @@ def _is_zero(matrix: Matrix | None) -> bool:
 
 
 def _known(ctx: Context, x: Value, axis: int, features: int) -> Matrix:
-    """Return the vector that each fibre of a constant tensor is: the bias of a map of weight 0,
-    else a ball about 0.
-    """
+    """Return the vector of each fibre of a constant tensor: a bias, else a ball about 0."""
     pending = x.pending
     bias = (
         None
@@ -93,9 +87,7 @@ def add(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
 
 
 def _translated(ctx: Context, x: Value, shift: Any) -> Value:
-    """Return x + constant, added to the linear map or convolution that waits if it varies along its
-    features only.
-    """
+    """Return x + constant, added to the map that waits if it varies along its features only."""
     shape = tuple(ctx.shape)
     axis = feature_axis(x)
     tensor = as_tensor(ctx, shift)
@@ -153,9 +145,7 @@ def as_tensor(ctx: Context, constant: Any) -> torch.Tensor:
 
 
 def shifted(ctx: Context, x: Value, shift: Any) -> Value:
-    """Return x + a constant, settled unless x are scores. Only the sizes of the constant's entries
-    count.
-    """
+    """Return x + a constant, settled unless x are scores: only entries' sizes count."""
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
         # softmax of scores plus any constant: the attention theorems hold for every constant
@@ -200,9 +190,7 @@ def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Val
 @rules.method("masked_fill", "masked_fill_")
 @rules.function(torch.masked_fill)
 def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
-    """Constants in fixed places move nothing; in scores -inf is a mask, a number replaces scores
-    (remark in 5.2).
-    """
+    """Constants in fixed places move nothing; in scores, -inf is a mask (remark in 5.2)."""
     ctx.constant_tensor(mask)
     ctx.require(tuple(x.shape) == tuple(ctx.shape), "a mask that repeats the tensor")
     ctx.require(not isinstance(value, Value), "filling with a number that depends on the image")
@@ -234,9 +222,7 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
 
 
 def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
-    """Return (1 - t, t) for t = sigmoid(theta), rounded up by 2^-40, far above the error of float64
-    exp.
-    """
+    """Return (1 - t, t), t = sigmoid(theta), up by 2^-40, far above float64 exp's error."""
     if ctx.arith.rigorous:
         t = float(torch.sigmoid(theta.detach().double()))
         slack = 2.0**-40

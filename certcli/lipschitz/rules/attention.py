@@ -29,9 +29,7 @@ def dot_product_attention(
 
 
 def _covered(module: nn.MultiheadAttention) -> bool:
-    """Tell whether one matrix makes queries, keys and values, and the module adds no keys or values
-    of its own.
-    """
+    """Tell whether one matrix makes queries, keys and values, and nothing is added to them."""
     extras = (
         module.bias_k,
         module.bias_v,
@@ -63,9 +61,7 @@ def multihead_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> list[Any]:
-    """torch's attention of one tensor with itself, the same function on its fast path and off it;
-    masks are constants.
-    """
+    """torch's attention of a tensor with itself, on any path; masks are constants."""
     ctx.require(
         isinstance(query, Value) and query is key and key is value,
         "attention between different tensors",

@@ -22,9 +22,7 @@ from certcli.nn.attention import LipschitzAttention
 
 @dataclass(frozen=True)
 class HeadMap:
-    """u -> W u + b on tokens |u| <= radius, with the map that was pending folded in; head h has the
-    h-th rows of W.
-    """
+    """u -> W u + b on |u| <= radius, the pending map folded in; head h has W's h-th rows."""
 
     arith: Arithmetic
     matrix: Matrix
@@ -66,9 +64,7 @@ class HeadMap:
 def head_maps(
     ctx: Context, x: Value, module: LipschitzAttention, *names: str
 ) -> tuple[Value, list[HeadMap]]:
-    """Return the tokens that the maps of an attention act on, and the maps, by the names of their
-    layers.
-    """
+    """Return the tokens an attention's maps act on, and the maps, by their layers' names."""
     maps = []
     for name in names:
         layer = getattr(module, name)
@@ -125,9 +121,7 @@ def combined(
 
 
 def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scalar:
-    """Return |diag(c_1, .., c_1, c_2, ..) W|, every row of W times the factor of its head; it grows
-    with every c_h.
-    """
+    """Return |diag(c_1, .., c_1, c_2, ..) W|, rows times their head's factor; it grows with c_h."""
     top = arith.largest(weights)
     numbers = (
         [float(weight) for weight in weights]

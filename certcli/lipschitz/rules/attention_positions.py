@@ -1,6 +1,4 @@
-"""The parts of attention that no image changes: position biases and masks in the scores, gated
-positional maps.
-"""
+"""What no image changes in attention: biases and masks in the scores, gated positional maps."""
 
 import math
 from collections.abc import Sequence
@@ -22,9 +20,7 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True)
 class Prior:
-    """Largest column sum, column norm and entry of pi = softmax(B) for each head; B holds position
-    biases and masks.
-    """
+    """Largest column sum, column norm and entry of pi = softmax(B) by head; B: biases, masks."""
 
     columns: list[Scalar]
     root: list[Scalar]
@@ -32,9 +28,7 @@ class Prior:
 
 
 def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Prior:
-    """Return the bounds of pi for this layer and the mask of this call: 1, 1/sqrt(n) and 1/n where
-    B = 0.
-    """
+    """Return the bounds of pi for this layer and mask: 1, 1/sqrt(n) and 1/n where B = 0."""
     arith = ctx.arith
     heads = module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
@@ -57,9 +51,7 @@ def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> P
 def position_logits(
     ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
 ) -> Tensor | None:
-    """Return B, the constant that is added to the logits: (m, h, n, n) in float64 for m masks, or
-    None for 0.
-    """
+    """Return B, the constant in the logits: (m, h, n, n) in float64 for m masks; None for 0."""
     bias: Tensor | None = None
     if module.window_size is not None:
         bias = module.position_bias().double().unsqueeze(0)
@@ -82,9 +74,7 @@ def position_logits(
 
 
 def exp_twice(arith: Arithmetic, tau: Scalar) -> Scalar:
-    """Return e^(2 tau): p_ij <= e^(2 tau) pi_ij if the image's terms in the scores of a row span at
-    most 2 tau.
-    """
+    """Return e^(2 tau): p_ij <= e^(2 tau) pi_ij if the image's part of a row spans <= 2 tau."""
     if not arith.rigorous:
         return (2 * tau).clamp_max(80.0).exp()
     return arith.const(up(math.exp(2 * float(tau)), 8) if float(tau) < 300 else math.inf)
@@ -92,9 +82,7 @@ def exp_twice(arith: Arithmetic, tau: Scalar) -> Scalar:
 
 @dataclass(frozen=True)
 class Gates:
-    """A head's output keep P(x) v + B v with a constant matrix B: `keep` and `fixed` = |B| of each
-    head.
-    """
+    """Output keep P(x) v + B v, B constant: `keep` and `fixed` = |B| by head."""
 
     keep: list[Scalar]
     fixed: list[Scalar]
@@ -111,9 +99,7 @@ class Gates:
 
 
 def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
-    """Return the gates of Theorem 7.1 for a layer with ConViT's gated positions, else keep = 1 and
-    B = 0.
-    """
+    """Return the gates of Theorem 7.1 for ConViT's gated positions, else keep = 1, B = 0."""
     if not module.gated:
         one = ctx.arith.const(1.0)
         zero = ctx.arith.const(0.0)
@@ -124,9 +110,7 @@ def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
 
 @torch.no_grad()
 def positional_gates(ctx: Context, module: Any, tokens: int) -> Gates:
-    """Return 1 - g_h and g_h |B_h| of a layer with ConViT's `pos_proj`, `gating_param` and
-    `get_rel_indices`.
-    """
+    """Return 1 - g_h, g_h |B_h| of ConViT's `pos_proj`, `gating_param`, `get_rel_indices`."""
     weight = module.pos_proj.weight.double()
     bias = module.pos_proj.bias.double()
     scores: Tensor = module.get_rel_indices(tokens).double() @ weight.T + bias

@@ -1,6 +1,4 @@
-"""Convolutions: they wait for the scales of their channels, which are folded in. Proofs:
-docs/bounds.md, section 2.
-"""
+"""Convolutions: they wait for their channels' scales, folded in. Proofs: docs/bounds.md, 2."""
 
 import math
 from dataclasses import replace
@@ -28,9 +26,7 @@ def _pads_with_zeros(module: nn.Conv2d) -> bool:
 
 @rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
-    """A zero-padded convolution, pending: a gain on its input or output channels is multiplied into
-    the weight.
-    """
+    """A zero-padded convolution, pending: channel gains are multiplied into the weight."""
     return convolve(
         ctx,
         x,
@@ -84,9 +80,8 @@ def convolve(
     steps = tuple(_numbers(stride, axes))
     spread = tuple(_numbers(dilation, axes))
     pads = _padding(padding, kernel, spread)
-    if (
-        groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads))
-    ):  # a linear layer on every pixel
+    # a linear layer on every pixel
+    if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):
         matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
         x = followed(ctx, x, matrix, bias, axis)
         return x if x.pending is None else replace(x, waiting=replace(x.pending, kind=ctx.kind))
@@ -132,16 +127,13 @@ def convolve(
 def _with_inputs(
     ctx: Context, plain: Windows, pending: Affine, entry: Size, groups: int
 ) -> Windows:
-    """Return the windows of the tensor before a pending map: W G P, tap by tap, and W b summed over
-    the taps.
-    """
+    """Windows of the tensor before a pending map: W G P by tap, and W b summed over taps."""
     arith = ctx.arith
     weight = plain.kernel
     taps = math.prod(weight.shape[2:])
     out = len(weight) // groups
-    by_input = weight.view(groups, out, weight.shape[1], taps).permute(
-        1, 3, 0, 2
-    )  # input channels last
+    # input channels last
+    by_input = weight.view(groups, out, weight.shape[1], taps).permute(1, 3, 0, 2)
     columns = arith.matrix(by_input.reshape(out * taps, -1))
     map_only = replace(pending, bias=None).after(arith, columns, None, ctx.path).effective(arith)
     assert map_only is not None
@@ -197,9 +189,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     positions = float(math.prod(x.shape) // x.shape[conv.axis])
 
     def flat_norm(windows: Windows) -> Scalar:
-        """Return the norm of the kernel as a matrix, as it acts on a window of the tensor that the
-        windows are cut from.
-        """
+        """Return the kernel's norm as a matrix, on a window of the original tensor."""
         if patches and windows.kernel is weight:
             return sigma
         flat = replace(arith.matrix(windows.kernel.flatten(1)), error=windows.error)
@@ -255,9 +245,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
 
 
 def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
-    """Return max over groups of |W| sqrt(windows that hold a voxel), W the kernel as a matrix
-    (section 2.3, windows).
-    """
+    """max over groups of |W| sqrt(windows of a voxel), W the kernel as a matrix (section 2.3)."""
     arith = ctx.arith
     kernel = conv.weight.shape[2:]
     matrix = arith.matrix(conv.weight.reshape(conv.weight.shape[0], -1))

@@ -1,6 +1,4 @@
-"""L2 attention with tied queries and keys, with and without positions. Proofs: docs/bounds.md,
-section 6.
-"""
+"""L2 attention, queries tied to keys, with or without positions. Proofs: docs/bounds.md, 6."""
 
 import math
 from dataclasses import dataclass
@@ -43,9 +41,8 @@ def l2_mixing_constant(tokens: int) -> float:
     c_n = sqrt((n+1)/2) + 2 S + 2 sqrt(s1 S (n-1)), S = W((n-1)/e), s1 = W(1/e). Source: Theorem
     6.1.
     """
-    s = lambert_w_upper(
-        (tokens - 1) / math.e
-    )  # 16 steps up cover the roundings, as in `tied_logits`
+    # 16 steps up cover the roundings, as in `tied_logits`
+    s = lambert_w_upper((tokens - 1) / math.e)
     total = math.sqrt((tokens + 1) / 2) + 2 * s + 2 * math.sqrt(W_OF_1_OVER_E * s * (tokens - 1))
     return up(total, 16)
 
@@ -77,9 +74,8 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
     heads = module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
     if biases is None:
-        s = lambert_w_upper(
-            (tokens - 1) / math.e
-        )  # two roundings of u: of 5 u in all, which 8 steps up cover
+        # two roundings of u: of 5 u in all, which 8 steps up cover
+        s = lambert_w_upper((tokens - 1) / math.e)
         root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
         constants = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
         return Tied(*([arith.const(up(value, 8))] * heads for value in constants))
@@ -92,9 +88,7 @@ def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int
 
 
 def _with_bias(biases: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four terms of `Tied`, the largest over masks: (m, h, n, n) -> 4 x (h,),
-    differentiable.
-    """
+    """Return `Tied`'s 4 terms, largest over masks: (m, h, n, n) -> 4 x (h,), differentiable."""
     self_bias = biases.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     if not bool(torch.isfinite(self_bias).all()):
         raise NoRule("a mask under which a token does not see itself")

@@ -1,6 +1,4 @@
-"""Linear layers, pixel normalisation, and the charge of a pending affine map. Proofs:
-docs/bounds.md, section 1.
-"""
+"""Linear layers, pixel normalisation, the charge of a pending map. docs/bounds.md, section 1."""
 
 import math
 from dataclasses import replace
@@ -21,18 +19,14 @@ from certcli.models.build import PixelNormalize
 
 @rules.module(nn.Linear)
 def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
-    """x -> W x + b on the last axis, pending: neighbouring linear maps are multiplied before their
-    norm is taken.
-    """
+    """x -> W x + b on the last axis, pending: neighbours are multiplied before the norm."""
     return followed(ctx, x, module.weight, module.bias)
 
 
 def followed(
     ctx: Context, x: Value, weight: Tensor | Matrix, bias: Tensor | None, axis: int = -1
 ) -> Value:
-    """Return `x` after a linear layer on an axis, multiplied into the linear map or convolution
-    that waits there.
-    """
+    """Return `x` after a linear layer on an axis, multiplied into what waits there."""
     conv = x.waiting
     if isinstance(conv, Convolution) and conv.axis == axis:
         matrix = weight if isinstance(weight, Matrix) else ctx.arith.matrix(weight)
@@ -50,9 +44,7 @@ def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Valu
 
 @rules.module(PixelNormalize)
 def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
-    """x -> (x - mean) / std: a pending gain 1 / std on the channel axis, which the first
-    convolution takes in.
-    """
+    """x -> (x - mean) / std: a pending gain 1 / std on channels, for the first convolution."""
     x = ctx.settle(x)  # behind a resize
     std = module.std.double().flatten().expand(x.shape[-3])
     gain = 1.0 / std
@@ -85,9 +77,8 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
     path = pending.source[-1] if pending.source else ctx.path
     before = replace(x, waiting=None)
     bias = pending.bias
-    if (
-        effective is None
-    ):  # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
+    # |diag(g) P| <= max |g|, exact without P; beyond 1024 features not worth a spectral norm
+    if effective is None:
         sigma = arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
     elif pending.index is None:
         sigma = arith.sigma(effective, f"{path}:{pending.axis}")

@@ -77,9 +77,7 @@ def matmul(ctx: Context, a: Any, b: Any) -> Value:
 
 
 def _blocks(ctx: Context, x: Value, weight: Tensor, is_left: bool) -> Value:
-    """Return C x or x C for a constant stack C: the largest norm of its matrices, which act on
-    disjoint parts.
-    """
+    """Return C x or x C for constant C: its matrices' largest norm, on disjoint parts."""
     ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
     leading = tuple(ctx.shape[:-2])
     x = ctx.spread(x, (*leading, *x.shape[-2:]))

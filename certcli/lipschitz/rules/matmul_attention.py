@@ -27,9 +27,7 @@ from certcli.lipschitz.value import Affine, Probabilities, Scores, Value
 
 
 def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
-    """Return a b over the last two axes: attention if a is a softmax of scores, else scores that
-    wait for their softmax.
-    """
+    """Return a b over the last two axes: attention if a is a softmax, else scores that wait."""
     if len(a.shape) < 2 or len(b.shape) < 2:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.waiting, Probabilities):
@@ -80,9 +78,7 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
 
 
 def _operator_norm(ctx: Context, x: Value) -> Scalar:
-    """Return a bound on the spectral norm of every matrix (last two axes): min(norm, fibre
-    sqrt(count)).
-    """
+    """Bound the spectral norm of every matrix (last two axes): min(norm, fibre sqrt(count))."""
     arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
@@ -137,9 +133,7 @@ class _Heads:
 
 
 def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
-    """Return the bounds head by head if a linear map to (.., head, .., 1, width) is pending, else
-    one for all heads.
-    """
+    """Return bounds by head if a linear map to (.., head, .., 1, width) waits, else one."""
     arith = ctx.arith
     if isinstance(x, Constant):
         row = arith.longest(x.tensor.detach().double().reshape(-1, x.tensor.shape[-1]))
@@ -210,9 +204,8 @@ def attend(
     arith = ctx.arith
     queries = tuple(query.tensor.shape if isinstance(query, Constant) else query.shape)
     leading = queries[:-2]
-    if (
-        tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading
-    ):  # one head of keys for all queries
+    # one head of keys for all queries
+    if tuple(key.shape[:-2]) != leading or tuple(value.shape[:-2]) != leading:
         key = ctx.spread(ctx.settle(key), (*leading, *key.shape[-2:]))
         value = ctx.spread(ctx.settle(value), (*leading, *value.shape[-2:]))
     ctx.require(
@@ -228,9 +221,8 @@ def attend(
             if arith.rigorous and not norm.finite:
                 raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
     split = [part for part in (q, k, v) if len(part.slopes) > 1]
-    alike = (
-        len({part.layout for part in split}) <= 1
-    )  # else the heads of q, k and v differ: the largest counts
+    # else the heads of q, k and v differ: the largest counts
+    alike = len({part.layout for part in split}) <= 1
     count = max(len(part.slopes) for part in (q, k, v)) if alike else 1
     count = count if gates is None else len(gates.keep)
 
@@ -249,9 +241,8 @@ def attend(
     of_k = scale * arith.sqrt(n * arith.const(0.5))
     of_k = of_k * _together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
     largest = arith.largest(v.norms)
-    size = Size(
-        arith, tuple(ctx.shape), lambda: largest
-    )  # rows of the result are averages of values
+    # rows of the result are averages of values
+    size = Size(arith, tuple(ctx.shape), lambda: largest)
     if gates is not None:
         rows = arith.const(float(math.prod(value.shape[:-1])))
         size = Size(arith, tuple(ctx.shape), total=lambda: averaging * largest * arith.sqrt(rows))
@@ -265,9 +256,7 @@ def attend(
 
 
 def _together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
-    """Return a bound on |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2) and max w_h
-    |W|.
-    """
+    """Bound |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2), max w_h |W|."""
     arith = ctx.arith
     coarse = arith.largest(weights) * part.whole
     if len(part.slopes) != len(weights):

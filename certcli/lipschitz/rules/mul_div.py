@@ -82,9 +82,7 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
 
 
 def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
-    """Return a constant tensor times x: its largest entry, or folded into the waiting map if it
-    varies along its axis.
-    """
+    """A constant tensor times x: its largest entry, or folded in if it varies along one axis."""
     _require_numbers(ctx, x, bool((factor > 0).all()))
     shape = tuple(ctx.shape)
     scores = x.waiting if isinstance(x.waiting, Scores) and x.waiting.moving is None else None

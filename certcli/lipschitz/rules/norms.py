@@ -96,9 +96,7 @@ def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Va
 
 @rules.module(FloorNorm)
 def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
-    """P x / max(s, floor) has slope 1 / floor and rows within sqrt(d), Theorem 4.8; the scale stays
-    pending.
-    """
+    """P x / max(s, floor): slope 1 / floor, rows <= sqrt(d), Theorem 4.8; the scale is pending."""
     floor = float(module.floor.detach().double())
     ctx.require(floor > 0, "a norm whose floor is not positive")
     ctx.require(module.width == x.shape[-1], "a norm of another width")
@@ -114,9 +112,7 @@ def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
 def rms_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Value:
-    """Nrm(x) = x / sqrt(|x|^2/d + eps): the same two bounds without P. torch's default eps is the
-    dtype's.
-    """
+    """Nrm(x) = x / sqrt(|x|^2/d + eps): the same two bounds without P; default eps: dtype's."""
     if eps is None:
         eps = float(torch.finfo(torch.float32).eps)
         ctx.require(
@@ -278,9 +274,8 @@ def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> 
     x = ctx.settle(x)
     arith = ctx.arith
     channels = float(module.weight.numel())
-    ctx.require(
-        channels == x.shape[module.channel_dim], "a norm of another width"
-    )  # its weight would be repeated
+    # its weight would be repeated
+    ctx.require(channels == x.shape[module.channel_dim], "a norm of another width")
     largest = ctx.largest_entry(module.weight)
     slope = arith.const(1.0) + largest * arith.const(
         up(2 * channels + channels * math.sqrt(channels), 4)

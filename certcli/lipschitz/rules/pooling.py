@@ -1,6 +1,4 @@
-"""Pooling over windows, pooling to a given size, and interpolation. Proofs: docs/bounds.md,
-sections 8.5 and 8.6.
-"""
+"""Pooling over windows or to a size, and interpolation. Proofs: docs/bounds.md, 8.5, 8.6."""
 
 import math
 from typing import Any
@@ -114,9 +112,7 @@ rules.module(nn.AvgPool1d)(with_attributes(average_pool_of_lines, *_WINDOWS, "co
 def separable(
     ctx: Context, x: Value, matrices: list[Tensor], why: str, averages: bool = True
 ) -> Value:
-    """Kronecker product of matrices on the last axes. averages: their rows are non-negative with
-    sums of at most 1.
-    """
+    """Kronecker product of matrices on the last axes. averages: rows >= 0 with sums <= 1."""
     x = ctx.settle(x)
     arith = ctx.arith
     factor = arith.const(1.0)
@@ -149,16 +145,13 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Value:
-    """Interpolation is linear and separates by axis: the norms of the two resizing matrices, read
-    off the identity.
-    """
+    """Interpolation is linear, axis by axis: the norms of two matrices, read off the identity."""
     ctx.require(
         len(x.shape) == 4 and mode in ("nearest", "bilinear", "bicubic"),
         f"interpolation mode {mode}",
     )
-    dtype = (
-        ctx.dtype if mode == "nearest" else torch.float64
-    )  # which pixel is the nearest is decided in its precision
+    # which pixel is the nearest is decided in its precision
+    dtype = ctx.dtype if mode == "nearest" else torch.float64
     scales = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * 2
     scales = [scale if scale is None else float(scale) for scale in scales]
     matrices = []

@@ -1,6 +1,4 @@
-"""Means, sums, maxima, variances and standard deviations over axes. Proofs: docs/bounds.md,
-sections 8.5 to 8.7.
-"""
+"""Means, sums, maxima, variances and deviations over axes. docs/bounds.md, 8.5 to 8.7."""
 
 import math
 from dataclasses import replace
@@ -55,9 +53,7 @@ def sum_(
 def _reduce(
     ctx: Context, x: Value, dim: Any, keepdim: bool, constant: float, why: str, growth: float
 ) -> Value:
-    """Return a linear reduction over some axes; a map that is pending on another axis commutes with
-    a mean.
-    """
+    """Return a linear reduction over axes; a map pending on another axis commutes with a mean."""
     rank = len(x.shape)
     axes = _axes(dim, rank)
     pending = x.pending
@@ -112,9 +108,7 @@ def extreme(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> V
 def _degrees(
     ctx: Context, x: Value, dim: Any, unbiased: Any, correction: Any
 ) -> tuple[list[int], int, float]:
-    """Return the axes, the number m of entries along them, and m - c, by which the sum of squares
-    is divided.
-    """
+    """Return axes, their number m of entries, and m - c, by which squares' sum is divided."""
     if isinstance(dim, bool):  # std(unbiased)
         ctx.require(unbiased is None, "arguments of another kind than torch documents")
         dim, unbiased = None, dim
@@ -144,9 +138,7 @@ def deviation(
     *,
     correction: Any = None,
 ) -> Value:
-    """std x = |P x| / sqrt(m - c), P the projection away from the mean: slope 1 / sqrt(m - c)
-    everywhere.
-    """
+    """std x = |P x| / sqrt(m - c), P the projection off the mean: slope 1 / sqrt(m - c)."""
     axes, count, divisor = _degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)
     arith = ctx.arith

@@ -1,6 +1,4 @@
-"""Repetition, padding, sliding windows and gathering by index. Proofs: docs/bounds.md, sections 8.1
-and 8.4.
-"""
+"""Repetition, padding, sliding windows, gathering by index. Proofs: docs/bounds.md, 8.1, 8.4."""
 
 import math
 from dataclasses import replace
@@ -20,9 +18,7 @@ from certcli.lipschitz.value import Affine, Value
 
 
 def copied(ctx: Context, x: Value, times: int, why: str) -> Value:
-    """Return the value after an operation that takes every entry of a settled `x` at most `times`
-    times: sqrt(times).
-    """
+    """Return the value after taking entries of a settled `x` at most `times` times: sqrt(times)."""
     factor = ctx.arith.const(up(math.sqrt(times), 1))
     return ctx.chain(x, factor, why, total=lambda: factor * x.size.total, peak=lambda: x.size.peak)
 
@@ -90,9 +86,8 @@ def pad(
         rank = len(x.shape)
         touched = len(list(padding)) // 2
         if x.pending.axis % rank < rank - touched and not value and all(p >= 0 for p in padding):
-            return replace(
-                x, shape=tuple(ctx.shape), size=x.size
-            )  # a map without bias keeps the zeros
+            # a map without bias keeps the zeros
+            return replace(x, shape=tuple(ctx.shape), size=x.size)
     x = ctx.settle(x)
     if value:
         return replace(x, shape=tuple(ctx.shape), size=Size(ctx.arith, tuple(ctx.shape)))
@@ -131,9 +126,7 @@ def pair(value: Any) -> tuple[int, int]:
 
 
 def windows_of(kernel: int, stride: int, dilation: int) -> int:
-    """Return a bound on the windows that hold a pixel: tap t of window i reads pixel i stride + t
-    dilation.
-    """
+    """Bound the windows that hold a pixel: tap t of window i reads i stride + t dilation."""
     return -(-kernel // stride) if dilation == 1 else kernel
 
 

@@ -1,6 +1,4 @@
-"""CenterNorm, LayerScale and BatchNorm: gains and shifts, folded into their neighbours. Proofs:
-docs/bounds.md, 1, 2.1, 4.
-"""
+"""CenterNorm, LayerScale, BatchNorm: gains and shifts, folded in. docs/bounds.md, 1, 2.1, 4."""
 
 from dataclasses import replace
 from typing import Any
@@ -69,9 +67,7 @@ def layer_scale(ctx: Context, module: LayerScale, x: Value) -> Value:
 
 
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
-    """Return gain * x along an axis, multiplied into the linear map or convolution that waits
-    there, else pending.
-    """
+    """Return gain * x along an axis, multiplied into what waits there, else pending."""
     x = _with_features(ctx, x, axis)
     gain = gain.reshape(-1).expand(x.shape[axis])  # one number may stand for all features
     waiting = x.waiting
@@ -81,9 +77,7 @@ def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
 
 
 def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
-    """Return x + shift along an axis, added to the linear map or convolution that waits there, else
-    pending.
-    """
+    """Return x + shift along an axis, added to what waits there, else pending."""
     x = _with_features(ctx, x, axis)
     waiting = x.waiting
     if isinstance(waiting, (Affine, Convolution)):
@@ -94,9 +88,7 @@ def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
 
 
 def feature_axis(x: Value) -> int | None:
-    """Return the axis of the features of the map or convolution that waits, None where there is no
-    such axis.
-    """
+    """Return the axis of the waiting map's or convolution's features; None: no such axis."""
     waiting = x.waiting
     if isinstance(waiting, Convolution):
         return waiting.axis
@@ -104,9 +96,7 @@ def feature_axis(x: Value) -> int | None:
 
 
 def _with_features(ctx: Context, x: Value, axis: int) -> Value:
-    """Return `x` with only a map or convolution waiting whose features are on this axis, or with
-    its fibres there.
-    """
+    """Return `x` with only a map of features on this axis waiting, or with its fibres there."""
     if feature_axis(x) == axis:
         return x
     x = ctx.settle(x)
@@ -152,18 +142,15 @@ def batch_statistics(
     bias: Tensor | None,
     eps: float,
 ) -> Value:
-    """Eval mode: gain weight / sqrt(var + eps) and a shift per channel, folded into the convolution
-    before it.
-    """
+    """Eval mode: gain weight / sqrt(var + eps), shift a channel, folded into a convolution."""
     ctx.require(bool((variance >= 0).all()) and eps >= 0, "a negative variance")
     spread = (variance.double() + eps).sqrt()
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")
     # three roundings: 2^-49 covers them, away from zero, so that gains stay upper bounds of the
     # exact ones
     numerator = torch.ones_like(spread) if weight is None else weight.double()
-    gain = (
-        numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW
-    )  # the last for gains below 1e-308
+    # the last for gains below 1e-308
+    gain = numerator / spread * (1 + 2.0**-49) + numerator.sign() * UNDERFLOW
     carried = mean.double() * gain
     shift = -carried if bias is None else bias.double() - carried
     # the difference may cancel: it is off by the gain's slack and three roundings, relative to its

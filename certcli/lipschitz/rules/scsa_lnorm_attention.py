@@ -1,6 +1,4 @@
-"""Scaled cosine similarity attention and LipschitzNorm attention. Proofs: docs/bounds.md, sections
-10.1 and 10.2.
-"""
+"""Scaled cosine similarity and LipschitzNorm attention. Proofs: docs/bounds.md, 10.1 and 10.2."""
 
 import math
 from typing import Any

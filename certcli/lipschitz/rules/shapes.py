@@ -25,9 +25,7 @@ Shape = tuple[int, ...]
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """Return a reshape as independent splits and merges: runs of axes with equal products, in
-    row-major order.
-    """
+    """Return a reshape as splits and merges: runs of axes with equal products, row-major."""
     runs: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -56,9 +54,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
 
 
 def with_index(x: Value, pending: Affine) -> Affine:
-    """Return the same pending map, which must have a matrix, with the places of its features
-    (`Affine.index`).
-    """
+    """Return the pending map, which must have a matrix, with its features' places."""
     if pending.index is not None:
         return pending
     rank = len(x.shape)
@@ -68,9 +64,7 @@ def with_index(x: Value, pending: Affine) -> Affine:
 
 
 def tidy(pending: Affine) -> Affine:
-    """Return a plain pending map, with its rows in the new order, if all features are on one axis
-    again.
-    """
+    """Return a plain pending map, rows reordered, if all features are on one axis again."""
     index = pending.index
     if index is None:
         return pending
@@ -149,9 +143,7 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
 def _places(
     axis: int, before: Shape, after: Shape, runs: list[tuple[list[int], list[int]]]
 ) -> list[int]:
-    """Return the (negative) axes on which the entries of one axis lie afterwards, none if they are
-    merged with others.
-    """
+    """Return the (negative) axes of one axis' entries afterwards; none if merged with others."""
     place = axis % len(before)
     for axes_before, right in runs:
         if place in axes_before and math.prod(before[a] for a in axes_before if a != place) == 1:
@@ -162,9 +154,7 @@ def _places(
 def _merge_gain(
     x: Value, pending: Affine, after: Shape, runs: list[tuple[list[int], list[int]]]
 ) -> Value | None:
-    """Return a pending gain and shift whose axis is merged with others: every number is repeated;
-    None for other maps.
-    """
+    """Return a gain and shift on an axis merged with others: numbers repeat; None: other maps."""
     if pending.matrix is not None or pending.centered or pending.index is not None:
         return None
     before = tuple(x.shape)

@@ -124,9 +124,7 @@ def select_one(ctx: Context, x: Value, dim: int, index: Any) -> Value:
 
 @rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
 def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
-    """Tensors side by side: squares of the constants add; constants such as class tokens add
-    nothing.
-    """
+    """Tensors side by side: squares of constants add; constant tensors add nothing."""
     values = [ctx.settle(tensor) for tensor in tensors if isinstance(tensor, Value)]
     fixed = [tensor.tensor for tensor in tensors if isinstance(tensor, Constant)]
     ctx.require(len(values) + len(fixed) == len(tensors), "a list with something else than tensors")

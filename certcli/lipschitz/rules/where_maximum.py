@@ -47,9 +47,8 @@ def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     x = ctx.spread(ctx.settle(x), shape)
     if not bool(torch.isfinite(filled).all()):
         return replace(x, size=Size(ctx.arith, shape))  # constants of no finite size
-    return shifted(
-        ctx, x, Constant(filled)
-    )  # the entries of x that are left, and constants beside them
+    # the entries of x that are left, and constants beside them
+    return shifted(ctx, x, Constant(filled))
 
 
 @rules.method("where")
@@ -78,9 +77,7 @@ def larger(ctx: Context, a: Any, b: Any) -> Value:
 @rules.method("max", "min")
 @rules.function(torch.max, torch.min)
 def largest(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
-    """The maximum of all entries or of two tensors; along an axis torch returns indices as well:
-    refused.
-    """
+    """The maximum of all entries, or of two tensors; along an axis (with indices): refused."""
     if not other and not named:
         return extreme(ctx, x)
     one = len(other) == 1 and not named and isinstance(other[0], (Value, Constant))
@@ -89,9 +86,7 @@ def largest(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
 
 
 def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
-    """Return a map of slope 1 of two tensors side by side; each entry of its result is no larger
-    than one of theirs.
-    """
+    """Return a map of slope 1 of two tensors; entries of its result are <= one of theirs."""
     shape = tuple(ctx.shape)
     arith = ctx.arith
     a, b = (ctx.spread(ctx.settle(x), shape) for x in (a, b))

@@ -1,3 +1,1 @@
-"""Converters: a file of another library becomes timm's tensors and a record, and computes the same
-function.
-"""
+"""Converters: a file of another library becomes timm's tensors and a record: the same function."""

@@ -66,9 +66,7 @@ def require_whole_windows(
 
 
 def read_config(config: Path, read: Callable[[bytes], T], hint: str) -> T:
-    """Return what a config beside a file says, by `read`; CheckpointError for one that is too long,
-    unreadable or Refused.
-    """
+    """Return what a config beside a file says, by `read`; CheckpointError where it cannot."""
     try:
         if config.stat().st_size > LONGEST_RECORD:
             raise Refused(f"more than {LONGEST_RECORD:,} bytes")

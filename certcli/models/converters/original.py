@@ -1,6 +1,4 @@
-"""State dicts of the repositories that networks come from (DINOv2, BEiT, Swin, ConvNeXt, OpenCLIP),
-by timm's own filters.
-"""
+"""State dicts of DINOv2, BEiT, Swin, ConvNeXt and OpenCLIP, converted by timm's own filters."""
 
 import inspect
 import re

@@ -88,9 +88,7 @@ _VIT_HEADS = {768: 12, 1024: 16, 1280: 16}
 
 @dataclass(frozen=True)
 class SizedNetwork:
-    """A torchvision network read off its tensors: (timm's architecture, its arguments, the tensors
-    by timm's names).
-    """
+    """A torchvision network as (timm's architecture, its arguments, tensors by timm's names)."""
 
     family: str
     arch: str
@@ -135,9 +133,7 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """Return the count of numbers that the pattern finds in names; ValueError unless they are 0, 1,
-    2, ...
-    """
+    """Return the count of numbers that names have; ValueError unless 0, 1, 2, ..."""
     numbers = {int(match[1]) for name in tensors if (match := re.match(pattern, name))}
     if not numbers or max(numbers) != len(numbers) - 1:
         raise ValueError("its blocks are not numbered from 0 on")
@@ -217,9 +213,7 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
 
 
 def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """torchvision sets the key's third of Swin v2's bias to zero in each forward pass; timm has no
-    such tensor.
-    """
+    """Drop the key's third of Swin v2's bias, which torchvision zeroes in each forward pass."""
     pairs: list[tuple[str, Tensor]] = []
     for name, value in tensors.items():
         path = name.removesuffix("qkv.bias")

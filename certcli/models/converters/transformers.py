@@ -53,9 +53,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class TimmNetwork:
-    """timm's architecture for a config: its name, arguments, and modules whose eps differs from the
-    other norms'.
-    """
+    """A config's architecture in timm: name, arguments, modules with an eps of their own."""
 
     arch: str
     arguments: dict[str, Any]
@@ -129,9 +127,7 @@ def _activation(config: Config) -> dict[str, Any]:
 
 
 def _side(config: Any) -> int:
-    """The side of a square image: on others, transformers and timm place relative positions and
-    windows differently.
-    """
+    """A square image's side: on others, transformers and timm place positions differently."""
     sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
     if len(sides) > 1:
         raise Refused(
@@ -165,9 +161,8 @@ def _dinov2(config: TokenConfig, architecture: str) -> TimmNetwork:
         "qkv_bias": config.qkv_bias,
         "init_values": 1e-5,
     }
-    has_classifier = architecture.endswith(
-        "ForImageClassification"
-    )  # its head reads the mean of the patches too
+    # its head reads the mean of the patches too
+    has_classifier = architecture.endswith("ForImageClassification")
     return TimmNetwork(
         "certvit_dinov2_classifier" if has_classifier else "vit_small_patch14_dinov2", arguments
     )
@@ -246,9 +241,8 @@ def _convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
         "num_classes": config.classes,
         **_activation(config),
     }
-    last = Replacement(
-        "head.norm", "norm-eps", {"eps": config.layer_norm_eps}
-    )  # the other norms have timm's 1e-6
+    # the other norms have timm's 1e-6
+    last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})
     if config.model_type == "convnextv2":
         return TimmNetwork("convnextv2_tiny", arguments, (last,))
     arguments["ls_init_value"] = 1e-6 if config.layer_scale_init_value > 0 else None
@@ -318,9 +312,7 @@ _UNUSED = r"^mask_token$|^pooler\.dense\."
 
 
 def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of transformers' vision models, which all begin with
-    `embeddings`.
-    """
+    """Whether names are of transformers' vision models: all begin with `embeddings`."""
     return any(
         re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors
     )

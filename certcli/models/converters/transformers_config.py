@@ -1,6 +1,4 @@
-"""The two configs of transformers beside a file, as typed values: the architecture, and how images
-become its input.
-"""
+"""transformers' two configs, as typed values: the architecture, and how images become its input."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -219,9 +217,7 @@ def input_spec(
 
 
 def unknown(path: Path, struct: type[Struct]) -> list[str]:
-    """Return a sentence where a config states a field that certvit neither uses nor knows to be
-    harmless.
-    """
+    """Return a sentence where a config's field is neither used nor harmless."""
     harmless = _HARMLESS_PIXELS if struct is Pixels else _HARMLESS_CONFIG
     raw = decoded(path, Json)
     used = {field.name for field in fields(struct)} | harmless
@@ -309,9 +305,7 @@ def _crop_mode(pixels: Pixels | None) -> str:
 
 
 def _made(pixels: Pixels) -> list[int] | None:
-    """The height and width of the images that the processor makes; None where they depend on the
-    image, or are not said.
-    """
+    """The processor's image height and width; None: it depends on the image, or is unstated."""
     size = pixels.crop_size if pixels.do_center_crop else pixels.size if pixels.do_resize else None
     if isinstance(size, dict):
         sides = [size.get("height"), size.get("width")]

@@ -1,6 +1,4 @@
-"""How transformers names the tensors of its networks, and timm: one table for each shape of
-network.
-"""
+"""transformers' tensor names and timm's: one table for each shape of network."""
 
 from certcli.models.converters.base import Renames
 

@@ -1,6 +1,4 @@
-"""How people wrap a state dict: in dictionaries, under prefixes, with averaged weights beside the
-raw ones.
-"""
+"""How state dicts are wrapped: in dictionaries, under prefixes, averaged weights beside others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -16,9 +16,7 @@ from certcli.engine.walk import Constant
 
 
 def constant_operand(value: Any, centre: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a constant operand as a tensor that broadcasts to one of that shape, in centre's type
-    and place.
-    """
+    """Return a constant that broadcasts to one of this shape, of centre's type and place."""
     tensor = value.tensor if isinstance(value, Constant) else value
     return fitting(torch.as_tensor(tensor, dtype=centre.dtype, device=centre.device), shape)
 
@@ -31,8 +29,7 @@ def register_arithmetic(
     multiply: Callable[[Any, Any], Any],
     settle: Callable[[Any], Any] = lambda x: x,
 ) -> None:
-    """Register in a domain's table the sums and products of two tensors, and of a tensor with a
-    constant.
+    """Register sums and products of two tensors, and of a tensor with a constant.
 
     Args:
         kind: The domain's values, which have `shift` and `scale` for constants.
@@ -41,9 +38,7 @@ def register_arithmetic(
     """
 
     def pair(x: Any, y: Any) -> tuple[Any, Any]:
-        """Return the two operands, a value first, and a constant as one that broadcasts to the
-        value's shape.
-        """
+        """Return both operands, a value first; a constant broadcasts to the value."""
         x = settle(x)
         y = settle(y)
         if not isinstance(x, kind):

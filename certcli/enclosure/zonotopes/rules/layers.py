@@ -38,9 +38,7 @@ def linear(ctx: ZonotopeContext, module: nn.Linear, x: Form) -> Form:
 
 
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
-    """W x + b on the last axis; what single entries may be off by becomes symbols first, so that W
-    can cancel it.
-    """
+    """W x + b on the last axis; single entries' errors become symbols that W can cancel."""
     out = x.worked().linear(
         lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
     )

@@ -1,6 +1,4 @@
-"""Operations that move, choose or average entries: run as they are, on the centre, the slack and
-every column.
-"""
+"""Operations that move, choose or average entries: run on centre, slack and columns."""
 
 import math
 import operator

@@ -1,0 +1,211 @@
+"""Several checkpoints in one table: what their evidence says, a row for each file."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.log.rows import FORMATS
+from certcli.cli.log.view import AS_STATED, chance, of_features, power
+from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.radii import (
+    attacked_percent,
+    proven_percent,
+    proven_radius,
+    rounded_down,
+    rounded_up,
+)
+
+if TYPE_CHECKING:
+    from certcli.checkpoint.file import Checkpoint
+    from certcli.evaluation.evidence import Decoded
+
+
+def compare(
+    read: Sequence[tuple[Path, Checkpoint]], sink: Sink, written: str | None = None
+) -> None:
+    """Print a row for each checkpoint, as a table or as `written`, of `rows.FORMATS`.
+
+    Fresh evidence only: what was found about another network says nothing about this one.
+
+    A column says its radius and its number of images where they are the same in all rows, else each
+    cell its own. What only training knows (validation images, which chose the epoch) says so.
+    """
+    from certcli.evaluation.evidence import understood
+
+    entries: list[dict[str, Decoded]] = []
+    for _, ckpt in read:
+        fresh = (understood(entry) for entry in ckpt.record.evidence if entry.digest == ckpt.digest)
+        entries.append({entry.command: entry for entry in fresh if entry is not None})
+    columns: dict[str, list[_Cell | None]] = {
+        "clean": [_clean(each) for each in entries],
+        "attacked": [_attacked(each) for each in entries],
+        "certified": _certified(entries, "l2"),
+        "certified against patches": _certified(entries, "patch"),
+        "validation clean": [_validation(each, "clean") for each in entries],
+        "validation certified": [_validation(each, "certified") for each in entries],
+    }
+    headings = ["file"]
+    cells = [[name] for name in _names([path for path, _ in read])]
+    for title, column in columns.items():
+        if any(column):
+            headings.append(_heading(title, column))
+            for row, cell in zip(cells, column, strict=True):
+                row.append("-" if cell is None else cell.text(column))
+    for title, tell in (
+        ("Lipschitz bound", _bound),
+        ("slope measured", _slope),
+        ("attention weight", _weight),
+    ):
+        column_texts = [tell(each) for each in entries]
+        if set(column_texts) != {"-"}:
+            headings.append(title)
+            for row, text in zip(cells, column_texts, strict=True):
+                row.append(text)
+    rows_with_results = [row for row in cells if set(row[1:]) - {"-"}]
+    if written is not None:
+        for line in FORMATS[written](headings, cells).splitlines():
+            sink.text(line)
+    elif rows_with_results:
+        sink.table(
+            "Evidence (proven unless it says measured or probability; radii pixel l2)",
+            headings,
+            rows_with_results,
+        )
+        sink.text(f"Evidence: {AS_STATED}")
+    silent = [row[0] for row in cells if row not in rows_with_results]
+    if silent and written is None:
+        sink.text(
+            f"no accuracy or bound: {', '.join(silent)} (certify, attack and lipschitz add them with -o)"
+        )
+    judged = [
+        each[name].result.dataset
+        for each in entries
+        for name in ("certify", "attack")
+        if name in each
+    ]
+    image_sets = {
+        images.digest: f"{images.images} of {images.name} ({images.split})"
+        for images in judged
+        if images
+    }
+    if len(image_sets) > 1:
+        sink.warn(f"not the same images: {'; '.join(image_sets.values())}")
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A share with what it is about: images, radius, and how far it may be believed."""
+
+    share: str
+    images: int | None
+    radius: str | None
+    remark: str = ""
+
+    def text(self, column: Sequence[_Cell | None]) -> str:
+        text = self.share
+        if self.radius is not None and _common(column, "radius") is None:
+            text += f" at {self.radius}"
+        if self.images is not None and _common(column, "images") is None:
+            text += f", n = {self.images}"
+        return text + (f" ({self.remark})" if self.remark else "")
+
+
+def _common(column: Sequence[_Cell | None], name: str) -> Any:
+    """What all cells of the column have in common under this name; None where they differ."""
+    values = {getattr(cell, name) for cell in column if cell is not None}
+    return values.pop() if len(values) == 1 else None
+
+
+def _heading(title: str, column: Sequence[_Cell | None]) -> str:
+    radius = _common(column, "radius")
+    images = _common(column, "images")
+    text = title + (" (measured)" if title == "attacked" else "")
+    return text + (f" at {radius}" if radius else "") + (f", n = {images}" if images else "")
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Files by the shortest path that tells them apart, without the ending that all of them have."""
+    common = os.path.commonpath([path.absolute().parent for path in paths])
+    names = [os.path.relpath(path.absolute(), common) for path in paths]
+    return [name.removesuffix(".safetensors") for name in names]
+
+
+Found = Mapping[str, "Decoded"]
+"""Of one checkpoint: evidence by its command."""
+
+
+def _result(entries: Found, command: str) -> Any:
+    return entries[command].result if command in entries else None
+
+
+def _clean(entries: Found) -> _Cell | None:
+    result = _result(entries, "certify") or _result(entries, "attack")
+    remark = "" if "certify" in entries else "measured"
+    if remark == "" and entries["certify"].result.norm == "patch":
+        remark = "behind masks"
+    return None if result is None else _Cell(percent(result.clean), result.images, None, remark)
+
+
+def _attacked(entries: Found) -> _Cell | None:
+    result = _result(entries, "attack")
+    if result is None:
+        return None
+    norm = "" if result.norm == "l2" else f"{result.norm} "
+    return _Cell(attacked_percent(result.robust), result.images, norm + result.threat.attacked())
+
+
+def _certified(entries_of: Sequence[Found], kind: str) -> list[_Cell | None]:
+    """Of each file the share at the size that most share, else at its smallest; one kind."""
+    results = [
+        result if (result := _result(each, "certify")) and result.norm == kind else None
+        for each in entries_of
+    ]
+    shown = Counter(
+        threat for result in results if result is not None for threat, _ in result.shares
+    )
+    cells: list[_Cell | None] = []
+    for result in results:
+        if result is None:
+            cells.append(None)
+            continue
+        threat, share = min(result.shares, key=lambda one: (-shown[one[0]], one[0]))
+        cells.append(_Cell(proven_percent(share), result.images, threat.proven(), chance(result)))
+    return cells
+
+
+def _validation(entries: Found, name: str) -> _Cell | None:
+    result = _result(entries, "finetune")
+    if result is None:
+        return None
+    count = result.dataset.images if result.dataset else entries["finetune"].parameters.images
+    if name == "clean":
+        return _Cell(percent(result.clean), count, None)
+    return _Cell(
+        proven_percent(result.certified),
+        count,
+        proven_radius(entries["finetune"].parameters.epsilon),
+    )
+
+
+def _bound(entries: Found) -> str:
+    result = _result(entries, "lipschitz") or _result(entries, "finetune")
+    if result is None or result.log10_upper is None:
+        return "-" if result is None else "none"
+    return power(result.log10_upper) + (" (of features)" if of_features(result) else "")
+
+
+def _slope(entries: Found) -> str:
+    result = _result(entries, "lipschitz")
+    return "-" if result is None or result.lower is None else rounded_down(result.lower, 3)
+
+
+def _weight(entries: Found) -> str:
+    result = _result(entries, "lipschitz")
+    if result is None or result.attention_weight is None:
+        return "-"
+    return f"{rounded_up(result.attention_weight, 2)} (measured)"
