@@ -53,7 +53,7 @@ CHECKS = {
     for check in (
         Check(
             "probabilities",
-            "every output row lies in [0, 1] and sums to 1 (or all its exponentials do)",
+            "every output row lies in [0, 1] and sums to 1 (or its exponentials do)",
             "The model seems to return (log) probabilities. The softmax of a confident net saturates in float32, its "
             "gradient vanishes, and attacks on it fail for no merit of the net. Remove the softmax.",
         ),
@@ -73,7 +73,7 @@ CHECKS = {
         Check(
             "rising accuracy",
             f"robust accuracy at a larger radius exceeds that at a smaller one by more than {_RISE_SHARE:.0%} of the "
-            f"images and by at least {_RISE_IMAGES} images, where what fell is attacked anew at twice the radius",
+            f"images and by at least {_RISE_IMAGES} images; broken images are attacked again at twice the radius",
             "A larger ball contains the smaller one, so robust accuracy can only fall. That it rises means that the "
             "attack loses its way: fewer steps than the radius needs, or masked gradients.",
         ),

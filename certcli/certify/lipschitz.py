@@ -38,7 +38,9 @@ def certified_radii(
 def pair_radii(
     logits: Tensor, errors: Tensor, pairs: Tensor, classes: Tensor, nearby: Tensor | None = None
 ) -> Tensor:
-    """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2, for each image's class i -> (b, k).
+    """r_ij = (z_i - z_j - e_i - e_j - E_ij) / K_ij, pixel l2: (b, k), ..., (k, k) -> (b, k).
+
+    i is the class of each image.
 
     K_ij bounds the slope of z_i - z_j, so no image within r_ij changes the sign of this margin; 0
     where it is not positive, infinite for j = i. Every step rounds down; the quotient is multiplied

@@ -64,9 +64,9 @@ class InputSpec:
 
     def perturbed_at(self, side: int) -> "InputSpec":
         """Return the input whose images, in which radii are measured, are side x side."""
-        own = self.resized or self.size[1:]
+        sides = self.resized or self.size[1:]
         size = (self.size[0], side, side)
-        return replace(self, size=size, resized=None if own == size[1:] else own)
+        return replace(self, size=size, resized=None if sides == size[1:] else sides)
 
 
 _LATER: dict[str, Any] = {"crop_mode": "center", "resized": None}

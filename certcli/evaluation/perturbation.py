@@ -95,9 +95,9 @@ class Region:
         return point if self.where is None else torch.where(self.where, point, images)
 
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """An ascent's start: (b, c, h, w) -> same. linf: uniform in the ball; l2: length is.
+        """Return where an ascent begins: (b, c, h, w) -> (b, c, h, w).
 
-        Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point
+        linf: uniform in the ball; l2: direction and length are. Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point
         of it begins as far away as it may ever be, and breaks fewer images. Clipped to the box.
         Source: torchattacks' PGDL2.
         """

@@ -25,18 +25,17 @@ class TrainingPreset:
 
 _ADAM = {"optimiser": "adamw", "weight_decay": "0"}
 _GLORO = (
-    'Warm-up is read as the rise of the learning rate, "LR Decay" as its last value, which '
-    'an exponential reaches, "single" as a radius that never changes. Five power iterations: ours '
-    "go on from the step before."
+    'We read warm-up as the rise of the learning rate, "LR Decay" as the last value of an '
+    'exponential, "single" as a constant radius. Our power iteration continues from the step '
+    "before in place of five iterations."
 )
 _LOCAL_LIP = (
-    "As in the code of its authors, the rate stays until the decay epoch and falls exponentially "
-    "to the end. Warm-up (epochs at radius 0) and schedule of the radius are one linear rise here."
+    "As in the code of its authors, the rate is constant until the decay epoch and then decreases "
+    "exponentially. Warm-up (epochs at radius 0) and schedule of the radius are one linear rise here."
 )
 _CERTVIT = (
-    'The scheduler\'s own numbers are taken, and "LR Decay" (5e-6) is left out: the milestones '
-    "of MNIST end below it, the cosines above it. What follows is `certvit constrain --preset "
-    "certvit-paper-tables`."
+    'We take the scheduler\'s own numbers, and leave out "LR Decay" (5e-6). The next step is '
+    "`certvit constrain --preset certvit-paper-tables`."
 )
 _CAUCHY = (
     "The paper gives neither SAM's radius (here 0.05, Foret et al.), the strength of ColorJitter "

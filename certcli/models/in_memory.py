@@ -161,12 +161,12 @@ def _require_same_function(module: nn.Module, model: build.PixelModel) -> None:
     images = model.normalize(noise.to(ours))
     try:
         with _evaluated(module), torch.random.fork_rng(devices=[]):
-            theirs, again = (
+            theirs, repeated = (
                 torch.cat([module(image[None].to(weight.device, weight.dtype)) for image in images])
                 for _ in range(2)
             )
         theirs = theirs.to("cpu", ours)
-        if not torch.equal(theirs, again.to("cpu", ours)):
+        if not torch.equal(theirs, repeated.to("cpu", ours)):
             return
     except Exception:  # code of the module raises errors of any type
         return
@@ -231,10 +231,10 @@ def _is_resize(resize: nn.Module) -> bool:
         return False
     matrices = (resize.rows, resize.columns)
     target, source = zip(*(matrix.shape for matrix in matrices), strict=True)
-    own = build.PixelResize(source, target)
+    standard = build.PixelResize(source, target)
     return all(
         torch.equal(matrix.cpu().double(), stored)
-        for matrix, stored in zip(matrices, (own.rows, own.columns), strict=True)
+        for matrix, stored in zip(matrices, (standard.rows, standard.columns), strict=True)
     )
 
 

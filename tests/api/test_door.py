@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "texts": (lambda: ["a", "b"], "not 'a'"),
     "objects": (lambda: np.array([object()]), "not a ndarray"),
     "dictionary": (lambda: {"pixel_values": images()[0]}, "holds no images"),
-    "labels twice": (lambda: generated(), "among them"),
+    "labels twice": (lambda: generated(), "passed twice"),
 }
 
 

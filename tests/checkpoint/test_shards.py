@@ -192,9 +192,9 @@ def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_pat
 
 INPUTS = [
     ([INDEX, "-o", INDEX], "is the input"),
-    (["model-00002-of-00003.safetensors", "-o", INDEX], "goes with"),
+    (["model-00002-of-00003.safetensors", "-o", INDEX], "belongs to"),
     ([INDEX, "-o", "model-00002-of-00003.safetensors"], "is the input"),
-    (["hard.safetensors", "-o", INDEX], "goes with"),
+    (["hard.safetensors", "-o", INDEX], "belongs to"),
     ([INDEX, "-o", "new.safetensors", "--shard-size", "1GB"], "one file"),
     ([INDEX, "--shard-size", "much"], "not a size"),
     ([INDEX, "--shard-size", "-1GB"], "not a size"),

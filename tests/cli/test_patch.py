@@ -122,7 +122,7 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("", "against which patch"),
+        ("", "needs a patch"),
         ("--patch 9", "do not fit"),
         ("--patch soup", "is no patch"),
         ("--patch 8", "hide the whole image"),

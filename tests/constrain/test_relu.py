@@ -189,7 +189,7 @@ def test_where_it_applies_is_read_from_the_graph(net: Net) -> None:
         rectified_paths(net, (1, 6, 6), ["conv", "last"], "relu")
     with pytest.raises(UsageError, match="no distance"):
         rectified_paths(net, (1, 6, 6), ["conv"], "euclid")
-    with pytest.raises(UsageError, match="does not go with 'ball'"):
+    with pytest.raises(UsageError, match="does not work with 'ball'"):
         list(
             constrain_to(
                 LayerCalibration(net, ["conv"], BATCHES, rectified=frozenset(["conv"])),

@@ -39,7 +39,7 @@ def test_several_processes_are_asked_for() -> None:
         loss="ce", optimiser="sgd", sam=0.1, ema=0.9, adversarial="trades", precision="bf16"
     )
     require_shardable(settings, PAIR)
-    with pytest.raises(UsageError, match="there is one"):
+    with pytest.raises(UsageError, match="there is only one"):
         require_shardable(settings, ALONE)
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from certcli.engine import replay, trace
+from certcli.models import foreign_tensors
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _ACROSS = frozenset(
@@ -299,6 +300,9 @@ def pretended_cuda() -> Iterator[torch.device]:
         )  # it sees what is replaced here
         # a second tensor without memory around these would not say that it is on the device
         stack.enter_context(mock.patch.object(replay, "shadowed", replay.followed))
+        # a tensor of CUDA is torch's own
+        types = (*foreign_tensors._OWN, OnDevice)
+        stack.enter_context(mock.patch.object(foreign_tensors, "_OWN", types))
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, _from_data(getattr(torch, name))))
         stack.enter_context(

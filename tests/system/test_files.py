@@ -201,5 +201,5 @@ def test_an_orphan_that_is_read_is_not_deleted(tmp_path: Path) -> None:
     outputs = Outputs(force=True)
     outputs.reads("CKPT", part)
     outputs.writes("-o", tmp_path / INDEX)
-    with pytest.raises(UsageError, match="goes with"):
+    with pytest.raises(UsageError, match="belongs to"):
         outputs.check()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Evidence
 
 NOT_UNDERSTOOD = "not understood, not shown"
-STALE = "STALE: about an earlier network, not these weights; nothing can recompute it"
+STALE = "STALE: about another network, not these weights; nothing can recompute it"
 AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 

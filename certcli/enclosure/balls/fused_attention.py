@@ -18,8 +18,9 @@ from certcli.engine.walk import Constant
 def heads(
     ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Near:
-    """softmax(scale q k^T) v, heads (1, h, n, e): p' = p exp(t - log S), |t| <= T, |log S| <= L.
+    """softmax(scale q k^T) v, heads (1, h, n, e).
 
+    p'_ij = p_ij exp(t_ij - log S_i), |t_ij| <= T_ij, |log S_i| <= L_i, so
     |out'_i - out_i| <= sum_j min(p_ij e^(T_ij + L_i), 1) |dv_j| + min(sum_j p_ij (e^(T_ij + L_i) - 1) |v_j - o_i|,
     2 max_j |v_j - o_i|).
     """
