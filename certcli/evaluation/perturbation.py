@@ -97,9 +97,9 @@ class Region:
     def random_start(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Return where an ascent begins: (b, c, h, w) -> (b, c, h, w).
 
-        linf: uniform in the ball; l2: direction and length are. Nearly all of an l2 ball of many dimensions lies at its edge: an ascent from a uniform point
-        of it begins as far away as it may ever be, and breaks fewer images. Clipped to the box.
-        Source: torchattacks' PGDL2.
+        linf: uniform in the ball; l2: direction and length are. Nearly all of an l2 ball of many
+        dimensions lies at its edge: an ascent from a uniform point of it begins as far away as it
+        may ever be, and breaks fewer images. Clipped to the box. Source: torchattacks' PGDL2.
         """
         return self._drawn(images, generator, lambda share, pixels: share)
 
