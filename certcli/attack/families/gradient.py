@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from certcli.attack.families.margin import Stretch, ascend, lost_margin, others, true
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watched_model import count_targets
+from certcli.attack.watched_model import count_shared_targets
 from certcli.evaluation.perturbation import Region
 
 PGD_STEPS = 20
@@ -46,9 +46,9 @@ def pgd(
     """
     steps = settings.steps or PGD_STEPS
     each = max(SHORTEST, steps // 8)
-    targets = count_targets(model, images, settings)
+    targets = count_shared_targets(model, images, settings)
     aimed = min(AIMED, targets, max(0, steps - max(UNTARGETED, steps // 4)) // each)
-    if settings.classical or targets < 2:
+    if targets < 2:
         aimed = 0
     return ascend(
         model,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watched_model import Watched, count_targets, craft_with
+from certcli.attack.watched_model import Watched, count_shared_targets, count_targets, craft_with
 from certcli.evaluation.perturbation import Region, along
 
 MARGIN_STEPS = 40
@@ -66,9 +66,9 @@ def margin_pgd(
     """
     targets = count_targets(model, images, settings)
     steps = settings.steps or MARGIN_STEPS
-    aimed = min(AIMED, targets, steps // SHORTEST)
+    aimed = min(AIMED, count_shared_targets(model, images, settings), steps // SHORTEST)
     stretches = [Stretch(steps, settings.restart if settings.restart <= targets else 0)]
-    if settings.restart == 0 and not settings.classical and aimed > 1:
+    if settings.restart == 0 and aimed > 1:
         each, more = divmod(steps, aimed)
         stretches = [Stretch(each + (rank <= more), rank) for rank in range(1, aimed + 1)]
     return ascend(
