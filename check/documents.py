@@ -71,6 +71,8 @@ def read_checkpoint(
         function = {name: flat[name] for name in FUNCTION}
         if flat.get("crop_mode", "center") != "center":
             function["crop_mode"] = flat["crop_mode"]
+        if flat.get("resized") is not None:
+            function["resized"] = flat["resized"]
         for name in sorted(entries):
             kind, shape = TYPES[entries[name]["dtype"]], tuple(entries[name]["shape"])
             values = np.frombuffer(entries[name]["data"], "<u2" if kind == "bfloat16" else kind)

@@ -38,6 +38,8 @@ def rebuild(
     """Return the logits of a record's `function`, their last map pending, at images (b, c, h, w)
     where it can follow them.
     """
+    if "resized" in function:
+        raise Unknown("images that the first layer resizes")
     arch = str(function["arch"])
     layers = Layers(tensors)
     options = {

@@ -64,7 +64,7 @@ ATTACKS = AttackRegistry(
     Attack(
         "pgd",
         "certcli.attack.families.gradient:pgd",
-        "projected gradient ascent of the cross entropy, then towards the likeliest wrong classes in turn",
+        "projected gradient ascent of the cross entropy, then towards likely wrong classes (networks of at most 20)",
         "Madry et al. 2018, Towards deep learning models resistant to adversarial attacks",
     ),
     Attack(
@@ -76,7 +76,7 @@ ATTACKS = AttackRegistry(
     Attack(
         "margin-pgd",
         "certcli.attack.families.margin:margin_pgd",
-        "projected gradient ascent of z_t - z_y, which a margin certificate bounds, for likely classes t in turn",
+        "projected gradient ascent of the margin z_t - z_y, for several likely t where the classes are at most 20",
         "Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent)",
     ),
     Attack(

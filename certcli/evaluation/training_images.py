@@ -38,13 +38,23 @@ class _SeenFields(StrictStruct):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step of a lineage keeps. listed: digests of all, or sampled, of `images`; or none."""
+    """What a step of a lineage keeps. listed: digests of all, or sampled, of `images`; or none.
+
+    Attributes:
+        resized: the network takes images of another size now, so a digest that differs says nothing.
+    """
 
     command: str
     dataset: str
     split: str
     images: int
     listed: tuple[str, ...] = ()
+    resized: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether an image that is not listed was not used."""
+        return self.sampled == 1 and not self.resized
 
     @property
     def kind(self) -> str:
@@ -110,7 +120,10 @@ def seen_by(record: Record) -> list[Seen]:
             ):
                 sources.append(Seen(step.command, name, "train", count))
             continue
-        sources.append(Seen(step.command, fields.dataset, fields.split, fields.images, listed))
+        resized = record.input.resized is not None
+        sources.append(
+            Seen(step.command, fields.dataset, fields.split, fields.images, listed, resized)
+        )
     return sources
 
 
@@ -139,7 +152,7 @@ def unlisted(sources: Sequence[Seen], images: Images) -> Seen | None:
     possible = (
         step
         for step in sources
-        if step.kind == TRAINED and step.dataset == images.name and step.sampled < 1
+        if step.kind == TRAINED and step.dataset == images.name and not step.is_complete
     )
     return next(possible, None) if images.split in ("train", "all") else None
 
@@ -149,7 +162,7 @@ def trained_on(sources: Sequence[Seen], images: Images) -> bool:
     for step in sources:
         if step.kind == TRAINED and step.dataset == images.name and step.split == "train":
             few = images.limit(64, _SEED)
-            if step.sampled < 1 or shares([step], few):
+            if not step.is_complete or shares([step], few):
                 return True
     return False
 

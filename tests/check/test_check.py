@@ -231,6 +231,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "statistics that are words": {"mean": ["half"]},
     "no image": {"size": [1, 0, 0]},
     "other classes": {"classes": 9},
+    "resized images": {"resized": [4, 4]},
 }
 
 

@@ -39,7 +39,8 @@ def pgd(
 
     The logits are divided by .3 of the margin that the image has, so their scale does not matter.
     Longer runs leave up to three quarters of their steps to z_t - z_y, for the likeliest wrong
-    classes t in turn: the gradient of the cross entropy leads to few of them. The first run starts
+    classes t in turn (of at most `SHARED_CLASSES`): the gradient of the cross entropy leads to few
+    of them. The first run starts
     at the image, restarts at random. With steps of one length a run is Madry et al.'s: all of the
     cross entropy of the logits as they are, from a random start.
     Source: Madry et al. 2018; Gowal et al. 2019 (the targets).

@@ -58,9 +58,10 @@ def margin_pgd(
 
     The margin is what a Lipschitz certificate bounds, and unlike the cross entropy it does not
     saturate when the net is confident. The first run shares its steps between the likeliest wrong
-    classes t in turn, each from the image, since the largest logit need not belong to the nearest
-    class. Restart r gives all of its steps to the r-th likeliest; once the `targets` are used up,
-    restarts start at random and climb max_j z_j - z_y, as does a run with steps of one length.
+    classes t in turn (of at most `SHARED_CLASSES`), each from the image, since the largest logit
+    need not belong to the nearest class. Restart r gives all of its steps to the r-th likeliest;
+    once the `targets` are used up, restarts start at random and climb max_j z_j - z_y, as does a
+    run with steps of one length.
     Source: Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent), Gowal et al. 2019 (the
     targets).
     """

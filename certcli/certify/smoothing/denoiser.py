@@ -59,7 +59,7 @@ class Denoiser(PixelDenoiser):
 
 
 def read_denoiser(path: Path, channels: int) -> DenoiserSource:
-    """Return a file's or folder's denoiser for so many channels; one of the hub is fetched.
+    """Return the denoiser in a file or folder for this number of channels; `hf-hub:` downloads it.
 
     Raises:
         ArchitectureError: it is neither a DnCNN nor an unconditional diffusion model.
