@@ -3,10 +3,10 @@
 A demand is met where the lower end of the interval meets it, missed where the upper end misses it,
 and otherwise not decided.
 
-Images that come one after the other are looked at after 50, 100, 200, ... and at their end, at
-places that no clock chooses. The first look that decides counts. Whoever has more time sees the
-same looks first: time can decide a verdict, and never change one. Of K looks each takes an interval
-of coverage 1 - 0.05 / K: all of them together hold with 95 % (Bonferroni).
+The share is looked at after 50, 100, 200, ... images and at the end, whatever the time is. The first
+look that decides counts. A longer run takes the same looks first, so more time can decide a verdict
+but cannot change one. Each of K looks takes an interval of coverage 1 - 0.05 / K: all of them
+together hold with 95 % (Bonferroni).
 """
 
 from collections.abc import Sequence
