@@ -270,10 +270,14 @@ def table(options: argparse.Namespace, folder: Path, device: str) -> list[str]:
     for row in rows(options.images, options.batch_size):
         if names is not None and row.name not in names:
             continue
-        taken = take(row, folder, device)
-        compared = (
-            beside(taken, take(row, folder, "cpu")) if options.against_cpu and row.proves else ""
-        )
+        try:
+            taken = take(row, folder, device)
+            other = take(row, folder, "cpu") if options.against_cpu and row.proves else None
+        except RuntimeError as failure:  # the rows after it still say something
+            lines.append(f"| {row.name} | failed | | | | {failure} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+            continue
+        compared = "" if other is None else beside(taken, other)
         rate = f"{row.images / taken.seconds:.2f}" if row.images else ""
         gpu = "" if taken.gpu is None else f"{taken.gpu / 2**30:.2f}"
         lines.append(
@@ -301,8 +305,9 @@ def main() -> int:
         print("no CUDA device here: nothing was measured (--device cpu tries the rows on the CPU)")
         return 0
     with tempfile.TemporaryDirectory(prefix="certvit-gpu-") as folder:
-        print("\n".join(table(options, Path(folder), options.device)))
-    return 0
+        lines = table(options, Path(folder), options.device)
+    print("\n".join(lines))
+    return int(any("| failed |" in line for line in lines))
 
 
 if __name__ == "__main__":

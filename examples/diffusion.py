@@ -5,8 +5,7 @@ without labels.
 
 CKPT decides the size of the images alone. The folder is one of diffusers: `config.json`,
 `scheduler_config.json` and `diffusion_pytorch_model.safetensors`, a running mean of the weights.
-Where FOLDER holds a `training.safetensors`, the
-training goes on from it: its CPU seconds count.
+Where FOLDER holds a `training.safetensors`, the training goes on from it: its seconds count.
 """
 
 import argparse
@@ -44,12 +43,17 @@ def main() -> None:
     parser.add_argument("dataset", help="its training images are used")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--widths", type=int, nargs="+", default=[32, 64], help="of each level")
-    parser.add_argument("--seconds", type=float, default=1800, help="of CPU time")
+    parser.add_argument(
+        "--seconds", type=float, default=1800, help="of CPU time; on a GPU by the clock"
+    )
+    parser.add_argument("--steps", type=int, help="in place of --seconds")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument(
         "--bf16", action="store_true", help="half-precision passes, some 1.5 times faster with AMX"
     )
+    parser.add_argument("--mirror", action="store_true", help="half of the images left to right")
     parser.add_argument(
         "--most", type=float, default=1.0, help="sigma, in pixels, up to which it mostly trains"
     )
@@ -75,50 +79,58 @@ def main() -> None:
 
 
 def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None:  # type: ignore[no-untyped-def]
-    """Minimise |epsilon - net(a x + s epsilon, t)|^2 by Adam; the rate falls to 0 with the time.
+    """Minimise |epsilon - net(a x + s epsilon, t)|^2 by Adam; the rate falls to 0 at the end.
     t is uniform among the steps of noise up to `options.most`, in one of ten draws among all.
     """
-    net = UNet(shape).to(memory_format=torch.channels_last)
+    images = images.to(options.device)
+    net = UNet(shape).to(options.device, memory_format=torch.channels_last)
     mean = copy.deepcopy(net)
     optimiser = torch.optim.Adam(net.parameters(), lr=options.rate)
     step, before = resume(net, mean, optimiser, options.output)
-    left = schedule.alpha_bars
+    left = schedule.alpha_bars.to(options.device)
     # noise and signal of a step, on [-1, 1]: twice the sigma of pixels
     usual = int(((1 - left) / left <= (2 * options.most) ** 2).sum())
-    average = 0.0
-    started = time.process_time()
+    average = torch.zeros((), device=options.device)
+    clock = time.process_time if options.device == "cpu" else time.monotonic
+    started = clock()
     spent = before
-    while spent < options.seconds:
-        rate = min(1.0, (step + 1) / WARM) * (1 - spent / options.seconds)
+    progress = 0.0
+    while progress < 1:
+        rate = min(1.0, (step + 1) / WARM) * (1 - progress)
         for group in optimiser.param_groups:
             group["lr"] = options.rate * rate
-        loss = error(
-            net, images[torch.randint(len(images), (options.batch,))], left, usual, options.bf16
-        )
+        clean = images[torch.randint(len(images), (options.batch,), device=images.device)]
+        if options.mirror:
+            mirrored = torch.rand(len(clean), 1, 1, 1, device=clean.device) < 0.5
+            clean = torch.where(mirrored, clean.flip(3), clean)
+        loss = error(net, clean, left, usual, options.bf16)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimiser.step()
         step += 1
         follow(mean, net, min(MEAN, step / (step + 10)))
-        spent = before + time.process_time() - started
-        average += (loss.item() - average) / min(step, EVERY)
-        if step % EVERY == 0 or spent >= options.seconds:
+        spent = before + clock() - started
+        progress = step / options.steps if options.steps else spent / options.seconds
+        average += (loss.detach() - average) / min(step, EVERY)
+        if step % EVERY == 0 or progress >= 1:
             write(net, mean, optimiser, schedule, step, spent, options.output)
-            print(f"step {step}: loss {average:.4f}, {spent:.0f} CPU s", flush=True)
+            print(f"step {step}: loss {average:.4f}, {spent:.0f} s", flush=True)
 
 
 def error(net: UNet, clean: Tensor, left: Tensor, usual: int, bf16: bool) -> Tensor:
     """Return the mean squared error of the predicted noise; clean: (b, c, h, w) in [0, 1], `usual`
     the number of steps that most draws come from.
     """
-    among_all = torch.rand(len(clean)) >= WITHIN
-    steps = torch.randint(usual, (len(clean),))
-    steps = torch.where(among_all, torch.randint(len(left), (len(clean),)), steps)
+    size = (len(clean),)
+    device = clean.device
+    among_all = torch.rand(size, device=device) >= WITHIN
+    steps = torch.randint(usual, size, device=device)
+    steps = torch.where(among_all, torch.randint(len(left), size, device=device), steps)
     alpha = left[steps].float()[:, None, None, None]
     noise = torch.randn_like(clean)
     noisy = alpha.sqrt() * (2 * clean - 1) + (1 - alpha).sqrt() * noise
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         predicted = net(noisy.contiguous(memory_format=torch.channels_last), steps)
     return (predicted.float() - noise).square().mean()
 
