@@ -290,9 +290,14 @@ def replace_module(net: nn.Module, replacement: Replacement) -> nn.Module:
 
 
 def keep_float32(device: torch.device) -> None:
-    """Switch off TF32, in which CUDA computes float32 convolutions by default."""
+    """Switch off TF32, in which CUDA computes float32 convolutions by default, and sums in half
+    precision: the roundings that are proven assume float32.
+    """
     if device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        products = torch.backends.cuda.matmul
+        torch.backends.cudnn.allow_tf32 = products.allow_tf32 = False
+        products.allow_bf16_reduced_precision_reduction = False
+        products.allow_fp16_reduced_precision_reduction = False
 
 
 def load(

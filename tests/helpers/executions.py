@@ -123,7 +123,12 @@ def apart(one: Tensor, other: Tensor) -> Tensor:
 
 
 def require_within(
-    analysis: NeighbourErrors, model: nn.Module, pixels: Tensor, radius: float, arithmetic: str
+    analysis: NeighbourErrors,
+    model: nn.Module,
+    pixels: Tensor,
+    radius: float,
+    arithmetic: str,
+    executed: Callable[[nn.Module, Tensor, str], Iterator[Tensor]] = executions,
 ) -> float:
     """Require of all executions at images and at neighbours that they differ from real arithmetic
     by no more than is proven.
@@ -139,7 +144,7 @@ def require_within(
     for near in (pixels, neighbours(pixels, radius, 7)):
         near = representable(near, arithmetic)
         real = model(near)
-        for logits in executions(model, near, arithmetic):
+        for logits in executed(model, near, arithmetic):
             assert bool(
                 (
                     apart(logits, real)[:, tops] <= bound * (2 if arithmetic == "float64" else 1)
