@@ -19,6 +19,9 @@ from tests.helpers.lipschitz_cases import ROWS
 from tests.helpers.slopes import IMAGE
 from tests.rounding.test_every_rule import OTHER_BATCHES, WITHOUT_ROUNDING, network
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
 DEVICE = torch.device("cuda")
 
 
@@ -40,7 +43,6 @@ def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Te
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("arithmetic", PRECISIONS)
 @pytest.mark.parametrize("offset", [0.0, 3e3])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in WITHOUT_ROUNDING])
