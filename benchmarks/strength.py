@@ -1,13 +1,13 @@
 """How much each attack leaves standing, with AutoAttack beside it, and what it costs.
 
     python -m benchmarks.strength CKPT ... [--dataset digits] [--split test] [--limit 400]
-        [--norm l2] -e 0.25 -e 0.5
+        [--norm l2] [--device cpu] [--batch-size 128] -e 0.25 -e 0.5
 
 Each attack runs alone on every image at every radius, from one seed; the last rows run two in turn.
 A row says the share of images that withstand, how many points that lies above AutoAttack's, and
-the CPU seconds, which hold on a busy machine too. torchattacks' rows have its own step size, a
-constant share of the radius, and as many steps as ours. `constant` is our own ascent with Madry et
-al.'s steps of 2.5 radius / steps.
+the CPU seconds, which hold on a busy machine too; on another device, seconds by the clock.
+torchattacks' rows have its own step size, a constant share of the radius, and as many steps as
+ours. `constant` is our own ascent with Madry et al.'s steps of 2.5 radius / steps.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from certcli.images.labelled import Batch
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 
-BATCH = 128
 REFERENCE = "autoattack"
 LIBRARY = {"l2": "torchattacks:PGDL2", "linf": "torchattacks:PGD"}
 
@@ -60,11 +59,12 @@ def rows(steps: int, norm: str) -> list[Row]:
 def measure(
     model: build.PixelModel, batches: Sequence[Batch], row: Row, region: Region, seed: int
 ) -> tuple[float, float]:
-    """Return the share of images that withstand all attacks of the row, and the CPU seconds."""
-    start = time.process_time()
+    """Return the share of images that withstand all attacks of the row, and the seconds."""
+    clock = time.process_time if next(model.parameters()).device.type == "cpu" else time.monotonic
+    start = clock()
     records = attack_images(model, batches, row.attacks, region, AttackSettings(seed=seed))
     robust = robust_accuracy(records).robust
-    return robust, time.process_time() - start
+    return robust, clock() - start
 
 
 def main() -> None:
@@ -80,17 +80,24 @@ def main() -> None:
     parser.add_argument("-e", "--epsilon", type=float, action="append", required=True)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda")
+    parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--without-reference", action="store_true", help="AutoAttack is slow")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'network':24} {'radius':>7} {'attack':34} {'withstand':>9} {'above':>6} {'CPU s':>8}")
+    print(
+        f"{'network':24} {'radius':>7} {'attack':34} {'withstand':>9} {'above':>6} {'seconds':>8}"
+    )
     for source in options.checkpoints:
         checkpoint = open_checkpoint(source)
-        model = build.load(checkpoint)
+        model = build.load(checkpoint).to(options.device)
         images = datasets.load(
             options.dataset, checkpoint.record.input, options.split, options.data_dir
         ).limit(options.limit)
-        batches = list(images.batches(BATCH))
+        batches = [
+            (indices, pixels.to(options.device), labels)
+            for indices, pixels, labels in images.batches(options.batch_size)
+        ]
         for radius in options.epsilon:
             region = Region(options.norm, radius)
             reference: float | None = None
