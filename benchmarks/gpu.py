@@ -1,17 +1,16 @@
 """What each command takes on a GPU: seconds, memory of GPU and host, images a second. `make gpu`
 runs it.
 
-    python -m benchmarks.gpu [--arch vit_base_patch16_224] [--images 64] [--against-cpu] [--only
-    NAME,...]
+    python -m benchmarks.gpu [--arch vit_base_patch16_224] [--images 64] [--against-cpu]
+        [--only NAME,...]
 
 Every row is a command line as it would be typed, in a process of its own (the seconds hold its
-start), on random weights and
-random images in files: neither decides the time, apart from what an attack has to do. Memory of the
-GPU is what torch allocated at most, that of the host the largest resident set. --against-cpu runs
-the rows that prove something on the CPU
-as well and compares them record by record: bounds within 1e-9 of one another, of every image the
-same class, the same pixels and the same certificates at the radii asked about, radii within 1e-6.
-Without the device nothing is measured, and it says so.
+start), on random weights and random images in files: neither decides the time, apart from what an
+attack has to do. Memory of the GPU is what torch allocated at most, that of the host the largest
+resident set. --against-cpu runs the rows that prove something on the CPU as well and compares them
+record by record: bounds and radii within 1e-4, of every image the same class, the same pixels and
+the same certificates at the radii asked about. Without the device nothing is measured, and it says
+so.
 """
 
 import argparse
@@ -30,9 +29,9 @@ from PIL import Image
 CLASSES = 10
 RADIUS = 0.01
 """At which shares are shown, and certificates must be the same."""
-SAME_BOUND = 1e-9
-SAME_RADIUS = 1e-6
-"""Relative, for sums in another order: a bound is a product of norms, a radius may be off as where it is found again."""
+SAME = 1e-4
+"""Relative, of bounds and radii: each norm is at most 5e-7 above the exact one, with another eigensolver on a GPU, and the
+bound of a ViT is a product of some hundred norms."""
 MEASURED = ("seconds",)
 """Of a record: what differs between any two runs."""
 
@@ -206,10 +205,9 @@ def disagreement(here: object, there: object, path: str = "") -> str | None:
             None,
         )
     if isinstance(here, float) and isinstance(there, float):
-        limit = SAME_RADIUS if "radius" in path else SAME_BOUND
         return (
             None
-            if here == there or abs(here - there) <= limit * abs(there)
+            if here == there or abs(here - there) <= SAME * abs(there)
             else f"{path}: {here} and {there}"
         )
     return None if here == there else f"{path}: {here} and {there}"

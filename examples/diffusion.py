@@ -33,6 +33,11 @@ EVERY = 200
 MEAN = 0.998
 """Of the running mean of weights: how much of it stays at each step."""
 WARM = 100
+RATE = 2e-3
+STABLE_WIDTH = 64
+"""Channels up to which the rate is RATE: at 256 channels and 224 pixels it diverged."""
+UNTRAINED = 0.9
+"""Of the loss: the noise's own mean square, which a network of zeros has, is 1."""
 
 
 def main() -> None:
@@ -49,7 +54,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="in place of --seconds")
     parser.add_argument("--device", default="cpu", help="cpu, cuda")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument(
+        "--rate", type=float, help="of Adam; 2e-3, less for levels wider than 64 channels"
+    )
     parser.add_argument(
         "--bf16", action="store_true", help="half-precision passes, some 1.5 times faster with AMX"
     )
@@ -62,6 +69,8 @@ def main() -> None:
     torch.manual_seed(0)
     spec = open_checkpoint(options.ckpt, Hints()).record.input
     images = load(options.dataset, spec, "train", options.data_dir).tensors()[0]
+    if options.rate is None:
+        options.rate = min(RATE, RATE * STABLE_WIDTH / max(options.widths))
     levels = len(options.widths)
     shape = UNetShape(
         in_channels=spec.size[0],
@@ -116,6 +125,10 @@ def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None
         if step % EVERY == 0 or progress >= 1:
             write(net, mean, optimiser, schedule, step, spent, options.output)
             print(f"step {step}: loss {average:.4f}, {spent:.0f} s", flush=True)
+    if average > UNTRAINED:
+        print(
+            f"loss {average:.2f} where a network of zeros has 1: not trained; more steps, or a smaller --rate"
+        )
 
 
 def error(net: UNet, clean: Tensor, left: Tensor, usual: int, bf16: bool) -> Tensor:

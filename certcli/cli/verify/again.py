@@ -36,15 +36,14 @@ def certify_again(
         if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = _chosen(images, scope.sample, sink)
-        device = machine.pick()
         batch = machine.batch_size
         registered = images.ahead is None
         result = Recertified([], len(images), images.name, images.split, registered)
         values = {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser}
+        settings = options_of(request.method, values)
+        device = machine.pick_for(getattr(settings, "arithmetic", None))
         try:
-            certifier = prepare(
-                request.method, checkpoint, device, options_of(request.method, values)
-            )
+            certifier = prepare(request.method, checkpoint, device, settings)
         except NoBoundError:
             if request.method != "lipschitz":
                 raise

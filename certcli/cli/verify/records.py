@@ -115,7 +115,8 @@ def _ready(
     }
     try:
         settings = options_of(run.method, values)
-        certifier = prepare(run.method, checkpoint, options.machine.pick(), settings)
+        device = options.machine.pick_for(getattr(settings, "arithmetic", None))
+        certifier = prepare(run.method, checkpoint, device, settings)
     except UsageError as failure:
         message = f"{options.file} states parameters that mean nothing: {failure.message}"
         raise DataError(message) from failure
