@@ -425,8 +425,8 @@ def test_true_claims_are_refuted_no_more_often_than_stated() -> None:
     from scipy import stats
 
     settings = Smoothing(sigma=0.5, n0=8, samples=64, alpha=0.05, batch_size=4096)
-    radius = settings.radius(58, 64)
-    pixels = torch.full((600, 1, 1, 2), radius / math.sqrt(2))
+    radius = settings.radius(58, 64) - noise.grid_loss((1, 1, 2), 0.5)
+    pixels = torch.full((600, 1, 1, 2), settings.radius(58, 64) / math.sqrt(2))
     certifier = SmoothingCertifier(Plane(), 2, settings, CPU)
     claims = [Certificate(index, 1, 1, radius, "smoothing", 0.05) for index in range(600)]
     confirmations = certifier.confirm(claims, pixels, RecheckSettings(3, 0.05))

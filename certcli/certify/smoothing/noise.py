@@ -5,6 +5,11 @@ The bits are those of Philox4x64-10 (Salmon et al. 2011, Parallel random numbers
 generator for long rows on a CPU, the same function in torch's integer arithmetic elsewhere. They
 are equal everywhere, bit for bit. The normal numbers are made of them by Box and Muller's transform
 in float32, whose logarithm, sine and cosine differ between devices in the last digit.
+
+Pixels and noise are rounded to multiples of h = 2^-m, so that float32 adds them exactly: then the
+noisy image is that of another image, moved. Added in floats as they are, its last bits tell the
+image that was rounded, and a network that reads them has no radius at all (Voracek & Hein 2023,
+Sound randomized smoothing in floating-point arithmetic). Proof: docs/smoothing.md.
 """
 
 import math
@@ -14,9 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = "philox4x64-10/1"
+VERSION = "philox4x64-10/2"
 CERTIFY, TUNE, CONFIRM, ATTACK, NEARBY, TIMED = range(6)
 """Purposes: noise that chooses a sigma, or that an attack climbs on, must not be the noise that certifies or judges."""
+
+_LARGEST = 6.67
+"""|z| at most: sqrt(-2 log(2^-32)) = 6.661, and what float32 rounds."""
+_FARTHEST = 5.4
+"""Radii at most, in sigma: Phi^-1 of alpha^(1/n) at 10^7 draws and an alpha of one half is 5.27."""
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
@@ -105,6 +115,17 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return high, x * _signed(factor)
 
 
+def grid_bits(sigma: float) -> int:
+    """Return m: multiples of 2^-m up to 1 + (5.4 + 6.67) sigma, image and noise, are floats."""
+    largest = 1 + (_FARTHEST + _LARGEST) * sigma
+    return 24 - math.ceil(math.log2(largest))
+
+
+def grid_loss(shape: Sequence[int], sigma: float) -> float:
+    """Return sqrt(d) 2^-m, rounded up: by how much rounding to the grid lengthens a distance."""
+    return math.sqrt(math.prod(shape)) * 2.0 ** -grid_bits(sigma) * (1 + 2.0**-50)
+
+
 def normals(
     seed: int,
     images: Sequence[int],
@@ -113,7 +134,9 @@ def normals(
     device: torch.device,
     purpose: int = CERTIFY,
 ) -> Tensor:
-    """Standard normal noise of image images[r], sample samples[r] in row r: (r, *shape) float32."""
+    """Standard normal noise of image images[r], sample samples[r] in row r: (r, *shape) float32, on
+    the grid of sigma 1.
+    """
     nothing = torch.zeros(len(images), *shape, device=device)
     return noisy(nothing, 1.0, seed, images, samples, purpose)
 
@@ -128,7 +151,8 @@ def noisy(
     which: Sequence[int] | None = None,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Row r: pixels[which[r]] + sigma z, z of (images[r], samples[r]): (r, c, h, w) float32.
+    """Row r: round(pixels[which[r]]) + round(sigma z), to multiples of h = 2^-m, exactly; z of
+    (images[r], samples[r]): (r, c, h, w) float32.
 
     Args:
         which: row of `pixels` for each row, r itself unless given.
@@ -138,7 +162,9 @@ def noisy(
     shape = pixels.shape[1:]
     device = pixels.device
     count = math.prod(shape)
-    flat = pixels.flatten(1)
+    steps = 2.0 ** grid_bits(sigma)
+    # in units of h: whole numbers up to 2^24, which float32 adds exactly
+    flat = (pixels.flatten(1) * steps).round_()
     half = -(-count // 2)
     # a few rows at a time on a CPU: what fits in its caches is several times as fast
     step = max(1, _CACHED // max(count, 1)) if device.type == "cpu" else max(1, len(images))
@@ -157,17 +183,18 @@ def noisy(
             .log_()
             .mul_(-2)
             .sqrt_()
-            .mul_(sigma)
+            .mul_(sigma * steps)
         )
         angle = drawn[:, half:].float().mul_(math.pi * 2.0**-31)
         # into tensors of their own: torch computes strided ones by another routine, which may
         # differ in the last digit
-        first = torch.cos(angle).mul_(radius)
-        second = angle.sin_().mul_(radius)
+        first = torch.cos(angle).mul_(radius).round_()
+        second = angle.sin_().mul_(radius).round_()
         base = flat[rows] if which is None else flat[list(which[rows])]
         noise = part[: len(base)]
         torch.add(base[:, :half], first, out=noise[:, :half])
         torch.add(base[:, half:], second[:, : count - half], out=noise[:, half:])
+        noise.mul_(1 / steps)
         done = noise.view(-1, *shape) if finish is None else finish(noise.view(-1, *shape))
         if len(done) == len(images):
             return done
