@@ -34,6 +34,7 @@ from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 
 RADIUS = 0.2
 ENOUGH = 0.82  # on the 140 validation images; 75 % of the test images
@@ -41,7 +42,7 @@ BATCH = 128
 Plain = Callable[[nn.Module, Region], list[Callable[[Tensor, Tensor], Tensor]]]
 
 
-def train(seed: int) -> build.PixelModel:
+def train(seed: int) -> PixelModel:
     """The digits ViT, stopped once `ENOUGH` of the validation images are right."""
     torch.manual_seed(seed)
     checkpoint = build.initialise("certvit_vit_digits", {}, SPEC, 10, seed)

@@ -27,7 +27,7 @@ from certcli.evaluation.intervals import share_interval
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 
 RADII = (0.25, 0.5)
 

@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 
 BASE = {"depth": 2, "width": 192, "tokens": 49, "classes": 100}
 AXES: Mapping[str, tuple[int, ...]] = {
@@ -47,7 +48,7 @@ SHORT_RUNS = 5
 """CPU seconds of a first run below which further runs are timed, and their number."""
 
 
-def network(depth: int, width: int, tokens: int, classes: int) -> build.PixelModel:
+def network(depth: int, width: int, tokens: int, classes: int) -> PixelModel:
     """Return a ViT with heads of 64, patches of 16 and `tokens` tokens beside the class token."""
     side = 16 * math.isqrt(tokens)
     size = {
@@ -63,16 +64,16 @@ def network(depth: int, width: int, tokens: int, classes: int) -> build.PixelMod
     return build.load(build.initialise(arch, size, spec, classes, seed=0))
 
 
-def proof(model: build.PixelModel, classes: int) -> None:
+def proof(model: PixelModel, classes: int) -> None:
     assert bound_network(model, model.input_size, classes).upper.finite
 
 
-def forward(model: build.PixelModel, classes: int, images: int = 4) -> None:
+def forward(model: PixelModel, classes: int, images: int = 4) -> None:
     with torch.inference_mode():
         model(torch.rand(images, *model.input_size))
 
 
-def gradient(model: build.PixelModel, classes: int, images: int = 4) -> None:
+def gradient(model: PixelModel, classes: int, images: int = 4) -> None:
     pixels = torch.rand(images, *model.input_size, requires_grad=True)
     torch.autograd.grad(cross_entropy(model(pixels), torch.zeros(images, dtype=torch.long)), pixels)
 

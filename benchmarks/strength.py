@@ -27,6 +27,7 @@ from certcli.images import datasets
 from certcli.images.labelled import Batch
 from certcli.models import build
 from certcli.models.open import open_checkpoint
+from certcli.models.pixels import PixelModel
 
 REFERENCE = "autoattack"
 LIBRARY = {"l2": "torchattacks:PGDL2", "linf": "torchattacks:PGD"}
@@ -57,7 +58,7 @@ def rows(steps: int, norm: str) -> list[Row]:
 
 
 def measure(
-    model: build.PixelModel, batches: Sequence[Batch], row: Row, region: Region, seed: int
+    model: PixelModel, batches: Sequence[Batch], row: Row, region: Region, seed: int
 ) -> tuple[float, float]:
     """Return the share of images that withstand all attacks of the row, and the seconds."""
     clock = time.process_time if next(model.parameters()).device.type == "cpu" else time.monotonic

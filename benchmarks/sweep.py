@@ -26,6 +26,7 @@ from certcli.lipschitz.bound import check_proof
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 
 PER_FAMILY = 2
 MEASURE_BELOW = 1_000_000  # parameters: the slope of tiny networks is searched for
@@ -94,7 +95,7 @@ def audit(family: str, name: str) -> dict[str, Any]:
                 parameter.add_(0.02 * torch.randn_like(parameter))
     parameters = sum(parameter.numel() for parameter in net.parameters())
     spec = build.spec_of(net)
-    model = build.PixelModel(spec, net).eval()
+    model = PixelModel(spec, net).eval()
     started = time.perf_counter()
     result = bound_network(model, spec.size, int(net.num_classes))  # type: ignore[arg-type]
     record |= {

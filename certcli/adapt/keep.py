@@ -22,6 +22,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record, Replacement
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.system.processes import ALONE, Team
 
 
@@ -133,7 +134,7 @@ class Keeper:
         )
 
 
-def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelModel:
+def with_unit_floors(record: Record, teacher: PixelModel) -> PixelModel:
     """Return the network after surgery: floors of 1, all other tensors as in the teacher."""
     net = build.build(record, initialise=True).requires_grad_(False)
     tensors = dict(teacher.net.state_dict())
@@ -143,4 +144,4 @@ def with_unit_floors(record: Record, teacher: build.PixelModel) -> build.PixelMo
                 torch.zeros_like(value) if name.endswith(".bias") else torch.ones_like(value)
             )
     net.load_state_dict(tensors, strict=True)
-    return build.PixelModel(record.input, net).eval().to(next(teacher.parameters()).device)
+    return PixelModel(record.input, net).eval().to(next(teacher.parameters()).device)

@@ -10,6 +10,7 @@ from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, Ad
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.nn.norms import floor_fits
 from certcli.system.errors import ArchitectureError
 
@@ -29,7 +30,7 @@ def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, 
     require_known_blocks(net, family)
     # a mixing matrix has the size of the sequence
     sized = settings.attention == "orthogonal"
-    tokens = token_counts(build.PixelModel(record.input, net), record.input.size) if sized else {}
+    tokens = token_counts(PixelModel(record.input, net), record.input.size) if sized else {}
     replacements: list[Replacement] = []
     for step in family.body(net):
         if step.kind == "block":

@@ -16,6 +16,7 @@ from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.lipschitz.network import prove
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def grouped(changes: Sequence[ModuleChange]) -> list[tuple[str, int, str, str]]:
     return [(pattern, count, before, after) for (pattern, before, after), count in counts.items()]
 
 
-def _cost(model: build.PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost:
+def _cost(model: PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost:
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
     log10 = None
     why = "not asked for"

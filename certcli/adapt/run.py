@@ -22,6 +22,7 @@ from certcli.adapt.weight_transfer import Scales, carry_over, input_maps, reads_
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.nn.norms import CenterNorm
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.processes import ALONE, Team
@@ -150,14 +151,14 @@ class Adapter:
 
 
 def perform_surgery(
-    record: Record, settings: AdaptSettings, teacher: build.PixelModel
+    record: Record, settings: AdaptSettings, teacher: PixelModel
 ) -> tuple[Any, Scales]:
     """Return the network after surgery and the scales of its stream, from the old weights."""
     device = next(teacher.parameters()).device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         seed_all(settings.seed)  # for weights without a start
         net = build.build(record, initialise=True).requires_grad_(False)
-        student = build.PixelModel(record.input, net).eval().to(device)
+        student = PixelModel(record.input, net).eval().to(device)
         family = family_of(teacher.net)
         tokens = token_counts(teacher, record.input.size)
         scales = carry_over(teacher.net, net, family, tokens, settings.norm_floor)

@@ -50,7 +50,7 @@ from certcli.lipschitz.bound import Estimate
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
-from certcli.models.build import OpenCheckpoint, PixelModel
+from certcli.models.build import OpenCheckpoint
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
 from certcli.models.open import (
     open_checkpoint,
@@ -59,6 +59,7 @@ from certcli.models.open import (
     require_features,
 )
 from certcli.models.overrides import Hints
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError, plain
 
 FUNCTIONS = (

@@ -23,7 +23,7 @@ from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.threat import Patch
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share
 from certcli.system.processes import ALONE, Team
 

@@ -22,7 +22,7 @@ from certcli.evaluation.records import describe, packed, unpacked
 from certcli.evaluation.threat import Threat
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.report.document import CertifiedShares, Dataset, PatchShares, Share
 from certcli.system.errors import DataError
 from certcli.system.processes import ALONE, Team

@@ -9,7 +9,7 @@ from certcli.images.labelled import Images
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.report.document import Block, GlobalBound, Slope
 from certcli.system.processes import ALONE, Team
 

@@ -18,6 +18,7 @@ from certcli.evaluation.verdicts import FEWEST, Sample
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import NetworkBound
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.nn.residual import attention_weight
 from certcli.report.document import Share
 from certcli.system.errors import DataError, UsageError
@@ -98,7 +99,7 @@ def run(
     return findings
 
 
-def _precision(plan: AuditPlan, model: build.PixelModel, parameters: int) -> str:
+def _precision(plan: AuditPlan, model: PixelModel, parameters: int) -> str:
     """Return the plan's precision; for "auto" bf16 where it is faster and the network runs in it."""
     if plan.precision != AUTO:
         return plan.precision
@@ -117,8 +118,8 @@ def _precision(plan: AuditPlan, model: build.PixelModel, parameters: int) -> str
 
 
 def _prove(
-    model: build.PixelModel, classes: int, clock: Clock, findings: AuditFindings
-) -> tuple[build.PixelModel, NetworkBound] | None:
+    model: PixelModel, classes: int, clock: Clock, findings: AuditFindings
+) -> tuple[PixelModel, NetworkBound] | None:
     """Return the float64 network and its bound; None: out of time, or not the leader."""
     part = clock.part(0.4)
     if not clock.team.leads:  # it proves; the others measure slopes
@@ -136,7 +137,7 @@ def _prove(
 
 def _classify(
     checkpoint: Checkpoint,
-    model: build.PixelModel,
+    model: PixelModel,
     images: Images,
     plan: AuditPlan,
     clock: Clock,

@@ -33,6 +33,7 @@ from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
 from certcli.lipschitz.numerics.real import INF
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
 
 LOCAL_PIXELS = 1024
@@ -52,7 +53,7 @@ PHOTOGRAPH = 64
 PATCHED_AT_ONCE = 4
 """Images that share batches of masked passes: few, since one batch of images must fit into the time."""
 
-Proven = tuple[build.PixelModel, NetworkBound]
+Proven = tuple[PixelModel, NetworkBound]
 """The network in float64, and its bound."""
 
 
@@ -61,7 +62,7 @@ class Stages:
     """image_seconds: of a forward pass in float32."""
 
     checkpoint: Checkpoint
-    model: build.PixelModel
+    model: PixelModel
     images: Images
     plan: AuditPlan
     device: torch.device

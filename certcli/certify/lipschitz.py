@@ -18,7 +18,8 @@ from certcli.images.labelled import sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove
 from certcli.lipschitz.propagate import trace_network
-from certcli.models.build import PixelModel, load_double
+from certcli.models.build import load_double
+from certcli.models.pixels import PixelModel
 from certcli.rounding import ErrorAnalysis
 from certcli.rounding.running_error import written_out
 from certcli.system.errors import NoBoundError

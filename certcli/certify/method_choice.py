@@ -19,7 +19,8 @@ from certcli.evaluation.intervals import counted
 from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
-from certcli.models.build import PixelModel, load_double
+from certcli.models.build import load_double
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 
 USEFUL = 0.1

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from certcli.evaluation.perturbation import Region
 from certcli.finetune.settings import FinetuneSettings
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 
 PGD_REACH = 2.5

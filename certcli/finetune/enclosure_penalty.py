@@ -27,7 +27,7 @@ from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 from torch import Generator, Tensor, nn
 
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError
 
 PLACES = ("norm", "softmax", "activation")

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 
 from certcli.finetune.augmentations import BANDS, SQUARES
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.models.views import band_views, square_views
 from certcli.models.visible_part import AUTO, seen_part
 

@@ -41,7 +41,7 @@ from certcli.images.labelled import Images
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import (
     ArchitectureError,
     CheckpointError,

@@ -19,7 +19,7 @@ from certcli.finetune.losses.local import ENCLOSED, LocalEnclosure
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.teacher import Teacher
 from certcli.images.labelled import Images, sent
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 
 

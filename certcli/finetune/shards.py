@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.finetune.settings import FinetuneSettings
-from certcli.models.build import PixelModel, keep_float32
+from certcli.models.build import keep_float32
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError, UsageError, one_line
 from certcli.system.processes import Team
 

@@ -14,7 +14,7 @@ from certcli.finetune.sam import climbed, length_of
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import Shares
 from certcli.images.labelled import Images
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError
 from certcli.system.processes import ALONE, Team
 from certcli.system.seeds import seed_all

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from certcli.checkpoint.record import Record
 from certcli.images.datasets import imagenet_indices, resizer
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError
 
 

@@ -18,7 +18,7 @@ from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.system.errors import NoBoundError
 

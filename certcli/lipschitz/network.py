@@ -18,7 +18,8 @@ from certcli.lipschitz.numerics.real import INF, Real
 from certcli.lipschitz.numerics.spectral import gamma, scale_to_unit, up
 from certcli.lipschitz.propagate import Propagation, deep_recursion, propagate, trace_network
 from certcli.lipschitz.table import rules
-from certcli.models.build import PixelModel, load
+from certcli.models.build import load
+from certcli.models.pixels import PixelModel
 
 _MANY_CLASSES = 4096  # a matrix of all pairs of 21,841 classes would take 4 GB
 

@@ -19,6 +19,7 @@ from timm.models.vision_transformer import Block, ResPostBlock
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.models.provenance import Fact, Reading
 from certcli.models.weights import load_weights
 from certcli.system.errors import ArchitectureError
@@ -149,9 +150,7 @@ def rival(
             load_weights(each, tensors)
         pixels = torch.rand(2, *record.input.size, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            here, there = (
-                build.PixelModel(record.input, each).eval()(pixels).double() for each in nets
-            )
+            here, there = (PixelModel(record.input, each).eval()(pixels).double() for each in nets)
         difference = float((here - there).norm() / there.norm().clamp_min(1e-300))
     except (ArchitectureError, RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         return None  # one of the two does not fit; loading shows whether the other runs

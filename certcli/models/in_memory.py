@@ -18,6 +18,7 @@ from certcli.checkpoint.schema import require_pixels
 from certcli.models import build
 from certcli.models.foreign_tensors import foreign_tensor
 from certcli.models.open import require_classifier, require_features
+from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
 from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
 
 PREFIX = "module."
@@ -145,7 +146,7 @@ def open_module(
 
 
 @torch.no_grad()
-def _require_same_function(module: nn.Module, model: build.PixelModel) -> None:
+def _require_same_function(module: nn.Module, model: PixelModel) -> None:
     """Raise ArchitectureError unless the network that was made of a module gives the module's logits.
 
     Copying a module, taking its weights out and putting them in again runs code of its classes,
@@ -209,17 +210,17 @@ def _removal_of_old_hooks(module: nn.Module) -> str:
     return ""
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
+def _is_plain(module: nn.Module) -> TypeGuard[PixelModel]:
     """Whether a module is just normalisation and network: no own forward or hook."""
-    if type(module) is not build.PixelModel:
+    if type(module) is not PixelModel:
         return False
     parts: tuple[nn.Module, ...] = (module, module.normalize)
-    if type(module.normalize) is build.ResizedPixels:
+    if type(module.normalize) is ResizedPixels:
         resize = module.normalize.resize
         parts += (resize, module.normalize.normalize)
         if not _is_resize(resize):
             return False
-    if type(parts[-1]) is not build.PixelNormalize:
+    if type(parts[-1]) is not PixelNormalize:
         return False
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
     return not hooked and not any("forward" in vars(part) for part in parts)
@@ -227,11 +228,11 @@ def _is_plain(module: nn.Module) -> TypeGuard[build.PixelModel]:
 
 def _is_resize(resize: nn.Module) -> bool:
     """Tell whether this is the resize of its sides, with its own matrices."""
-    if type(resize) is not build.PixelResize:
+    if type(resize) is not PixelResize:
         return False
     matrices = (resize.rows, resize.columns)
     target, source = zip(*(matrix.shape for matrix in matrices), strict=True)
-    standard = build.PixelResize(source, target)
+    standard = PixelResize(source, target)
     return all(
         torch.equal(matrix.cpu().double(), stored)
         for matrix, stored in zip(matrices, (standard.rows, standard.columns), strict=True)

@@ -19,7 +19,7 @@ from timm.layers import PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.models.views import Grid
 from certcli.system.errors import UsageError, one_line
 

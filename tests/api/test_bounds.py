@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import certvit
 from certcli.certify.logit_bounds import METHODS
 from certcli.evaluation.radii import Norm
-from certcli.models.build import PixelModel
 from certcli.models.in_memory import open_module
+from certcli.models.pixels import PixelModel
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
 
 KINDS = ("plain", "mean", "relu", "perceptron")

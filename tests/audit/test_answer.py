@@ -17,7 +17,7 @@ from certcli.audit.plan import AuditPlan, Typed
 from certcli.audit.summary_text import next_steps
 from certcli.evaluation.image_doubts import better_statistics
 from certcli.images.labelled import Images
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 from certcli.report.compare import changes
 from certcli.report.document import (
     AttackShares,

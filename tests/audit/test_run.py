@@ -27,6 +27,7 @@ from certcli.evaluation.intervals import part_of
 from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import GateError, UsageError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
@@ -206,7 +207,7 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
 ) -> None:
     """All stages share one network, loaded once."""
 
-    def refused(model: build.PixelModel, precision: str) -> Classifier:
+    def refused(model: PixelModel, precision: str) -> Classifier:
         if precision == "bf16":
             raise UsageError("this network does not run in bf16")
         return Classifier(model, precision)

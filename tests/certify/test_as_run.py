@@ -12,7 +12,7 @@ from torch.nn import functional
 import certvit
 from certcli.certify.executed_network import ProvingCertifier
 from certcli.checkpoint.record import InputSpec
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import CertvitError, UsageError
 from check.documents import read_text

@@ -18,7 +18,7 @@ from certcli.certify.certificate import RecheckSettings
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from tests.helpers.grids import EVERY
 
 PIXELS = 24

@@ -20,7 +20,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.image_doubts import right_of
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.rounding.running_error import RULES
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError
 

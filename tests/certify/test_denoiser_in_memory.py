@@ -14,8 +14,8 @@ from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import DTYPES, Classifier
 from certcli.certify.smoothing.in_memory import from_memory
 from certcli.checkpoint.record import InputSpec
-from certcli.models.build import PixelModel
 from certcli.models.hub import fetched_diffusers
+from certcli.models.pixels import PixelModel
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError, CheckpointError
 from tests.helpers.diffusion_cases import SMALL, fill

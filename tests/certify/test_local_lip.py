@@ -15,7 +15,7 @@ from certcli.certify.chains.sequential import Activation, AffineStep, Sequential
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.nn.activations import ClippedReLU, MaxMin
 
 SIZE = (1, 6, 6)

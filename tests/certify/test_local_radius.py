@@ -17,7 +17,7 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.radii import Norm
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 
 SIZE = (1, 1, 2)

@@ -14,14 +14,14 @@ from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.certify.predictor import Prediction, Predictor
 from certcli.evaluation.threat import Patch
-from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.models.views import Grid
 from certcli.models.visible_part import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, pixel_model, shown
 
 
-def vit(arch: str = "vit_tiny_patch16_224", **given: Any) -> build.PixelModel:
+def vit(arch: str = "vit_tiny_patch16_224", **given: Any) -> PixelModel:
     torch.manual_seed(0)
     shape = {
         "img_size": 16,

@@ -17,7 +17,7 @@ from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.products import TIMES, product
 from certcli.engine.pinned import pin
 from certcli.engine.table import ModuleRule, RuleTable
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed, Walked, images
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import build, on_tokens

@@ -28,7 +28,7 @@ from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
 from certcli.enclosure.zonotopes.symbols import Block
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_balls import context, draw
 from tests.enclosure.test_refusals import NO_TOKEN, Tokens

@@ -38,7 +38,7 @@ from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.rules.shapes import joined
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 from tests.enclosure.test_backward import hinged, inputs
 from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind
 from tests.enclosure.test_zonotope_networks import SIZE, image, network

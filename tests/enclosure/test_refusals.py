@@ -30,7 +30,7 @@ from certcli.enclosure.zonotopes.rules import shapes
 from certcli.enclosure.zonotopes.rules.layers import rms_norm
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.enclosure.test_balls import context
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, directions, image, network

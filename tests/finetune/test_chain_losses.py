@@ -19,7 +19,7 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models import build
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.certify.test_local_lip import NETWORKS, SIZE, images, neighbours, network
 

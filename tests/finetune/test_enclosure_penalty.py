@@ -6,7 +6,7 @@ from torch import nn
 
 from certcli.checkpoint.record import InputSpec
 from certcli.finetune.enclosure_penalty import EnclosurePenalty
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError
 
 SIZE = (1, 2, 3)

@@ -18,6 +18,7 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.images import datasets
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.commands import certvit
 
@@ -37,7 +38,7 @@ def initialised(arch: str = "certvit_vit_digits", **changes: Any) -> Checkpoint:
     return build.initialise(arch, shape, spec, 10, 0)
 
 
-def network(**changes: Any) -> build.PixelModel:
+def network(**changes: Any) -> PixelModel:
     """A network whose weights are large enough that everything in it is curved."""
     model = build.load(initialised(**changes), writable=True).double()
     generator = torch.Generator().manual_seed(1)
@@ -48,18 +49,18 @@ def network(**changes: Any) -> build.PixelModel:
     return model.eval()
 
 
-def judged(model: build.PixelModel) -> tuple[Tensor, Tensor]:
+def judged(model: PixelModel) -> tuple[Tensor, Tensor]:
     images, _ = datasets.load("digits", initialised().record.input, "val").limit(COUNT).tensors()
     images = images.double()
     return images, model(images).argmax(1)
 
 
-def leads(model: build.PixelModel, images: Tensor, labels: Tensor) -> Tensor:
+def leads(model: PixelModel, images: Tensor, labels: Tensor) -> Tensor:
     logits = model(images)
     return logits.gather(1, labels[:, None]) - logits
 
 
-def stretched_leads(model: build.PixelModel, images: Tensor, labels: Tensor) -> Tensor:
+def stretched_leads(model: PixelModel, images: Tensor, labels: Tensor) -> Tensor:
     """Return the margins times the length that the last norm divides by: what is enclosed."""
     by_token = model.net.global_pool == "token"
     norm = model.net.norm if by_token else model.net.fc_norm

@@ -10,7 +10,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import blocks, require_shardable, share_out
 from certcli.models import build
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError, UsageError
 from certcli.system.processes import ALONE, Team
 

@@ -20,7 +20,7 @@ from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
 from certcli.engine.replay import executed
 from certcli.evaluation.perturbation import Norm
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from tests.helpers.reached import Entry, recorded
 from tests.helpers.slopes import IMAGE
 

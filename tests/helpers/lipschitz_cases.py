@@ -18,7 +18,7 @@ from timm.models.convit import GPSA
 from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
-from certcli.models.build import PixelNormalize, PixelResize, ResizedPixels
+from certcli.models.pixels import PixelNormalize, PixelResize, ResizedPixels
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.heads import L2Pool

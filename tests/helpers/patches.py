@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.threat import Patch
-from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.models.views import Grid
 
 GRID = Grid(4, 5, (1, 1))
@@ -34,7 +34,7 @@ def shown(views: Tensor, grid: Grid) -> Tensor:
     ]
 
 
-def pixel_model(net: nn.Module, size: tuple[int, int, int]) -> build.PixelModel:
+def pixel_model(net: nn.Module, size: tuple[int, int, int]) -> PixelModel:
     spec = InputSpec(
         size=size,
         mean=(0.5,) * size[0],
@@ -42,4 +42,4 @@ def pixel_model(net: nn.Module, size: tuple[int, int, int]) -> build.PixelModel:
         interpolation="bicubic",
         crop_pct=1.0,
     )
-    return build.PixelModel(spec, net.eval()).eval()
+    return PixelModel(spec, net.eval()).eval()

@@ -22,7 +22,7 @@ from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.cli.finetune import run as training
 from certcli.cli.main import run
 from certcli.finetune import shards
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import DataError
 from certcli.system.processes import team
 

@@ -19,7 +19,7 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolutio
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from tests.helpers.lipschitz_cases import RULES
 from tests.helpers.lipschitz_cases import build as build_rule
 from tests.helpers.nodes import claims

@@ -17,7 +17,7 @@ from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.shapes import _merge_gain, groups
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 from tests.helpers.lipschitz_cases import f, replaced
 
 ONE = (1, 1, 1)

@@ -9,7 +9,7 @@ from torch import nn
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.system.errors import NoBoundError
 from tests.helpers.lipschitz_cases import f

@@ -23,7 +23,8 @@ from certcli.lipschitz.bound import LAWS, check_proof
 from certcli.lipschitz.heads import head_norms
 from certcli.lipschitz.measured.estimate import jacobian_norms, measure
 from certcli.lipschitz.network import NetworkBound, bound_network
-from certcli.models.build import PixelModel, replace_module
+from certcli.models.build import replace_module
+from certcli.models.pixels import PixelModel
 
 SPEC = InputSpec(size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25))
 VIT = {

@@ -15,7 +15,7 @@ from tests.helpers.slopes import IMAGE, judge, slope
 from timm.models.convit import GPSA
 
 from certcli.lipschitz.network import bound_network
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 
 Case = tuple[Callable[[], nn.Module], str | None]
 """A network, and a part of its refusal's reason; None: it has a bound."""

@@ -26,6 +26,7 @@ from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.nn.attention_weights import AttentionShape, AttentionWeights
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.surgery import REPLACEMENTS
@@ -346,7 +347,7 @@ def test_networks_are_bounded_and_come_back_from_their_checkpoint(
         # the same weights at another address in memory: sums of float32 may be taken in another
         # order
         assert torch.allclose(
-            loaded(image), build.PixelModel(spec, built).eval()(image), rtol=1e-4, atol=1e-5
+            loaded(image), PixelModel(spec, built).eval()(image), rtol=1e-4, atol=1e-5
         )
     state = loaded.net.state_dict()
     assert all(torch.equal(state[key], value) for key, value in built.state_dict().items())

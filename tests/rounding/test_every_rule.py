@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from certcli.checkpoint.record import InputSpec
 from certcli.engine.table import NoRule
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.rounding.operation_errors import rules
 from tests.helpers.executions import require_within

@@ -37,7 +37,7 @@ from certcli.engine.trace import Trace
 from certcli.images import datasets
 from certcli.lipschitz.network import prove
 from certcli.models import build
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from certcli.engine.derived_constants import Moved
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm

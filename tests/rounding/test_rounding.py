@@ -21,7 +21,7 @@ from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.engine.table import NoRule
 from certcli.lipschitz.network import prove
 from certcli.models import build
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.nn.activations import SOFTMAX_SLOPE, SoftMaxMin
 from certcli.nn.l2_attention import l2_logits
 from certcli.nn.surgery import REPLACEMENTS

@@ -42,7 +42,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
 from certcli.lipschitz.network import prove
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.certify.test_local_lip import NETWORKS as CHAINS
 from tests.certify.test_patch_law import Bright

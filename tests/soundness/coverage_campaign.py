@@ -38,7 +38,7 @@ from certcli.certify.smoothing.sigma import choose_sigma
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.records import RecordFile, read_records
 from certcli.images.labelled import Images
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.processes import ALONE, Team
 from tests.cli.test_processes import together
 

@@ -16,7 +16,7 @@ from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from tests.certify.test_certificate_law import PatchClaiming
 from tests.soundness import coverage_campaign
 from tests.soundness.attack_campaign import COUNTED_ELSEWHERE, ROWS, Row, Seen, attack, built

@@ -25,7 +25,7 @@ from certcli.enclosure.zonotopes.quadratic import weights
 from certcli.enclosure.zonotopes.table import rules
 from certcli.engine.table import NoRule
 from certcli.lipschitz.network import bound_network
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.system.errors import NoBoundError
 from tests.helpers.grids import EVERY

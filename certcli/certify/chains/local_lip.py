@@ -23,7 +23,8 @@ from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
 from certcli.lipschitz.network import prove
-from certcli.models.build import PixelModel, load_double
+from certcli.models.build import load_double
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import DataError
 
 GLOBAL = "global"

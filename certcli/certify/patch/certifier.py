@@ -19,6 +19,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.models.visible_part import AUTO, seen_part
 
 METHOD = "patch"
@@ -188,7 +189,7 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> P
     return defended(build.load(checkpoint, device), options)
 
 
-def defended(model: build.PixelModel, options: Patches) -> PatchCertifier:
+def defended(model: PixelModel, options: Patches) -> PatchCertifier:
     """Return the certifier of this network behind the procedure."""
     size = model.input_size
     device = next(model.parameters()).device

@@ -8,6 +8,7 @@ from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import agree, close, movement_of_margins, noise_like
 from certcli.models import build
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
 
@@ -23,7 +24,7 @@ class Classifier(nn.Module):
     """Noisy float32 pixels -> logits, normalised in float32; the networks run in `precision`."""
 
     def __init__(
-        self, model: build.PixelModel, precision: str, denoiser: PixelDenoiser | None = None
+        self, model: PixelModel, precision: str, denoiser: PixelDenoiser | None = None
     ) -> None:
         super().__init__()
         self.kind = DTYPES[precision]
@@ -105,7 +106,7 @@ def classifier(
 
 
 @torch.no_grad()
-def require_alone(model: build.PixelModel) -> None:
+def require_alone(model: PixelModel) -> None:
     """UsageError where logits depend on the batch: its draws would not be independent."""
     weight = next(model.parameters(), torch.zeros(()))
     images = noise_like(torch.empty(3, *model.input_size, dtype=weight.dtype, device=weight.device))

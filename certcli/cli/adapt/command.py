@@ -16,7 +16,7 @@ from certcli.system.processes import team
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
-    from certcli.models.build import PixelModel
+    from certcli.models.pixels import PixelModel
 
 
 @group()

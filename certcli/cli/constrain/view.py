@@ -8,7 +8,7 @@ from certcli.cli.shared.output import Sink, percent
 from certcli.lipschitz.bound import bound_document
 
 if TYPE_CHECKING:
-    from certcli.models.build import PixelModel
+    from certcli.models.pixels import PixelModel
 
 CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""

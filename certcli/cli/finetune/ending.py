@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
-    from certcli.models.build import PixelModel
+    from certcli.models.pixels import PixelModel
 
 JUDGES = 256
 """Validation images on which the start is judged."""

@@ -12,7 +12,7 @@ from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_n
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.lipschitz.network import NetworkBound
-    from certcli.models.build import PixelModel
+    from certcli.models.pixels import PixelModel
 
 
 USABLE = 1e-3

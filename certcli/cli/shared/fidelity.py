@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.evaluation.fidelity import Fidelity, ReferenceLogits
     from certcli.images.labelled import Images
-    from certcli.models.build import PixelModel
+    from certcli.models.pixels import PixelModel
 
 
 def measure_reference(

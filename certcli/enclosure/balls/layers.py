@@ -22,7 +22,7 @@ from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import frobenius_norm
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from certcli.finetune.losses.worst_case import shifted
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 
 ITERATIONS = 4
 """Power iterations on the rows and columns of each image, from the vectors of the whole matrix."""

@@ -29,7 +29,7 @@ from certcli.finetune.losses.forms import (
     softmax,
     variance,
 )
-from certcli.models.build import PixelModel
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError
 
 DIRECTIONS = 32

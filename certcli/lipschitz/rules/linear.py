@@ -14,7 +14,7 @@ from certcli.lipschitz.numerics.spectral import frobenius_norm, up
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 
 
 @rules.module(nn.Linear)

@@ -18,7 +18,7 @@ from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.attention import attention_module, fused_attention, require_no_mask
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
-from certcli.models.build import PixelNormalize
+from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU
 
 NORMS = (nn.LayerNorm, TimmLayerNorm)
