@@ -11,7 +11,22 @@ from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMax
 from certcli.system.errors import ArchitectureError
 
 
-class LipschitzMixer(nn.Module):
+class _PatchNetwork(nn.Module):
+    """Patches to tokens, each with a learnt position: (b, c, h, w) -> (b, tokens, width)."""
+
+    def __init__(self, channels: int, side: int, patch: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.num_classes = classes
+        self.tokens = (side // patch) ** 2
+        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
+        self.position = nn.Parameter(0.1 * torch.randn(self.tokens, width))
+
+    def tokens_of(self, x: Tensor) -> Tensor:
+        patches: Tensor = self.embed(x)
+        return patches.flatten(2).transpose(1, 2) + self.position
+
+
+class LipschitzMixer(_PatchNetwork):
     """Patches to tokens, MaxMin MLP blocks without norms or residuals, a MaxMin head over all
     tokens. No attention.
 
@@ -31,11 +46,7 @@ class LipschitzMixer(nn.Module):
         classes: int,
         rolls: bool = False,
     ) -> None:
-        super().__init__()
-        self.num_classes = classes
-        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
-        tokens = (side // patch) ** 2
-        self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
+        super().__init__(channels, side, patch, width, classes)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2 * depth))
         if not isinstance(rolls, bool):
             raise ArchitectureError(f"rolls cannot be {rolls!r}", "true or false")
@@ -45,10 +56,10 @@ class LipschitzMixer(nn.Module):
         ]
         self.rolls = nn.ModuleList(moves)
         self.act = MaxMin()
-        self.head = FlatHead(tokens * width, head, classes)
+        self.head = FlatHead(self.tokens * width, head, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.embed(x).flatten(2).transpose(1, 2) + self.position
+        tokens = self.tokens_of(x)
         for roll, layer in zip(self.rolls, self.layers, strict=True):
             tokens = self.act(layer(roll(tokens)))
         return self.head(tokens)
@@ -70,7 +81,7 @@ def _token_mixing(
     )
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(_PatchNetwork):
     """Patches to tokens, blocks of [token mixing, linear, MaxMin], the mean of all tokens, a MaxMin
     head on that mean.
 
@@ -91,20 +102,16 @@ class TokenMixer(nn.Module):
         head: Sequence[int],
         classes: int,
     ) -> None:
-        super().__init__()
-        self.num_classes = classes
-        self.embed = nn.Conv2d(channels, width, patch, stride=patch)
-        tokens = (side // patch) ** 2
-        self.position = nn.Parameter(0.1 * torch.randn(tokens, width))
+        super().__init__(channels, side, patch, width, classes)
         self.mixings = nn.ModuleList(
-            _token_mixing(mixing, tokens, width, heads, block) for block in range(depth)
+            _token_mixing(mixing, self.tokens, width, heads, block) for block in range(depth)
         )
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.act = MaxMin()
         self.head = FlatHead(width, head, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.embed(x).flatten(2).transpose(1, 2) + self.position
+        tokens = self.tokens_of(x)
         for mixing, layer in zip(self.mixings, self.layers, strict=True):
             tokens = self.act(layer(mixing(tokens)))
         return self.head(tokens.mean(dim=1))
