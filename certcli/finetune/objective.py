@@ -15,7 +15,7 @@ from certcli.finetune.enclosure_penalty import RAMP, EnclosurePenalty
 from certcli.finetune.hiding import Hiding
 from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE
 from certcli.finetune.losses.chain import ChainBound
-from certcli.finetune.losses.local import ENCLOSED, LocalEnclosure
+from certcli.finetune.losses.local import LocalEnclosure
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.teacher import Teacher
 from certcli.images.labelled import Images, sent
@@ -203,11 +203,18 @@ class Objective:
         images = batch.images if adversarial is None or is_trades else adversarial
         logits = self.forward(images, batch.views)
         if self.enclosure is not None and batch.sketch is not None:
-            enclosed = batch.images[:ENCLOSED]
+            enclosed = slice(settings.enclosed)
             margins = self.enclosure.margins(
-                enclosed, batch.labels[:ENCLOSED], epsilon, batch.sketch
+                batch.images[enclosed], batch.labels[enclosed], epsilon, batch.sketch
             )
-            loss = self.loss(logits, batch.labels, margins, epsilon, settings.label_smoothing)
+            loss = self.loss(
+                logits,
+                batch.labels,
+                margins,
+                epsilon,
+                settings.label_smoothing,
+                settings.worst_weight,
+            )
         elif self.chain is None:
             constants = pairs()
             loss = self._mixed(

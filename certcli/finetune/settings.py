@@ -36,6 +36,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "mix_probability": (0.0, 1.0),
     "project_radius": (1e-6, 1e6),
     "enclosure_penalty": (0.0, 1e6),
+    "worst_weight": (0.0, 1.0),
     "sam": (0.0, 100.0),
     "ema": (0.0, 0.999999),
     "distill_weight": (0.0, 1.0),
@@ -56,6 +57,7 @@ COUNTS = (
     "patience",
     "attack_steps",
     "validation_limit",
+    "enclosed",
 )
 
 EPOCHS = 40
@@ -71,6 +73,8 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "cutmix": ("mix_probability",),
     "msvp": (),
     "enclosure_penalty": ("penalty_places",),
+    "worst_weight": (),
+    "enclosed": (),
     "project": ("project_radius",),
     "sam": ("adaptive_sam",),
     "ema": (),
@@ -99,6 +103,8 @@ OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
     "trades_beta": ("adversarial", ("trades",)),
     "stiefel_lr": ("optimiser", ("stiefel",)),
     "weight_decay": ("optimiser", ("adamw", "sgd")),
+    "worst_weight": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
+    "enclosed": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
     "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
 }
 """Options that mean something with these values of another option only."""
@@ -260,6 +266,12 @@ class FinetuneSettings:
         metavar="N,S,A",
         read=_factors_of_places,
     )
+    worst_weight: float = _enclosure(
+        0.4,
+        "Weight of the worst logits in --loss local. Less keeps more clean accuracy.",
+        metavar="W",
+    )
+    enclosed: int = _enclosure(8, "Images of each batch that --loss local encloses.", metavar="N")
     project: str | None = _norms(
         None,
         "After each step scale norms to --project-radius: ball (larger norms only) or "

@@ -4,6 +4,7 @@ record states.
 
 import json
 import math
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.models.diffusion import EPSILON, PREDICTIONS, SAMPLE, VELOCITY, Schedule
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CertvitError, UsageError
-from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.commands import attempt, certvit, console, document
 from tests.helpers.diffusion_cases import SMALL
 from tests.helpers.diffusion_folder import folder
 
@@ -260,13 +261,18 @@ def test_a_bad_denoiser_is_one_line_and_an_exit_code(
     assert "\n" not in f"{done.exception.message}{done.exception.hint}"
 
 
-def test_training_behind_a_denoiser_names_it(workshop: Path, tmp_path: Path) -> None:
+def test_training_behind_a_denoiser_names_it_and_what_certifies_it(
+    workshop: Path, tmp_path: Path
+) -> None:
     net = workshop / "plain.safetensors"
     model = folder(tmp_path / "model")
     tuned = tmp_path / "tuned.safetensors"
     words = ("finetune", net, "--loss", "ce", "--steps", 2, "--limit", 64, "--validation-limit", 32)
     noisy = (*words, "--batch-size", 16, "--denoiser", model, "-o", tuned)
-    certvit(*noisy, "--noise", 0.25, "--quiet")
+    said = console(*noisy, "--noise", 0.25).err
+    [advised] = re.findall("smoothed: certvit (certify .*)", said)
+    assert f"--sigma 0.25 -e 0.25 --enough 0.25 --denoiser {model}" in advised
+    certvit(*advised.split(), "--n0", 8, "--samples", 50, "--limit", 2, "--quiet")
     step = Checkpoint.read(tuned).record.lineage[-1]
     assert step.parameters["denoiser"] == read_denoiser(model, 1).at(0.25).digest
     certvit(*noisy, "--force", code=2)

@@ -2,6 +2,7 @@
 and neighbours, what it refuses, and the epoch that it chooses.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.evaluate import Quality
 from certcli.finetune.loop import ENCLOSED_ENTRIES, Trainer
 from certcli.finetune.losses import forms
-from certcli.finetune.losses.local import ENCLOSED, LocalEnclosure, local
+from certcli.finetune.losses.local import LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
 from certcli.images import datasets
@@ -212,7 +213,10 @@ def test_steps_down_the_loss_open_the_margins() -> None:
     assert proven() >= 6
 
 
-def test_only_the_first_images_of_a_batch_are_enclosed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("enclosed", [8, 3])
+def test_only_the_first_images_of_a_batch_are_enclosed(
+    enclosed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = []
     margins = LocalEnclosure.margins
 
@@ -222,11 +226,27 @@ def test_only_the_first_images_of_a_batch_are_enclosed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LocalEnclosure, "margins", counted)
     checkpoint = initialised(depth=1)
-    run = trained(checkpoint, loss="local", steps=1)
+    run = trained(checkpoint, loss="local", steps=1, enclosed=enclosed)
     train, _ = sets(checkpoint, 64)
     batch = run.objective.prepare(train, torch.arange(64), 0.0)
     run.objective.value(batch, lambda: None, 0.05).backward()
-    assert counts == [ENCLOSED]
+    assert counts == [enclosed]
+
+
+def test_the_worst_logits_weigh_what_is_asked() -> None:
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    labels = torch.tensor([0, 1])
+    margins = torch.tensor([[0.0, -1.0]])
+    plain = local(logits, labels, margins, 0.1, 0.0, 0.0)
+    worst = local(logits, labels, margins, 0.1, 0.0, 1.0)
+    assert plain == torch.nn.functional.cross_entropy(logits, labels)
+    assert worst == pytest.approx(math.log1p(math.log1p(math.e)))
+    assert local(logits, labels, margins, 0.1, 0.0) == pytest.approx(
+        float(0.6 * plain + 0.4 * worst)
+    )
+    for name, value in (("worst_weight", 0.2), ("enclosed", 4)):
+        with pytest.raises(UsageError, match="has no meaning with --loss ce"):
+            FinetuneSettings(loss="ce", **{name: value})
 
 
 def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so(

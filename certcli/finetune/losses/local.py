@@ -38,28 +38,30 @@ JUDGES = 64
 """The same where an epoch is judged."""
 AT_ONCE = 16
 """Images that are enclosed together where an epoch is judged: some 100 MB at 5 tokens."""
-ENCLOSED = 8
-"""Images of a batch whose neighbourhoods are enclosed; all others count by their attacked loss."""
-WORST_SHARE = 0.4
-"""Weight of the worst logits' part in the loss; with a half, attention had less left to do on digits."""
 _PLAIN = (nn.GELU, nn.ReLU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid)
 _NARROW = 1e-6
 
 
 def local(
-    logits: Tensor, labels: Tensor, margins: Tensor, epsilon: float, smoothing: float
+    logits: Tensor,
+    labels: Tensor,
+    margins: Tensor,
+    epsilon: float,
+    smoothing: float,
+    worst_weight: float = 0.4,
 ) -> Tensor:
-    """Return .6 CE(logits) + .4 mean log(1 + CE(worst logits)): (b, k), (b,), (e, k) -> ().
+    """Return (1 - w) CE(logits) + w mean log(1 + CE(worst logits)): (b, k), (b,), (e, k) -> ().
 
     The logarithm leaves a gradient of use where an enclosure has exploded.
 
     Args:
         margins: lower bounds of z_y - z_j over the neighbourhoods of the first e images; 0 at y.
         epsilon: their radius, which the margins know.
+        worst_weight: w; with a half, attention had less left to do on digits.
     """
     plain = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
     worst = (-margins).logsumexp(1).log1p().mean()
-    return (1 - WORST_SHARE) * plain + WORST_SHARE * worst.to(plain)
+    return (1 - worst_weight) * plain + worst_weight * worst.to(plain)
 
 
 class LocalEnclosure:
