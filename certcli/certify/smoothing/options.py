@@ -24,8 +24,9 @@ HOPELESS = 1e-4
 """An image is given up when p <= 1/2 at this confidence. No certificate is wrong by it: it only abstains."""
 UNLIKELY = 0.01
 """With `decide`, an image is given up when at this confidence it cannot be certified beyond `enough`."""
-_DOWN = 1 - 1e-12
-"""Relative: scipy's normal quantile errs by a few 1e-16."""
+_DOWN = 1 - 2.0**-21
+"""Relative: noise may be smaller than sigma z by 2^-24 where sigma is a float32 number, and by as much in each function that
+Box and Muller's transform takes; scipy's normal quantile errs by a few 1e-16."""
 SAME = 1e-9
 """Relative: radii of one count, computed by two versions of scipy; those of neighbouring counts differ by far more."""
 
