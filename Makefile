@@ -84,7 +84,7 @@ release-check:
 
 # without a CUDA device both say so and do nothing
 gpu: install
-	$(BIN)/python -m pytest -m gpu -rs -q
+	$(BIN)/python -m pytest -m gpu -rx -rs -q
 	$(BIN)/python -m benchmarks.gpu --against-cpu
 
 # long campaigns beside the tests: hostile files, edited records, killed runs and full disks, random networks, local certificates
