@@ -268,7 +268,7 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
     if needs and "--dataset" not in kept:
         kept += ["--dataset", data]
     if "smoothing" in kept:
-        kept += ["--n0", "4", "-n", "40"]
+        kept += ["--n0", "8", "-n", "60"]
     short = SHORT.get(command, ())
     if "local" in kept and command == "certify":
         short = ("--limit", "1")

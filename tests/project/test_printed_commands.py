@@ -206,6 +206,6 @@ def test_what_to_do_next_can_be_typed(
             "constrain": ("--limit", 20),
         }[words[0]]
         if "smoothing" in words:
-            short = (*short, "--n0", 4, "-n", 40)
+            short = (*short, "--n0", 8, "-n", 60)
         done = attempt(*words, *short)
         assert done.exit_code == 0, (line, done.output[-600:], done.exception)
