@@ -2,18 +2,15 @@
 
 A file of up to MOST_COPIED bytes, and a quarter of the free memory, is copied, and what another
 program does to it later changes nothing. Of a larger one, which is mapped, a page that is read late
-has what the file holds by then. A page behind the end of a file that was cut raises SIGBUS, which
-ends the process: a command says then which file it was.
+has what the file holds by then, and a page behind the end of a file that was cut ends the process.
 """
 
-import ctypes
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from certcli.system.errors import CheckpointError, one_line
+from certcli.system.errors import CheckpointError
 from certcli.system.memory import free_bytes
 
 MOST_COPIED = 2**30
@@ -26,18 +23,6 @@ _READ: dict[Path, tuple[_State, bool]] = {}
 """Each file as it was when it was read, and whether it is mapped."""
 
 _GONE = (0, 0, 0, 0)
-_ADVICE = "run it again once the other program has ended; write checkpoints to a new name, then rename them"
-_CUT_EXIT_CODE = 3
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _say_what_was_cut(_: int) -> None:
-    """Handle SIGBUS: Python's own handlers would wait for an instruction that can never end."""
-    shorter = [path for path, (state, _) in _READ.items() if _state(path)[0] < state[0]]
-    names = ", ".join(one_line(str(path)) for path in shorter) or "a file"
-    line = f"certvit: {names} was cut while it was read\n  hint: {_ADVICE}\n"
-    os.write(2, line.encode(errors="replace"))
-    os._exit(_CUT_EXIT_CODE)
 
 
 @contextmanager
@@ -52,17 +37,13 @@ def read_whole(path: Path) -> Iterator[bool]:
     if _state(path) != before:
         raise CheckpointError(
             f"{path} was changed while it was read",
-            _ADVICE,
+            "run it again once the other program has ended; write checkpoints to a new name, then rename them",
         )
 
 
 def forget() -> None:
     """Forget all files: a command begins."""
     _READ.clear()
-    if hasattr(signal, "SIGBUS"):
-        handle = ctypes.CDLL(None).signal
-        handle.argtypes = (ctypes.c_int, ctypes.c_void_p)
-        handle(signal.SIGBUS, ctypes.cast(_say_what_was_cut, ctypes.c_void_p))
 
 
 def written(path: Path) -> None:
@@ -82,7 +63,7 @@ def require_unchanged() -> list[Path]:
         if mapped and now != state and now[2:] == state[2:]:
             raise CheckpointError(
                 f"{path} was changed while it was read: the results above may be of neither network",
-                _ADVICE,
+                "run it again once the other program has ended; write checkpoints to a new name, then rename them",
             )
         others += [path] if now not in (state, _GONE) else []
     return others

@@ -22,7 +22,6 @@ from certcli.cli.main import COMMANDS, _interruptible
 from certcli.system import watched
 from certcli.system.errors import CheckpointError
 from tests.helpers.commands import console
-from tests.helpers.forks import ended, fork
 
 
 def of_header(path: Path, about: dict[str, object], size: int = 4) -> Path:
@@ -114,29 +113,6 @@ def test_every_command_says_that_a_file_was_written_to(
         with ends:
             _interruptible(name, command)()
     assert "was changed after it was read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_command_names_the_mapped_file_that_was_cut(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"x": torch.ones(1_000_000)}, path)
-    monkeypatch.setattr(watched, "MOST_COPIED", 0)
-
-    def command() -> None:
-        weights, _ = read_tensors(path)
-        cut(path)
-        torch.set_num_threads(threads)
-        weights["x"].sum()
-
-    run = _interruptible("lipschitz", command)
-    assert ended(fork(run, tmp_path / "out", tmp_path / "err")) == 3
-    assert (tmp_path / "err").read_text() == (
-        f"certvit: {path} was cut while it was read\n"
-        "  hint: run it again once the other program has ended; write checkpoints to a new name, "
-        "then rename them\n"
-    )
 
 
 def test_python_says_that_a_mapped_file_was_written_to(
