@@ -109,7 +109,7 @@ class SmoothingCertifier(Certifier):
             .tolist()
         )
         counts = torch.zeros(len(indices), self._classes, dtype=torch.int64)
-        lost = noise.grid_loss(pixels.shape[1:], self.settings.deviation)
+        grid_loss = noise.grid_loss(pixels.shape[1:], self.settings.deviation)
         radius = dict.fromkeys(everything, 0.0)
         drawn = dict.fromkeys(everything, first)
         active = list(everything)
@@ -125,7 +125,7 @@ class SmoothingCertifier(Certifier):
             for image in active:
                 hits = int(counts[image, top[image]])
                 drawn[image] = first + look
-                radius[image] = max(0.0, self.settings.radius(hits, look) - lost)
+                radius[image] = max(0.0, self.settings.radius(hits, look) - grid_loss)
                 done = radius[image] > (
                     self.settings.enough if self.settings.enough is not None else math.inf
                 )
@@ -193,9 +193,9 @@ class SmoothingCertifier(Certifier):
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
         """Refute p >= Phi(R / sigma) where fresh noise hits so rarely, at most chance `level`."""
-        lost = noise.grid_loss(pixels.shape[1:], self.settings.deviation)
-        stated = [claim.radius + lost if claim.radius > 0 else 0.0 for claim in claims]
-        finite = [row for row, radius in enumerate(stated) if self.settings.states(radius)]
+        grid_loss = noise.grid_loss(pixels.shape[1:], self.settings.deviation)
+        raw_radii = [claim.radius + grid_loss if claim.radius > 0 else 0.0 for claim in claims]
+        finite = [row for row, radius in enumerate(raw_radii) if self.settings.states(radius)]
         drawn = (
             self._hits([claims[row] for row in finite], pixels[finite], doubt.seed, noise.CONFIRM)
             if finite
@@ -211,7 +211,7 @@ class SmoothingCertifier(Certifier):
                 confirmations.append(claim.checked("refuted", message))
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
-            probability = chance(stated[row] / self.settings.deviation)
+            probability = chance(raw_radii[row] / self.settings.deviation)
             if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
                 message = f"{message}, {probability:.4f} of all are stated"
                 confirmations.append(claim.checked("refuted", message))
