@@ -6,6 +6,7 @@ import json
 import math
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -266,13 +267,27 @@ def test_training_behind_a_denoiser_names_it_and_what_certifies_it(
 ) -> None:
     net = workshop / "plain.safetensors"
     model = folder(tmp_path / "model")
-    tuned = tmp_path / "tuned.safetensors"
-    words = ("finetune", net, "--loss", "ce", "--steps", 2, "--limit", 64, "--validation-limit", 32)
+    tuned = tmp_path / "a name.safetensors"
+    words = (
+        "finetune",
+        net,
+        "--dataset",
+        "digits",
+        "--loss",
+        "ce",
+        "--steps",
+        2,
+        "--limit",
+        64,
+        "--validation-limit",
+        32,
+    )
     noisy = (*words, "--batch-size", 16, "--denoiser", model, "-o", tuned)
     said = console(*noisy, "--noise", 0.25).err
     [advised] = re.findall("smoothed: certvit (certify .*)", said)
-    assert f"--sigma 0.25 -e 0.25 --enough 0.25 --denoiser {model}" in advised
-    certvit(*advised.split(), "--n0", 8, "--samples", 50, "--limit", 2, "--quiet")
+    assert "--dataset digits --method smoothing --sigma 0.25 -e 0.25 --enough 0.25" in advised
+    assert f"--denoiser {model}" in advised
+    certvit(*shlex.split(advised), "--n0", 8, "--samples", 50, "--limit", 2, "--quiet")
     step = Checkpoint.read(tuned).record.lineage[-1]
     assert step.parameters["denoiser"] == read_denoiser(model, 1).at(0.25).digest
     certvit(*noisy, "--force", code=2)

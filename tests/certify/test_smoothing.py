@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from scipy.special import ndtri
 from torch import Tensor, nn
 
 from certcli.certify import methods
@@ -18,7 +19,7 @@ from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import Classifier, classifier
 from certcli.certify.smoothing.method import SmoothingCertifier, _chance_of_so_few
-from certcli.certify.smoothing.options import HOPELESS, UNLIKELY, Smoothing
+from certcli.certify.smoothing.options import FARTHEST, HOPELESS, UNLIKELY, Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
@@ -560,3 +561,16 @@ def test_what_the_grid_moves_is_taken_off_each_radius(side: int) -> None:
     [row] = SmoothingCertifier(Always(), 2, settings, CPU).batch([0], pixels, [1])
     assert row.radius <= settings.reach - side * 2.0 ** -noise.grid_bits(0.5)
     assert row.radius == pytest.approx(settings.reach, rel=1e-3)
+
+
+def test_no_radius_is_beyond_the_grid() -> None:
+    settings = Smoothing(sigma=0.5, alpha=0.999, samples=10_000_000)
+    assert ndtri(0.999 ** (1 / 10_000_000)) > FARTHEST
+    assert settings.reach <= 0.5 * FARTHEST
+    assert settings.states(settings.reach)
+
+
+@pytest.mark.parametrize("sigma", [2e6, 1e308, math.inf, math.nan, 0.0, -1.0])
+def test_a_sigma_that_no_float_holds_is_refused(sigma: float) -> None:
+    with pytest.raises(UsageError, match=r"--sigma .+ is not a number above 0"):
+        Smoothing(sigma=sigma)

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from certcli.certify.smoothing.options import FARTHEST
+
 VERSION = "philox4x64-10/2"
 CERTIFY, TUNE, CONFIRM, ATTACK, NEARBY, TIMED = range(6)
 """Purposes: noise that chooses a sigma, or that an attack climbs on, must not be the noise that certifies or judges."""
 
 _LARGEST = 6.67
 """|z| at most: sqrt(-2 log(2^-32)) = 6.661, and what float32 rounds."""
-_FARTHEST = 5.4
-"""Radii at most, in sigma: Phi^-1 of alpha^(1/n) at 10^7 draws and an alpha of one half is 5.27."""
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
@@ -117,7 +117,7 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 def grid_bits(sigma: float) -> int:
     """Return m: multiples of 2^-m up to 1 + (5.4 + 6.67) sigma, image and noise, are floats."""
-    largest = 1 + (_FARTHEST + _LARGEST) * sigma
+    largest = 1 + (FARTHEST + _LARGEST) * sigma
     return 24 - math.ceil(math.log2(largest))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certcli.evaluation.intervals import chance_level, share_interval
@@ -10,7 +12,9 @@ from certcli.system.errors import CertvitError
 
 if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
+    from certcli.cli.finetune.options import Order
     from certcli.cli.shared.output import Sink
+    from certcli.finetune.settings import FinetuneSettings
     from certcli.images.labelled import Images
     from certcli.models.pixels import PixelModel
 
@@ -98,3 +102,22 @@ def end(ending: TrainingDoubt, sink: Sink) -> None:
     if ending.ruined:
         raise EndedAtChanceError(ending.message, hint)
     sink.warn(ending.message)
+
+
+def certifying_command(order: Order, settings: FinetuneSettings, path: Path) -> str:
+    """Return what certifies a network trained for local certificates or under noise, as it can be
+    pasted; "" for others.
+    """
+    words = ["certvit", "certify", str(path)]
+    for option, value in (("--dataset", order.data.dataset), ("--data-dir", order.data.data_dir)):
+        words += [] if value is None else [option, str(value)]
+    if settings.is_for_local:
+        words += ["--method", "local", "-e", str(settings.epsilon)]
+        return f"image by image: {shlex.join(words)}"
+    if settings.noise == 0:
+        return ""
+    sigma = str(settings.noise)
+    words += ["--method", "smoothing", "--sigma", sigma, "-e", sigma, "--enough", sigma]
+    words += [] if order.denoiser is None else ["--denoiser", str(order.denoiser)]
+    words += ["--precision", "bf16"] if settings.precision == "bf16" else []
+    return f"smoothed: {shlex.join([*words, '--limit', '50'])}"

@@ -370,23 +370,11 @@ class Training:
             return
         sink.document(report)
         sink.text(f"{self.path}: epoch {best}, {final.told(len(images), epsilon)}{line}")
-        if settings.is_for_local:
-            sink.note(f"image by image: certvit certify {self.path} --method local -e {epsilon:g}")
-        elif settings.noise > 0:
-            sink.note(f"smoothed: certvit certify {self.path} {self._smoothed()}")
+        advice = ending.certifying_command(self.order, settings, self.path)
+        if advice:
+            sink.note(advice)
         if doubt is not None:
             ending.end(doubt, sink)
-
-    def _smoothed(self) -> str:
-        """Return the options under which smoothing certifies a network trained under noise."""
-        settings = self.settings
-        denoiser = self.order.denoiser
-        before = "" if denoiser is None else f" --denoiser {denoiser}"
-        precision = " --precision bf16" if settings.precision == "bf16" else ""
-        return (
-            f"--method smoothing --sigma {settings.noise:g} -e {settings.noise:g} --enough {settings.noise:g}"
-            f"{before}{precision} --limit 50"
-        )
 
     def _spent(self) -> str:
         """Return the time so far, of the budget where there is one."""
