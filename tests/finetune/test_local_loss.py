@@ -319,5 +319,7 @@ def test_the_command_names_the_proof_that_it_trained_for(workshop: Path, tmp_pat
     words = ("--dataset", "digits", "-e", 0.1, "--epochs", 1, "--limit", 20, "-o", out, "--force")
     for loss in (("--loss", "local"), ("--loss", "ce", "--enclosure-penalty", 0.1)):
         said = certvit("finetune", plain, *loss, *words).output
-        assert f"certvit certify {out} --dataset digits --method local -e 0.1" in " ".join(said.split())
+        assert f"certvit certify {out} --dataset digits --method local -e 0.1" in " ".join(
+            said.split()
+        )
     assert "--method local" not in certvit("finetune", plain, "--loss", "ce", *words).output
