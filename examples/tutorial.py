@@ -24,6 +24,8 @@ BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 PROGRESS = re.compile(r"^epoch \d+, step .*\n", re.MULTILINE)
 """Lines that tell how far a run is: how many there are depends on the machine."""
 
+ANSWERS_IN_README = r"(trained for proofs:\n\n```\n).*?(\n```)"
+
 
 def run(command: str, folder: Path) -> str:
     """What a terminal of 80 columns shows."""
@@ -86,7 +88,7 @@ def answers(page: str) -> str:
 def answered(readme: str, page: str) -> str:
     """The README with these answers in its first block of them."""
     return re.sub(
-        r"(made to be proven:\n\n```\n).*?(\n```)",
+        ANSWERS_IN_README,
         lambda match: match.group(1) + answers(page) + match.group(2),
         readme,
         count=1,

@@ -164,7 +164,8 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     if findings.stopped:
         return ""
     radii = [radius for radius in plan.certified_radii if radius > 0] or [plan.least]
-    levels = " and ".join(f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
+    *others, last = (f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
+    levels = f"{', '.join(others)} and {last}" if others else last
     pixels = " x ".join(str(side) for side in size)
     return f"How large is that? Spread over all {pixels} pixel values, {levels} of 255 grey levels each."
 

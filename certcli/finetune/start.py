@@ -20,6 +20,7 @@ RATE_OF_SMALL = 5e-4
 """Learning rate of adamw and sgd: a twentieth of that of a fresh network; half of it for small networks."""
 EPOCHS = 3
 EPOCHS_OF_SMALL = 10
+FRESH_WEIGHTS = "fresh weights"
 BATCH = 32
 
 
@@ -35,7 +36,7 @@ def start_of(record: Record) -> Start:
     """Return whether the network is trained already, by its lineage."""
     if not record.lineage:
         return Start(True, "weights of others")
-    start = Start(False, "fresh weights")
+    start = Start(False, FRESH_WEIGHTS)
     for step in record.lineage:
         if step.command == "finetune":
             start = Start(True, "finetune in its lineage")
@@ -75,9 +76,11 @@ def default_batch_size(start: Start, settings: FinetuneSettings, parameters: int
 def sentence(start: Start, settings: FinetuneSettings) -> str:
     """Return one line: what was taken, and why."""
     kind = "trained already" if start.trained else "fresh"
+    if start.why != FRESH_WEIGHTS:
+        kind += f" ({start.why})"
     named = f"--lr {settings.lr:g}, batches of {settings.batch_size}"
     if settings.steps is None and settings.time_budget is None:
         named = (
             f"--lr {settings.lr:g}, --epochs {settings.epochs}, batches of {settings.batch_size}"
         )
-    return f"the network is {kind} ({start.why}): {named}"
+    return f"the network is {kind}: {named}"

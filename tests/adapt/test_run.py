@@ -337,7 +337,7 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
     ("goal", "classes", "said"),
     [
         ("keep", 1000, ""),
-        ("certify", 10, "needs training afterwards"),
+        ("certify", 10, "needs training afterwards: certvit finetune 'a b' --loss margin"),
         ("certify", 1000, "'a b' --loss ce --lr 1e-5 --clip-grad 1)"),
     ],
 )

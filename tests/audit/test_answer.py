@@ -207,6 +207,12 @@ def test_the_scale_is_the_length_of_an_even_change() -> None:
     )
 
 
+def test_three_radii_are_listed_with_one_and() -> None:
+    sentence = scale(found(42, 45), AuditPlan(radii=(0.12, 0.25, 0.5)), LARGE)
+    assert sentence.count(" and ") == 1
+    assert sentence.count(", l2 ") == 2
+
+
 def test_published_figures_stand_in_the_docs() -> None:
     def cell(part: Part | None) -> str:
         return "-" if part is None else f"{part.hits} of {part.images} at {part.radius:g}"

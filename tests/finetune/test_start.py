@@ -10,7 +10,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
 from certcli.cli.finetune import ending, proof
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.start import default_batch_size, defaults, start_of
+from certcli.finetune.start import default_batch_size, defaults, sentence, start_of
 from tests.helpers.commands import attempt, document
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
@@ -161,3 +161,11 @@ def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:
     audit = document("audit", workshop / "plain.safetensors", *few, "-a", "fgsm", "-e", 0.2)
     reasons = {row["stage"]: row["why"] for row in audit["skipped"]}
     assert reasons["lipschitz"] == "the bound is too large for 0.2"
+
+
+def test_why_a_fresh_network_is_fresh_is_not_said_twice() -> None:
+    settings = FinetuneSettings()
+    assert "is fresh: " in sentence(start_of(record(FRESH)), settings)
+    assert "trained already (finetune in its lineage)" in sentence(
+        start_of(record(FRESH, TUNED)), settings
+    )

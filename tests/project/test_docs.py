@@ -319,3 +319,13 @@ def test_what_needs_torchattacks_is_said_as_the_registry_has_it(
     assert [name for name in ATTACKS.names() if name in re.findall(r"[\w-]+", finding.remark)] == []
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/attack.md")]
     assert all(INSTALL in text for text in (finding.remark, *pages))
+
+
+def test_the_tutorial_finds_the_answers_that_it_updates_in_the_readme() -> None:
+    spec = importlib.util.spec_from_file_location("tutorial", ROOT / "examples" / "tutorial.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tutorial = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tutorial)
+    text = (ROOT / "README.md").read_text()
+    assert len(re.findall(tutorial.ANSWERS_IN_README, text, re.DOTALL)) == 1

@@ -53,7 +53,8 @@ def say_training_follows(
             f"Only training could recover them ({shlex.join([*teach, *BRINGS_BACK])}); --goal keep preserves them"
         )
     else:
-        sink.note("--goal certify needs training afterwards: certvit finetune OUTPUT --loss margin")
+        trained = shlex.join([*teach[:3], "--loss", "margin"])
+        sink.note(f"--goal certify needs training afterwards: {trained}")
 
 
 def default_keep(images: "Images", unseen: "Images") -> float:

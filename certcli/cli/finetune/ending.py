@@ -113,7 +113,7 @@ def certifying_command(order: Order, settings: FinetuneSettings, path: Path) -> 
         words += [] if value is None else [option, str(value)]
     if settings.is_for_local:
         words += ["--method", "local", "-e", str(settings.epsilon)]
-        return f"image by image: {shlex.join(words)}"
+        return f"image by image: {shlex.join([*words, '--limit', '50'])}"
     if settings.noise == 0:
         return ""
     sigma = str(settings.noise)

@@ -203,7 +203,7 @@ class Calibration(Data):
             other = "by default: --dataset takes images like those it was trained on"
             origin = f", {'which the checkpoint was trained on' if trained_on else other}"
         count = min(self.limit, len(images))
-        further = f", {len(images) - count} more judge" if len(images) > count else ""
+        further = f"; {len(images) - count} more to judge the result" if len(images) > count else ""
         sink.note(f"calibration images: {count} of {images.name} ({images.split}){further}{origin}")
         if images.note:
             sink.note(images.note)

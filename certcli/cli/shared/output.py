@@ -30,7 +30,7 @@ WIDE = 160
 """Characters a line of a file or a pipe."""
 EVERY = 60.0
 """Seconds between two lines about progress, where there is no terminal for a bar."""
-MORE_IMAGES = "more images narrow the interval: a larger --limit"
+MORE_IMAGES = "more images narrow the interval: a larger --limit, where the dataset has them"
 SCHEMA = 1
 """Version of the documents: raised when a key that scripts may rely on changes its meaning."""
 
