@@ -16,6 +16,7 @@ from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
+from certcli.evaluation.radii import attacked_percent
 from certcli.evaluation.records import PIXELS, RecordFile, Run, read_records
 from certcli.evaluation.resumed import FEW
 from certcli.evaluation.threat import Threat
@@ -334,7 +335,7 @@ def test_a_figure_compares_the_images_that_both_know(
         sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
     )
     assert title == "certified on digits (test), n = 30"
-    told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {100 * left['curve']['0.1']:.1f} % at 0.1"
+    told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {attacked_percent(left['curve']['0.1'])} at 0.1"
     shown = attempt(*words, "--attack-records", attacked).stdout
     assert told in shown
     (clean,) = [line for line in shown.splitlines() if line.startswith("clean ")]

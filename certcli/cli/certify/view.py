@@ -74,7 +74,8 @@ def table(
         count = len(next(iter(attacked.values())))
         message = "robust accuracy of the network itself, without noise"
         shown = ", ".join(
-            f"{share_text(shares[threat], count, attacked_percent)} at {threat.attacked()}"
+            f"{share_text(shares[threat], count, attacked_percent if threat.size else None)}"
+            f" at {threat.attacked()}"
             for threat in sorted(attacked)
         )
         sink.text(
