@@ -37,7 +37,7 @@ products. For channels-last batches torch computes GroupNorm in one pass; the bo
 ## On a GPU
 
 Nothing is claimed: on a GPU certificates are `real`. `tests/rounding/test_on_a_gpu.py` runs every rule there as above.
-On an H200 with torch 2.11, 29 of 1,310 rows failed. Twelve are fp16 at an offset of 3,000 (convolutions, folded norms,
+On an H200 with torch 2.11, 29 of some 1,310 rows failed. Twelve are fp16 at an offset of 3,000 (convolutions, folded norms,
 layer scale, products, SwiGLU, L2 attention) and six float64 (hardswish, and two rows of spelled functions): of three fp16
 and two float64 rows run again, all five lost more than is proven. Ten are one row whose kernel does not run
 (`channel_shuffle` of a channels-last tensor: a RuntimeError of torch, seen in one precision), one is BatchNorm of rows in
