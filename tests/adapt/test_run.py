@@ -348,6 +348,8 @@ def test_training_to_follow_is_announced(
         AdaptSettings(goal), classes, ["certvit", "finetune", "a b"], Sink(False, False)
     )
     words = " ".join(capsys.readouterr().err.split())
+    advises_a_head = goal == "certify" and classes == 10
+    assert ("with --head 128,128 it certified" in words) is advises_a_head
     assert said in words
     assert bool(words) == bool(said)
 

@@ -55,6 +55,11 @@ def say_training_follows(
     else:
         trained = shlex.join([*teach[:3], "--loss", "margin"])
         sink.note(f"--goal certify needs training afterwards: {trained}")
+        if settings.head is None:
+            sink.warn(
+                "from the old head that training ended at chance (a ViT on digits), "
+                "with --head 128,128 it certified: adapt with it first"
+            )
 
 
 def default_keep(images: "Images", unseen: "Images") -> float:
