@@ -186,14 +186,14 @@ def _judged(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> Ga
         why = "; ".join(f"{item.stage}: {item.why}" for item in missing)
         return _unmeasured(gate, why or "nothing was found at this radius", waiting)
     order = (PASSED, UNDECIDED, FAILED)  # the best of several methods speaks for the network
-    look, by = min(looks, key=lambda pair: (order.index(pair[0].verdict), -_share(pair[0])))
+    look, by, images = min(looks, key=lambda row: (order.index(row[0].verdict), -_share(row[0])))
     verdict = UNDECIDED if look.verdict == FAILED and waiting else look.verdict
     return GateResult(
         fail_on=gate.text,
         passed=verdict == PASSED,
         verdict=verdict,
         measured=_share(look),
-        reason=f"{gate.requirement}, found {_told(look)}{by}: {verdict}",
+        reason=f"{gate.requirement}, found {_told(look, images)}{by}: {verdict}",
     )
 
 
@@ -227,15 +227,24 @@ def _share(look: Look) -> float:
     return look.hits / look.images if look.images else 0.0
 
 
-def _told(look: Look) -> str:
-    """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images no share."""
+def _told(look: Look, images: int) -> str:
+    """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images no share.
+
+    Args:
+        images: of the table beside the gate; a look that decided earlier says "of the first 50".
+    """
+    first = "the first " if look.images < images else ""
     percent = "" if look.images < FEW else f"{proven_percent(_share(look))}, "
     between = f"({interval_text(look.hits, look.images, look.chance)} %)"
-    return f"{percent}{look.hits} of {look.images} images {between}"
+    return f"{percent}{look.hits} of {first}{look.images} images {between}"
 
 
-def _looks(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> list[tuple[Look, str]]:
-    """Return what the images say of the shares that a gate speaks of, and how each share was found."""
+def _looks(
+    gate: FailOn, findings: AuditFindings, image: tuple[int, int]
+) -> list[tuple[Look, str, int]]:
+    """Return what the images say of the shares that a gate speaks of, how each share was found, and
+    how many images its stage judged.
+    """
     shares: list[tuple[Key, Share | None, str]] = []
     at = radius_key(gate.radius or 0.0)
     if gate.quantity == CLEAN and findings.own:
@@ -259,7 +268,7 @@ def _looks(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> lis
             if gate.quantity == "certified" or certification.failure == 0
         ]
     return [
-        (_look(findings, key, share, gate.demand), by)
+        (_look(findings, key, share, gate.demand), by, share.images)
         for key, share, by in shares
         if share is not None
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from certcli.audit.findings import AuditFindings
 from certcli.audit.plan import AuditPlan
 from certcli.audit.summary_text import CORRECT, best_proof, every_change, magnitude
-from certcli.evaluation.intervals import counted, interval_of_few, part_of
+from certcli.evaluation.intervals import counted, interval_of_few, number_of, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.images.datasets import PHOTOGRAPHS
 from certcli.report.published import nearest
@@ -28,7 +28,7 @@ def _answer(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> st
     if findings.failing is not None:
         return f"Nothing can be said about robustness yet: {findings.failing}"
     if findings.dataset is None:
-        return "No images were judged: nothing is known of accuracy, certificates or attacks"
+        return "No images were judged: accuracy, certified shares and attacks are not known"
     if findings.clean is None:
         return "The time was too short to judge one image"
     proof = best_proof(findings, plan)
@@ -61,7 +61,7 @@ def _first(findings: AuditFindings) -> str:
         return ""
     shipped = findings.dataset.name == PHOTOGRAPHS
     count = findings.dataset.images
-    which = f"{count} photographs that come with certvit" if shipped else f"{count} images"
+    which = f"{count} photographs that come with certvit" if shipped else number_of(count)
     first = "A first answer, about" if shipped else "About"
     return f"{first} the network's own answers on {which}: "
 

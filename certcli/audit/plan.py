@@ -9,6 +9,7 @@ from certcli.attack.settings import PIXELS
 from certcli.audit.gates import FailOn
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import require_radii
+from certcli.images.names import TORCHVISION
 
 AUTO = "auto"
 FLOAT = PIXELS[0]
@@ -90,13 +91,16 @@ class AuditPlan:
 
 @dataclass(frozen=True)
 class Typed:
-    """The words that name the network and its images. hints: words for reading the network."""
+    """The words that name the network and its images. hints: words for reading the network;
+    trained_on: its own dataset, for where no images are named.
+    """
 
     source: str
     hints: Sequence[str] = ()
     dataset: str | None = None
     data_dir: str | None = None
     split: str | None = None
+    trained_on: str | None = None
 
     @property
     def network(self) -> list[str]:
@@ -115,6 +119,13 @@ class Typed:
         options = [] if self.dataset is None else ["--dataset", self.dataset]
         options += [] if self.data_dir is None else ["--data-dir", self.data_dir]
         return options + (["--split", self.split] if self.split is not None and judged else [])
+
+    @property
+    def labelled(self) -> str:
+        """The options that would name labelled images; FOLDER is the reader's to fill in."""
+        if self.trained_on is not None and self.trained_on in TORCHVISION:
+            return f"--dataset {self.trained_on} --data-dir FOLDER"
+        return "--dataset FOLDER"
 
     def travelling(self) -> "Typed":
         """Return the words for documents that others read: paths without their folders."""

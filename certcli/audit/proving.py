@@ -72,7 +72,7 @@ def drivers(proven: NetworkBound) -> str:
 
 def _round(log10: float) -> str:
     """Two digits: 1000, 0.35, 10^9."""
-    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10, 0)
+    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10)
 
 
 def _blocks(proven: NetworkBound) -> Iterator[Block]:

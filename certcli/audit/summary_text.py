@@ -73,7 +73,10 @@ def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
             "The images have no labels: shares are of the network's own answers, and its accuracy is not measured."
         )
     if findings.dataset is None:
-        sentences.append("Accuracy, certified shares and attacks need labelled images.")
+        sentences.append(
+            "Images decide accuracy, certified shares and attacks: a folder with one subfolder for each class, or the "
+            "name of a dataset."
+        )
     return sentences
 
 
@@ -98,9 +101,10 @@ def _patched(findings: AuditFindings) -> list[str]:
         return []
     name = patched.procedure.replace("-", " ")
     right = part_of(patched.clean.hits, patched.clean.images)
+    gives = "it gives the network's own answer" if findings.own else "it is right"
     return [
         f"Proven: with {name} no {_size_of(size)} patch changes the answer for {counted(part.hits, part.images)}; without a "
-        f"patch it is right on {right}."
+        f"patch {gives} on {right}."
         for size, part in patched.certified.items()
     ]
 
@@ -167,12 +171,12 @@ def _none_of(images: int, noun: str) -> str:
 
 
 def magnitude(log10: float | None, text: str) -> str:
-    return text if log10 is None or log10 < 5 else power_of_ten(log10, 0)
+    return text if log10 is None or log10 < 5 else power_of_ten(log10)
 
 
 def _margin(log10: float, radius: float) -> str:
     need = log10 + math.log10(radius)
-    return rounded_up(10**need, 2) if need < 5 else power_of_ten(need, 0)
+    return rounded_up(10**need, 2) if need < 5 else power_of_ten(need)
 
 
 def _smoothed(shares: CertifiedShares) -> str:
@@ -196,7 +200,7 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
     commands: list[str] = []
     longer = f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s"
     if findings.dataset is None or findings.own:
-        return [f"certvit audit {ckpt} --dataset FOLDER"]
+        return [f"certvit audit {ckpt} {typed.labelled}"]
     if findings.failing is not None:
         network = shlex.join(typed.without("--mean", "--std"))
         better = shlex.join(findings.statistics)

@@ -255,9 +255,8 @@ def keeps_enough(fidelity: Fidelity, keep: float) -> bool:
 
 
 def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
-    """Return the largest t <= `most` such that t times z0 -> z keeps the share `keep`.
-
-    For a share of 1 less than half an image may be expected to change.
+    """Return the largest t <= `limit` for which the logits z0 + t (z - z0) keep the top-1 prediction
+    of a share `keep` of the images; for a share of 1 at most half an image is expected to change.
     """
     room = 1 - keep if keep < 1 else 0.5 / fidelity.images
     return min(limit, room / max(1 - fidelity.agreement_at_least, 1e-12))

@@ -58,6 +58,11 @@ def interval_of_few(hits: int, images: int, chance: float = 0.05) -> str:
     return f" ({interval_text(hits, images, chance)} %)" if 0 < images < FEW else ""
 
 
+def number_of(count: int, noun: str = "image") -> str:
+    """Return "1 image", "1,200 images"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def part_of(hits: int, images: int, noun: str = "images") -> str:
     """Return "21 of 45 images"; of few images with the interval of the share."""
     return f"{hits} of {images} {noun}{interval_of_few(hits, images)}"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.images.labelled import OWN
 from certcli.report import compare
@@ -69,7 +70,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
     images = (
         "no images"
         if dataset is None
-        else f"up to {dataset.images} images of {dataset.name} ({dataset.split})"
+        else f"up to {number_of(dataset.images)} of {dataset.name} ({dataset.split})"
     )
     return HtmlPage(
         title=f"Audit of {network.name}",

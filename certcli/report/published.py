@@ -43,7 +43,7 @@ class Published(Struct, forbid_unknown_fields=True):
         attack = self.fooled
         sentence = f"{self.name} on {self.images}: {attack.hits} of {attack.images} correct images fooled at l2 "
         sentence += (
-            f"{attacked_radius(attack.radius)}, global bound {power_of_ten(self.log10_bound, 0)}"
+            f"{attacked_radius(attack.radius)}, global bound {power_of_ten(self.log10_bound)}"
         )
         if (noisy := self.smoothed) is not None:
             sentence += f", with smoothing {noisy.hits} of {noisy.images} certified at l2 {proven_radius(noisy.radius)}"

@@ -25,7 +25,7 @@ from certcli.evaluation.evidence import (
     count_of,
     decode_evidence,
 )
-from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.intervals import number_of, share_interval
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.evaluation.threat import Threat
 from certcli.lipschitz.bound import FEATURES
@@ -298,8 +298,8 @@ def _named(images: JudgedImages | None, recomputed: Recertified, request: Reques
         why = "no digest is stated" if images is None else "the same pixels and labels"
         if request.limit is not None:
             why += f"; which of them, its author chose (seed {request.seed})"
-        return Claim(f"{recomputed.total} images of {here}", "verified", why)
-    statement = f"{recomputed.total} images of {images.name} ({images.split})"
+        return Claim(f"{number_of(recomputed.total)} of {here}", "verified", why)
+    statement = f"{number_of(recomputed.total)} of {images.name} ({images.split})"
     if recomputed.registered or recomputed.split != images.split:
         return Claim(statement, "refuted", f"they are of {here}")
     why = f"the same pixels and labels, in a folder that is named {here} here"

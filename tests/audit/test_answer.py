@@ -1,6 +1,7 @@
 """The answer for everyone: what comes first, how few images are said, and what stops an audit."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from certcli.audit import gates, summary_text
 from certcli.audit.findings import AuditFindings
 from certcli.audit.headline import grey_levels, headline, scale
 from certcli.audit.plan import AuditPlan, Typed
-from certcli.audit.summary_text import next_steps
+from certcli.audit.summary_text import magnitude, next_steps, verdict
 from certcli.evaluation.image_doubts import better_statistics
-from certcli.images.labelled import Images
+from certcli.images.labelled import OWN, Images
 from certcli.models.pixels import PixelNormalize
 from certcli.report.compare import changes
 from certcli.report.document import (
@@ -281,6 +282,43 @@ def test_statistics_that_fit_better_are_the_next_step() -> None:
     findings.statistics = []
     (step,) = next_steps(findings, AuditPlan(), typed)
     assert step == "certvit audit m.pth --arch vit --as-stated --dataset FOLDER --mean M --std S"
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "options"),
+    [
+        (None, "--dataset FOLDER"),
+        ("torch/mnist", "--dataset torch/mnist --data-dir FOLDER"),
+        ("a folder of somebody", "--dataset FOLDER"),
+    ],
+)
+def test_without_images_the_next_step_names_those_of_its_training(
+    trained_on: str | None, options: str
+) -> None:
+    typed = Typed("m.safetensors", trained_on=trained_on)
+    assert next_steps(AuditFindings(), AuditPlan(), typed) == [
+        f"certvit audit m.safetensors {options}"
+    ]
+    said = " ".join([headline(AuditFindings(), AuditPlan(), LARGE), *verdict(AuditFindings(), AuditPlan())])  # fmt: skip
+    assert said.count("No images") == 1
+
+
+def test_images_without_labels_are_not_called_right() -> None:
+    findings = AuditFindings(dataset=msgspec.structs.replace(DATASET, split=OWN))
+    findings.patched = PatchShares(
+        procedure="voting",
+        clean=Share.of(7, 8),
+        certified={"2x2": Share.of(5, 8)},
+        parameters={},
+        **SAME,
+    )
+    assert "the network's own answer on 7 of 8" in " ".join(verdict(findings, AuditPlan()))
+
+
+def test_powers_of_ten_do_not_contradict_the_table() -> None:
+    """10^20 beside 1.92e+19 reads as another bound."""
+    assert magnitude(math.log10(1.92e19), "1.92e+19") == "10^19.3"
+    assert magnitude(math.log10(1234.5), "1,235") == "1,235"
 
 
 def test_other_pixel_statistics_that_fit_better_are_named() -> None:

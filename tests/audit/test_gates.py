@@ -85,7 +85,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     assert found["attack"] is None
     assert "no labelled images" in found["gate"]["reasons"][0]
     assert found["gate"]["judged"][0]["measured"] is None
-    assert "need labelled images" in found["verdict"][-1]
+    assert "Images decide" in found["verdict"][-1]
     share = Share.of(1, 2)
     judged = gates.judge(
         [gates.parse("robust@0.5<0"), gates.parse("clean<0")], AuditFindings(clean=share), (8, 8)
@@ -141,6 +141,8 @@ def test_few_images_decide_nothing_and_later_ones_change_nothing(name: str) -> N
     assert report.verdict == verdict
     assert report.passed is (verdict == "passed")
     assert report.judged[0].reason.endswith(verdict)
+    # the table beside it counts all images
+    assert ("of the first 50 images" in report.judged[0].reason) == (name == "decided at 50")
 
 
 def test_what_time_left_out_is_not_decided() -> None:

@@ -20,6 +20,7 @@ from certcli.certify.smoothing.cost import duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier, Smoothed
 from certcli.certify.smoothing.options import SAME, Smoothing, chance
 from certcli.evaluation.claim import Claim
+from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius
 from certcli.images.labelled import sent
 from certcli.system.errors import ArchitectureError, DataError
@@ -163,7 +164,7 @@ class SmoothingCertifier(Certifier):
         return (
             f"{duration(each)} a draw on {self._device.type}: "
             f"at most {duration(each * draws)} an image ({draws:,} draws{stops}), "
-            f"{duration(each * draws * images)} for {images:,} images"
+            f"{duration(each * draws * images)} for {number_of(images)}"
         )
 
     @torch.inference_mode()

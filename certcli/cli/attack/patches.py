@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
 from certcli.cli.shared.output import Gate, Sink, percent
+from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import attacked_percent, percent_ends
 from certcli.system.errors import CertvitError, DataError, UsageError
 
@@ -162,7 +163,7 @@ def attack(
     sink.document(document | ({} if resumed is None else {"resumed": resumed.to_json()}), gate)
     whom = "the network" if defence == "none" else "the defended classifier"
     sink.table(
-        f"{images.name} ({images.split}), {first['images']} images: {whom}, attacked by {ATTACK} at many places",
+        f"{images.name} ({images.split}), {number_of(first['images'])}: {whom}, attacked by {ATTACK} at many places",
         ["patch (pixels)", "correct after", "95 % interval"],
         [
             ("clean", percent(first["clean"]), ""),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.groups import BatchDevice
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
+from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import (
     attacked_percent,
     attacked_radius,
@@ -239,7 +240,7 @@ def table(
                     nearest,
                 )
             )
-    title = f"{images}, {findings.first.images} images{', certified as their records say' if certified else ''}"
+    title = f"{images}, {number_of(findings.first.images)}{', certified as their records say' if certified else ''}"
     sink.table(
         title + (", crafted on another network" if transfer else ""),
         ["radius (pixel)", "correct after", "share", "95 % interval", "median norm found"],

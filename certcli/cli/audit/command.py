@@ -72,7 +72,9 @@ def audit(
     findings.seen = [] if images is None else doubts(checkpoint.record, images)[1]
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
-    typed = Typed(source.ckpt, source.words(), dataset, folder, data.split)
+    typed = Typed(
+        source.ckpt, source.words(), dataset, folder, data.split, checkpoint.record.dataset
+    )
     document = compose(checkpoint, findings, plan, clock, typed, device)
     if earlier is not None:
         document.changes = changes(earlier, document)

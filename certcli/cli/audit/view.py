@@ -158,6 +158,8 @@ def _details(document: Audit, reproduction: str, reading: str, sink: Sink) -> No
             f"largest parts of the bound: {', '.join(f'{block.path} {block.text}' for block in largest)}"
         )
     for item in document.skipped:
+        if item.stage == "images":  # the first line says it
+            continue
         sink.text(f"skipped {item.stage}: {item.why}")
     sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {reproduction}")
 

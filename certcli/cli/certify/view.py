@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.intervals import share_text
+from certcli.evaluation.intervals import number_of, share_text
 from certcli.evaluation.radii import attacked_percent, percent_ends, proven_radius
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def table(
     results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
 ) -> None:
     """One method: certified accuracy by radius, with intervals. Several: a row for each method."""
-    where = f"{images.name} ({images.split}), {len(images)} images"
+    where = f"{images.name} ({images.split}), {number_of(len(images))}"
     shares = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:
         _table(results[0], where, shares, sink)

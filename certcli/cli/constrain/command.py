@@ -97,6 +97,7 @@ def constrain(
     from certcli.constrain import network
     from certcli.constrain.keep import START, check_keep, usual_share
     from certcli.evaluation.fidelity import MANY_JUDGES
+    from certcli.evaluation.intervals import number_of
     from certcli.evaluation.training_images import kept_of
     from certcli.images.calibration import hold_out
     from certcli.images.labelled import at_once
@@ -176,7 +177,7 @@ def constrain(
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     if layers.plot is not None:
         network_name = Path(source.ckpt).stem
-        where = f"{len(used)} images of {images.name} ({images.split})"
+        where = f"{number_of(len(used))} of {images.name} ({images.split})"
         view.plot(
             curves_of,
             results,

@@ -70,8 +70,8 @@ def warn_of_orthogonal(before: Accuracy, after: Accuracy, sink: Sink) -> None:
     if share_interval(after.right, after.images)[1] >= before.low:
         return
     sink.warn(
-        f"stiefel made the matrices orthogonal: validation accuracy {100 * before.share:.1f} % before, "
-        f"{100 * after.share:.1f} % now; --loss ce, or --optimiser adamw, trains the network as it is"
+        f"stiefel starts from orthogonal matrices, so validation accuracy starts at {100 * after.share:.1f} %, not at "
+        f"{100 * before.share:.1f} %; --loss ce, or --optimiser adamw, keeps the weights"
     )
 
 

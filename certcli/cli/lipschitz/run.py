@@ -9,6 +9,7 @@ from certcli.cli.lipschitz.options import BoundedNetwork, LipschitzOptions
 from certcli.cli.lipschitz.view import Audited
 from certcli.cli.shared.groups import BatchDevice
 from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import rounded_down
 from certcli.system.errors import GateError, NoBoundError, UsageError
 from certcli.system.processes import team
@@ -132,7 +133,7 @@ def _jacobians(
     for slopes in measured:
         jacobians.show(slopes, sink)
     if options.views.plot is not None:
-        title = f"{len(images)} images of {images.name} ({images.split})"
+        title = f"{number_of(len(images))} of {images.name} ({images.split})"
         jacobians.draw(measured, title, options.views.plot, sink)
     return measured[0].to_json()
 

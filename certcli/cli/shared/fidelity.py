@@ -84,7 +84,7 @@ def show(record: Mapping[str, Any], sink: Sink) -> None:
     )
     if record.get("chose") and record["dataset"] != "synthetic photographs":
         sink.text(
-            f"by the margins of these images, an estimate: {100 * record['agreement_at_least']:.1f} % or more of such "
+            f"estimated from the margins of these images: at least {100 * record['agreement_at_least']:.1f} % of similar "
             "images keep their top-1 prediction"
         )
         _say_few_judges(record["images"], sink)

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.evaluation.intervals import counted, part_of, share_interval
+from certcli.evaluation.intervals import counted, number_of, part_of, share_interval
 from certcli.evaluation.radii import percent_ends
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def certify_page(
     ]
     return HtmlPage(
         title=f"Certificates of {name}",
-        subtitle=f"{checkpoint.record.arch}; {len(images)} images of {images.name} ({images.split})",
+        subtitle=f"{checkpoint.record.arch}; {number_of(len(images))} of {images.name} ({images.split})",
         verdict=verdict,
         tables=[
             Table("What was found", columns, rows, (1, 2, 3, 4)),
