@@ -5,6 +5,7 @@ without a word.
 """
 
 import mmap
+import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -39,15 +40,16 @@ class _TensorFields(Struct):
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a file's tensors and metadata, copied into memory; of a very large one, mapped.
+    """Return a file's tensors and metadata, copied into memory; of a very large one the copy is a
+    mapped file.
 
     Raises:
         CheckpointError: it is cut off, has no such header, describes more than a network has, or is
             changed meanwhile.
     """
     try:
-        with watched.read_whole(path) as copied, path.open("rb") as file:
-            size = path.stat().st_size
+        with watched.read_whole(path) as place, (place or path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > size - 8:
@@ -57,7 +59,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             fields, metadata = _decoded(file.read(length))
             _require_places(fields, size - 8 - length)
             buffer: bytearray | mmap.mmap
-            if copied:
+            if place is None:
                 buffer = bytearray(size - 8 - length)
                 if file.readinto(buffer) < len(buffer):
                     raise Refused("it ends before its tensors do")

@@ -79,17 +79,19 @@ _SAFE: list[Any] = [
 
 
 def load_plain(path: Path) -> Any:
-    """Return what torch.save wrote: tensors and plain values, mapped from a very large archive.
+    """Return what torch.save wrote: tensors and plain values, of a very large archive mapped from a
+    copy.
 
     Raises:
         CheckpointError: it is no such file, its records are not stored, or it holds something else.
     """
     try:
-        with read_whole(path) as copied, torch.serialization.safe_globals(_SAFE):
-            with path.open("rb") as file:
+        with read_whole(path) as place, torch.serialization.safe_globals(_SAFE):
+            source = place or path
+            with source.open("rb") as file:
                 is_archive = _require_plain(file, path)
-            mapped = is_archive and not copied
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            mapped = is_archive and place is not None
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
     except Refused as refusal:

@@ -1,20 +1,27 @@
 """Files that are read while a command runs: whether another program wrote to them in the meantime.
 
-A file of up to MOST_COPIED bytes, and a quarter of the free memory, is copied, and what another
-program does to it later changes nothing. Of a larger one, which is mapped, a page that is read late
-has what the file holds by then, and a page behind the end of a file that was cut ends the process.
+A file is copied, and what another program does to it later changes nothing: up to a quarter of the
+free memory into memory, a larger one into a file without a name in TMPDIR, which is mapped. Where
+that has no space the file itself is mapped: a page that is read late has what the file holds by then,
+and a page behind the end of a file that was cut ends the process.
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from certcli.system.errors import CheckpointError
 from certcli.system.memory import free_bytes
 
-MOST_COPIED = 2**30
-"""Bytes of a file that is copied."""
+IN_MEMORY = 1 / 4
+"""Of the free memory: larger files are not read into it."""
+ON_DISK = 1 / 2
+"""Of the free space of TMPDIR: larger files are not copied there."""
+_AT_ONCE = 2**24
+"""Bytes of one read while a file is copied into another."""
 
 _State = tuple[int, int, int, int]
 """Size, time of the last change, inode and device."""
@@ -26,19 +33,43 @@ _GONE = (0, 0, 0, 0)
 
 
 @contextmanager
-def read_whole(path: Path) -> Iterator[bool]:
-    """Remember the file as it is now, and yield whether it is to be copied; CheckpointError where it
-    is another one after the body read it.
+def read_whole(path: Path) -> Iterator[Path | None]:
+    """Remember the file as it is now, and yield what to map; None: it is to be read into memory.
+
+    What is mapped is a copy, or, where TMPDIR has no space for one, the file itself.
+
+    Raises:
+        CheckpointError: the file is another one after the body read it.
     """
     before = _state(path)
-    copied = before[0] <= min(MOST_COPIED, free_bytes() / 4)
-    _READ[path.absolute()] = (before, not copied)
-    yield copied
+    with ExitStack() as until_read:
+        place = None
+        if before[0] > IN_MEMORY * free_bytes():
+            place = _copied(path, before[0], until_read) or path
+        _READ[path.absolute()] = (before, place == path)
+        yield place
     if _state(path) != before:
         raise CheckpointError(
             f"{path} was changed while it was read",
             "run it again once the other program has ended; write checkpoints to a new name, then rename them",
         )
+
+
+def _copied(path: Path, size: int, until_read: ExitStack) -> Path | None:
+    """Return a copy in TMPDIR, whose name goes with `until_read`; None: no space."""
+    with ExitStack() as attempt:
+        try:
+            copy = attempt.enter_context(tempfile.NamedTemporaryFile(prefix="certvit-"))
+            if size > ON_DISK * shutil.disk_usage(copy.name).free:
+                return None
+            os.posix_fallocate(copy.fileno(), 0, size)
+            with path.open("rb") as file:
+                shutil.copyfileobj(file, copy, _AT_ONCE)
+            copy.flush()
+        except (OSError, AttributeError):  # no space, no such folder, no such call on this system
+            return None
+        until_read.push(attempt.pop_all())
+        return Path(copy.name)
 
 
 def forget() -> None:

@@ -2,8 +2,10 @@
 read are said.
 """
 
+import errno
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +20,7 @@ import certvit
 from certcli.api.door import speaks_python
 from certcli.checkpoint import header, torch_file
 from certcli.checkpoint.file import Checkpoint, read_tensors
+from certcli.checkpoint.torch_file import load_plain
 from certcli.cli.main import COMMANDS, _interruptible
 from certcli.system import watched
 from certcli.system.errors import CheckpointError
@@ -98,21 +101,66 @@ def test_every_command_says_that_a_file_was_written_to(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of a copied file the results hold, and the command warns; of a mapped one they may not."""
+    """Of a copied file the results hold, and the command warns; of one that is mapped, because no
+    copy of it has space, they may not.
+    """
     path = tmp_path / "m.safetensors"
 
     def command() -> None:
         weights, _ = read_tensors(path)
         change(path)
-        if change is rewritten or watched.MOST_COPIED:
+        if change is rewritten or watched.IN_MEMORY:
             assert float(weights["x"][0]) == 1.0
 
-    for most_copied, ends in ((2**30, nullcontext()), (0, pytest.raises(CheckpointError))):
+    monkeypatch.setattr(watched, "_copied", lambda *_: None)
+    for in_memory, ends in ((0.25, nullcontext()), (0, pytest.raises(CheckpointError))):
         save_file({"x": torch.ones(10_000)}, path)
-        monkeypatch.setattr(watched, "MOST_COPIED", most_copied)
+        monkeypatch.setattr(watched, "IN_MEMORY", in_memory)
         with ends:
             _interruptible(name, command)()
     assert "was changed after it was read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize("change", [rewritten, cut, Path.unlink])
+def test_a_large_file_is_mapped_from_a_copy(
+    change: Callable[[Path], None], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another program does to it is not read: neither other numbers nor the end of the process.
+    The copy has no name any more.
+    """
+    path = tmp_path / f"m{suffix}"
+    monkeypatch.setattr(watched, "IN_MEMORY", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
+    (tmp_path / "copies").mkdir()
+    weights = {"x": torch.ones(10_000)}
+    if suffix == ".pth":
+        torch.save(weights, path)
+    else:
+        save_file(weights, path)
+    read = load_plain(path) if suffix == ".pth" else read_tensors(path)[0]
+    assert list((tmp_path / "copies").iterdir()) == []
+    change(path)
+    assert torch.equal(read["x"], torch.ones(10_000))
+    assert watched.require_unchanged() == ([] if change is Path.unlink else [path.absolute()])
+
+
+def test_a_copy_without_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    path = tmp_path / "m.safetensors"
+    save_file({"x": torch.ones(10_000)}, path)
+    monkeypatch.setattr(watched, "IN_MEMORY", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
+    (tmp_path / "copies").mkdir()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert torch.equal(read_tensors(path)[0]["x"], torch.ones(10_000))
+    assert list((tmp_path / "copies").iterdir()) == []
+    rewritten(path)
+    with pytest.raises(CheckpointError, match="may be of neither network"):
+        watched.require_unchanged()
 
 
 def test_python_says_that_a_mapped_file_was_written_to(
@@ -128,7 +176,8 @@ def test_python_says_that_a_mapped_file_was_written_to(
 
     opened = certvit.load(path)
     assert meanwhile(opened) == 1
-    monkeypatch.setattr(watched, "MOST_COPIED", 0)
+    monkeypatch.setattr(watched, "IN_MEMORY", 0)
+    monkeypatch.setattr(watched, "_copied", lambda *_: None)
     opened = certvit.load(path)
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         meanwhile(opened)
