@@ -41,8 +41,8 @@ def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, 
             replacements += _norm_plan(step.module, f"{step.path}.norm", "norm", settings)
     for path in (*family.embed_norms, *family.end_norms):
         replacements += _norm_plan(net, path, path, settings)
-    if settings.head is not None:
-        replacements.append(Replacement("", "flat-head", {"widths": list(settings.head)}))
+    if settings.widths is not None:
+        replacements.append(Replacement("", "flat-head", {"widths": list(settings.widths)}))
     _try_out(net, replacements)
     return tuple(replacements)
 

@@ -349,9 +349,36 @@ def test_training_to_follow_is_announced(
     )
     words = " ".join(capsys.readouterr().err.split())
     advises_a_head = goal == "certify" and classes == 10
-    assert ("with --head 128,128 it certified" in words) is advises_a_head
+    assert ("from that of --head 128,128 it learnt" in words) is advises_a_head
     assert said in words
     assert bool(words) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "head"),
+    [
+        (("--goal", "certify"), [128, 128]),
+        (("--goal", "certify", "--head", "keep"), None),
+        (("--goal", "certify", "--head", "flat"), []),
+        ((), None),
+    ],
+)
+def test_a_goal_that_needs_a_new_head_takes_one(
+    options: tuple[str, ...], head: list[int] | None, workshop: Path, tmp_path: Path
+) -> None:
+    """What `finetune --loss margin` starts from; the next test types that training to its end."""
+    path = tmp_path / "a.safetensors"
+    few = ("--limit", 40, "--epochs", 0) if options else ("--limit", 40)
+    certvit("adapt", workshop / "plain.safetensors", *options, *few, "-o", path)
+    step = Checkpoint.read(path).record.lineage[-1]
+    assert step.parameters["head"] == head
+
+
+def test_the_training_that_the_goal_asks_for_learns(workshop: Path, tmp_path: Path) -> None:
+    """Typed as it is printed, for fewer epochs: above chance, and the command calls it done."""
+    path, trained = tmp_path / "a.safetensors", tmp_path / "t.safetensors"
+    certvit("adapt", workshop / "plain.safetensors", "--goal", "certify", "--limit", 100, "-o", path)  # fmt: skip
+    certvit("finetune", path, "--loss", "margin", "--epochs", 3, "-o", trained)
 
 
 def test_an_unknown_goal_is_refused_before_any_work(workshop: Path) -> None:

@@ -60,11 +60,13 @@ def adapt(
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
     if mode.dry_run:
-        show_plan(open_for_plan(source, data.seed, sink), settings, mode.bounds, sink)
+        planned = open_for_plan(source, data.seed, sink)
+        show_plan(planned, run.with_head(planned, settings, sink), mode.bounds, sink)
         return
     path = output.target("adapt", source.ckpt, source, data, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
+    settings = run.with_head(checkpoint, settings, sink)
     teach = [
         "certvit",
         "finetune",

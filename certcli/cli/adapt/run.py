@@ -55,11 +55,35 @@ def say_training_follows(
     else:
         trained = shlex.join([*teach[:3], "--loss", "margin"])
         sink.note(f"--goal certify needs training afterwards: {trained}")
-        if settings.head is None:
+        if settings.widths is None:
             sink.warn(
-                "from the old head that training ended at chance (a ViT on digits), "
-                "with --head 128,128 it certified: adapt with it first"
+                "from the old head that training ended at chance (a ViT on digits, one on MNIST), "
+                "from that of --head 128,128 it learnt: adapt with it first"
             )
+
+
+def with_head(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -> "AdaptSettings":
+    """Return the settings with a new head where --goal certify needs one and no option names it;
+    where the network takes none, or has many classes, the head stays.
+    """
+    from dataclasses import replace
+
+    from certcli.adapt.plan import plan
+    from certcli.adapt.settings import HEAD
+    from certcli.system.errors import CertvitError
+
+    if settings.goal != "certify" or settings.head is not None:
+        return settings
+    if checkpoint.record.classes > MANY_CLASSES:
+        return settings
+    with_one = replace(settings, head=HEAD)
+    try:
+        plan(checkpoint, with_one)
+    except CertvitError:
+        return settings
+    widths = ",".join(map(str, HEAD))
+    sink.note(f"--goal certify: a new head, --head {widths} (--head keep leaves the old one)")
+    return with_one
 
 
 def default_keep(images: "Images", unseen: "Images") -> float:
