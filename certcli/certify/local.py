@@ -34,7 +34,7 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import Further, optimised
 from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
-from certcli.enclosure.zonotopes.search import certified_radius
+from certcli.enclosure.zonotopes.search import BEYOND, certified_radius
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
@@ -53,7 +53,6 @@ NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
 _FEWEST = 64
-_BEYOND = 1e-6
 _HINT = "--method smoothing takes any network; certvit adapt replaces layers"
 
 Found = tuple[float, str, dict[str, str]]
@@ -242,7 +241,7 @@ class LocalCertifier(ProvingCertifier):
         proof = lambda radius, further: self.proven(image, label, radius, further)  # noqa: E731
         outcome = Branched(label, proof, self.seconds, note)
         if self.at:
-            outcome.at([radius * (1 + _BEYOND) for radius in self.at])
+            outcome.at([radius * (1 + BEYOND) for radius in self.at])
         else:
             outcome.search(self._guess, self.steps, self._known)
         if outcome.radius:
@@ -313,7 +312,7 @@ class LocalCertifier(ProvingCertifier):
             return self.branched(image, label).radius
         if self.at:
             # a certificate holds at what its radius exceeds
-            beyond = (radius * (1 + _BEYOND) for radius in self.at)
+            beyond = (radius * (1 + BEYOND) for radius in self.at)
             proven_radii = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
             return proven_radii[-1] if proven_radii else 0.0
         radius = certified_radius(

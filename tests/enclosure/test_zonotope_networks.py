@@ -283,3 +283,10 @@ def test_the_radius_returned_was_checked_itself(truth: float) -> None:
         assert certified_radius(check, guess, close=True) == radius
         assert radius in asked
         assert len(asked) <= (3 if guess == radius else 6 if truth / 2 < guess < truth * 2 else 16)
+
+
+@pytest.mark.parametrize("asked", [0.03125, 0.25, 0.5, 1.0, 2.0])
+def test_a_network_proven_a_little_beyond_a_radius_is_certified_at_it(asked: float) -> None:
+    """Shares count radii beyond the one that is asked: the grid's points are not these themselves."""
+    radius = certified_radius(lambda r: r <= asked * (1 + 1e-5), 1e-2)
+    assert radius > asked
