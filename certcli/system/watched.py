@@ -1,9 +1,9 @@
 """Files that are read while a command runs: whether another program wrote to them in the meantime.
 
-A file is copied, and what another program does to it later changes nothing: up to a quarter of the
-free memory into memory, a larger one into a file without a name in TMPDIR, which is mapped. Where
-that has no space the file itself is mapped: a page that is read late has what the file holds by then,
-and a page behind the end of a file that was cut ends the process.
+A file is copied, and what another program does to it later changes nothing: up to 1 GiB, and a
+quarter of the free memory, into memory, a larger one into a file without a name in TMPDIR, which is
+mapped. Where that has no space the file itself is mapped: a page that is read late has what the file
+holds by then, and a page behind the end of a file that was cut ends the process.
 """
 
 import os
@@ -18,6 +18,8 @@ from certcli.system.memory import free_bytes
 
 IN_MEMORY = 1 / 4
 """Of the free memory: larger files are not read into it."""
+MOST_IN_MEMORY = 2**30
+"""Bytes, too: each of several processes reads the file."""
 ON_DISK = 1 / 2
 """Of the free space of TMPDIR: larger files are not copied there."""
 _AT_ONCE = 2**24
@@ -44,7 +46,7 @@ def read_whole(path: Path) -> Iterator[Path | None]:
     before = _state(path)
     with ExitStack() as until_read:
         place = None
-        if before[0] > IN_MEMORY * free_bytes():
+        if before[0] > min(MOST_IN_MEMORY, IN_MEMORY * free_bytes()):
             place = _copied(path, before[0], until_read) or path
         _READ[path.absolute()] = (before, place == path)
         yield place
