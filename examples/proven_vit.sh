@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An ordinary vision transformer that is proven: softmax attention of weight 1, LayerNorm and GELU stay as timm has them, on the
-# 1,797 real digits that ship inside certvit. Some twenty minutes of one core.
+# 1,797 real digits that ship inside certvit. Some 20 minutes of one core.
 # Usage: examples/proven_vit.sh [OUT]
 set -euo pipefail
 
