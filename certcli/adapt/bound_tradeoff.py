@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from certcli.adapt.candidates import FLOOR, Candidate
 from certcli.adapt.trials import Move, Trials
-from certcli.evaluation.evidence import Rung
+from certcli.evaluation.evidence_schema import Rung
 from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, allowed_share, keeps_enough
 
 ROUNDS = 4

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from certcli.certify.certificate import Certificate, CertifiedAccuracy, certifie
 from certcli.certify.logit_bounds import LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import certify as run_certifier
 from certcli.certify.methods import options_of, prepare
-from certcli.certify.options import CertifierOptions
 from certcli.certify.patch.options import Patches
 from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
@@ -73,7 +72,6 @@ Data = Any
 """A str, Images, or what `data.images_of` takes: arrays, tensors, loaders, data sets, generators."""
 Labels = Any
 """None, or (n,) whole numbers: a tensor, an array or a sequence."""
-_Kind = TypeVar("_Kind", bound=CertifierOptions)
 
 
 @speaks_python
@@ -116,10 +114,10 @@ def load(
         "features": features or None,
     }
     if isinstance(source, Checkpoint):
-        require_known(_given(about_files | about_modules), (), "load of an open network")
+        require_known(arguments.given(about_files | about_modules), (), "load of an open network")
         return perturbed_at(build.with_network(source), image_size)
     if isinstance(source, nn.Module):
-        require_known(_given(about_files), about_modules, "load of a module")
+        require_known(arguments.given(about_files), about_modules, "load of a module")
         opened = open_module(source, mean, std, input_size, features=features)
         return perturbed_at(opened, image_size)
     if input_size is not None:
@@ -256,7 +254,7 @@ def certify(
     kind = type(options_of(method, {}))
     if "batch_size" in arguments.names_of(kind):
         options = options | {"batch_size": batch_size}
-    chosen = _options(kind, options, method)
+    chosen = arguments.options_of(kind, options, method)
     if denoiser is not None:
         if not isinstance(chosen, Smoothing):
             raise UsageError(f"method {method} has no denoiser", "method='smoothing'")
@@ -295,7 +293,7 @@ def predict(
         top: The number of most likely classes; a defence lists none.
     """
     checkpoint = _classifier(source)
-    patches = _options(Patches, options, "predict")
+    patches = arguments.options_of(Patches, options, "predict")
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
     chosen = _images(checkpoint, pixels, None, labelled=False)
     return [
@@ -391,20 +389,11 @@ def audit(
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 
-def _given(values: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in values.items() if value is not None]
-
-
 def _classifier(source: Network) -> OpenCheckpoint:
     """Open a network; ArchitectureError where it ends in features."""
     checkpoint = load(source)
     require_classifier(checkpoint, "the network")
     return checkpoint
-
-
-def _options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> _Kind:
-    """Return a method's options; UsageError for an unknown name or a value of another type."""
-    return kind.of(arguments.options(kind, values, where))
 
 
 def _images(checkpoint: Checkpoint, data: Data, labels: Labels, *, labelled: bool = True) -> Images:

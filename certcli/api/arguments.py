@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from certcli.api.errors import require_known
 from certcli.certify.certificate import Certificate
+from certcli.certify.options import CertifierOptions
 from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.radii import parse_radius
@@ -19,6 +20,7 @@ from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import UsageError
 
 _Kind = TypeVar("_Kind")
+_Options = TypeVar("_Options", bound=CertifierOptions)
 _RADII = frozenset(("radii", "at", "sigma"))
 """Options that hold radii or noise in pixel units, and may be written as a quotient."""
 LARGEST = 2**63 - 1
@@ -244,6 +246,16 @@ def options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> dict[st
     require_known(values, names_of(kind), where)
     hints = get_type_hints(kind)
     return {name: _typed(name, value, hints[name]) for name, value in values.items()}
+
+
+def options_of(kind: type[_Options], values: Mapping[str, Any], where: str) -> _Options:
+    """Return a method's options; UsageError for an unknown name or a value of another type."""
+    return kind.of(options(kind, values, where))
+
+
+def given(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of what is not None."""
+    return [name for name, value in values.items() if value is not None]
 
 
 def names_of(kind: Any) -> set[str]:

@@ -5,9 +5,6 @@ The records' estimates come from power iteration, which approaches norms from be
 proves the bound at the end.
 """
 
-import copy
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.mapped import Spool
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune import shards
-from certcli.finetune.budget import Costs, affordable_steps, measure_steps, share_done
+from certcli.finetune.budget import share_done
 from certcli.finetune.ema import Average
 from certcli.finetune.enclosure_penalty import RAMP
-from certcli.finetune.evaluate import Quality, evaluate
-from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
+from certcli.finetune.evaluate import Quality
+from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
-from certcli.finetune.losses.local import AT_ONCE, JUDGES, LocalEnclosure
 from certcli.finetune.objective import Objective, checkpoint_activations
 from certcli.finetune.optimisers import Rates, frozen_parameters, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
@@ -37,13 +32,13 @@ from certcli.finetune.state import TrainingState
 from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.finetune.teacher import Teacher
+from certcli.finetune.validation import Validation, enclosure_of
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import (
-    ArchitectureError,
     CheckpointError,
     DataError,
     NoBoundError,
@@ -55,25 +50,8 @@ from certcli.system.processes import ALONE, Team
 AVERAGE_ITERATIONS = 10
 """Power iterations, once an epoch, from the singular vectors of the weights in training to those of their average."""
 
-SLACK = 0.25
-"""Standard errors by which an epoch may fall short of the best one and still replace it: it saw more of the schedule. Two
-epochs judge the same images, so chance moves their difference less than either share: where 1 % of the images decide, by
-a quarter of the share's standard error. (The rule of one standard error of Breiman et al. 1984 is for independent folds.)
-"""
-
 RETRACTIONS = 6
 """Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
-
-SAID_STEPS = 2
-SAID_IMAGES = 32
-"""Steps and validation images that are measured before a run says how long it takes."""
-ENCLOSED = 32
-"""Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on digits."""
-ENCLOSED_ENTRIES = 256
-"""Numbers in all tokens of an image up to which a penalised network is judged so: the time grows with their square, from a
-second for 160 to a minute for 816."""
-CONTENT = 1024
-"""Number of images of each set whose pixels are part of a run's identity."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +77,16 @@ class Epoch:
     noisy: float | None = None
 
 
-def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
-    """Return a digest of the starting weights, the settings and the images, which a resumed run
-    must share.
-
-    It covers all labels, and the pixels of CONTENT images of each set: reading all of a large set
-    would take an epoch.
-    """
-    content = [
-        [images.name, tensors_digest({"": images.labels}), images.limit(CONTENT).digest]
-        for images in sets
-    ]
-    text = json.dumps(
-        [parent_digest, settings.parameters(), settings.seed, content], sort_keys=True, default=str
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+def require_labels(images: Images, classes: int) -> None:
+    """Raise DataError where a label is outside the classes 0 to `classes` - 1."""
+    low = int(images.labels.min())
+    high = int(images.labels.max())
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"label {low if low < 0 else high} of {images.name} ({images.split}) is outside the network's "
+            f"{classes} classes",
+            "use the dataset that the network was made for",
+        )
 
 
 class Trainer:
@@ -184,7 +157,7 @@ class Trainer:
             if settings.loss in NEEDS_CHAIN
             else None
         )
-        self.enclosure = self._enclosure()
+        self.enclosure = None if sharded else enclosure_of(model, settings)
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
         self.objective = Objective(
@@ -194,28 +167,14 @@ class Trainer:
             model, settings, self.objective, self.optimisers, self.pairs, team, self.shares
         )
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
+        self.validation = Validation(
+            model, settings, self.objective, self.chain, self.enclosure, team, sharded
+        )
         self.best_net = self._net_state()
 
     def _arithmetic(self, iterations: int = 1) -> TrainableArithmetic:
         orthogonal = frozenset(map(id, self.orthogonal))
         return TrainableArithmetic(self.device, iterations=iterations, orthogonal=orthogonal)
-
-    def _enclosure(self) -> LocalEnclosure | None:
-        """Return what encloses the network near images, where the run is for local certificates.
-
-        Raises:
-            ArchitectureError: the loss needs it, and the network is of another kind.
-        """
-        if self.shares is not None or not self.settings.is_for_local:
-            return None
-        needed = self.settings.loss in NEEDS_ENCLOSURE
-        try:
-            enclosure = LocalEnclosure(self.model)
-        except ArchitectureError:
-            if needed:
-                raise
-            return None
-        return enclosure if needed or enclosure.entries <= ENCLOSED_ENTRIES else None
 
     def pairs(self) -> Tensor | None:
         """Return estimated pair constants (k, k), with gradient; None: not needed."""
@@ -250,14 +209,7 @@ class Trainer:
         """
         settings = self.settings
         for images in (train, validation):
-            low = int(images.labels.min())
-            high = int(images.labels.max())
-            if low < 0 or high >= self.classes:
-                raise DataError(
-                    f"label {low if low < 0 else high} of {images.name} ({images.split}) is outside the network's "
-                    f"{self.classes} classes",
-                    "use the dataset that the network was made for",
-                )
+            require_labels(images, self.classes)
         validation = validation.limit(settings.validation_limit, settings.seed)
         patience = math.inf if settings.patience is None else settings.patience
         while (
@@ -277,7 +229,7 @@ class Trainer:
                 if self.step >= self.total_steps(train):  # `watch` may make the run shorter
                     break
                 self.descent.expect(train, *steps[number : number + 2])
-                losses += self._learn(train, positions, share_done(self.step, total, self.changes))
+                losses += self.learn(train, positions, share_done(self.step, total, self.changes))
                 count += len(positions)
                 watch(self.step, losses / (self.step - before))
             self.model.eval()
@@ -290,10 +242,7 @@ class Trainer:
             rising = self._is_rising(total)
             quality, net = self.evaluate(validation, encloses=not rising)
             top = max(self.best, quality.score)
-            judges = len(validation)
-            if self.enclosure is not None:
-                judges = min(judges, ENCLOSED)
-            improved = quality.score >= top - SLACK * math.sqrt(top * (1 - top) / judges)
+            improved = quality.score >= top - self.validation.tolerance(top, validation)
             if improved:
                 self.best = top
                 self.best_epoch = self.epoch
@@ -332,7 +281,8 @@ class Trainer:
         if bad:
             raise Diverged(f"the weights '{bad[0]}' became NaN or infinite by step {self.step}")
 
-    def _learn(self, train: Images, positions: Tensor, share: float) -> float:
+    def learn(self, train: Images, positions: Tensor, share: float) -> float:
+        """Make one optimiser step at a share of the schedule, and return its loss."""
         self.rates.set(share)
         loss = self.descent.step(
             train, positions, share, f"step {self.step} (epoch {self.epoch + 1})", self.step
@@ -362,67 +312,7 @@ class Trainer:
                     self.arithmetic = live
 
     def _quality(self, images: Images, encloses: bool) -> Quality:
-        """Judge the weights by the estimate that the loss reads."""
-        chain, epsilon, batch = (
-            self.chain,
-            self.settings.epsilon,
-            max(self.settings.batch_size, 256),
-        )
-        gains = (
-            None if chain is None else lambda pixels, labels: chain.gains(pixels, epsilon)(labels)
-        )
-        in_step = self.shares is not None
-        # sharded weights are gathered in one precision
-        forward = self.objective.forward if in_step else self.model
-        quality = evaluate(
-            forward, self.pairs(), images, epsilon, batch, self.device, gains, self.team, in_step
-        )
-        noise = self.settings.noise
-        if noise > 0:
-            noisy = evaluate(
-                lambda pixels: forward(self.objective.denoised(pixels)),
-                None,
-                images,
-                epsilon,
-                batch,
-                self.device,
-                team=self.team,
-                in_step=in_step,
-                noise=noise,
-            )
-            quality = replace(quality, noisy=noisy.clean)
-        if self.enclosure is not None and encloses:
-            quality = replace(quality, certified=self._enclosed(self.enclosure, images))
-        if in_step:
-            shards.let_go(self.model.net)
-        if self.objective.hiding is not None:
-            behind = evaluate(
-                self.objective.hiding.validated,
-                None,
-                images,
-                epsilon,
-                batch,
-                self.device,
-                team=self.team,
-            )
-            quality = replace(quality, masked=behind.clean)
-        return quality
-
-    def _enclosed(self, enclosure: LocalEnclosure, images: Images) -> float | None:
-        """Return the share of a few images with positive margins, by the estimated enclosure."""
-        sketch = enclosure.directions(torch.Generator().manual_seed(0), JUDGES)
-        epsilon = self.settings.epsilon
-        few = images.limit(ENCLOSED, self.settings.seed)
-        return evaluate(
-            self.model,
-            None,
-            few,
-            epsilon,
-            AT_ONCE,
-            self.device,
-            lambda pixels, labels: enclosure.gains(pixels, epsilon, sketch)(labels),
-            self.team,
-        ).certified
+        return self.validation.quality(images, self.pairs(), encloses)
 
     def last_net(self) -> dict[str, Stored]:
         """Return the present weights, or their average where there is one."""
@@ -434,66 +324,6 @@ class Trainer:
     def whole(self, net: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Return a checkpoint's tensors; sharded ones gathered in the leader, mapped (`Spool`)."""
         return shards.whole(net, self.team, Spool().keep)
-
-    def plan(self, train: Images, validation: Images, budget: float, around: Costs) -> Costs:
-        """Turn a time budget into `settings.steps` and, where time is short and none is given,
-        `validation_limit`.
-
-        It measures a few steps and a little validation, and restores the state before them.
-
-        Args:
-            budget: seconds left.
-            around: seconds of saving, bound and certificate.
-
-        Returns:
-            These, with the seconds of a step and of validating an image.
-        """
-        started = time.perf_counter()
-        before = copy.deepcopy(self.state())
-        size = self.settings.batch_size * self.settings.accumulate
-        parts = torch.randperm(len(train), generator=self.generator).split(size)
-        self.model.train()
-        step_seconds = measure_steps(
-            lambda: self._learn(train, parts[self.step % len(parts)], 0.0), budget
-        )
-        self.model.eval()
-        sample = validation.limit(256)
-        self.evaluate(sample)
-        clock = time.perf_counter()
-        self.evaluate(sample)
-        image_seconds = (time.perf_counter() - clock) / len(sample)
-        self.restore(before)
-        costs = replace(around, step=step_seconds, image=image_seconds)
-        affordable = affordable_steps(
-            budget - (time.perf_counter() - started), costs, self.batches(train), len(validation)
-        )
-        limit = self.settings.validation_limit or affordable.validation_limit
-        self.settings = replace(self.settings, steps=affordable.steps, validation_limit=limit)
-        return costs
-
-    def takes(self, train: Images, validation: Images) -> str:
-        """Measure a few steps and validations, restore the state, return the run's seconds."""
-        before = copy.deepcopy(self.state())
-        size = self.settings.batch_size * self.settings.accumulate
-        parts = torch.randperm(len(train), generator=self.generator).split(size)
-        self.model.train()
-        started = time.perf_counter()
-        for positions in parts[:SAID_STEPS]:
-            warm = time.perf_counter()  # the first step is slower: the clock of the last one counts
-            self._learn(train, positions, 0.0)
-        step = time.perf_counter() - warm
-        self.model.eval()
-        sample = validation.limit(SAID_IMAGES)
-        started = time.perf_counter()
-        self.evaluate(sample)
-        image = (time.perf_counter() - started) / len(sample)
-        self.restore(before)
-        steps = self.total_steps(train)
-        epochs = -(-steps // self.batches(train))
-        judged = len(validation.limit(self.settings.validation_limit, self.settings.seed))
-        seconds = steps * step + epochs * judged * image
-        about = f"{seconds / 60:.0f} min" if seconds >= 100 else f"{max(1, round(seconds))} s"
-        return f"this takes about {about}: {steps} steps of {step:.2g} s, {epochs} epochs"
 
     def change_plan(self, train: Images, steps: int) -> None:
         """Make `steps` those of the whole run; the schedule goes on from where it is."""

@@ -1,113 +1,28 @@
 """The settings of a training run, which are also its options. Importing this file imports no torch."""
 
-import math
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar
 
 from certcli.evaluation.radii import parse_radius
+from certcli.finetune.agreement import (
+    FILLED_IN,
+    SWITCHES,
+    option_of,
+    require_agreement,
+    require_ranges,
+)
 from certcli.finetune.augmentations import BANDS, SQUARES, require_known
 from certcli.finetune.budget import parse_duration
-from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
+from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.finetune.rates import curve_of
 from certcli.system.errors import UsageError
 from certcli.system.options import option
-from certcli.system.registry import one_of
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "optimiser": ("adamw", "sgd", "stiefel"),
-    "precision": ("float32", "bf16", "fp16"),
-    "adversarial": ("none", "fgsm", "pgd", "trades"),
-    "attack_norm": ("l2", "linf"),
-    "project": ("ball", "spectral"),
-}
-RANGES: dict[str, tuple[float, float]] = {
-    "epsilon": (0.0, 1e6),
-    "lr": (1e-12, 100.0),
-    "stiefel_lr": (1e-12, 10.0),
-    "weight_decay": (0.0, 100.0),
-    "warmup": (0.0, 1.0),
-    "ramp": (0.0, 1.0),
-    "label_smoothing": (0.0, 0.999),
-    "noise": (0.0, 10.0),
-    "clip_grad": (1e-12, 1e12),
-    "mixup": (0.0, 1e3),
-    "cutmix": (0.0, 1e3),
-    "mix_probability": (0.0, 1.0),
-    "project_radius": (1e-6, 1e6),
-    "enclosure_penalty": (0.0, 1e6),
-    "worst_weight": (0.0, 1.0),
-    "sam": (0.0, 100.0),
-    "ema": (0.0, 0.999999),
-    "distill_weight": (0.0, 1.0),
-    "distill_temperature": (1e-3, 1e3),
-    "attack_epsilon": (0.0, 1e6),
-    "attack_step_size": (0.0, 1e6),
-    "attack_ramp": (0.0, 1.0),
-    "trades_beta": (0.0, 1e6),
-    "ard": (0.0, 1.0),
-    "prm": (0.0, 1.0),
-    "mask_decay": (0.0, 1.0),
-}
-COUNTS = (
-    "epochs",
-    "steps",
-    "batch_size",
-    "accumulate",
-    "patience",
-    "attack_steps",
-    "validation_limit",
-    "enclosed",
-)
 
 EPOCHS = 40
 """Of a fresh network."""
-SWITCHES: dict[str, tuple[str, ...]] = {
-    "steps": (),
-    "accumulate": (),
-    "schedule": (),
-    "freeze": (),
-    "clip_grad": (),
-    "augment": (),
-    "mixup": ("mix_probability",),
-    "cutmix": ("mix_probability",),
-    "msvp": (),
-    "enclosure_penalty": ("penalty_places",),
-    "worst_weight": (),
-    "enclosed": (),
-    "project": ("project_radius",),
-    "sam": ("adaptive_sam",),
-    "ema": (),
-    "denoiser": (),
-    "teacher": ("distill_weight", "distill_temperature"),
-    "precision": (),
-    "checkpointing": (),
-    "adversarial": (
-        *("attack_norm", "attack_epsilon", "attack_steps", "attack_step_size", "trades_beta"),
-        *("ard", "prm", "mask_decay", "attack_ramp"),
-    ),
-    "validation_limit": (),
-    "train_on_rest": (),
-    "time_budget": (),
-}
-"""Settings that the lineage names only when they are on, each with the settings that have a meaning only then."""
-
-FILLED_IN = ("attack_epsilon", "distill_weight", "distill_temperature")
-"""Dependants with a default of another option, or whose switch, the teacher's digest, is known later."""
-
-OF_THE_TEACHER = SWITCHES["teacher"]
 LINF_EPSILON = 8 / 255
 """Radius of training attacks in linf where none is named."""
-OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "attack_steps": ("adversarial", ("pgd", "trades")),
-    "trades_beta": ("adversarial", ("trades",)),
-    "stiefel_lr": ("optimiser", ("stiefel",)),
-    "weight_decay": ("optimiser", ("adamw", "sgd")),
-    "worst_weight": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
-    "enclosed": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
-    "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
-}
-"""Options that mean something with these values of another option only."""
 
 _length = partial(option, panel="Length of the run")
 _optimiser = partial(option, panel="Optimiser")
@@ -343,38 +258,12 @@ class FinetuneSettings:
             object.__setattr__(
                 self, "attack_epsilon", LINF_EPSILON if self.attack_norm == "linf" else self.epsilon
             )
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise UsageError(
-                    f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, choices)
-                )
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} {value} is outside [{low:g}, {high:g}]"
-                )
-        for name in COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        require_ranges(self)
         require_known(self.augment or ())
         curve_of(self.schedule, self.lr, self.warmup)
-        if self.msvp is not None and not all(0 <= weight < math.inf for weight in self.msvp):
-            raise UsageError(f"--msvp {self.msvp} holds a number that is not finite and >= 0")
-        if not all(0 <= factor < math.inf for factor in self.penalty_places or ()):
-            raise UsageError(
-                f"--penalty-places {self.penalty_places} holds a number that is not finite and >= 0"
-            )
-        if self.penalty_places is not None and not any(self.penalty_places):
-            raise UsageError(
-                "--penalty-places 0,0,0 leaves nothing of --enclosure-penalty",
-                "a factor above 0, or neither option",
-            )
         if self.time_budget is not None:
             parse_duration(self.time_budget)
-        self._require_agreement()
+        require_agreement(self)
 
     @property
     def unsaid(self) -> frozenset[str]:
@@ -394,93 +283,24 @@ class FinetuneSettings:
             name for name in self.augment or () if BANDS.fullmatch(name) or SQUARES.fullmatch(name)
         )
 
-    def _require_agreement(self) -> None:
-        """Raise UsageError for options that contradict each other."""
-        if self.hiding and self.loss in NEEDS_CHAIN | NEEDS_ENCLOSURE:
-            raise UsageError(
-                f"--loss {self.loss} bounds whole images: not with {self.hiding[0]}", "--loss ce"
-            )
-        if self.loss in NEEDS_ENCLOSURE and (self.mixup > 0 or self.cutmix > 0):
-            raise UsageError(
-                f"--loss {self.loss} bounds margins of one label: not with --mixup or --cutmix",
-                "--augment",
-            )
-        if self.hiding and self.checkpointing:
-            raise UsageError(
-                f"--checkpointing does not reach passes behind masks: not with {self.hiding[0]}"
-            )
-        if self.project is not None and self.optimiser == "stiefel":
-            raise UsageError(
-                "--project conflicts with stiefel, which keeps matrices orthogonal",
-                "--optimiser adamw, or no --project",
-            )
-        if self.freeze is not None and (self.project is not None or self.optimiser == "stiefel"):
-            raise UsageError(
-                "--freeze does not go with what rewrites the weights after a step "
-                "(stiefel, --project)",
-                "--optimiser adamw, and no --project",
-            )
-        if self.precision == "fp16" and self.sam > 0:
-            raise UsageError(
-                "--sam needs gradients that do not overflow: not with fp16", "--precision bf16"
-            )
-        if self.adversarial == "none" and (self.ard > 0 or self.prm > 0):
-            raise UsageError(
-                "--ard and --prm weaken an attack, and there is none", "--adversarial pgd"
-            )
-        if self.adversarial != "none" and self.noise > 0:
-            raise UsageError("--noise and --adversarial exclude each other", "one of the two")
-        if self.train_on_rest and self.validation_limit is None:
-            raise UsageError(
-                "--train-on-rest needs to know which images validate", "--validation-limit 500"
-            )
-        if self.adaptive_sam and self.sam == 0:
-            raise UsageError("--adaptive-sam needs a radius", "--sam 0.5")
-        for switch, dependants in SWITCHES.items():
-            for name in dependants:
-                if (
-                    self._is_default(switch)
-                    and not self._is_default(name)
-                    and not self._serves(name)
-                ):
-                    raise UsageError(
-                        f"--{name.replace('_', '-')} has no meaning without --{switch.replace('_', '-')}",
-                        "both, or neither",
-                    )
-
-        for name, (chooser, values) in OF_A_CHOICE.items():
-            chosen = getattr(self, chooser)
-            if chosen not in values and not self._is_default(name):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} has no meaning with --{chooser} {chosen}",
-                    f"leave it out, or --{chooser} {values[0]}",
-                )
-
     def require_teacher(self, named: bool) -> None:
         """Raise UsageError for an option of the teacher where none is named."""
-        for name in () if named else OF_THE_TEACHER:
+        for name in () if named else SWITCHES["teacher"]:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                message = f"--{name.replace('_', '-')} has no meaning without --teacher"
+                message = f"{option_of(name)} has no meaning without --teacher"
                 raise UsageError(message, "both, or neither")
 
-    def _is_default(self, name: str) -> bool:
+    def is_default(self, name: str) -> bool:
         """Tell whether an option is as nobody named it; `FILLED_IN` are not asked."""
         if name in FILLED_IN:
             return True
         return bool(getattr(self, name) == type(self).__dataclass_fields__[name].default)
 
-    def _serves(self, name: str) -> bool:
-        """Tell whether a switch that is on gives this option a meaning."""
-        return any(
-            name in dependants and not self._is_default(switch)
-            for switch, dependants in SWITCHES.items()
-        )
-
     def parameters(self) -> dict[str, object]:
         """Return what the lineage records: the settings that are on, without the seed."""
         hidden = {"seed"} | ({"epochs"} if self.steps is not None else set())
         for switch, dependants in SWITCHES.items():
-            if self._is_default(switch):
+            if self.is_default(switch):
                 hidden |= {switch, *dependants}
         for switch, dependants in SWITCHES.items():  # an option may serve two switches
             if switch not in hidden:

@@ -4,6 +4,8 @@ atomically, no pickle.
 Sharded weights are stored as whole tensors, so that any number of processes can resume.
 """
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,15 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.schema import TrainingFields
 from certcli.checkpoint.states import read_state, write_state
 from certcli.checkpoint.writer import in_file_order
+from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import LocalRows, Stored
+from certcli.images.labelled import Images
 from certcli.system.errors import CheckpointError, OutputError
 from certcli.system.processes import ALONE, Team
 
 KEY = "certvit-state"
 PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit", "changes")
+CONTENT = 1024
+"""Number of images of each set whose pixels are part of a run's identity."""
+
+
+def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
+    """Return a digest of the starting weights, the settings and the images, which a resumed run
+    must share.
+
+    It covers all labels, and the pixels of CONTENT images of each set: reading all of a large set
+    would take an epoch.
+    """
+    content = [
+        [images.name, tensors_digest({"": images.labels}), images.limit(CONTENT).digest]
+        for images in sets
+    ]
+    text = json.dumps(
+        [parent_digest, settings.parameters(), settings.seed, content], sort_keys=True, default=str
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass

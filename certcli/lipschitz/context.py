@@ -12,7 +12,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.size import Size, Thunk
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Value

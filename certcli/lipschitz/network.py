@@ -14,8 +14,8 @@ from certcli.engine.trace import Trace, Untraceable
 from certcli.lipschitz.bound import FEATURES, Bound
 from certcli.lipschitz.context import Charge
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, RigorousArithmetic
+from certcli.lipschitz.numerics.outward import gamma, scale_to_unit, up
 from certcli.lipschitz.numerics.real import INF, Real
-from certcli.lipschitz.numerics.spectral import gamma, scale_to_unit, up
 from certcli.lipschitz.propagate import Propagation, deep_recursion, propagate, trace_network
 from certcli.lipschitz.table import rules
 from certcli.models.build import load

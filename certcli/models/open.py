@@ -11,9 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+from certcli.models.timm_file import headless, open_timm_file
 
 # isort: split
 import timm
@@ -24,20 +25,10 @@ from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
-from certcli.models.advice import advice
-from certcli.models.architecture_clues import appearance
-from certcli.models.assumptions import RECORD, images_of, reading_of, rival, statistics_doubts
+from certcli.models.assumptions import RECORD, images_of, reading_of, rival
 from certcli.models.build import OpenCheckpoint
-from certcli.models.config_json import (
-    config_beside,
-    config_path,
-    describe,
-    image_doubts,
-    require_consistent,
-)
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import Converted
-from certcli.models.converters.original import filtered
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import is_transformers
 from certcli.models.converters.wrapping import (
@@ -105,7 +96,7 @@ def perturbed_at(checkpoint: OpenCheckpoint, side: int | None) -> OpenCheckpoint
 def require_classifier(checkpoint: Checkpoint, source: str) -> None:
     """Raise ArchitectureError for a network that ends in features."""
     if not checkpoint.record.classes:
-        raise _headless(source)
+        raise headless(source)
 
 
 def require_features(checkpoint: Checkpoint, source: str) -> None:
@@ -172,7 +163,9 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
     converted = _converted(bare.tensors, path, all_hints)
     read_file = (
-        _of_timm(path, bare, all_hints) if converted is None else _as_timm(converted, bare.facts())
+        open_timm_file(path, bare, all_hints)
+        if converted is None
+        else _as_timm(converted, bare.facts())
     )
     if normaliser is not None:
         read_file = replace(read_file, reading=read_with(read_file.reading, hints, normaliser))
@@ -236,125 +229,6 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
     return build.with_network(Checkpoint(tensors, record), net, reading)
 
 
-def _of_timm(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
-    """Return the network of a file with names of timm, or of the repository that timm took."""
-    config, doubts = config_beside(path, hints)
-    if hints.arch is None and config is None:
-        raise ArchitectureError(f"{path} {appearance(bare.tensors)}", _MISSING_HINT)
-    description = describe(path, hints, config, bare.tensors)
-    record = description.record
-    net = description.net or build.build(record, like=bare.tensors)
-    try:
-        bare = _fitting(path, bare, net, hints)
-    except ArchitectureError as failure:
-        if not hints.features and _ends_in_features(path, bare, record, hints):
-            raise _headless(str(path)) from None
-        shown = advice(net, bare.tensors)
-        if not shown:
-            raise
-        raise ArchitectureError(
-            f"{path} is another network than {record.arch} as named: it has '{one_line(shown[0].tensor)}' "
-            f"{tuple(bare.tensors[shown[0].tensor].shape)} ({_misfit(net, bare.tensors)})",
-            " ".join(each.options for each in shown),
-        ) from failure
-    if config is not None:
-        require_consistent(config, net, config_path(path), hints)
-    if not hints.as_stated:
-        why = rival(net, record, bare.tensors, hints.arch_args)
-        if why is not None:
-            raise ArchitectureError(
-                f"which network is {path.name}? {why}",
-                "--as-stated if it was trained with these arguments; else leave them out",
-            )
-        if (
-            config is not None
-            and (why := rival(net, record, bare.tensors, config.model_args)) is not None
-        ):
-            doubts.append(f"config.json is believed: {why}")
-    doubts = doubts or statistics_doubts(net, record)
-    doubts += [] if config is None else image_doubts(config, record, hints)
-    if config is not None and config.num_classes not in (
-        None,
-        record.classes,
-        hints.arch_args.get("num_classes"),
-    ):
-        head = (
-            f"the head has {record.classes}: the head is taken"
-            if record.classes
-            else "the file has no classifier"
-        )
-        doubts.append(f"config.json says {config.num_classes} classes, {head}")
-    reading = reading_of(net, record, description.origins, doubts=doubts).with_facts(bare.facts())
-    return build.with_network(Checkpoint(bare.tensors, record), net, reading)
-
-
-def _fits(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-    return not _misfit(net, tensors)
-
-
-def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
-    """Return where network and tensors disagree, "" where they fit."""
-    try:
-        require_fitting(net, tensors)
-        return ""
-    except ArchitectureError as failure:
-        return failure.message
-
-
-def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
-    """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
-    whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
-    if whole.keys() == net.state_dict().keys():
-        # three of timm's networks consist of one module `encoder`
-        bare = replace(bare, tensors=whole, prefix="")
-    tensors = bare.tensors
-    try:
-        require_fitting(net, tensors)
-        return bare
-    except ArchitectureError as failure:
-        matching = filtered(tensors, net)
-        if matching is not None and _fits(net, matching):
-            buffers = {name for name, _ in net.named_buffers()}
-            require_computed(
-                net,
-                {
-                    name: value
-                    for name, value in tensors.items()
-                    if name in buffers - matching.keys()
-                },
-            )
-            return replace(bare, tensors=matching, original=True)
-        if hints.arch is None and not hints.arch_args:
-            raise ArchitectureError(
-                failure.message,
-                f"does {config_path(path)} belong to another file? Name the architecture with --arch",
-            ) from failure
-        raise
-
-
-def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> bool:
-    """Tell whether the tensors are those of the same network without a classifier."""
-    arguments = {**record.arch_args, "num_classes": 0}
-    try:
-        _fitting(
-            path,
-            bare,
-            build.create(record.arch, arguments, initialise=False, like=bare.tensors),
-            hints,
-        )
-        return True
-    except ArchitectureError:
-        return False
-
-
-def _headless(source: str) -> ArchitectureError:
-    return ArchitectureError(
-        f"{one_line(source)} has no classifier: its network ends in features",
-        "certvit lipschitz --features bounds them; other commands need a classifier: train one "
-        "on the features with timm or transformers",
-    )
-
-
 def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:
     """Open a file of certvit's own: its record describes the network, and options are ignored."""
     doubts = []
@@ -363,12 +237,6 @@ def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckp
     net = build.build(checkpoint.record, like=checkpoint.tensors)
     reading = reading_of(net, checkpoint.record, {}, RECORD, doubts)
     return build.with_network(checkpoint, net, reading)
-
-
-_MISSING_HINT = (
-    "put timm's config.json beside it, or pass --arch NAME, with --arch-arg num_heads=... --mean ... --std ... where it is "
-    "not timm's own"
-)
 
 
 def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:

@@ -9,7 +9,8 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
-from certcli.rounding.operation_errors import Executed, Head, Sizes
+from certcli.rounding.head import Head
+from certcli.rounding.operation_errors import Executed, Sizes
 from certcli.rounding.precisions import Precision
 
 

@@ -40,7 +40,8 @@ from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules as slopes
 from certcli.lipschitz.value import Value
 from certcli.rounding.enclosed import EnclosedErrors, ErrorStep, carried, errors_of_pairs
-from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, head_of, rules
+from certcli.rounding.head import head_of
+from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.program_comparison import require_same_program
 from certcli.rounding.running_error import written_out

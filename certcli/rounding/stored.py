@@ -9,8 +9,9 @@ from torch import Tensor
 
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
-from certcli.lipschitz.numerics.spectral import frobenius_norm, spectral_norms
+from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.rounding.precisions import Precision
 
 _ARITHMETIC = RigorousArithmetic()

@@ -6,12 +6,8 @@ from typing import Any
 
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Digest, Json, convert
-from certcli.evaluation.evidence import (
-    AttackResult,
-    CertifyResult,
-    JudgedImages,
-    count_of,
-)
+from certcli.evaluation.evidence import count_of
+from certcli.evaluation.evidence_schema import AttackResult, CertifyResult, JudgedImages
 from certcli.evaluation.intervals import share_interval
 from certcli.system.errors import Refused, one_line
 

@@ -15,15 +15,12 @@ import torch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.evaluation.claim import MEASURED, MOST_DRAWS, Claim, Status
-from certcli.evaluation.evidence import (
+from certcli.evaluation.evidence import Decoded, command_of, count_of, decode_evidence
+from certcli.evaluation.evidence_schema import (
     AttackResult,
     CertifyResult,
-    Decoded,
     JudgedImages,
     SmoothingOptions,
-    command_of,
-    count_of,
-    decode_evidence,
 )
 from certcli.evaluation.intervals import number_of, share_interval
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up

@@ -446,8 +446,8 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
 
 def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
     """A training does not resume on other images or labels."""
-    from certcli.finetune.loop import identity
     from certcli.finetune.settings import FinetuneSettings
+    from certcli.finetune.state import identity
 
     images = datasets.load("digits", tiny.record.input, "val")
     inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))

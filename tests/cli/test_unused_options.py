@@ -8,9 +8,10 @@ import pytest
 
 from certcli.certify.local_options import Local
 from certcli.certify.smoothing.options import Smoothing
-from certcli.cli.certify.run import _given
+from certcli.cli.certify.demands import first_given
+from certcli.finetune.agreement import FILLED_IN, OF_A_CHOICE, SWITCHES
 from certcli.finetune.losses import LOSSES
-from certcli.finetune.settings import FILLED_IN, OF_A_CHOICE, SWITCHES, FinetuneSettings
+from certcli.finetune.settings import FinetuneSettings
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE
 from tests.helpers.commands import console
@@ -114,5 +115,5 @@ def test_an_option_of_another_method_is_refused(words: tuple[str, ...], workshop
 
 def test_defaults_are_not_given() -> None:
     for kind in (Smoothing, Local):
-        assert _given(kind()) is None
+        assert first_given(kind()) is None
         assert fields(kind)

@@ -19,16 +19,18 @@ from torch import Tensor
 from certcli.checkpoint.record import Evidence
 from certcli.evaluation import record_lines
 from certcli.evaluation.evidence import (
+    Decoded,
+    _certify_contradictions,
+    _contradictions,
+    understood,
+)
+from certcli.evaluation.evidence_schema import (
     AttackParameters,
     AttackResult,
     CertifyParameters,
     CertifyResult,
-    Decoded,
     KeptParameters,
     KeptResult,
-    _certify_contradictions,
-    _contradictions,
-    understood,
 )
 from certcli.evaluation.perturbation import Region, image_norms
 from certcli.evaluation.radii import (

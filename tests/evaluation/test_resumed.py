@@ -12,7 +12,7 @@ import pytest
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import resumed
-from certcli.evaluation.evidence import OPTIONS
+from certcli.evaluation.evidence_schema import OPTIONS
 from tests.helpers.commands import attempt, document
 
 

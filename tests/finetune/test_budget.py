@@ -17,7 +17,7 @@ from certcli.checkpoint import writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
 from certcli.evaluation.training_images import seen_by, shares
-from certcli.finetune import budget, loop
+from certcli.finetune import budget, duration, validation
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
     FEWEST_VALIDATION_IMAGES,
@@ -132,7 +132,7 @@ def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     for measured in (False, True):
         run = Trainer(build.load(checkpoint, writable=True), settings, 10, "x")
         if measured:
-            run.plan(*sets, budget=0.01, around=Costs(0, 0, 0, 0, 0))
+            duration.plan_for_budget(run, *sets, budget=0.01, around=Costs(0, 0, 0, 0, 0))
             assert run.settings.steps is not None
             run.settings = settings
         list(run.run(*sets))
@@ -221,7 +221,7 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     """
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     plan = budget.TrainingPlan(8, None)
-    monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: plan)
+    monkeypatch.setattr(duration, "affordable_steps", lambda *arguments: plan)
     monkeypatch.setattr(
         budget, "changed_total", lambda step, total, *rest: 16 if step == 4 else total
     )
@@ -265,7 +265,9 @@ def test_a_budget_ends_within_an_epoch_where_the_machine_slows_down(
 ) -> None:
     """Four steps an epoch. After the second of three nothing more fits; the state is that of two."""
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
-    monkeypatch.setattr(loop, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None))
+    monkeypatch.setattr(
+        duration, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None)
+    )
     monkeypatch.setattr(
         budget, "changed_total", lambda step, total, *rest: 2 if step == 2 else total
     )
@@ -361,7 +363,9 @@ def test_a_run_that_is_gone_on_with_keeps_to_its_plan(
     state, _ = certcli.checkpoint.file.read_tensors(start.parent / "o.state.safetensors")
     assert state
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "plan", lambda *arguments, **named: pytest.fail("planned twice"))
+        patch.setattr(
+            duration, "plan_for_budget", lambda *arguments, **named: pytest.fail("planned twice")
+        )
         records = finetune(*words, "--resume")
     assert records[-1]["steps"] == Checkpoint.read(out).record.lineage[-1].parameters["steps"]
     finetune(start, "--time-budget", "1s", "--steps", 3, fails=UsageError)
@@ -424,7 +428,7 @@ def test_the_best_and_the_last_are_both_kept(start: Path, monkeypatch: pytest.Mo
         (0.3, 0.6, 0.592, 0.584)
     )  # a quarter of the standard error of 0.6 on 140 images: 0.0103
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", lambda *_: Quality(next(scores), None, None))
+        patch.setattr(validation, "evaluate", lambda *_: Quality(next(scores), None, None))
         records = finetune(start, "--epochs", 4, "-o", out)
     assert [record["clean"] for record in records[:-1]] == [0.3, 0.6, 0.592, 0.584]
     assert records[-1]["last"] == str(last)

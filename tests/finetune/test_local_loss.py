@@ -12,11 +12,12 @@ from torch import Tensor
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.evaluate import Quality
-from certcli.finetune.loop import ENCLOSED_ENTRIES, Trainer
+from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import forms
 from certcli.finetune.losses.local import LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
+from certcli.finetune.validation import ENCLOSED_ENTRIES
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.pixels import PixelModel

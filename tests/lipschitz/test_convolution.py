@@ -289,7 +289,7 @@ def test_what_sums_over_taps_lose_is_added(name: str, monkeypatch: pytest.Monkey
     """
     _only_the_torus(monkeypatch)
     monkeypatch.setattr(convolution, "gamma", lambda terms: terms * 2.0**-20)
-    monkeypatch.setattr(convolution, "_top_eigenvalue", lambda chunks: 0.0)
+    monkeypatch.setattr(convolution, "largest_of_chunks", lambda chunks: 0.0)
     weight = 8 * _weight(name, "gaussian")
     options = _options(name)
     rank = weight.ndim - 2

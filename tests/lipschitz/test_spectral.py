@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from certcli.lipschitz.numerics import spectral
-from certcli.lipschitz.numerics.spectral import (
-    frobenius_norm,
-    gamma,
-    gram_iteration,
-    spectral_norm,
-    spectral_norms,
-    up,
-)
+from certcli.lipschitz.numerics.eigenvalues import gram_iteration
+from certcli.lipschitz.numerics.outward import frobenius_norm, gamma, up
+from certcli.lipschitz.numerics.spectral import spectral_norm, spectral_norms
 from certcli.system.errors import CheckpointError, UsageError
 
 

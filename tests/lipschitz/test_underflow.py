@@ -11,8 +11,8 @@ from torch import nn
 
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.real import Real, as_real
-from certcli.lipschitz.numerics.spectral import frobenius_norm
 from certcli.lipschitz.rules import addmm_lerp
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_real import exact as exactly

@@ -29,7 +29,8 @@ from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding import computed_constants
-from certcli.rounding.operation_errors import Executed, Followed, Head, Operation, rules
+from certcli.rounding.head import Head
+from certcli.rounding.operation_errors import Executed, Followed, Operation, rules
 from certcli.rounding.precisions import FLOAT64, Precision
 from certcli.rounding.stored import BlockMap, LinearMap
 from tests.rounding.test_operations import draw, given

@@ -25,7 +25,8 @@ from certcli.checkpoint.record import Record
 from certcli.cli.log import comparison, view
 from certcli.cli.shared import pages
 from certcli.evaluation.claim import statuses, verdict
-from certcli.evaluation.evidence import COMMANDS, as_json, command_of
+from certcli.evaluation.evidence import as_json, command_of
+from certcli.evaluation.evidence_schema import COMMANDS
 from certcli.report.page import render
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence as verification

@@ -12,7 +12,7 @@ import pytest
 from certcli.certify.methods import METHODS
 from certcli.evaluation import resumed
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.evidence import OPTIONS
+from certcli.evaluation.evidence_schema import OPTIONS
 from certcli.verification import evidence
 from tests.soundness import file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign

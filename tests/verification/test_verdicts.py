@@ -12,7 +12,7 @@ import pytest
 from certcli.checkpoint.record import MEAN
 from certcli.evaluation import claim as claims
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.evidence import SmoothingOptions
+from certcli.evaluation.evidence_schema import SmoothingOptions
 from certcli.evaluation.threat import Patch, Threat
 from certcli.lipschitz.bound import Bound, bound_document
 from certcli.lipschitz.numerics.real import INF, ZERO, Real

@@ -99,7 +99,7 @@ def attack(
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
-        from certcli.evaluation.evidence import AttackResult
+        from certcli.evaluation.evidence_schema import AttackResult
 
         parameters = parameters_of(tasks, settings, **facts)
         result = {

@@ -43,6 +43,7 @@ def certify(
 ) -> None:
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
+    from certcli.cli.certify.demands import AUTO, patch_demand, require_compatible
     from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
@@ -50,8 +51,8 @@ def certify(
         source, target, proof, smoothing, local, patches, data, machine, output
     )
     gate = Gate()
-    chooses = run.AUTO in target.methods or smoothing.sigma == run.AUTO
-    demand, threats = run.require_compatible(options)
+    chooses = AUTO in target.methods or smoothing.sigma == AUTO
+    demand, threats = require_compatible(options)
     if chooses:
         require_one(
             "auto chooses by trying",
@@ -61,9 +62,7 @@ def certify(
     sink = talk.sink()
     checkpoint = source.read(sink)
     if demand is None:
-        demand, threats = run.patch_demand(
-            target.minimum, patches, checkpoint.record.input.size[1:]
-        )
+        demand, threats = patch_demand(target.minimum, patches, checkpoint.record.input.size[1:])
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())

@@ -70,9 +70,10 @@ class Training:
 
     def run(self) -> None:
         from certcli.evaluation.training_images import kept_of
-        from certcli.finetune.loop import Trainer, identity
+        from certcli.finetune.duration import expected_duration
+        from certcli.finetune.loop import Trainer
         from certcli.finetune.shards import share_out
-        from certcli.finetune.state import KEY, load_state
+        from certcli.finetune.state import KEY, identity, load_state
         from certcli.finetune.step import Diverged
         from certcli.finetune.teacher import Teacher
         from certcli.models import build
@@ -133,7 +134,7 @@ class Training:
         if self.settings.time_budget is not None and trainer.settings.steps is None:
             end = self._plan(trainer, self.settings.time_budget, train, validation)
         elif self.defaulted and not trainer.step:
-            self.sink.note(trainer.takes(train, validation))
+            self.sink.note(expected_duration(trainer, train, validation))
         diverged: Diverged | None = None
         try:
             self._learn(trainer, train, validation, end)
@@ -215,6 +216,7 @@ class Training:
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
         """Turn the time budget into steps, and return when they should end, on the clock."""
         from certcli.finetune.budget import Costs
+        from certcli.finetune.duration import plan_for_budget
 
         clock = time.perf_counter()
         self._save_state(trainer)
@@ -224,9 +226,8 @@ class Training:
         end = self.ends
         self.proof_costs = bound, certificate
         remaining = end - time.perf_counter()
-        costs = trainer.plan(
-            train, validation, remaining, Costs(0.0, 0.0, saving, bound, certificate)
-        )
+        around = Costs(0.0, 0.0, saving, bound, certificate)
+        costs = plan_for_budget(trainer, train, validation, remaining, around)
         epochs = trainer.total_steps(train) / trainer.batches(train)
         limit = trainer.settings.validation_limit
         self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")

@@ -222,7 +222,8 @@ def log_page(
 
 
 def _evidence_curves(name: str, fresh: Sequence[Evidence], tone: int) -> list[PlotLine]:
-    from certcli.evaluation.evidence import AttackResult, CertifyResult, understood
+    from certcli.evaluation.evidence import understood
+    from certcli.evaluation.evidence_schema import AttackResult, CertifyResult
     from certcli.report.page import Mark, PlotLine, proven_steps
 
     curves = []

@@ -127,7 +127,7 @@ def _ready(
 def _method_of(run: Run, path: Path, allowed: int) -> str:
     """Return the header's method. DataError: no such parameters, or too many draws."""
     from certcli.checkpoint.schema import convert
-    from certcli.evaluation.evidence import OPTIONS
+    from certcli.evaluation.evidence_schema import OPTIONS
     from certcli.system.errors import Refused
 
     if not isinstance(run.method, str) or run.method not in OPTIONS:

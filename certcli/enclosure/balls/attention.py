@@ -12,7 +12,8 @@ from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, up
 from certcli.engine.attention import attention_module, require_no_mask
 from certcli.engine.table import NoRule
-from certcli.lipschitz.numerics.spectral import frobenius_norm, spectral_norm
+from certcli.lipschitz.numerics.outward import frobenius_norm
+from certcli.lipschitz.numerics.spectral import spectral_norm
 
 _LONG = 1e300
 

@@ -21,7 +21,7 @@ from certcli.engine import curves
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.lipschitz.numerics.spectral import frobenius_norm
+from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU
 

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from torch import Tensor, fx
 
 from certcli.engine.table import RuleTable
-from certcli.lipschitz.numerics.spectral import frobenius_norm, spectral_norm, up
+from certcli.lipschitz.numerics.outward import frobenius_norm, up
+from certcli.lipschitz.numerics.spectral import spectral_norm
 
 rules = RuleTable("norms")
 Found = TypeVar("Found")

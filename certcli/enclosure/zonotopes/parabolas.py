@@ -21,8 +21,8 @@ from certcli.enclosure.zonotopes.backward import (
     simple,
 )
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, reached, up
+from certcli.lipschitz.numerics.outward import up as next_up
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.lipschitz.numerics.spectral import up as next_up
 
 STEPS = 60
 _RATE = 0.3

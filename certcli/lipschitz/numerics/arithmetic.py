@@ -16,14 +16,9 @@ from torch import Tensor
 
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.outward import frobenius_norm, gamma, up
 from certcli.lipschitz.numerics.real import ONE, ZERO, Real, as_real
-from certcli.lipschitz.numerics.spectral import (
-    frobenius_norm,
-    gamma,
-    spectral_norm,
-    spectral_norms,
-    up,
-)
+from certcli.lipschitz.numerics.spectral import spectral_norm, spectral_norms
 
 UNDERFLOW = 2.0**-1022
 """Largest loss of a product that underflows: below this number float64 has no full precision."""

@@ -48,16 +48,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from certcli.lipschitz.numerics.lanczos import lanczos_guess
-from certcli.lipschitz.numerics.spectral import (
-    certify_below,
-    gamma,
-    root_up,
-    scale_to_unit,
-    spectral_norms,
-    unscale,
-    up,
-)
+from certcli.lipschitz.numerics.eigenvalues import largest_of_chunks
+from certcli.lipschitz.numerics.outward import gamma, root_up, scale_to_unit, unscale, up
+from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.system.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,9 +66,6 @@ _CHUNK_ENTRIES = {
 }  # of G held at a time, complex; some five copies live
 _DENSE_ENTRIES = 2**22
 _DENSE_SIDE = 1024
-_SHIFT_SLACK = 1e-6  # relative, on sigma^2
-_FULL_SOLVER_SIDE = 24
-_ATTEMPTS = 6
 
 
 @dataclass(frozen=True)
@@ -267,7 +257,7 @@ def _torus_norm(kernels: Tensor, axes: list[_Axis]) -> float:
     largest = up(_largest_frobenius(taps.abs().sum(dim=0)) * (1.0 + 2.0 * gamma(len(shifts))), 2)
     if taps.shape[2] == 1:
         return _vector_norm(taps[:, :, 0], shifts, axes, largest)
-    top = _top_eigenvalue(_fourier_grams(taps, shifts, axes))
+    top = largest_of_chunks(_fourier_grams(taps, shifts, axes))
     terms = taps.shape[3] * len(shifts) + len(_half_lags(shifts)) + 40
     return root_up(up(top + up(2.0 * gamma(terms) * up(largest * largest), 3)))
 
@@ -355,41 +345,6 @@ def _fourier_grams(
             even = (cosines @ others).view(-1, *center.shape)
             odd = (sines @ others).view(-1, *center.shape)
             yield torch.complex(even + even.mT + center, odd - odd.mT).flatten(0, 1)
-
-
-def _top_eigenvalue(chunks: Iterator[Tensor]) -> float:
-    """Upper bound on the largest eigenvalue of all Hermitian matrices in all chunks, inf if the
-    certificate fails.
-
-    The shift only grows: what was certified against a smaller one stays certified, so each matrix
-    is factorised about once, and a better guess is looked for only among those that fail.
-    """
-    # the mean of the diagonal of G over the grid is |row|^2, and one weight is at least 1/2
-    proven = 0.0
-    shift = 0.25
-    for grams in chunks:
-        for attempt in range(_ATTEMPTS):
-            if attempt > 0:
-                shift = up(max(shift, _guess(grams, attempt)) * (1.0 + _SHIFT_SLACK))
-            bounds = certify_below(grams, [shift] * len(grams))
-            proven = max(proven, max((bound for bound in bounds if bound < math.inf), default=0.0))
-            grams = grams[[index for index, bound in enumerate(bounds) if bound == math.inf]]
-            if len(grams) == 0:
-                break
-        else:
-            return math.inf
-    return proven
-
-
-def _guess(grams: Tensor, attempt: int) -> float:
-    """About the largest eigenvalue of all matrices: roughly on all, with care on the largest."""
-    import torch
-
-    if grams.shape[-1] <= _FULL_SOLVER_SIDE:
-        return float(torch.linalg.eigvalsh(grams)[:, -1].max())
-    rough, _ = lanczos_guess(grams, 12 * 2**attempt)
-    best = int(rough.argmax())
-    return float(lanczos_guess(grams[best : best + 1])[0])
 
 
 def _vector_norm(

@@ -36,74 +36,29 @@ entries that fall below 2^-1022, which are covered in the same way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from certcli.lipschitz.numerics.lanczos import lanczos_guess
-from certcli.system.errors import CheckpointError, UsageError
+from certcli.lipschitz.numerics.eigenvalues import panels, top_eigenvalues
+from certcli.lipschitz.numerics.outward import (
+    float64_device,
+    frobenius_norm,
+    gamma,
+    root_up,
+    scaled_to_double,
+    unit_exponent,
+    unscale,
+    up,
+)
+from certcli.system.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-UNIT = 2.0**-53
-"""Unit roundoff of float64."""
 
-_GUESS_SLACK = 1e-6  # relative, on sigma^2: the looseness on ordinary matrices is half of this
-_FULL_SOLVER_SIDE = {
-    "cpu": 256,
-    "cuda": 32,
-}  # up to here a full eigenvalue solver is as cheap as Lanczos (measured)
-_PANEL = 192  # columns of a Gram matrix formed at a time, and
-# columns of the long side cast to double at a time: fastest of 96..1024 on one AVX-512 core
-_COLUMNS = 512
+_COLUMNS = 512  # of the long side cast to double at a time: fastest of 96..1024 on one AVX-512 core
 _BATCH_BYTES = {"cpu": 2**22, "cuda": 2**30}
-
-
-def gamma(terms: int) -> float:
-    """n u / (1 - n u), rounded up: the relative error of a sum of n products in float64.
-
-    Errors: UsageError beyond 2^52 terms, where the constant loses its meaning.
-    """
-    if terms * UNIT > 0.5:
-        raise UsageError(f"a sum of {terms} products is too long for float64 error bounds")
-    return up(terms * UNIT / (1.0 - terms * UNIT), 3)
-
-
-def up(x: float, steps: int = 1) -> float:
-    """Return the float64 `steps` ulps above x, one for each rounded operation; inf stays inf."""
-    for _ in range(steps):
-        x = math.nextafter(x, math.inf)
-    return x
-
-
-def root_up(x: float) -> float:
-    """sqrt(x), rounded up."""
-    return up(math.sqrt(x))
-
-
-def frobenius_norm(tensor: Tensor) -> float:
-    """|T|_F <= value: sum of squares in float64, any shape, one rounding constant for the whole
-    sum.
-
-    Errors: CheckpointError on NaN or infinite entries.
-    """
-    import torch
-
-    if tensor.is_floating_point() and tensor.device.type != "mps":
-        plain = tensor.detach().reshape(-1).double()
-        square = float(torch.dot(plain, plain))
-        # of ordinary size: what products lose by underflow, 2^-1022 each of fewer than 2^60, is far
-        # below the last ulp
-        if 1e-200 < square < 1e200:
-            return root_up(up(square * (1.0 + 2.0 * gamma(plain.numel() + 2)), 3))
-    scaled, exponent = scale_to_unit(tensor)
-    if scaled is None:
-        return 0.0
-    flat = scaled.reshape(-1)
-    square = float(torch.dot(flat, flat))
-    return unscale(root_up(up(square * (1.0 + 2.0 * gamma(flat.numel() + 2)), 2)), exponent)
 
 
 def spectral_norm(matrix: Tensor, error: float = 0.0) -> float:
@@ -149,125 +104,6 @@ def spectral_norms(
         norm if allowance == 0.0 else up(norm + allowance)
         for norm, allowance in zip(norms, allowances)
     ]
-
-
-def unit_exponent(tensor: Tensor) -> int | None:
-    """e with max |2^-e * tensor| in [1/2, 1); None for a zero or empty tensor.
-
-    Errors: CheckpointError on NaN or infinite entries, UsageError on a dtype that is not real
-    floating point.
-    """
-    import torch
-
-    if not tensor.is_floating_point():
-        raise UsageError(f"a norm needs a real floating point tensor, not {tensor.dtype}")
-    if tensor.numel() == 0:
-        return None
-    low, high = (float(extreme) for extreme in torch.aminmax(tensor.detach()))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise CheckpointError(
-            "the weights hold NaN or infinite values", "train again, or read another checkpoint"
-        )
-    largest = max(-low, high)
-    return math.frexp(largest)[1] if largest > 0.0 else None
-
-
-def scale_to_unit(tensor: Tensor) -> tuple[Tensor | None, int]:
-    """tensor = 2^e * scaled with max |scaled| in [1/2, 1), a fresh float64 tensor; (None, 0) for a
-    zero or empty one.
-
-    Exact, but for entries 2^1000 times smaller than the largest. MPS has no float64: computed on
-    the CPU there. Errors: those of `unit_exponent`.
-    """
-    exponent = unit_exponent(tensor)
-    if exponent is None:
-        return None, 0
-    return _scaled(tensor.detach().unsqueeze(0), [exponent]).squeeze(0), exponent
-
-
-def unscale(value: float, exponent: int) -> float:
-    """2^e * value, rounded up; inf beyond float64."""
-    try:
-        return up(math.ldexp(value, exponent))
-    except OverflowError:
-        return math.inf
-
-
-def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
-    """lambda_max(A_i) <= value_i (about shifts_i), or inf where shifts_i I - A_i has no Cholesky
-    factor.
-
-    The theorem of the module without its last term. Each part of an entry of a complex L L^* is a
-    sum of 2 m real products.
-
-    Args:
-        grams: (b, m, m), real symmetric or complex Hermitian, read from the lower block triangle.
-    """
-    import torch
-
-    side = grams.shape[-1]
-    shifted = grams.neg()
-    diagonal = shifted.diagonal(dim1=-2, dim2=-1)
-    diagonal += torch.tensor(shifts, dtype=torch.float64, device=grams.device).unsqueeze(-1)
-    factor, info = torch.linalg.cholesky_ex(shifted)
-    factor_square = _square_sum(factor)
-    shifted_square = _square_sum(shifted)
-    residual_square = torch.zeros_like(factor_square)
-    for first, last in _panels(side, grams.device):
-        below = factor[:, first:, :last]
-        right = factor[:, first:last, :last]
-        part = torch.baddbmm(shifted[:, first:, first:last], below, right.mH, alpha=-1)
-        residual_square += _square_sum(part[:, : last - first]) + 2.0 * _square_sum(
-            part[:, last - first :]
-        )
-    # Complex: both parts of an entry together cost a factor of sqrt(2).
-    rounding = up(2.0 * gamma(2 * side + 1)) if grams.is_complex() else gamma(side + 1)
-    slack = 1.0 + 2.0 * gamma(2 * side * side + 8)  # the computed sums of squares themselves
-    values = []
-    for shift, failed, c, t, f in zip(
-        shifts,
-        info.tolist(),
-        residual_square.tolist(),
-        shifted_square.tolist(),
-        factor_square.tolist(),
-    ):
-        if failed or not math.isfinite(c + t + f):
-            values.append(math.inf)
-            continue
-        residual = up(root_up(c) * slack)
-        scale = up(root_up(t) * slack)
-        values.append(
-            up(shift + up(residual + rounding * up(scale + f * slack, 2) + UNIT * scale, 4))
-        )
-    return values
-
-
-def gram_iteration(gram: Tensor, steps: int = 12) -> float:
-    """sigma(A) <= value: G_0 = A, G_{t+1} = G_t^T G_t, sigma(A)^(2^t) <= |G_t|_F, with the errors
-    carried backwards.
-
-    The last resort: it needs no guess and cannot fail. Loose by rank^(1 / 2^(steps + 1)). From
-    |fl(G^T G) - G^T G| <= gamma_m |G|_F^2 =: e_t follows sigma(G_t) <= sqrt(sigma(fl(G_t^T G_t)) +
-    e_t).
-
-    Args:
-        gram: (m, m) float64.
-
-    Source: Delattre et al., Efficient bound of Lipschitz constant for convolutional layers by Gram
-    iteration, 2023.
-    """
-    records = []
-    current, exponent = scale_to_unit(gram)
-    for _ in range(steps):
-        if current is None:
-            return 0.0
-        size = frobenius_norm(current)
-        records.append((exponent, up(gamma(len(current)) * up(size * size))))
-        current, exponent = scale_to_unit(current.mT @ current)
-    bound = 0.0 if current is None else unscale(frobenius_norm(current), exponent)
-    for exponent, allowance in reversed(records):
-        bound = unscale(root_up(up(bound + allowance)), exponent)
-    return bound
 
 
 def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -320,105 +156,13 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
     import torch
 
     batch, side, length = stacked.shape
-    device = _float64_device(stacked.device)
+    device = float64_device(stacked.device)
     width = _COLUMNS if batch == 1 and device.type == "cpu" else length
     grams = torch.zeros(batch, side, side, dtype=torch.float64, device=device)
     for first_column in range(0, length, width):
-        block = _scaled(stacked[:, :, first_column : first_column + width], exponents)
-        for first, last in _panels(side, device):
+        block = scaled_to_double(stacked[:, :, first_column : first_column + width], exponents)
+        for first, last in panels(side, device):
             grams[:, first:, first:last].baddbmm_(block[:, first:], block[:, first:last].mT)
-    for first, last in _panels(side, device):
+    for first, last in panels(side, device):
         grams[:, first:last, last:] = grams[:, last:, first:last].mT
     return grams
-
-
-def _scaled(stacked: Tensor, exponents: list[int]) -> Tensor:
-    """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...), in two steps: 2^-e may overflow."""
-    import torch
-
-    source = stacked.to(_float64_device(stacked.device))
-    scaled = source.to(torch.float64, copy=True)
-    if max(abs(exponent) for exponent in exponents) <= 1000:
-        steps = [[-exponent for exponent in exponents]]
-    else:
-        steps = [
-            [-exponent // 2 for exponent in exponents],
-            [-(exponent // 2) for exponent in exponents],
-        ]
-    for powers in steps:
-        factors = torch.tensor(
-            [2.0**power for power in powers], dtype=torch.float64, device=scaled.device
-        )
-        scaled.mul_(factors.view((-1,) + (1,) * (scaled.ndim - 1)))
-    return scaled
-
-
-def _float64_device(device: torch.device) -> torch.device:
-    import torch
-
-    return torch.device("cpu") if device.type == "mps" else device
-
-
-def top_eigenvalues(grams: Tensor) -> list[float]:
-    """lambda_max(A_i) <= value_i for positive semidefinite matrices with entries of ordinary size:
-    (b, m, m), float64.
-
-    Guess, certificate; where that fails a full eigenvalue solver as guess; where that fails Gram
-    iteration.
-    """
-    import torch
-
-    side = grams.shape[-1]
-    bounds = [math.inf] * len(grams)
-    if side > _FULL_SOLVER_SIDE.get(grams.device.type, 32):
-        guess, converged = lanczos_guess(grams)
-        hopeful = [i for i, good in enumerate(converged.tolist()) if good]
-        _try_shifts(
-            grams,
-            hopeful,
-            [value * (1.0 + _GUESS_SLACK) for value in guess[hopeful].tolist()],
-            bounds,
-        )
-    for slack in (1e-9, 1e-7, 1e-4):
-        open_ones = [i for i, bound in enumerate(bounds) if bound == math.inf]
-        if not open_ones:
-            return bounds
-        try:
-            values = torch.linalg.eigvalsh(_select(grams, open_ones))[:, -1].tolist()
-        except torch.linalg.LinAlgError:
-            break
-        _try_shifts(
-            grams,
-            open_ones,
-            [value * (1.0 + slack + side * side * UNIT) for value in values],
-            bounds,
-        )
-    return [
-        gram_iteration(gram) if bound == math.inf else bound for gram, bound in zip(grams, bounds)
-    ]
-
-
-def _try_shifts(
-    grams: Tensor, indices: list[int], shifts: list[float], bounds: list[float]
-) -> None:
-    if indices:
-        for index, bound in zip(indices, certify_below(_select(grams, indices), shifts)):
-            bounds[index] = bound
-
-
-def _select(grams: Tensor, indices: list[int]) -> Tensor:
-    return grams if len(indices) == len(grams) else grams[indices]
-
-
-def _panels(side: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    width = _PANEL if device.type == "cpu" else side  # a GPU is slower with narrow panels
-    for first in range(0, side, width):
-        yield first, min(side, first + width)
-
-
-def _square_sum(matrices: Tensor) -> Tensor:
-    import torch
-
-    flat = torch.view_as_real(matrices).flatten(-2) if matrices.is_complex() else matrices
-    norms: Tensor = torch.linalg.vector_norm(flat, dim=(-2, -1))
-    return norms * norms

@@ -20,7 +20,7 @@ from certcli.engine import curves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.activations import ClippedReLU

@@ -10,7 +10,7 @@ import torch
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.mul_div import by_number, multiply, scaled
 from certcli.lipschitz.rules.scale_shift import feature_axis, shift_features
 from certcli.lipschitz.size import Size

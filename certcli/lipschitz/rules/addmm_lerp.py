@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.spectral import gamma, up
+from certcli.lipschitz.numerics.outward import gamma, up
 from certcli.lipschitz.rules.add_sub import add_values, shifted
 from certcli.lipschitz.rules.matmul import matmul
 from certcli.lipschitz.rules.mul_div import multiply

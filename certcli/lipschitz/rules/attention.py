@@ -13,7 +13,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.walk import Unproven
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 

@@ -15,7 +15,7 @@ from torch import nn
 from certcli.engine.table import NoRule, runs_known_code
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 

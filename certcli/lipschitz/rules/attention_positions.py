@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.nn.attention import LipschitzAttention
 
 _SLACK = 1e-9

@@ -5,7 +5,7 @@ from torch import nn
 
 from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_positions import positional_gates
 from certcli.lipschitz.rules.matmul_attention import attend
 from certcli.lipschitz.rules.shapes import moved, reshaped

@@ -13,7 +13,7 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
-from certcli.lipschitz.numerics.spectral import frobenius_norm, up
+from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.rules.linear import followed, size_after
 from certcli.lipschitz.size import Lazy, Size
 from certcli.lipschitz.table import rules

@@ -10,7 +10,7 @@ from torch import Tensor
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar, lambert_w_upper
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_heads import combined, head_maps, mixed, require_bounded
 from certcli.lipschitz.rules.attention_positions import (
     Prior,

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
-from certcli.lipschitz.numerics.spectral import frobenius_norm, up
+from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value

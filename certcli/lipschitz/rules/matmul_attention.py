@@ -18,7 +18,7 @@ from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_positions import Gates
 from certcli.lipschitz.rules.shapes import transpose
 from certcli.lipschitz.size import Size

@@ -10,7 +10,7 @@ import torch
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.matmul import product_of_entries
 from certcli.lipschitz.rules.scale_shift import feature_axis, scale_features
 from certcli.lipschitz.table import rules

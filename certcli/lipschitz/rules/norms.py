@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule, with_attributes
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.scale_shift import gain_and_shift, scale_features, shift_features
 from certcli.lipschitz.rules.shapes import moved
 from certcli.lipschitz.table import rules

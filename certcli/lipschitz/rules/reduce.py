@@ -9,7 +9,7 @@ import torch
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Scalar
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 

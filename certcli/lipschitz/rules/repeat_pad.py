@@ -11,7 +11,7 @@ from torch.nn import functional
 from certcli.engine.table import with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Value

@@ -11,7 +11,7 @@ from torch.nn import functional
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Matrix
-from certcli.lipschitz.numerics.spectral import frobenius_norm, up
+from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value
 from certcli.nn.norms import CenterNorm

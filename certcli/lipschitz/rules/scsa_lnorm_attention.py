@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_heads import combined, head_maps, mixed
 from certcli.lipschitz.rules.attention_positions import exp_twice, gates, prior
 from certcli.lipschitz.table import rules

@@ -17,7 +17,7 @@ from torch.nn import functional
 from certcli.engine.table import NoRule, with_attributes
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value
 

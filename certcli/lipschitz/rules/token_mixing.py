@@ -12,7 +12,7 @@ from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
-from certcli.lipschitz.numerics.spectral import up
+from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.activations import MaxMin, SoftMaxMin

@@ -26,10 +26,11 @@ class Room:
 
 _LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value", "heads")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
-_NUMERICS = ("arithmetic", "convolution", "real", "spectral")
+_NUMERICS = ("arithmetic", "convolution", "eigenvalues", "outward", "real", "spectral")
 _EVALUATION = (
     "claim",
     "evidence",
+    "evidence_schema",
     "intervals",
     "perturbation",
     "radii",

@@ -1,0 +1,156 @@
+"""Judge the weights of a run after an epoch, by what the run trains for: the estimate that its loss
+reads, noise, parts of images, or neighbourhoods that are enclosed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from certcli.finetune import shards
+from certcli.finetune.evaluate import Gains, Quality, evaluate
+from certcli.finetune.losses import NEEDS_ENCLOSURE
+from certcli.finetune.losses.chain import ChainBound
+from certcli.finetune.losses.local import AT_ONCE, JUDGES, LocalEnclosure
+from certcli.finetune.objective import Objective
+from certcli.finetune.settings import FinetuneSettings
+from certcli.images.labelled import Images
+from certcli.models.pixels import PixelModel
+from certcli.system.errors import ArchitectureError
+from certcli.system.processes import Team
+
+SLACK = 0.25
+"""Standard errors by which an epoch may fall short of the best one and still replace it: it saw more of the schedule. Two
+epochs judge the same images, so chance moves their difference less than either share: where 1 % of the images decide, by
+a quarter of the share's standard error. (The rule of one standard error of Breiman et al. 1984 is for independent folds.)
+"""
+ENCLOSED = 32
+"""Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on digits."""
+ENCLOSED_ENTRIES = 256
+"""Numbers in all tokens of an image up to which a penalised network is judged so: the time grows with their square, from a
+second for 160 to a minute for 816."""
+LARGEST_BATCH = 256
+"""Images of a validation batch, where a training batch has fewer: nothing is kept for a backward pass."""
+
+
+def enclosure_of(model: PixelModel, settings: FinetuneSettings) -> LocalEnclosure | None:
+    """Return what encloses the network near images, where the run is for local certificates.
+
+    Raises:
+        ArchitectureError: the loss needs it, and the network is of another kind.
+    """
+    if not settings.is_for_local:
+        return None
+    needed = settings.loss in NEEDS_ENCLOSURE
+    try:
+        enclosure = LocalEnclosure(model)
+    except ArchitectureError:
+        if needed:
+            raise
+        return None
+    return enclosure if needed or enclosure.entries <= ENCLOSED_ENTRIES else None
+
+
+class Validation:
+    """Judge a network on validation images.
+
+    Args:
+        objective: what noisy pixels and parts of images pass, as in training.
+        chain: bound of each image's neighbourhood, of the losses that read one.
+        enclosure: of runs for local certificates.
+        sharded: the processes share the weights, and make all passes together.
+    """
+
+    def __init__(
+        self,
+        model: PixelModel,
+        settings: FinetuneSettings,
+        objective: Objective,
+        chain: ChainBound | None,
+        enclosure: LocalEnclosure | None,
+        team: Team,
+        sharded: bool,
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.objective = objective
+        self.chain = chain
+        self.enclosure = enclosure
+        self.team = team
+        self.sharded = sharded
+        self.device = next(model.parameters()).device
+
+    def tolerance(self, share: float, images: Images) -> float:
+        """Return how far below `share` an epoch may fall and still replace the best one."""
+        judges = len(images) if self.enclosure is None else min(len(images), ENCLOSED)
+        return SLACK * math.sqrt(share * (1 - share) / judges)
+
+    def quality(self, images: Images, pairs: Tensor | None, encloses: bool) -> Quality:
+        """Return the quality of the present weights.
+
+        Args:
+            pairs: estimated pair constants (k, k), of losses that read a bound.
+            encloses: judge runs for local certificates by an enclosure, too.
+        """
+        # sharded weights are gathered in one precision
+        forward = self.objective.forward if self.sharded else self.model
+        quality = self._evaluate(forward, images, pairs, self._chain_gains(), self.sharded)
+        if self.settings.noise > 0:
+            noisy = self._evaluate(
+                lambda pixels: forward(self.objective.denoised(pixels)),
+                images,
+                in_step=self.sharded,
+                noise=self.settings.noise,
+            )
+            quality = replace(quality, noisy=noisy.clean)
+        if self.enclosure is not None and encloses:
+            quality = replace(quality, certified=self._enclosed_share(self.enclosure, images))
+        if self.sharded:
+            shards.let_go(self.model.net)
+        if self.objective.hiding is not None:
+            masked = self._evaluate(self.objective.hiding.validated, images)
+            quality = replace(quality, masked=masked.clean)
+        return quality
+
+    def _chain_gains(self) -> Gains | None:
+        chain = self.chain
+        if chain is None:
+            return None
+        return lambda pixels, labels: chain.gains(pixels, self.settings.epsilon)(labels)
+
+    def _enclosed_share(self, enclosure: LocalEnclosure, images: Images) -> float | None:
+        """Return the share of a few images with positive margins, by the estimated enclosure."""
+        sketch = enclosure.directions(torch.Generator().manual_seed(0), JUDGES)
+        epsilon = self.settings.epsilon
+        return self._evaluate(
+            self.model,
+            images.limit(ENCLOSED, self.settings.seed),
+            gains=lambda pixels, labels: enclosure.gains(pixels, epsilon, sketch)(labels),
+            batch_size=AT_ONCE,
+        ).certified
+
+    def _evaluate(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        images: Images,
+        pairs: Tensor | None = None,
+        gains: Gains | None = None,
+        in_step: bool = False,
+        noise: float = 0.0,
+        batch_size: int | None = None,
+    ) -> Quality:
+        if batch_size is None:
+            batch_size = max(self.settings.batch_size, LARGEST_BATCH)
+        return evaluate(
+            forward,
+            pairs,
+            images,
+            self.settings.epsilon,
+            batch_size,
+            self.device,
+            gains,
+            self.team,
+            in_step,
+            noise,
+        )

@@ -1,0 +1,157 @@
+"""A file with timm's names, or of the repository that timm took, as the network that it belongs to."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Record
+from certcli.models import build
+from certcli.models.advice import advice
+from certcli.models.architecture_clues import appearance
+from certcli.models.assumptions import reading_of, rival, statistics_doubts
+from certcli.models.build import OpenCheckpoint
+from certcli.models.config_json import (
+    config_beside,
+    config_path,
+    describe,
+    image_doubts,
+    require_consistent,
+)
+from certcli.models.converters.original import filtered
+from certcli.models.converters.wrapping import (
+    Bare,
+)
+from certcli.models.overrides import Hints
+from certcli.models.weights import require_computed, require_fitting
+from certcli.system.errors import (
+    ArchitectureError,
+    one_line,
+)
+
+_MISSING_HINT = (
+    "put timm's config.json beside it, or pass --arch NAME, with --arch-arg num_heads=... --mean ... --std ... where it is "
+    "not timm's own"
+)
+
+
+def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
+    """Return the network of a file with names of timm, or of the repository that timm took."""
+    config, doubts = config_beside(path, hints)
+    if hints.arch is None and config is None:
+        raise ArchitectureError(f"{path} {appearance(bare.tensors)}", _MISSING_HINT)
+    description = describe(path, hints, config, bare.tensors)
+    record = description.record
+    net = description.net or build.build(record, like=bare.tensors)
+    try:
+        bare = _fitting(path, bare, net, hints)
+    except ArchitectureError as failure:
+        if not hints.features and _ends_in_features(path, bare, record, hints):
+            raise headless(str(path)) from None
+        shown = advice(net, bare.tensors)
+        if not shown:
+            raise
+        raise ArchitectureError(
+            f"{path} is another network than {record.arch} as named: it has '{one_line(shown[0].tensor)}' "
+            f"{tuple(bare.tensors[shown[0].tensor].shape)} ({_misfit(net, bare.tensors)})",
+            " ".join(each.options for each in shown),
+        ) from failure
+    if config is not None:
+        require_consistent(config, net, config_path(path), hints)
+    if not hints.as_stated:
+        why = rival(net, record, bare.tensors, hints.arch_args)
+        if why is not None:
+            raise ArchitectureError(
+                f"which network is {path.name}? {why}",
+                "--as-stated if it was trained with these arguments; else leave them out",
+            )
+        if (
+            config is not None
+            and (why := rival(net, record, bare.tensors, config.model_args)) is not None
+        ):
+            doubts.append(f"config.json is believed: {why}")
+    doubts = doubts or statistics_doubts(net, record)
+    doubts += [] if config is None else image_doubts(config, record, hints)
+    if config is not None and config.num_classes not in (
+        None,
+        record.classes,
+        hints.arch_args.get("num_classes"),
+    ):
+        head = (
+            f"the head has {record.classes}: the head is taken"
+            if record.classes
+            else "the file has no classifier"
+        )
+        doubts.append(f"config.json says {config.num_classes} classes, {head}")
+    reading = reading_of(net, record, description.origins, doubts=doubts).with_facts(bare.facts())
+    return build.with_network(Checkpoint(bare.tensors, record), net, reading)
+
+
+def _fits(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+    return not _misfit(net, tensors)
+
+
+def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """Return where network and tensors disagree, "" where they fit."""
+    try:
+        require_fitting(net, tensors)
+        return ""
+    except ArchitectureError as failure:
+        return failure.message
+
+
+def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
+    """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
+    whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
+    if whole.keys() == net.state_dict().keys():
+        # three of timm's networks consist of one module `encoder`
+        bare = replace(bare, tensors=whole, prefix="")
+    tensors = bare.tensors
+    try:
+        require_fitting(net, tensors)
+        return bare
+    except ArchitectureError as failure:
+        matching = filtered(tensors, net)
+        if matching is not None and _fits(net, matching):
+            buffers = {name for name, _ in net.named_buffers()}
+            require_computed(
+                net,
+                {
+                    name: value
+                    for name, value in tensors.items()
+                    if name in buffers - matching.keys()
+                },
+            )
+            return replace(bare, tensors=matching, original=True)
+        if hints.arch is None and not hints.arch_args:
+            raise ArchitectureError(
+                failure.message,
+                f"does {config_path(path)} belong to another file? Name the architecture with --arch",
+            ) from failure
+        raise
+
+
+def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> bool:
+    """Tell whether the tensors are those of the same network without a classifier."""
+    arguments = {**record.arch_args, "num_classes": 0}
+    try:
+        _fitting(
+            path,
+            bare,
+            build.create(record.arch, arguments, initialise=False, like=bare.tensors),
+            hints,
+        )
+        return True
+    except ArchitectureError:
+        return False
+
+
+def headless(source: str) -> ArchitectureError:
+    return ArchitectureError(
+        f"{one_line(source)} has no classifier: its network ends in features",
+        "certvit lipschitz --features bounds them; other commands need a classifier: train one "
+        "on the features with timm or transformers",
+    )
