@@ -11,6 +11,7 @@ from certcli.adapt.calibration_shards import Lots
 from certcli.adapt.descend import COMPARED, make_optimiser, mixed_precision, set_gradients, state_of
 from certcli.adapt.pixels import as_pixels, augment, draw_augmentation
 from certcli.adapt.settings import AdaptSettings
+from certcli.system.products import fast_products
 
 _BATCH = 32
 _WORSE = 1.1
@@ -75,11 +76,14 @@ class Distiller:
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
         # different machines drift apart
         self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))
-        for batch in self.lots.batches(self.batch_size, generator):
-            # of all lots: one stream of numbers
-            drawn = {lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()}
-            self._learn(batch, drawn)
-        return self.judge()
+        with fast_products():
+            for batch in self.lots.batches(self.batch_size, generator):
+                # of all lots: one stream of numbers
+                drawn = {
+                    lot: draw_augmentation(len(rows), generator) for lot, rows in batch.items()
+                }
+                self._learn(batch, drawn)
+            return self.judge()
 
     def _learn(self, batch: Mapping[int, Tensor], drawn: Mapping[int, Tensor]) -> None:
         pixels = {

@@ -20,6 +20,7 @@ from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
 from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
 from certcli.adapt.weight_transfer import HalfScale, Scales, input_maps, output_map
+from certcli.system.products import fast_products
 
 HALVES: tuple[Half, Half] = (1, 2)
 RIDGE = 1e-4
@@ -65,13 +66,14 @@ class Fitter(Streams):
         for index, (old, new) in enumerate(steps):
             if index < self.position:
                 continue
-            record = self._adapt(index, old, new)
+            with fast_products():
+                record = self._adapt(index, old, new)
             self.position = index + 1
             if record is not None:
                 self.agree_on(new.module)
                 yield [record]
         if self.position == len(steps):
-            with torch.no_grad():
+            with torch.no_grad(), fast_products():
                 records = list(EndFitter(self).run())
             self.agree_on(self.student.net)
             self.position += 1

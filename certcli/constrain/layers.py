@@ -14,6 +14,7 @@ from certcli.images.labelled import sent
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import DataError, UsageError
+from certcli.system.products import fast_products
 
 CHUNK_BYTES = 64 * 2**20
 """Inputs are cast and unfolded in pieces of at most this many bytes."""
@@ -82,7 +83,7 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
     """Run the batches, call `visit` at each call of a module of `paths`; return their number."""
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with visiting(model, paths, visit), torch.inference_mode():
+    with visiting(model, paths, visit), torch.inference_mode(), fast_products():
         for batch in all_of(batches):
             with contextlib.suppress(StopBatch):
                 model(sent(batch, device))

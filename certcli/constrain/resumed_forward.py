@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from certcli.checkpoint.mapped import Spool
 from certcli.constrain.layers import Batches, StopBatch, Visit, all_of, module_at, stream, visiting
 from certcli.images.labelled import sent
+from certcli.system.products import fast_products
 
 BEFORE = -1
 """The place of modules before the trunk; modules after it have the number of its blocks."""
@@ -90,7 +91,8 @@ class ResumedStream:
             if not taken_up or last == len(blocks):
                 return stream(self.model, self.batches, paths, visit)
             count = len(values)
-            with visiting(self.model, paths, visit, each=blocks), torch.inference_mode():
+            observed = visiting(self.model, paths, visit, each=blocks)
+            with observed, torch.inference_mode(), fast_products():
                 while values:  # resumed: no images are needed
                     with contextlib.suppress(StopBatch):
                         blocks(values[0])

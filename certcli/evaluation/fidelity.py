@@ -14,6 +14,7 @@ from certcli.images import datasets
 from certcli.images.calibration import DIGITS, PHOTOGRAPHS
 from certcli.images.labelled import Images, at_once
 from certcli.system.errors import DataError, UsageError
+from certcli.system.products import fast_products
 
 CACHED_BYTES = 2**27
 """Most bytes of images that are cached between networks: 220 images of 224 x 224 pixels."""
@@ -226,7 +227,7 @@ class ReferenceLogits:
 
 def _logits_of(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with torch.inference_mode():
+    with torch.inference_mode(), fast_products():
         logits = torch.cat([model(pixels.to(device)) for pixels in batches]).double().cpu()
     return logits.clone()
 

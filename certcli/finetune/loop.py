@@ -46,6 +46,7 @@ from certcli.system.errors import (
     one_line,
 )
 from certcli.system.processes import ALONE, Team
+from certcli.system.products import fast_products
 
 AVERAGE_ITERATIONS = 10
 """Power iterations, once an epoch, from the singular vectors of the weights in training to those of their average."""
@@ -284,9 +285,9 @@ class Trainer:
     def learn(self, train: Images, positions: Tensor, share: float) -> float:
         """Make one optimiser step at a share of the schedule, and return its loss."""
         self.rates.set(share)
-        loss = self.descent.step(
-            train, positions, share, f"step {self.step} (epoch {self.epoch + 1})", self.step
-        )
+        where = f"step {self.step} (epoch {self.epoch + 1})"
+        with fast_products():
+            loss = self.descent.step(train, positions, share, where, self.step)
         if self.average is not None:
             self.average.update(self.model.net)
         self.step += 1
@@ -299,7 +300,7 @@ class Trainer:
         Args:
             encloses: judge runs for local certificates by an enclosure, too.
         """
-        with torch.no_grad():
+        with torch.no_grad(), fast_products():
             if self.average is None:
                 return self._quality(images, encloses), self._net_state()
             with self.average.applied(self.model.net, self.orthogonal):

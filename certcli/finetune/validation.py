@@ -150,7 +150,7 @@ class Validation:
             batch_size,
             self.device,
             gains,
-            self.team,
-            in_step,
-            noise,
+            team=self.team,
+            in_step=in_step,
+            noise=noise,
         )

@@ -1,6 +1,5 @@
 """The answer for everyone: what comes first, how few images are said, and what stops an audit."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -19,10 +18,8 @@ from certcli.audit.summary_text import magnitude, next_steps, verdict
 from certcli.evaluation.image_doubts import better_statistics
 from certcli.images.labelled import OWN, Images
 from certcli.models.pixels import PixelNormalize
-from certcli.report.compare import changes
 from certcli.report.document import (
     AttackShares,
-    Audit,
     CertifiedShares,
     Dataset,
     GlobalBound,
@@ -33,9 +30,8 @@ from certcli.report.document import (
 )
 from certcli.report.formats import text_of
 from certcli.report.published import Part, nearest, published
-from certcli.system.errors import DataError
 from tests.audit.conftest import QUICK
-from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.commands import attempt, document
 
 ROOT = Path(__file__).parents[2]
 DATASET = Dataset(name="d", split="test", images=60, digest="0" * 64)
@@ -345,62 +341,6 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
     assert options == ["--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225"]
     assert float(model.normalize.mean[0]) == 0.5
     assert list(better_statistics(model, images, [True] * 40)) == []
-
-
-def test_two_audits_are_compared_where_they_are_alike(
-    workshop: Path, folder: Path, tmp_path: Path
-) -> None:
-    words = (
-        "audit",
-        workshop / "certified.safetensors",
-        *QUICK,
-        "--compare",
-        folder / "certified.json",
-    )
-    same = document(*words)["changes"]
-    assert {row["figure"] for row in same} >= {
-        "Lipschitz bound",
-        "clean",
-        "after fgsm at 0.3",
-        "certified, lipschitz at 0.3",
-    }
-    assert all(row["alike"] and row["before"] == row["after"] for row in same)
-    other = document(*words, "--limit", 12)["changes"]
-    assert {row["why"] for row in other if not row["alike"]} == {
-        "not the same images (24 images before, 12 now)"
-    }
-    assert "is the word of that file" in " ".join(attempt(*words).stdout.split())
-    for name, text in (("no.json", "{}"), ("not.json", "[")):
-        (tmp_path / name).write_text(text)
-        refused = attempt(*words[:-1], tmp_path / name)
-        assert isinstance(refused.exception, DataError)
-        assert "no document of an audit" in refused.exception.message
-
-
-def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str, Any]) -> None:
-    before = from_json(json.dumps(certified_audit))
-    assert before.attack is not None
-    attack = msgspec.structs.replace(before.attack, settings={**before.attack.settings, "seed": 1})
-    rows = changes(before, msgspec.structs.replace(before, attack=attack, clean=None))
-    assert {row.figure for row in rows if row.why == "attacks with other settings"} == {
-        "after fgsm at 0.05",
-        "after fgsm at 0.3",
-    }
-    assert [row.why for row in rows if row.figure == "clean"] == [
-        "measured in one of the two audits only"
-    ]
-    assert all(row.alike for row in rows if row.figure.startswith("certified"))
-
-
-def test_a_document_names_date_machine_and_attention(
-    folder: Path, certified_audit: dict[str, Any]
-) -> None:
-    audit: Audit = from_json(json.dumps(certified_audit))
-    assert audit.machine is not None
-    assert audit.machine.threads == torch.get_num_threads()
-    assert audit.attention_weight is not None
-    assert audit.date[:2] == "20"
-    assert certvit("log", folder / "certified.safetensors").exit_code == 0
 
 
 @pytest.mark.parametrize(

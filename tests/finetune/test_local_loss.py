@@ -17,7 +17,7 @@ from certcli.finetune.losses import forms
 from certcli.finetune.losses.local import LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_state, save_state
-from certcli.finetune.validation import ENCLOSED_ENTRIES
+from certcli.finetune.validation import ENCLOSED_ENTRIES, Validation
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.pixels import PixelModel
@@ -257,9 +257,9 @@ def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so
     checkpoint = initialised(depth=1)
     shares = iter([0.4, 0.1])
     monkeypatch.setattr(
-        "certcli.finetune.loop.evaluate", lambda *_, **__: Quality(0.95, None, None)
+        "certcli.finetune.validation.evaluate", lambda *_, **__: Quality(0.95, None, None)
     )
-    monkeypatch.setattr(Trainer, "_enclosed", lambda self, enclosure, images: next(shares))
+    monkeypatch.setattr(Validation, "_enclosed_share", lambda self, enclosure, images: next(shares))
     run = trained(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=4)
     epochs = list(run.run(*sets(checkpoint)))
     # no share before the penalty has its weight

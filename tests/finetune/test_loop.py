@@ -239,7 +239,7 @@ def test_under_noise_the_epoch_is_chosen_by_accuracy_under_that_noise(
     def judged(*_: object, noise: float = 0.0, **__: object) -> Quality:
         return Quality(next(shares[noise]), None, None)
 
-    monkeypatch.setattr("certcli.finetune.loop.evaluate", judged)
+    monkeypatch.setattr("certcli.finetune.validation.evaluate", judged)
     run = trainer(tiny, loss="ce", optimiser="adamw", noise=0.25, batch_size=128)
     epochs = list(run.run(*small_sets(tiny)))
     assert [epoch.best for epoch in epochs] == [True, True]

@@ -20,7 +20,7 @@ from torch import nn
 import certcli.lipschitz
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
-from certcli.lipschitz.numerics import arithmetic, convolution, spectral
+from certcli.lipschitz.numerics import arithmetic, convolution, eigenvalues, outward, spectral
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import build, f
@@ -29,10 +29,10 @@ from tests.lipschitz.test_attention import Copies
 from tests.nn.test_attention import PLACES, WIDTH, network, replacement, stir
 
 FOLDER = Path(certcli.lipschitz.__file__).parent
-NUMERICS = (arithmetic, convolution, spectral)
+NUMERICS = (arithmetic, convolution, eigenvalues, outward, spectral)
 Site = tuple[Any, ...]
 FURTHER = 2.0**40
-UP = spectral.up
+UP = outward.up
 REACHING = (
     "attention-l2-untied batch-norm-folded-twice group-norm curves adaptive-1d simple-norm-2d response-norm normalize-square "
     "l2-normalize center-norm-folded floor-norm-linear sigmoid unfold attention-bare attention-moving-mask "
@@ -160,11 +160,11 @@ def matrices() -> list[float]:
 
 NUMBERS: dict[str, Callable[[], list[float]]] = {
     "lengths": lambda: [
-        spectral.frobenius_norm(noise(30)),
-        spectral.frobenius_norm(noise(30) * 1e-170),
+        outward.frobenius_norm(noise(30)),
+        outward.frobenius_norm(noise(30) * 1e-170),
     ],
     "norms": lambda: spectral.spectral_norms([noise(6, 9), noise(6, 9) + 1], [0.0, 0.1]),
-    "powers": lambda: [spectral.gram_iteration(noise(6, 6) @ noise(6, 6).mT)],
+    "powers": lambda: [eigenvalues.gram_iteration(noise(6, 6) @ noise(6, 6).mT)],
     "matrices": matrices,
     "patches": lambda: convolved(stride=3, padding=0),
     "torus": convolved,
@@ -178,7 +178,7 @@ def test_every_rounding_and_every_lost_sum_reaches_a_norm(monkeypatch: pytest.Mo
     """
     monkeypatch.setattr(convolution, "_DENSE_ENTRIES", 0)
     for name in ("up", "root_up", "gamma"):
-        plain = (lambda terms: terms * 2.0**-20) if name == "gamma" else getattr(spectral, name)
+        plain = (lambda terms: terms * 2.0**-20) if name == "gamma" else getattr(outward, name)
         sites = Sites(plain, 16.0 if name == "gamma" else FURTHER)
         for module in NUMERICS:
             monkeypatch.setattr(module, name, sites, raising=False)
