@@ -76,7 +76,7 @@ class Distiller:
         generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 20_000 + self.epoch)
         # different machines drift apart
         self.lots.team.copy_from_leader(list(self.student.net.state_dict().values()))
-        with fast_products():
+        with fast_products(self.student):
             for batch in self.lots.batches(self.batch_size, generator):
                 # of all lots: one stream of numbers
                 drawn = {

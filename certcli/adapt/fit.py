@@ -66,14 +66,14 @@ class Fitter(Streams):
         for index, (old, new) in enumerate(steps):
             if index < self.position:
                 continue
-            with fast_products():
+            with fast_products(self.student.net):
                 record = self._adapt(index, old, new)
             self.position = index + 1
             if record is not None:
                 self.agree_on(new.module)
                 yield [record]
         if self.position == len(steps):
-            with torch.no_grad(), fast_products():
+            with torch.no_grad(), fast_products(self.student.net):
                 records = list(EndFitter(self).run())
             self.agree_on(self.student.net)
             self.position += 1

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from certcli.evaluation.perturbation import Region, along, image_norms, per_image
 from certcli.system.errors import ArchitectureError, DataError
+from certcli.system.products import plain_products
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie
 # just outside it. The first shrink is one part in a million; each further one is twice as strong;
@@ -45,9 +46,10 @@ def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
     """
     if not len(images):
         return torch.zeros(0, dtype=torch.long, device=images.device)
-    logits = model(images)
-    for _ in range(samples - 1):
-        logits = logits + model(images)
+    with plain_products():
+        logits = model(images)
+        for _ in range(samples - 1):
+            logits = logits + model(images)
     if logits.dim() != 2 or logits.shape[0] != len(images) or logits.shape[1] < 2:
         raise ArchitectureError(
             f"the model returns {tuple(logits.shape)} for {len(images)} images, not (b, k) logits of 2 classes or more"

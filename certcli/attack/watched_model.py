@@ -12,6 +12,7 @@ from certcli.attack.judge import judge
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Region, along
 from certcli.system.errors import UsageError
+from certcli.system.products import fast_products
 from certcli.system.seeds import seed_all
 
 ENTRIES = 2**17
@@ -201,7 +202,8 @@ def craft_with(
         return images.clone()
     watched = Watched(model, images, labels, region, watch and settings.stops, settings.precision)
     slow = settings.precision == "bf16" and images.device.type == "cpu"
-    with undisturbed(model, images, settings.draw), _unfused(model) if slow else nullcontext():
+    unfused = _unfused(model) if slow else nullcontext()
+    with undisturbed(model, images, settings.draw), unfused, fast_products(model):
         try:
             adversarial = search(watched, images, labels)
         except AllSolved:

@@ -83,7 +83,7 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
     """Run the batches, call `visit` at each call of a module of `paths`; return their number."""
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with visiting(model, paths, visit), torch.inference_mode(), fast_products():
+    with visiting(model, paths, visit), torch.inference_mode(), fast_products(model):
         for batch in all_of(batches):
             with contextlib.suppress(StopBatch):
                 model(sent(batch, device))

@@ -92,7 +92,7 @@ class ResumedStream:
                 return stream(self.model, self.batches, paths, visit)
             count = len(values)
             observed = visiting(self.model, paths, visit, each=blocks)
-            with observed, torch.inference_mode(), fast_products():
+            with observed, torch.inference_mode(), fast_products(self.model):
                 while values:  # resumed: no images are needed
                     with contextlib.suppress(StopBatch):
                         blocks(values[0])

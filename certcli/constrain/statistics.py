@@ -38,7 +38,6 @@ from certcli.constrain.layers import (
 )
 from certcli.constrain.resumed_forward import ResumedStream, Trunk
 from certcli.system.errors import DataError, UsageError
-from certcli.system.products import fast_products
 
 MOST_ETA = 0.999
 """Largest relative error by an absolute one: at 1 a layer may vanish."""
@@ -346,7 +345,7 @@ def _adding(sums_of: dict[str, GramSums], groups: int, sample: int | None) -> Vi
 def _ordinary(sums_of: dict[str, GramSums]) -> dict[str, GramSums]:
     """Settle the sums, and clone inference tensors, which autograd would refuse later."""
     for path, sums in sums_of.items():
-        with torch.inference_mode(), fast_products():
+        with torch.inference_mode():
             for group in range(len(sums.waiting)):
                 sums.settle(group)
         require_finite(path, sums.grams.diagonal(dim1=1, dim2=2))

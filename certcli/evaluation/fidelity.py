@@ -227,7 +227,7 @@ class ReferenceLogits:
 
 def _logits_of(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with torch.inference_mode(), fast_products():
+    with torch.inference_mode(), fast_products(model):
         logits = torch.cat([model(pixels.to(device)) for pixels in batches]).double().cpu()
     return logits.clone()
 

@@ -286,7 +286,7 @@ class Trainer:
         """Make one optimiser step at a share of the schedule, and return its loss."""
         self.rates.set(share)
         where = f"step {self.step} (epoch {self.epoch + 1})"
-        with fast_products():
+        with fast_products(self.model):
             loss = self.descent.step(train, positions, share, where, self.step)
         if self.average is not None:
             self.average.update(self.model.net)
@@ -300,7 +300,7 @@ class Trainer:
         Args:
             encloses: judge runs for local certificates by an enclosure, too.
         """
-        with torch.no_grad(), fast_products():
+        with torch.no_grad(), fast_products(self.model):
             if self.average is None:
                 return self._quality(images, encloses), self._net_state()
             with self.average.applied(self.model.net, self.orthogonal):

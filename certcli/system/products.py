@@ -8,21 +8,31 @@ some order; nothing that is proven, certified or judged runs through here.
 
 import functools
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from certcli.system.operations import OperationMode
 
 FEWEST_PRODUCTS = 2**20
 """Multiplications of a matrix product from which oneDNN is the faster one: a call of it takes some 20 microseconds."""
+FEWEST_PARAMETERS = 2**17
+"""Of a network: seeing each operation takes some 3 microseconds, half as long again as a step of one with 60,000."""
 FEWEST_COLUMNS = 16
 """Of each operand: for narrow ones the libraries are alike."""
 CPU_INFO = Path("/proc/cpuinfo")
+
+
+class _Mode(threading.local):
+    plain = False
+
+
+_MODE = _Mode()
 
 
 @functools.cache
@@ -39,19 +49,37 @@ def is_faster() -> bool:
     return "AuthenticAMD" in processor and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def fast_products() -> AbstractContextManager[Any]:
+def fast_products(model: nn.Module) -> AbstractContextManager[Any]:
     """In `with` this, large float32 products on a CPU are oneDNN's where that is faster.
 
     For training, calibration and crafting alone: the rounding of a sum differs from that of the
-    network as others run it.
+    network as others run it, which `plain_products` gives back.
+
+    Args:
+        model: what runs; a small network would lose more by the mode than it gains.
     """
-    return OneDnnProducts() if is_faster() else nullcontext()
+    if not is_faster() or sum(map(Tensor.numel, model.parameters())) < FEWEST_PARAMETERS:
+        return nullcontext()
+    return OneDnnProducts()
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Within `fast_products`: multiply as the network does that is judged."""
+    before = _MODE.plain
+    _MODE.plain = True
+    try:
+        yield
+    finally:
+        _MODE.plain = before
 
 
 class OneDnnProducts(OperationMode):
     """Replace the products of large float32 matrices on a CPU; all else runs as it is."""
 
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _MODE.plain:
+            return func(*args, **kwargs)
         if func is torch.ops.aten.matmul.default:  # whole in inference mode: mm, bmm and others
             with self:
                 return func.decompose(*args)

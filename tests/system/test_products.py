@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from certcli.attack.judge import predict
 from certcli.system import products
 from certcli.system.products import OneDnnProducts, fast_products, is_faster
 
@@ -106,6 +107,17 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
         assert torch.linalg.vector_norm(value - true) <= 1e-5 * torch.linalg.vector_norm(true)
 
 
+def test_a_verdict_is_taken_on_the_network_as_it_runs(onednn_calls: list[None]) -> None:
+    network = torch.nn.Linear(96, 130)
+    plain = predict(network, LEFT)
+    with OneDnnProducts():
+        judged = predict(network, LEFT)
+        assert not onednn_calls
+        network(LEFT)
+        assert onednn_calls
+    assert torch.equal(judged, plain)
+
+
 @pytest.mark.parametrize(
     ("processor", "capability", "expected"),
     [
@@ -134,6 +146,8 @@ def test_the_processor_decides(
     is_faster.cache_clear()
     try:
         assert is_faster() is expected
-        assert isinstance(fast_products(), OneDnnProducts) is expected
+        large = torch.nn.Linear(512, 512)
+        assert isinstance(fast_products(large), OneDnnProducts) is expected
+        assert not isinstance(fast_products(torch.nn.Linear(8, 8)), OneDnnProducts)
     finally:
         is_faster.cache_clear()
