@@ -19,6 +19,7 @@ from certcli.adapt.streams import AdaptedPart
 from certcli.images.labelled import at_once
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
+from certcli.system.products import fast_products
 
 BLANK = (0.0, 0.5, 1.0)
 
@@ -71,6 +72,7 @@ def least_deviations(
         smallest[index] = min(smallest[index], least_deviation(inputs[0]))
 
     with ExitStack() as hooks:
+        hooks.enter_context(fast_products(teacher))
         for index, norm in enumerate(norms):
             hooks.enter_context(norm.register_forward_pre_hook(partial(note, index)))
         teacher(

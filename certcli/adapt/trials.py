@@ -31,6 +31,7 @@ from certcli.evaluation.records import packed, unpacked
 from certcli.lipschitz.network import trial_upper
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
+from certcli.system.products import fast_products
 
 COMPARED_IMAGES = 12
 FITTING_IMAGES = 48
@@ -155,10 +156,12 @@ class Trials:
             for name in (("",) if path in self.norms else TRIAL_ATTENTIONS)
         ]
 
+        def tried(piece: Piece) -> list[Trial]:
+            with fast_products(self.student):
+                return list(self._try(runner, piece, fitted))
+
         unpack = partial(unpacked, Trial)
-        work = self.team.deal(
-            pieces, lambda piece: list(self._try(runner, piece, fitted)), pack=packed, unpack=unpack
-        )
+        work = self.team.deal(pieces, tried, pack=packed, unpack=unpack)
         for _, some in work:
             trials += some
             yield from (trial.candidate for trial in some)
