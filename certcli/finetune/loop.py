@@ -286,8 +286,7 @@ class Trainer:
         """Make one optimiser step at a share of the schedule, and return its loss."""
         self.rates.set(share)
         where = f"step {self.step} (epoch {self.epoch + 1})"
-        with fast_products(self.model):
-            loss = self.descent.step(train, positions, share, where, self.step)
+        loss = self.descent.step(train, positions, share, where, self.step)
         if self.average is not None:
             self.average.update(self.model.net)
         self.step += 1

@@ -17,6 +17,7 @@ from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError
 from certcli.system.processes import ALONE, Team
+from certcli.system.products import fast_products
 from certcli.system.seeds import seed_all
 
 _APART = 0x9E3779B97F4A7C15
@@ -88,6 +89,12 @@ class Descent:
         Raises:
             Diverged: the loss is not finite.
         """
+        with fast_products(self.objective.model):
+            return self._step(train, positions, share, where, number)
+
+    def _step(
+        self, train: Images, positions: Tensor, share: float, where: str, number: int
+    ) -> float:
         settings = self.settings
         device = self.objective.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

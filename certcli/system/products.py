@@ -84,8 +84,8 @@ class OneDnnProducts(OperationMode):
             with self:
                 return func.decompose(*args)
         replacement = _REPLACEMENTS.get(func)
-        if replacement is not None and not kwargs:
-            result = replacement(*args)
+        if replacement is not None:
+            result = replacement(*args, **kwargs)
             if result is not None:
                 return result
         return func(*args, **kwargs)
@@ -102,17 +102,26 @@ def _mm(left: Tensor, right: Tensor) -> Tensor | None:
     return _onednn(left, right.mT, None) if _suits(left, right.mT) else None
 
 
-def _addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-    if bias.dim() != 1 or bias.dtype != torch.float32 or not _suits(left, right.mT):
-        return None
-    return _onednn(left, right.mT, bias)
+def _addmm(
+    bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor | None:
+    is_bias = bias.dim() == 1 and bias.dtype == torch.float32 and beta == alpha == 1
+    return _onednn(left, right.mT, bias) if is_bias and _suits(left, right.mT) else None
 
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
     """Return the products one by one: each is large by itself."""
     if not all(map(_suits, left, right.mT)):
         return None
-    return torch.stack([_onednn(one, other.mT, None) for one, other in zip(left, right)])
+    parts = [_onednn(one, other.mT, None) for one, other in zip(left, right, strict=True)]
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+
+def _baddbmm(
+    added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor | None:
+    product = _bmm(left, right)
+    return None if product is None else product.mul_(alpha).add_(added, alpha=beta)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,4 +153,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
     torch.ops.aten.mm.default: _mm,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.bmm.default: _bmm,
+    torch.ops.aten.baddbmm.default: _baddbmm,
 }
