@@ -106,3 +106,26 @@ def test_the_benchmark_beside_the_proven_network_runs(
     assert [line.partition(":")[0] for line in lines] == [source, "linear", "MLP of 128"]
     assert "of 140" in lines[0]
     assert all(line.count("of 10 ") == 2 for line in lines[1:])
+
+
+def test_the_benchmark_of_products_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = importlib.import_module("benchmarks.products")
+    monkeypatch.setattr(benchmark.products, "is_faster", lambda: True)
+    name = "orthogonal step of examples/mnist.sh, 256 images"
+    rows = {
+        "a product": lambda: benchmark.product(64, 64, 64),
+        name: lambda: benchmark.training_step(
+            "certvit_lip_mnist", {"patch": 14, "width": 32, "depth": 1}, 4, loss="margin"
+        ),
+    }
+    monkeypatch.setattr(benchmark, "ROWS", rows)
+    monkeypatch.setattr(sys, "argv", ["products.py", "--rounds", "1"])
+    threads = torch.get_num_threads()
+    try:
+        benchmark.main()
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:50].strip() for line in lines[2:]] == list(rows)
