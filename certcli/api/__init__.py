@@ -114,10 +114,12 @@ def load(
         "features": features or None,
     }
     if isinstance(source, Checkpoint):
-        require_known(arguments.given(about_files | about_modules), (), "load of an open network")
+        require_known(
+            arguments.names_with_values(about_files | about_modules), (), "load of an open network"
+        )
         return perturbed_at(build.with_network(source), image_size)
     if isinstance(source, nn.Module):
-        require_known(arguments.given(about_files), about_modules, "load of a module")
+        require_known(arguments.names_with_values(about_files), about_modules, "load of a module")
         opened = open_module(source, mean, std, input_size, features=features)
         return perturbed_at(opened, image_size)
     if input_size is not None:

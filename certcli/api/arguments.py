@@ -253,7 +253,7 @@ def options_of(kind: type[_Options], values: Mapping[str, Any], where: str) -> _
     return kind.of(options(kind, values, where))
 
 
-def given(values: Mapping[str, Any]) -> list[str]:
+def names_with_values(values: Mapping[str, Any]) -> list[str]:
     """Return the names of what is not None."""
     return [name for name, value in values.items() if value is not None]
 

@@ -98,29 +98,29 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     return _onednn(x, weight, bias)
 
 
-def _mm(left: Tensor, right: Tensor) -> Tensor | None:
-    return _onednn(left, right.mT, None) if _suits(left, right.mT) else None
+def _mm(matrix: Tensor, other: Tensor) -> Tensor | None:
+    return _onednn(matrix, other.mT, None) if _suits(matrix, other.mT) else None
 
 
 def _addmm(
-    bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    bias: Tensor, matrix: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor | None:
     is_bias = bias.dim() == 1 and bias.dtype == torch.float32 and beta == alpha == 1
-    return _onednn(left, right.mT, bias) if is_bias and _suits(left, right.mT) else None
+    return _onednn(matrix, other.mT, bias) if is_bias and _suits(matrix, other.mT) else None
 
 
-def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
+def _bmm(matrix: Tensor, other: Tensor) -> Tensor | None:
     """Return the products one by one: each is large by itself."""
-    if not all(map(_suits, left, right.mT)):
+    if not all(map(_suits, matrix, other.mT)):
         return None
-    parts = [_onednn(one, other.mT, None) for one, other in zip(left, right, strict=True)]
+    parts = [_onednn(*pair, None) for pair in zip(matrix, other.mT, strict=True)]
     return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
 
 def _baddbmm(
-    added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    added: Tensor, matrix: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor | None:
-    product = _bmm(left, right)
+    product = _bmm(matrix, other)
     return None if product is None else product.mul_(alpha).add_(added, alpha=beta)
 
 

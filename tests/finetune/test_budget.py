@@ -428,7 +428,7 @@ def test_the_best_and_the_last_are_both_kept(start: Path, monkeypatch: pytest.Mo
         (0.3, 0.6, 0.592, 0.584)
     )  # a quarter of the standard error of 0.6 on 140 images: 0.0103
     with monkeypatch.context() as patch:
-        patch.setattr(validation, "evaluate", lambda *_: Quality(next(scores), None, None))
+        patch.setattr(validation, "evaluate", lambda *_, **__: Quality(next(scores), None, None))
         records = finetune(start, "--epochs", 4, "-o", out)
     assert [record["clean"] for record in records[:-1]] == [0.3, 0.6, 0.592, 0.584]
     assert records[-1]["last"] == str(last)
