@@ -121,6 +121,23 @@ def test_a_verdict_is_taken_on_the_network_as_it_runs(onednn_calls: list[None]) 
     assert torch.equal(judged, plain)
 
 
+def _without_layouts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.as_strided(x, x.shape, (x.shape[1], 1)) @ weight.mT
+
+
+def _refusing(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    raise RuntimeError("could not create a primitive")
+
+
+@pytest.mark.parametrize("product", [_without_layouts, _refusing])
+def test_a_library_that_reads_other_layouts_otherwise_is_not_taken(
+    product: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert products._agrees()
+    monkeypatch.setattr(products, "_onednn", product)
+    assert not products._agrees()
+
+
 @pytest.mark.parametrize(
     ("processor", "capability", "expected"),
     [
@@ -152,5 +169,7 @@ def test_the_processor_decides(
         large = torch.nn.Linear(512, 512)
         assert isinstance(fast_products(large), OneDnnProducts) is expected
         assert not isinstance(fast_products(torch.nn.Linear(8, 8)), OneDnnProducts)
+        elsewhere = torch.nn.Linear(512, 512, device="meta")
+        assert not isinstance(fast_products(elsewhere), OneDnnProducts)
     finally:
         is_faster.cache_clear()
