@@ -191,6 +191,13 @@ def test_certificate_is_not_given_below_the_truth(name: str, relative: float) ->
     assert eigenvalues.certify_below(gram, [top * (1.0 + relative)])[0] >= top * (1.0 - 1e-13)
 
 
+def test_of_all_matrices_the_largest_bound_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = iter([[1.0, 3.0], [2.0]])
+    monkeypatch.setattr(eigenvalues, "certify_below", lambda grams, shifts: next(bounds))
+    chunks = iter([torch.zeros(2, 4, 4), torch.zeros(1, 4, 4)])
+    assert eigenvalues.largest_of_chunks(chunks) == 3.0
+
+
 def test_certificate_for_complex_matrices() -> None:
     half = torch.complex(_random(40, 60), _random(40, 60, seed=1))
     gram = (half @ half.mH).unsqueeze(0)

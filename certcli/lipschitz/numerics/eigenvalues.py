@@ -37,8 +37,7 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     """lambda_max(A_i) <= value_i (about shifts_i), or inf where shifts_i I - A_i has no Cholesky
     factor.
 
-    Each part of an entry of a complex L L^* is a
-    sum of 2 m real products.
+    Each part of an entry of a complex L L^* is a sum of 2 m real products.
 
     Args:
         grams: (b, m, m), real symmetric or complex Hermitian, read from the lower block triangle.
