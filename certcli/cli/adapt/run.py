@@ -31,6 +31,10 @@ MOST_CHOOSING = 100
 MANY_CLASSES = 100
 """L2 attention kept 51 to 96 % of first choices of networks of 10 classes, and 5 of 79 right answers of a ViT-Tiny."""
 
+OLD_HEAD = (
+    "training with --loss margin from the old head ended at chance (a ViT on digits, one on MNIST), "
+    "from that of --head 128,128 it learnt: adapt with it first"
+)
 BRINGS_BACK = ("--loss", "ce", "--lr", "1e-5", "--clip-grad", "1")
 """Options of finetune with which 31 steps gave a ViT-Tiny 37 of 100 right answers; at --lr 1e-4 without clipping it fell to
 chance."""
@@ -55,11 +59,6 @@ def say_training_follows(
     else:
         trained = shlex.join([*teach[:3], "--loss", "margin"])
         sink.note(f"--goal certify needs training afterwards: {trained}")
-        if settings.widths is None:
-            sink.warn(
-                "from the old head that training ended at chance (a ViT on digits, one on MNIST), "
-                "from that of --head 128,128 it learnt: adapt with it first"
-            )
 
 
 def with_head(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -> "AdaptSettings":
@@ -72,9 +71,11 @@ def with_head(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -
     from certcli.adapt.settings import HEAD
     from certcli.system.errors import CertvitError
 
-    if settings.goal != "certify" or settings.head is not None:
+    if settings.goal != "certify" or checkpoint.record.classes > MANY_CLASSES:
         return settings
-    if checkpoint.record.classes > MANY_CLASSES:
+    if settings.head is not None:
+        if settings.widths is None:
+            sink.warn(OLD_HEAD)
         return settings
     with_one = replace(settings, head=HEAD)
     try:
