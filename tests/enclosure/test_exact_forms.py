@@ -353,3 +353,12 @@ def test_each_image_has_its_own_rounding() -> None:
     for row in (slice(0, 1), slice(1, 2)):
         alone = local.margins(images[row], radii[row], labels[row])
         assert torch.allclose(found[row], alone, rtol=1e-9, atol=1e-12)
+
+
+def test_a_linear_map_back_has_the_error_of_its_sums() -> None:
+    x = l2_ball(torch.full((1, 1, 1, 2), 2.0).double(), 1e-9, squares_up_to=0, limit=9, tape=True)
+    weight = torch.tensor([[3.0, -1.0], [0.5, 0.0]]).double()
+    node = x.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, 2).node
+    assert node is not None
+    assert node.error is not None
+    assert bool((node.error >= U * 2 * (weight.abs() @ torch.full((2,), 2.0).double())).all())

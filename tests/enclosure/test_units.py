@@ -22,6 +22,7 @@ from certcli.enclosure.balls.fused_attention import _facts as fused_facts
 from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
 from certcli.enclosure.balls.network import _margins
+from certcli.enclosure.zonotopes import parabolas as parabolas_module
 from certcli.enclosure.zonotopes import rounding
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
@@ -48,6 +49,7 @@ from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
 from certcli.enclosure.zonotopes.reduction import reduced
+from certcli.enclosure.zonotopes.rounding import gamma
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
@@ -438,3 +440,28 @@ def test_going_back_through_a_function_counts_rounding_whatever_its_slope(f: Fun
     assert node.error is not None
     (slope,) = node.pull(torch.ones(1, *x.shape).double())
     assert bool((node.error >= 64 * 2.0**-22 * slope[0].abs() * x.size).all())
+
+
+def test_the_rounding_of_all_parabolas_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over the units of two layers are as long as both together."""
+    image = draw(1, 1, 1, 6, seed=7)
+    ball = l2_ball(image, 3.0, squares_up_to=0, limit=99, tape=True)
+    first = relu(affine(ball.linear(lambda t: t.flatten(1)[:, None]), draw(4, 6), draw(4)))
+    form = affine(
+        relu(affine(first, draw(5, 4, seed=3), draw(5, seed=4))), draw(3, 5, seed=1), draw(3)
+    )
+    assert form.node is not None
+    made = {
+        hinge: HingeChoice(half := torch.full((len(hinge.places),), 0.5).double(), ParabolaChoice(half, half, half))
+        for hinge in hinges(form.node)
+    }  # fmt: skip
+    units = [len(hinge.places) for hinge in made]
+    assert len(units) == 2
+    assert min(units) > 0
+    descent = descend(form.node, torch.eye(3).double()[:1].view(1, *form.shape), made)
+    lengths: list[int] = []
+    monkeypatch.setattr(
+        parabolas_module, "gamma", lambda terms: lengths.append(terms) or gamma(terms)
+    )
+    proven(descent, 1.0)
+    assert lengths[-1] >= descent.entries + sum(units) + image.numel() + 64

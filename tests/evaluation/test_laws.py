@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import Evidence
+from certcli.checkpoint.schema import convert
 from certcli.evaluation import record_lines
 from certcli.evaluation.evidence import (
     Decoded,
@@ -31,6 +32,7 @@ from certcli.evaluation.evidence_schema import (
     CertifyResult,
     KeptParameters,
     KeptResult,
+    SmoothingOptions,
 )
 from certcli.evaluation.perturbation import Region, image_norms
 from certcli.evaluation.radii import (
@@ -396,3 +398,18 @@ def test_evidence_of_patches_does_not_contradict_itself(name: str) -> None:
     )
     assert len(said) == len(found)
     assert all(words in line for words, line in zip(found, said, strict=True))
+
+
+def test_a_seed_is_below_two_to_the_64() -> None:
+    options = {
+        "sigma": 0.25,
+        "n0": 10,
+        "samples": 100,
+        "alpha": 0.001,
+        "enough": None,
+        "precision": "float32",
+        "noise": "gaussian",
+    }
+    assert convert({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
+    with pytest.raises(Refused, match="seed"):
+        convert({**options, "seed": 2**64}, SmoothingOptions)

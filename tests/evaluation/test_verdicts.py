@@ -78,3 +78,9 @@ def test_a_proven_share_is_rounded_down_and_a_measured_one_to_the_nearest() -> N
     look = Look(79, 120, 0.05, PASSED)
     assert look.counted().startswith("79 of 120 images (65 %")
     assert look.counted(proven=False).startswith("79 of 120 images (66 %")
+
+
+@pytest.mark.parametrize("available", [4, 60, 450])
+def test_the_chance_of_a_false_verdict_is_divided_among_the_looks(available: int) -> None:
+    look = judged(Sample([True] * min(available, 50), available), Demand(0.4))
+    assert look.chance == pytest.approx(CHANCE / len(looks(available)))

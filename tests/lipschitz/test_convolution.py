@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from certcli.lipschitz.numerics import convolution, eigenvalues
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.lipschitz.rules.convolution import _pads_with_zeros
 from certcli.system.errors import CheckpointError, UsageError
 from tests.helpers.grids import crossed
 
@@ -395,3 +396,11 @@ def test_half_of_the_frequencies_and_their_mirrors_are_all(sizes: tuple[int, int
         tuple(pair) for pair in (-half % torch.tensor(sizes)).tolist()
     }
     assert len(found) == sizes[0] * sizes[1]
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_only_a_padding_of_zeros_is_one_of_zeros(mode: str) -> None:
+    assert not _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=1, padding_mode=mode))
+    assert not _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=(0, 1), padding_mode=mode))
+    assert _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=0, padding_mode=mode))
+    assert _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=1))

@@ -11,6 +11,8 @@ from typing import Any
 import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
+import math
+
 import pytest
 import torch
 from timm.layers.attention import Attention
@@ -31,7 +33,7 @@ from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
 from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
 from certcli.rounding.operation_errors import Followed, Operation, rules
-from certcli.rounding.precisions import FLOAT64
+from certcli.rounding.precisions import FLOAT64, Precision
 from certcli.rounding.stored import BlockMap, LinearMap, Stored
 from tests.certify.test_local_lip import SIZE
 from tests.rounding.test_neighbours import CASES, judged, network
@@ -301,3 +303,30 @@ def test_a_computed_product_passes_on_the_error_of_each_factor() -> None:
     )
     found = computed_constants._RULES["mul"](FP16, step, [one, other], [first, second])
     assert found == one * second + other * first + 3 * FP16.unit * one * other
+
+
+def test_the_executed_size_of_an_operand_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its largest entry, and what that may be off by."""
+    sizes_seen: list[float] = []
+
+    def rule(p: Precision, step: Any, sizes: list[float], errors: list[float]) -> float:
+        sizes_seen.extend(sizes)
+        return 0.0
+
+    monkeypatch.setitem(computed_constants._RULES, "mul", rule)
+    weight = torch.tensor([1000.3, -2.0])
+    made = Moved([weight])
+    with made:
+        computed_of_it = weight * weight
+    computed_constants.error_of(computed_of_it, FP16, made)
+    assert min(sizes_seen) > 1000.3 + 0.9 * float(Stored.of(weight, FP16).farthest)
+
+
+def test_a_computed_exponential_passes_on_errors_up_to_one() -> None:
+    """exp(x + 1) (1 + f) - exp(x), the largest that there is."""
+    step = computed_constants.Computed("exp", (), {}, torch.ones(1))
+    for error in (0.5, 0.75, 1.0):
+        bound = computed_constants._RULES["exp"](FP16, step, [0.0], [error])
+        assert bound >= math.exp(error) * (1 + FP16.function) - 1
+    # and by the rule's own estimate, |exp(e) - 1| <= 2 |e|
+    assert bound >= (1 + 2 * error) * (1 + FP16.function) - 1

@@ -171,6 +171,9 @@ ROWS: dict[str, Row] = {
     "arc tangent": (torch.atan, (at(0.0),), 1e-4, 0.99),
     "addmv": (lambda z, x, y: torch.addmv(z, x, y), (ones(3), ones(3, 4), ones(4)), 0.5, 0.6),
     "baddbmm": (lambda z, x, y: torch.baddbmm(z, x, y), (ones(1, 3, 5), ones(1, 3, 4), ones(1, 4, 5)), 0.5, 0.9),
+    "baddbmm of a negative factor": (
+        lambda z, x, y: torch.baddbmm(z, x, y, beta=-1, alpha=-1), (ones(1, 3, 5), ones(1, 3, 4), ones(1, 4, 5)), 0.5, 0.9,
+    ),
     "variance and mean": (lambda x: torch.cat(torch.var_mean(x, -1, unbiased=False)), (draw(1, 6),), 0.1, 0.5),
     "softmax of SDPA": (lambda x: torch.ops.aten._safe_softmax(x, -1), (at(0.0, 0.0),), 1e-3, 0.99),
     "squares": (torch.square, (peak(4),), 0.5, 0.99),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from certcli.cli.verify.alias import moved
-from certcli.verification.documents import kind_of
+from certcli.system.errors import Refused
+from certcli.verification.documents import entries_of, kind_of
 from tests.helpers.commands import attempt, certvit, document
 
 Raw = dict[str, Any]
@@ -121,3 +122,18 @@ def test_records_of_another_way_are_refused(
     path.write_text("\n".join([json.dumps(fields), *rows, ""]))
     done = attempt("verify", path, network, "--dataset", "digits")
     assert getattr(done.exception, "code", 0) == 6, done.exception
+
+
+@pytest.mark.parametrize("methods", [5, "ab", [], {}, [5], [{}, None]])
+def test_methods_that_are_no_results_are_refused(methods: object) -> None:
+    report = {
+        "schema": 1,
+        "command": "certify",
+        "checkpoint": "0" * 64,
+        "dataset": {"name": "d", "split": "test", "images": 2, "digest": "0" * 64},
+        "method": "lipschitz",
+        "certified": {},
+        "methods": methods,
+    }
+    with pytest.raises(Refused, match="its methods are no list of results"):
+        entries_of(report, 0)
