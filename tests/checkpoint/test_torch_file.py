@@ -1,6 +1,7 @@
 """Files of torch.save: one file is one network, whoever reads it, and a small file is no flood."""
 
 import argparse
+import codecs
 import io
 import pickle
 import struct
@@ -8,6 +9,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from certcli.checkpoint import torch_file
 from certcli.checkpoint.torch_file import load_plain
 from certcli.checkpoint.zip_records import stored_records
-from certcli.system.errors import CheckpointError
+from certcli.system.errors import CheckpointError, Refused
 
 TENSORS = {"a": torch.arange(12.0), "b": torch.full((3, 2), 0.5)}
 
@@ -175,3 +178,34 @@ def test_no_byte_of_the_directory_makes_two_networks_of_a_file(tmp_path: Path) -
         accepted += 1
         assert all(torch.equal(mapped[name], read[name]) for name in TENSORS)
     assert accepted
+
+
+def test_a_program_of_torchscript_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.pth"
+    path.write_bytes(saved())
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("archive/constants.pkl", pickle.dumps((), 2))
+    with pytest.raises(CheckpointError, match="a program of TorchScript"):
+        load_plain(path)
+
+
+class Copied:
+    """Pickled as a call of `_codecs.encode`, which copies its text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> Any:
+        return codecs.encode, (self.text, "latin1")
+
+
+@pytest.mark.parametrize(("calls", "refused"), [(3, False), (5, True)])
+def test_a_text_that_is_copied_often_is_refused(
+    calls: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the text nor the number of calls is beyond the limit, their product is."""
+    monkeypatch.setattr(torch_file, "MOST_COPIED", 400)
+    text = "a" * 100
+    content = io.BytesIO(pickle.dumps([Copied(text) for _ in range(calls)], 2))
+    with pytest.raises(Refused, match="many times") if refused else nullcontext():
+        torch_file._require_names(content)
