@@ -102,6 +102,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         archive(Written(b"x", b"abc", wide=True, stated_length=8)),
         "lacks its size",
     ),
+    "two numbers of three": (
+        archive(Written(b"x", b"abc", wide=True, stated_length=16)),
+        "lacks its size",
+    ),
     "no number": (archive(Written(b"x", b"abc", wide=True, stated_length=0)), "lacks its size"),
     "a locator that points elsewhere": (archive(FIRST, large=True, locator=1), "lies elsewhere"),
     "a locator that points before the file": (
