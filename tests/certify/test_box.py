@@ -232,3 +232,12 @@ def test_what_the_search_makes_of_a_margin_that_is_no_number() -> None:
     images = torch.rand(3, PIXELS)
     broken: Callable[[Tensor], Tensor] = lambda anchors: anchors.sum(1) * math.nan  # noqa: E731
     assert torch.equal(climb(broken, images, torch.full((3,), 0.1)), images)
+
+
+def test_the_rounding_of_every_pixel_counts() -> None:
+    """Sums over n pixels may lose n units, whatever the number of images."""
+    images = torch.full((2, 4096), 0.5, dtype=torch.float64)
+    radii = torch.tensor([0.25, 1.0], dtype=torch.float64)
+    bounds = distance(images, images, radii).squared
+    for bound, radius in zip(bounds.tolist(), radii.tolist(), strict=True):
+        assert Fraction(bound) >= Fraction(radius) ** 2 * (1 + Fraction(4096, 2**50))
