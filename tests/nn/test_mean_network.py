@@ -176,6 +176,12 @@ def test_a_mean_whose_members_are_given_is_made_again(files: list[Path], tmp_pat
     found: dict[str, tuple[Checkpoint, list[str]]] = {
         "honest": (mean, ["verified"]),
         "trained after it": (trained, ["verified"]),
+        "trained twice after it": (
+            trained.derive(
+                {**mean.tensors, "head.bias": mean.tensors["head.bias"] + 2}, "finetune", {}
+            ),
+            ["verified"],
+        ),
         "one bit": (Checkpoint({**mean.tensors, "head.weight": bit}, record), ["refuted"]),
         "one bit, trained after it": (
             Checkpoint({**mean.tensors, "head.weight": bit}, record).derive(

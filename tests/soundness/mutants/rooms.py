@@ -54,7 +54,7 @@ ROOMS = {
         tuple(f"evaluation/{name}.py" for name in _EVALUATION),
         ("evaluation", "attack/test_judge.py", "soundness/test_fuzz.py"),
     ),
-    "verification": Room(("verification",), ("verification",)),
+    "verification": Room(("verification",), ("verification", "nn/test_mean_network.py")),
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
     "engine": Room(
         ("engine",),
