@@ -42,6 +42,15 @@ class Tuning:
     radii: Sequence[float]
 
 
+def _read_sigma(text: str) -> float | str:
+    if "," in text:
+        raise UsageError(
+            f"--sigma {text}: one a run, since radii of several would share --alpha",
+            "one of them, or --sigma auto, which chooses on other images",
+        )
+    return text if text == AUTO else parse_number(text)
+
+
 @dataclass(frozen=True)
 class Smoothing(CertifierOptions):
     """n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha.
@@ -67,7 +76,7 @@ class Smoothing(CertifierOptions):
         0.25,
         "Standard deviation of the noise, pixel units; auto: chosen on a few other images.",
         metavar="S",
-        read=lambda text: text if text == AUTO else parse_number(text),
+        read=_read_sigma,
     )
     n0: int = option(100, "Draws that choose an image's class.")
     samples: int = option(
