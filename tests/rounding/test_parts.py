@@ -26,7 +26,7 @@ from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.network import prove
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
-from certcli.lipschitz.numerics.real import as_real
+from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.norms import FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
@@ -34,7 +34,7 @@ from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
 from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
 from certcli.rounding.operation_errors import Followed, Operation, rules
 from certcli.rounding.precisions import FLOAT64, Precision
-from certcli.rounding.stored import BlockMap, LinearMap, Stored
+from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest
 from tests.certify.test_local_lip import SIZE
 from tests.rounding.test_neighbours import CASES, judged, network
 from tests.rounding.test_operations import (
@@ -330,3 +330,21 @@ def test_a_computed_exponential_passes_on_errors_up_to_one() -> None:
         assert bound >= math.exp(error) * (1 + FP16.function) - 1
     # and by the rule's own estimate, |exp(e) - 1| <= 2 |e|
     assert bound >= (1 + 2 * error) * (1 + FP16.function) - 1
+
+
+def test_an_infinite_slope_at_an_image_leaves_what_holds_on_the_box() -> None:
+    """A radius of 0 times an infinite slope is no number, not 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double().eval()
+    size = (1, 2, 2)
+    errors = NeighbourErrors(model, size, PRECISIONS["float32"])
+    pixels = torch.rand(2, *size).double()
+    around = pixels, torch.zeros(2).double(), torch.tensor([0, 1])
+    errors._slopes = [INF] * len(errors._slopes)
+    assert torch.equal(errors(*around), errors.on_box[around[2]])
+
+
+def test_a_constant_with_a_nan_is_infinitely_large() -> None:
+    assert float(largest(torch.tensor([1.0, math.nan]))) == math.inf
+    assert float(largest(torch.tensor([-3.0, 1.0]))) == 3.0
+    assert float(largest(torch.zeros(0))) == 0.0

@@ -44,7 +44,7 @@ ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),
     "rules": Room(("lipschitz/rules", *(f"lipschitz/{name}.py" for name in _LIPSCHITZ)), _LAWS),
     "enclosure": Room(("enclosure",), ("enclosure", "soundness/test_local_programs.py")),
-    "rounding": Room(("rounding",), ("rounding",)),
+    "rounding": Room(("rounding",), ("rounding", "certify/test_as_run.py")),
     "certify": Room(("certify",), ("certify", "api/test_bounds.py", "enclosure/test_branching.py")),
     "judge": Room(
         ("attack/judge.py", "attack/certified_radii.py"),
