@@ -3,6 +3,7 @@ inside a certified radius.
 """
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from certcli.certify.certificate import RecheckSettings
 from certcli.certify.chains.bcp import BcpCertifier
 from certcli.certify.chains.local_lip import LocalLipCertifier
-from certcli.certify.chains.sequential import Activation, AffineStep, SequentialNetwork
+from certcli.certify.chains.sequential import Activation, AffineStep, Moves, SequentialNetwork
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove
@@ -278,3 +279,21 @@ def test_of_a_linear_network_the_radius_is_the_distance_to_the_boundary() -> Non
         (found >= exact * (1 - 1e-5)).all()
     )  # norms are proven to 1e-6; beyond it where the edge of [0, 1] helps
     assert bool((found <= exact * 1.3).all())
+
+
+def test_a_ball_around_a_box_holds_the_corner() -> None:
+    """Of many layers' bounds the box's is the least here: its length is rounded up."""
+    model = PixelModel(
+        InputSpec(SIZE, (0.0,), (1.0,)),
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.ReLU(), nn.Linear(4, 2)),
+    )
+    model = model.double().eval().requires_grad_(False)
+    chain = SequentialNetwork(model, SIZE)
+    step = next(step for step in chain.body if isinstance(step, AffineStep) and step.matrix)
+    draw = torch.Generator().manual_seed(0)
+    low, high = (torch.rand(3, 4, generator=draw).double() for _ in range(2))
+    everything = torch.ones(3, 4).double()
+    moves = Moves(-low, high, torch.full((3,), 1e9).double())
+    charged = chain._charged(moves, (step, torch.ones(3, 36).double()), everything, drop=False)
+    for rho, reach in zip(charged.rho.tolist(), torch.maximum(low, high).tolist(), strict=True):
+        assert Fraction(rho) ** 2 >= sum(Fraction(entry) ** 2 for entry in reach)
