@@ -2,12 +2,16 @@
 certificates say.
 """
 
+from fractions import Fraction
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import certvit
-from certcli.certify.logit_bounds import METHODS
+from certcli.certify import logit_bounds as logit_bounds_module
+from certcli.certify.logit_bounds import GLOBAL, METHODS, Neighbourhood
 from certcli.evaluation.radii import Norm
 from certcli.models.in_memory import open_module
 from certcli.models.pixels import PixelModel
@@ -104,3 +108,30 @@ def test_the_top_classes_are_counted() -> None:
     certificates = certvit.certify(model, images, logits.argmax(1), arithmetic="real")
     within = certvit.bounds(model, images, 0.01).in_top()
     assert all(bool(fine) for fine, one in zip(within, certificates) if one.radius > 0.0101)
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_of_margins_the_rounding_of_both_logits_counts(
+    norm: Norm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the radius of a ball that holds the neighbourhood."""
+    calls: list[tuple[float, Tensor]] = []
+    reach = logit_bounds_module._reach
+
+    def seen(slope: Any, radius: float, errors: Tensor, values: Tensor) -> Tensor:
+        calls.append((radius, errors))
+        return reach(slope, radius, errors, values)
+
+    monkeypatch.setattr(logit_bounds_module, "_reach", seen)
+    near = Neighbourhood(0.1, norm, GLOBAL)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    checkpoint = open_module(module, 0.5, 0.5, (1, 4, 4))
+    pixels = torch.rand(2, 1, 4, 4)
+    logit_bounds_module.logit_bounds(checkpoint, pixels, None, near, torch.device("cpu"))
+    (radius, errors), (of_margins, twice) = calls
+    assert torch.equal(twice.expand_as(errors), 2 * errors)
+    for each in (radius, of_margins):
+        assert Fraction(each) ** 2 >= Fraction(0.1) ** 2 * (
+            1 if norm == "l2" else pixels[0].numel()
+        )

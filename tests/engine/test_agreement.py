@@ -129,3 +129,15 @@ def test_noise_is_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bound_network(net, SIZE, 2).upper.finite
     monkeypatch.setattr(replay, "_run", shifted)
     assert not bound_network(net, SIZE, 2).upper.finite
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_last_places_are_those_of_the_entry(size: float) -> None:
+    one = numbers([size])
+    assert close(one, one * (1 + 8 * EPS), 0.0)
+    assert not close(one, one * (1 + 16 * EPS), 0.0)
+
+
+def test_two_images_are_enough_to_see_margins_move() -> None:
+    assert movement_of_margins(numbers([0.0, 1.0], [3.0, 0.0])) > 0
+    assert movement_of_margins(numbers([0.0, 1.0])) == 0.0

@@ -3,9 +3,11 @@ domains have theorems for.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import certcli.system.compat  # noqa: F401
@@ -15,7 +17,8 @@ from timm.layers.attention import Attention
 
 from certcli.enclosure.balls.table import rules as balls
 from certcli.enclosure.zonotopes.table import rules as zonotopes
-from certcli.engine.table import RuleTable
+from certcli.engine.attention import require_no_mask
+from certcli.engine.table import NoRule, RuleTable
 from certcli.lipschitz.network import bound_network  # noqa: F401 (registers the rules)
 from certcli.lipschitz.table import rules as lipschitz
 
@@ -53,3 +56,11 @@ def test_options_of_attention_leave_it_without_a_rule(table: RuleTable) -> None:
     module.head_dim = 2
     module.scale = 2**-0.5
     assert table.find(module) is None
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_under_a_mask_has_no_rule(mask: torch.Tensor | None, is_causal: bool) -> None:
+    masked = mask is not None or is_causal
+    with pytest.raises(NoRule, match="mask") if masked else nullcontext():
+        require_no_mask(mask, is_causal)

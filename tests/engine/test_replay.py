@@ -411,3 +411,8 @@ def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(
         with pytest.raises(KeyboardInterrupt):
             bound_network(nn.Flatten().eval(), IMAGE, 4)
     assert pinned.patched() is None
+
+
+def test_a_constant_that_is_overwritten_leaves_no_bound() -> None:
+    net = Net(lambda m, x: (x * m.t, m.t.add_(0.0))[0], t=torch.ones(1)).double().eval()
+    judge(net, "a tensor that does not depend on the image")
