@@ -92,6 +92,15 @@ def test_all_else_is_torchs_own(compute: Callable[[], Tensor], onednn_calls: lis
     assert torch.equal(result, plain)
 
 
+def test_rows_that_lie_apart_are_multiplied_as_they_are() -> None:
+    """Outside of inference mode such a product is one of a batch, which is left alone."""
+    apart = TOKENS.transpose(0, 1).contiguous().transpose(0, 1)
+    for inference in (False, True):
+        with torch.inference_mode(inference), OneDnnProducts():
+            result = F.linear(apart, RIGHT.mT.contiguous(), BIAS)
+        assert torch.allclose(result.double(), TOKENS.double() @ RIGHT.double() + BIAS, atol=1e-4)
+
+
 def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
     def second(precision: torch.dtype) -> list[Tensor]:
         tokens, weight = (
