@@ -118,6 +118,9 @@ def test_the_end_is_judged_by_the_start() -> None:
     assert ruined is not None
     assert "below its start, validation accuracy 70.0 % (before training 89.8 %)" in fallen.message
     assert (fallen.ruined, ruined.ruined) == (False, True)
+    # under noise a network gives clean accuracy for another one, and may not end at chance
+    assert ending.doubt(begun, 0.7, 140, spec, under_noise=True) is None
+    assert ending.doubt(begun, 0.1, 140, spec, under_noise=True) is not None
 
 
 def test_the_checkpoint_is_there_before_the_proof(

@@ -76,13 +76,14 @@ def warn_of_orthogonal(before: Accuracy, after: Accuracy, sink: Sink) -> None:
 
 
 def doubt(
-    before: Accuracy | None, clean: float, images: int, record: Record
+    before: Accuracy | None, clean: float, images: int, record: Record, under_noise: bool = False
 ) -> TrainingDoubt | None:
     """Return why this training is not done; None where nothing speaks against it.
 
     Args:
         before: of the starting weights; None where it was not measured.
         clean: accuracy at the end, on `images` images.
+        under_noise: the training gives clean accuracy for accuracy under noise.
     """
     right = round(clean * images)
     at_chance = chance_level(right, images, record.classes)
@@ -91,7 +92,7 @@ def doubt(
     if at_chance:
         better = before is not None and before.low > 1 / max(1, record.classes)
         return TrainingDoubt(f"not done: training ended about chance, {ended}", better)
-    if before is not None and clean < before.low:
+    if before is not None and clean < before.low and not under_noise:
         return TrainingDoubt(f"not done: training ended below its start, {ended}", False)
     return None
 

@@ -349,7 +349,9 @@ class Training:
         derived.with_evidence("finetune", about, final.evidence).write(
             self.path, True, output.shard_bytes()
         )
-        doubt = ending.doubt(self.before, final.evidence["clean"], len(images), derived.record)
+        clean = final.evidence["clean"]
+        under_noise = self.settings.noise > 0
+        doubt = ending.doubt(self.before, clean, len(images), derived.record, under_noise)
         report = {
             "done": doubt is None,
             "output": str(self.path),
