@@ -19,7 +19,7 @@ SAID_IMAGES = 32
 PLANNED_IMAGES = 256
 """Validation images that are measured before a time budget becomes a number of steps."""
 LONG = 100
-"""Seconds from which a duration is said in minutes."""
+"""Seconds; a duration of as many is given in minutes."""
 
 
 @contextmanager
