@@ -321,6 +321,11 @@ class Chain(nn.Module):
         return x
 
 
+def step_of_one(step: Step, batch: Tensor, output: Tensor) -> bool:
+    """Tell whether the step gives the first image alone what it has in the batch's shape."""
+    return step(batch[:1]).shape == (1, *output.shape[1:])
+
+
 def network(seed: int, length: int) -> tuple[nn.Module, list[str]]:
     """A chain that torch runs, batch axis kept, and what each step is."""
     d = Draw(seed)
@@ -337,6 +342,7 @@ def network(seed: int, length: int) -> tuple[nn.Module, list[str]]:
                 or not 0 < output.numel() <= 2 * LARGEST
                 or not output.isfinite().all()
                 or output.dim() < 2
+                or not step_of_one(step, x, output)
             ):
                 continue
         except Exception:  # torch does not take these options here

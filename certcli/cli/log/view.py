@@ -192,9 +192,10 @@ def _kept(result: Any, about: Any) -> str:
     n = result.images
     parts = [f"{n} images of {result.dataset}: same top-1 on {share_text(result.agreement, n)}"]
     parts.append(f"logit error {percent(result.logits_error)}")
-    if result.accuracy_before is not None:
+    if result.accuracy_before is not None or result.accuracy_after is not None:
         before, after = (
-            share_text(share, n) for share in (result.accuracy_before, result.accuracy_after)
+            "not stated" if share is None else share_text(share, n)
+            for share in (result.accuracy_before, result.accuracy_after)
         )
         parts.append(f"accuracy {before} -> {after}")
     return ", ".join(parts) + " (measured)"
