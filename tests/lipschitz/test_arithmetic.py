@@ -331,3 +331,16 @@ def test_what_a_factor_lacks_counts_whole(lost: float, monkeypatch: pytest.Monke
         <= float(RigorousArithmetic().sigma_product(unit, unit)) ** 2
         <= squared * (1 + 1e-14)
     )
+
+
+def test_each_pair_counts_its_own_error() -> None:
+    torch.manual_seed(1)
+    a, b = torch.randn(3, 8).double(), torch.randn(3, 9).double()
+    blurred = Matrix(a, 0.25)  # off by at most a quarter
+    _, proven = RigorousArithmetic().sigma_products(
+        [(Matrix(a), Matrix(b)), (blurred, Matrix(b))], "p"
+    )
+    left, _, right = torch.linalg.svd(a.T @ b)
+    towards = b @ right[0] / (b @ right[0]).norm()
+    moved = a + 0.25 * torch.outer(towards, left[:, 0])
+    assert float(torch.linalg.matrix_norm(moved.T @ b, 2)) <= float(proven) * (1 + 1e-12)
