@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 
 from certcli.system.processes import ALONE, Team
 
@@ -13,6 +14,9 @@ FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
 AGAIN = 5.0
 """Seconds between two rings: Python drops what is raised while it deletes an object, and with it the first one."""
+
+AFTER_AN_IMPORT = 0.05
+"""Seconds until the next ring, where one met an import."""
 
 
 class OutOfTime(BaseException):
@@ -71,7 +75,10 @@ class StageTime:
             yield
             return
 
-        def ring(number: int, frame: object) -> None:
+        def ring(number: int, frame: FrameType | None) -> None:
+            if _is_importing(frame):  # a module cut off in the middle would fail in later stages
+                signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
+                return
             raise OutOfTime
 
         before = signal.signal(signal.SIGALRM, ring)
@@ -81,3 +88,12 @@ class StageTime:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Tell whether a module is being imported where the signal arrived."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

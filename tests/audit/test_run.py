@@ -7,6 +7,8 @@ import re
 import shlex
 import shutil
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -377,3 +379,15 @@ def test_a_slow_network_is_answered_about_few_images(workshop: Path) -> None:
     assert sizes == [8, 16, 32]
     assert len(classes) == 24
     assert seconds > 0
+
+
+def test_a_stage_that_ends_during_an_import_lets_it_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off inside `import sympy`, the next gradient of the process failed."""
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.3)\nWHOLE = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(OutOfTime), StageTime(0.05).ended():
+        __import__("slow_to_import")
+        time.sleep(5)
+    assert sys.modules.pop("slow_to_import").WHOLE
