@@ -387,7 +387,12 @@ def test_a_stage_that_ends_during_an_import_lets_it_finish(
     """Cut off inside `import sympy`, the next gradient of the process failed."""
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.3)\nWHOLE = True\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(OutOfTime), StageTime(0.05).ended():
-        __import__("slow_to_import")
-        time.sleep(5)
+
+    def stage() -> None:
+        with StageTime(0.05).ended():
+            __import__("slow_to_import")
+            time.sleep(5)
+
+    with pytest.raises(OutOfTime):
+        stage()
     assert sys.modules.pop("slow_to_import").WHOLE
