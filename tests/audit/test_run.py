@@ -396,3 +396,17 @@ def test_a_stage_that_ends_during_an_import_lets_it_finish(
     with pytest.raises(OutOfTime):
         stage()
     assert sys.modules.pop("slow_to_import").WHOLE
+
+
+def test_a_stage_ends_where_the_audit_itself_runs_inside_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "audits_at_import.py").write_text(
+        "import time\nfrom certcli.audit.clock import StageTime\n"
+        "with StageTime(0.05).ended():\n    time.sleep(5)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(OutOfTime):
+        __import__("audits_at_import")
+    assert time.monotonic() - started < 4  # of five seconds of sleep
