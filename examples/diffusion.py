@@ -62,6 +62,12 @@ def main() -> None:
     )
     parser.add_argument("--mirror", action="store_true", help="half of the images left to right")
     parser.add_argument(
+        "--crop",
+        type=int,
+        metavar="SIDE",
+        help="train on random squares of this side, without attention: cheaper for large images",
+    )
+    parser.add_argument(
         "--most", type=float, default=1.0, help="sigma, in pixels, up to which it mostly trains"
     )
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -80,10 +86,16 @@ def main() -> None:
         up_block_types=("UpBlock2D",) * levels,
         layers_per_block=1,
         norm_num_groups=8,
+        add_attention=options.crop is None,
     )
     factor = shape.factor
     if any(side % factor for side in spec.size[1:]):
         parser.error(f"{levels} levels need sides that are multiples of {factor}: fewer --widths")
+    if options.crop is not None:
+        if options.crop < factor or options.crop % factor or options.crop > min(spec.size[1:]):
+            parser.error(
+                f"--crop {options.crop}: a multiple of {factor}, at most {min(spec.size[1:])}"
+            )
     train(images, shape, Schedule(), options)
 
 
@@ -109,6 +121,8 @@ def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None
         for group in optimiser.param_groups:
             group["lr"] = options.rate * rate
         clean = images[torch.randint(len(images), (options.batch,), device=images.device)]
+        if options.crop:
+            clean = cropped(clean, options.crop)
         if options.mirror:
             mirrored = torch.rand(len(clean), 1, 1, 1, device=clean.device) < 0.5
             clean = torch.where(mirrored, clean.flip(3), clean)
@@ -129,6 +143,18 @@ def train(images: Tensor, shape: UNetShape, schedule: Schedule, options) -> None
         print(
             f"loss {average:.2f} where a network of zeros has 1: not trained; more steps, or a smaller --rate"
         )
+
+
+def cropped(images: Tensor, side: int) -> Tensor:
+    """Return one random square of this side of each image; images: (b, c, h, w)."""
+    height, width = images.shape[2:]
+    tops = torch.randint(height - side + 1, (len(images),)).tolist()
+    lefts = torch.randint(width - side + 1, (len(images),)).tolist()
+    squares = [
+        image[:, top : top + side, left : left + side]
+        for image, top, left in zip(images, tops, lefts, strict=True)
+    ]
+    return torch.stack(squares)
 
 
 def error(net: UNet, clean: Tensor, left: Tensor, usual: int, bf16: bool) -> Tensor:

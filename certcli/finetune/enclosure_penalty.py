@@ -6,7 +6,8 @@ loses where the network is not linear, in proportion to squares of alpha, the ro
 Jacobian A of a tensor with respect to the pixels (docs/local.md, sections 1.1 and 3 to 7). The
 penalty is, summed over places and averaged over images and entries,
 
-    LayerNorm   |A_y|_F^2 / |y|^2    the centred token y may move, relative to its length
+    LayerNorm   |A_y|_F^2 / |y|^2    the centred token y may move, relative to its length (where a
+                                     floor is above it, to the floor)
     softmax     alpha^2 of the scores less their mean over the keys
     activation  alpha^2 of the inputs of GELU and its kind
 
@@ -28,8 +29,10 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Generator, Tensor, nn
 
 from certcli.models.pixels import PixelModel
+from certcli.nn.norms import FloorNorm, Spread, spread_of
 from certcli.system.errors import ArchitectureError
 
+NO_SPREAD = Spread(0.0)
 PLACES = ("norm", "softmax", "activation")
 STEP = 0.02
 """h, in pixel units: an eighth of the least radius at which the recipes certify."""
@@ -42,11 +45,15 @@ _CURVED = (nn.GELU, nn.SiLU, nn.Mish, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 @dataclass(frozen=True)
 class NonlinearInput:
-    """The input of one nonlinear place for both halves of a batch: (2 b, ..., d). eps: a norm's."""
+    """The input of one nonlinear place for both halves of a batch: (2 b, ..., d).
+
+    Attributes:
+        spread: what a norm divides by.
+    """
 
     place: str
     values: Tensor
-    eps: float = 0.0
+    spread: Spread
 
 
 class EnclosurePenalty:
@@ -96,13 +103,14 @@ def _squared_slopes(reading: NonlinearInput, pixels: int) -> Tensor:
     squares = (after - before).square() * (pixels / STEP**2)
     if reading.place != "norm":
         return squares
-    length = before.square().sum(-1) + reading.eps * before.shape[-1] + _LENGTH
-    return squares.sum(-1) / length
+    width = before.shape[-1]
+    length = before.square().sum(-1) + reading.spread.eps * width
+    return squares.sum(-1) / (length.clamp_min(reading.spread.min_variance * width) + _LENGTH)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, (nn.LayerNorm, FloorNorm)):
             yield "norm", module
         elif isinstance(module, _CURVED):
             yield "activation", module
@@ -130,8 +138,8 @@ def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
 
 def _input_reader(place: str, readings: list[NonlinearInput]) -> Callable[[Any, Any], None]:
     def read(module: Any, arguments: Any) -> None:
-        eps = float(module.eps) if place == "norm" else 0.0
-        readings.append(NonlinearInput(place, arguments[0], eps))
+        spread = spread_of(module) if place == "norm" else NO_SPREAD
+        readings.append(NonlinearInput(place, arguments[0], spread))
 
     return read
 
@@ -149,6 +157,7 @@ def _score_reader(
         if isinstance(attention, Attention):
             query = attention.q_norm(query)
             key = attention.k_norm(key)
-        readings.append(NonlinearInput("softmax", attention.scale * query @ key.transpose(-1, -2)))
+        scores = attention.scale * query @ key.transpose(-1, -2)
+        readings.append(NonlinearInput("softmax", scores, NO_SPREAD))
 
     return read

@@ -1,6 +1,7 @@
 """Norm layers with a useful Lipschitz constant."""
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers.norm import LayerNorm as TimmLayerNorm
@@ -67,6 +68,20 @@ class FloorNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self.width)
+
+
+class Spread(NamedTuple):
+    """What a norm divides by: sqrt(max(|y|^2 / d + eps, min_variance)); min_variance is a floor's square, or 0."""
+
+    eps: float
+    min_variance: float = 0.0
+
+
+def spread_of(norm: Any) -> Spread:
+    """Return what a LayerNorm or a FloorNorm divides by."""
+    if isinstance(norm, FloorNorm):
+        return Spread(0.0, float(norm.floor) ** 2)
+    return Spread(norm.eps)
 
 
 class TokenBatchNorm(nn.BatchNorm1d):

@@ -120,6 +120,9 @@ def test_going_back_is_going_forward(case: Case) -> None:
         "LayerNorm",
         "LayerNorm, mixed",
         "sign of a LayerNorm",
+        "norm with a floor",
+        "norm with a floor, mixed",
+        "sign of a norm with a floor",
     )
     forms, _ = inputs(case, 0.05)
     out = case.relax(*forms)

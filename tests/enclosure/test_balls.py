@@ -25,6 +25,7 @@ from certcli.enclosure.balls.table import BallContext, rules
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.evaluation.evidence import decode_evidence
+from certcli.nn.norms import FloorNorm
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
 from tests.helpers.grids import EVERY
@@ -43,6 +44,7 @@ def module(kind: str) -> nn.Module:
     made: dict[str, nn.Module] = {
         "linear": nn.Linear(8, 5),
         "layer norm": nn.LayerNorm(8, eps=1e-3),
+        "floor norm": FloorNorm(8, 0.9),
         "gelu": nn.GELU(),
         "tanh gelu": nn.GELU("tanh"),
         "relu": nn.ReLU(),
@@ -58,7 +60,16 @@ def module(kind: str) -> nn.Module:
     return found
 
 
-KINDS = ("linear", "layer norm", "gelu", "tanh gelu", "relu", "attention", "after a norm")
+KINDS = (
+    "linear",
+    "layer norm",
+    "floor norm",
+    "gelu",
+    "tanh gelu",
+    "relu",
+    "attention",
+    "after a norm",
+)
 
 
 def enclosed(part: nn.Module, x: Near) -> Near:

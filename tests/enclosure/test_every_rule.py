@@ -25,7 +25,7 @@ from tests.helpers.reached import Entry, title, without_a_row
 from tests.helpers.slopes import IMAGE
 
 QUICK = [
-    "conv-after-norm", "clipped-relu", "layer-norm-linear", "rms-norm-torch", "layer-scale", "mean-linear",
+    "conv-after-norm", "clipped-relu", "layer-norm-linear", "floor-norm", "rms-norm-torch", "layer-scale", "mean-linear",
     "in-place-residual", "two-names", "expand", "split-heads", "chunks", "attention-bare", "attention-fused",
     "gelu-tanh", "spelled-rounded-enclosed",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes import attention, margins, pointwise, products
 from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
-from certcli.enclosure.zonotopes.functions import Function
+from certcli.enclosure.zonotopes.functions import RSQRT, SQRT, Function
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square
@@ -29,6 +29,7 @@ from certcli.enclosure.zonotopes.symbols import Block
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.pixels import PixelModel
+from certcli.nn.norms import Spread
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_balls import context, draw
 from tests.enclosure.test_refusals import NO_TOKEN, Tokens
@@ -141,7 +142,7 @@ def test_a_norm_of_many_entries_loses_as_much_as_their_squares() -> None:
     token = draw(1, 1, 1, n)
     found: Any = rms_norm(context(), still(token), (n,), None, 1e-3)
     assert float(found.near.fibre) >= n / 2 * U * float(found.near.centre.norm())
-    _, low, high = mean_square(form(token[0]), 1e-3)
+    _, low, high = mean_square(form(token[0]), Spread(1e-3))
     exact = float(token.square().sum() / n + 1e-3)
     assert float(low) <= exact * (1 - n * U) < exact * (1 + n * U) <= float(high)
 
@@ -249,6 +250,21 @@ def test_a_fit_counts_the_rounding_of_the_largest_value() -> None:
     one = torch.ones(1).double()
     found = pointwise.residual(line, 0 * one, -one, one, one, 0 * one)
     assert float(found.error) >= FUNCTION * (2 + (1 + 1 + 1) + 1)
+
+
+@pytest.mark.parametrize("f", [RSQRT, SQRT], ids=lambda f: f.name)
+def test_a_line_beside_a_floored_function_is_off_by_no_more_than_its_error(f: Function) -> None:
+    """Whatever its slope: f(max(x, 1)) on 400 intervals, most of them on both sides of 1."""
+    low = 2 * draw(400, seed=1).abs()
+    high = low + 2 * draw(400, seed=2).abs()
+    centre = (low + high) / 2 + 0.1 * draw(400, seed=3)
+    slope = draw(400, seed=4)
+    fit = pointwise.kinked_residual(f, centre, low, high, 1.0, slope)
+    x = low + (high - low) * torch.linspace(0, 1, 301).double()[:, None]
+    off = f.value(x.clamp_min(1.0)) - fit.constant - slope * (x - centre)
+    assert bool((off.abs() <= fit.error * (1 + 1e-12)).all())
+    # and by little more: cells of a sixteenth of each interval
+    assert float((off.abs().amax(0) / fit.error).min()) > 0.9
 
 
 def test_parts_of_different_shapes_are_no_enclosure() -> None:

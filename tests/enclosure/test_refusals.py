@@ -31,6 +31,7 @@ from certcli.enclosure.zonotopes.rules.layers import rms_norm
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule
 from certcli.models.pixels import PixelModel
+from certcli.nn.norms import FloorNorm
 from certcli.system.errors import NoBoundError
 from tests.enclosure.test_balls import context
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, directions, image, network
@@ -104,6 +105,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "RMSNorm of all tokens": (lambda: Tokens(lambda m, x: F.rms_norm(x, (4, 6), eps=0.1)), "an RMSNorm over several axes"),
     "LayerNorm": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm(6, eps=0.1)), None),
     "LayerNorm of all tokens": (lambda: Tokens(lambda m, x: m.norm(x), norm=nn.LayerNorm((4, 6), eps=0.1)), "'layer_norm'"),
+    "norm with a floor": (lambda: Tokens(lambda m, x: m.norm(x), norm=FloorNorm(6, 0.3)), None),
+    "norm with a floor read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=FloorNorm(6, 0.3)), None),
     "norm read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=nn.LayerNorm(6, eps=0.1)), None),
     "half": (lambda: Tokens(lambda m, x: x / 2), None),
     "divided by what depends on the image": (lambda: Tokens(lambda m, x: x / (3 + x)), "a division by something other"),

@@ -56,6 +56,7 @@ from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
 from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.nn.norms import FloorNorm, Spread
 from tests.enclosure.test_balls import context, draw, enclosed
 from tests.helpers.enclosure_cases import CASES, forms
 
@@ -266,7 +267,8 @@ ON_TAPES: dict[str, tuple[Callable[[Form, float], Form], float]] = {
     "scaled": (lambda x, s: x.scale(G).shift(s * G).doubted(s * 1e-3), 1),
     "moved": (lambda x, s: x.linear(lambda t: t.flip(-1)) + x, 1),
     "product": (lambda x, s: form_product(x, x, TIMES, 1), 2),
-    "LayerNorm": (lambda x, s: layer_norm(x, EPS * s * s, G, B[:4]), 0),
+    "LayerNorm": (lambda x, s: layer_norm(x, Spread(EPS * s * s), G, B[:4]), 0),
+    "norm with a floor": (lambda x, s: layer_norm(x, Spread(0.0, 0.6 * s * s), G, B[:4]), 0),
     "joined": (lambda x, s: joined([x, s * G.view(1, 4)], 1), 1),
 }
 ON_BALLS: dict[str, tuple[Callable[[Near, float], object], float]] = {
@@ -280,6 +282,7 @@ ON_BALLS: dict[str, tuple[Callable[[Near, float], object], float]] = {
         lambda x, s: enclosed(nn.Sequential(normed(s), layer(nn.Linear, 1.0, 8, 5)), x),
         0,
     ),
+    "norm with a floor": (lambda x, s: enclosed(FloorNorm(8, 0.9 * s).double(), x), 0),
     "RMSNorm": (lambda x, s: rms_norm(context(), x, (8,), None, EPS * s * s), 0),
     "ReLU": (lambda x, s: enclosed(nn.ReLU(), x), 1),
     "mean": (lambda x, s: mean(context(), x, 1), 1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.evaluate import Quality
@@ -21,6 +21,7 @@ from certcli.finetune.validation import ENCLOSED_ENTRIES, Validation
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.pixels import PixelModel
+from certcli.nn.norms import FloorNorm, spread_of
 from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.commands import certvit
 
@@ -29,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mean of tokens": {"class_token": False, "global_pool": "avg"},
     "layer scale": {"init_values": 0.5},
     "register token": {"reg_tokens": 1, "no_embed_class": True},
+    "norm with a floor": {"floor": 0.5},
 }
 COUNT = 6
 
@@ -41,8 +43,14 @@ def initialised(arch: str = "certvit_vit_digits", **changes: Any) -> Checkpoint:
 
 
 def network(**changes: Any) -> PixelModel:
-    """A network whose weights are large enough that everything in it is curved."""
-    model = build.load(initialised(**changes), writable=True).double()
+    """A network whose weights are large enough that everything in it is curved; `floor`: of norms."""
+    floor = changes.pop("floor", None)
+    model = build.load(initialised(**changes), writable=True)
+    if floor is not None:
+        for path, norm in list(model.named_modules()):
+            if isinstance(norm, nn.LayerNorm):
+                model.set_submodule(path, FloorNorm(norm.weight.numel(), floor))
+    model = model.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.net.named_parameters():
@@ -70,7 +78,9 @@ def stretched_leads(model: PixelModel, images: Tensor, labels: Tensor) -> Tensor
 
     def record(module: Any, arguments: Any) -> None:
         token = arguments[0][:, 0] if by_token else arguments[0]
-        lengths.append((token.var(-1, unbiased=False) + module.eps).sqrt())
+        spread = spread_of(module)
+        variance = token.var(-1, unbiased=False) + spread.eps
+        lengths.append(variance.clamp_min(spread.min_variance).sqrt())
 
     hook = norm.register_forward_pre_hook(record)
     margins = leads(model, images, labels)

@@ -18,6 +18,7 @@ from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu
 from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.nn.activations import ClippedReLU
+from certcli.nn.norms import Spread
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,18 @@ _W, _B, _G = _weight(5, 4), _weight(5), _weight(4)
 _CLIPPED = ClippedReLU((3, 4)).double()
 _CLIPPED.threshold.data = _weight(3, 4)
 _HEADS = (1, 2, 5, 3)
+
+
+_FLOOR = Spread(0.0, 0.6)
+"""The least variance: of nine tokens some are above it, some below, and some on both sides."""
+
+
+def _deviation(x: Tensor) -> Tensor:
+    return x.var(-1, unbiased=False, keepdim=True).clamp_min(_FLOOR.min_variance).sqrt()
+
+
+def _floored(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / _deviation(x)
 
 
 def _softmax_rows(x: Tensor) -> Tensor:
@@ -80,13 +93,13 @@ CASES = (
     Case(
         "LayerNorm",
         ((1, 3, 4),),
-        lambda x: layer_norm(x, 1e-2, _G, _B[:4]),
+        lambda x: layer_norm(x, Spread(1e-2), _G, _B[:4]),
         lambda x: F.layer_norm(x, (4,), _G, _B[:4], 1e-2),
     ),
     Case(
         "sign of a LayerNorm",
         ((1, 1, 4),),
-        lambda x: signs(x, 1e-2, _W, _B, torch.zeros(5).double()),
+        lambda x: signs(x, Spread(1e-2), _W, _B, torch.zeros(5).double()),
         lambda x: centred_heads(x) + _B * (x.var(-1, unbiased=False, keepdim=True) + 1e-2).sqrt(),
     ),
     Case("scores", (_HEADS, _HEADS), scores, lambda q, k: q @ (k - k.mean(-2, keepdim=True)).mT),
@@ -113,7 +126,7 @@ CASES = (
     Case(
         "LayerNorm, mixed",
         ((1, 3, 4),),
-        lambda x: affine(layer_norm(x, 1e-2, _G, None), _W, _B),
+        lambda x: affine(layer_norm(x, Spread(1e-2), _G, None), _W, _B),
         lambda x: F.linear(F.layer_norm(x, (4,), _G, None, 1e-2), _W, _B),
     ),
     Case(
@@ -122,6 +135,27 @@ CASES = (
         lambda x: affine(reduced(x), _W, _B),
         lambda x: F.linear(x, _W, _B),
         order=9,
+    ),
+    Case(
+        "norm with a floor",
+        ((1, 9, 4),),
+        lambda x: layer_norm(x, _FLOOR, _G, _B[:4]),
+        lambda x: _floored(x) * _G + _B[:4],
+        order=1,
+    ),
+    Case(
+        "norm with a floor, mixed",
+        ((1, 9, 4),),
+        lambda x: affine(layer_norm(x, _FLOOR, _G, None), _W, _B),
+        lambda x: F.linear(_floored(x) * _G, _W, _B),
+        order=1,
+    ),
+    Case(
+        "sign of a norm with a floor",
+        ((1, 9, 4),),
+        lambda x: signs(x, _FLOOR, _W, _B, torch.zeros(5).double()),
+        lambda x: centred_heads(x) + _B * _deviation(x),
+        order=1,
     ),
 )
 

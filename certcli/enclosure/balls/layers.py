@@ -24,6 +24,7 @@ from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU
+from certcli.nn.norms import FloorNorm, Spread, spread_of
 
 
 def fibres(t: Tensor) -> Tensor:
@@ -70,6 +71,7 @@ def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
 
 
 @rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
+@rules.module(FloorNorm)
 def layer_norm(ctx: BallContext, module: Any, x: Any) -> Normalised:
     return normalised(module, x)
 
@@ -85,37 +87,45 @@ def rms_norm(
     return _scaled(
         x,
         x.centre,
-        eps,
+        Spread(eps),
         None if weight is None else constant_operand(weight, x.centre, x.shape),
         None,
     )
 
 
 def normalised(module: Any, x: Any) -> Normalised:
-    """Return a LayerNorm over the last axis."""
+    """Return a LayerNorm, or a FloorNorm, over the last axis."""
     x = settled(x)
     y = x.centre - x.centre.mean(-1, keepdim=True)
     # y is off by 2 gamma |c|: as if the image's tensor were, so it counts into the radius
     return _scaled(
-        x.noisy(2 * gamma(x.shape[-1] + 4) * x.size), y, module.eps, module.weight, module.bias
+        x.noisy(2 * gamma(x.shape[-1] + 4) * x.size),
+        y,
+        spread_of(module),
+        module.weight,
+        module.bias,
     )
 
 
 def _scaled(
-    x: Near, y: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+    x: Near, y: Tensor, spread: Spread, weight: Tensor | None, bias: Tensor | None
 ) -> Normalised:
-    """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach;
-    never above 2 sqrt(d).
+    """|N(z) - N(c)| <= |z - c| / sqrt(s t), s and t the deviations at c and the least within reach,
+    or the floor where this is larger; never above 2 sqrt(d).
     """
+    eps, min_variance = spread
     if not eps >= 0:
         raise NoRule(f"a norm with eps {eps}")
     width = x.shape[-1]
     length = fibres(y)
     down = 1 - gamma(2 * width + 16)
-    here = (length * down) ** 2 / width + eps
-    smallest = (length * down - x.fibre).clamp_min(0) ** 2 / width + eps
+    here = ((length * down) ** 2 / width + eps).clamp_min(min_variance * down)
+    smallest = ((length * down - x.fibre).clamp_min(0) ** 2 / width + eps).clamp_min(
+        min_variance * down
+    )
     gain = up(1 / ((here * smallest).sqrt() * down).sqrt(), 8)
-    centre = y / (y.square().sum(-1, keepdim=True) / width + eps).sqrt()
+    variance = y.square().sum(-1, keepdim=True) / width + eps
+    centre = y / variance.clamp_min(min_variance).sqrt()
     scaled = x.moved(centre, gain, gamma(2 * width + 32) * fibres(centre))
     far = torch.full_like(scaled.fibre, 2 * math.sqrt(width) * (1 + 2**-40))
     return Normalised(Near.of(centre, torch.minimum(scaled.fibre, far), scaled.whole), weight, bias)

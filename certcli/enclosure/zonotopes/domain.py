@@ -29,6 +29,7 @@ from certcli.engine.replay import close, executed, noise_like, replayed, result_
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of
 from certcli.engine.walk import Call, Constant, Domain, walk
+from certcli.nn.norms import spread_of
 
 Watch = Callable[[fx.Node, Any, int | None], None]
 Change = Callable[[fx.Node, Any], Any]
@@ -334,7 +335,7 @@ class LocalNetwork:
         with torch.no_grad():
             form = self._one_row(form)
             if norm is not None:
-                form = layer_norm(form, norm.eps, norm.weight, norm.bias)  # type: ignore[arg-type]
+                form = layer_norm(form, spread_of(norm), norm.weight, norm.bias)  # type: ignore[arg-type]
             eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
             weight = eye if head is None else head.weight
             bias = None if head is None else head.bias

@@ -13,6 +13,7 @@ from certcli.enclosure.zonotopes.normalisation import signs
 from certcli.enclosure.zonotopes.parabolas import coupled
 from certcli.enclosure.zonotopes.quadratic import matrices
 from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
+from certcli.nn.norms import spread_of
 
 Further = Callable[[Node, Tensor], Tensor]
 """The last node and rows of it, least bound first -> bounds of these rows; once one is not positive, any of the others."""
@@ -147,4 +148,4 @@ def normalised_margins(
         offset = offset + rows @ beta
         doubt = doubt + gamma(width + 4) * (rows.abs() @ beta.abs() + offset.abs())
     folded = rows if gain is None else rows * gain
-    return lower_bounds(signs(x, norm.eps, folded, offset, up(doubt)), further).flatten()
+    return lower_bounds(signs(x, spread_of(norm), folded, offset, up(doubt)), further).flatten()

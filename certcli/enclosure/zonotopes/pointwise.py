@@ -166,6 +166,61 @@ def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None =
     return apply_fit(x, fit)
 
 
+def apply_above(f: Function, x: Form, low: Tensor, high: Tensor, minimum: float) -> Form:
+    """f(max(x, minimum)) entry by entry; low, high as in `apply`. minimum 0: f(x)."""
+    if minimum == 0:
+        return apply(f, x, low, high)
+    below, above = x.interval()
+    low = torch.maximum(low, below)
+    high = torch.minimum(high, above)
+    if not bool((low <= high).all()):
+        raise Unbounded(f"{f.name} of something without bounds")
+    inner = (low.clamp_min(minimum), high.clamp_min(minimum))
+    smooth = best_fit(f, x, *inner)
+    kinked = _kinked_fit(f, x.centre, low, high, minimum)
+    kinks = low < minimum
+    fit = Fit(
+        *(
+            torch.where(kinks, getattr(kinked, name), getattr(smooth, name))
+            for name in Fit.__dataclass_fields__
+        )
+    )
+    if not bool(torch.isfinite(fit.error).all()):
+        raise Unbounded(f"{f.name} of too wide an interval")
+    return apply_fit(x, fit)
+
+
+def _kinked_fit(f: Function, centre: Tensor, low: Tensor, high: Tensor, minimum: float) -> Fit:
+    """Return the better of two linear fits of f(max(x, minimum)), of slope 0 and of the chord's."""
+    zero = torch.zeros_like(low)
+    rise = f.value(high.clamp_min(minimum)) - f.value(low.clamp_min(minimum))
+    flat, steep = (
+        kinked_residual(f, centre, low, high, minimum, slope)
+        for slope in (zero, rise / (high - low).clamp_min(TINY))
+    )
+    return chosen(flat, steep, zero, zero)
+
+
+def kinked_residual(
+    f: Function, centre: Tensor, low: Tensor, high: Tensor, minimum: float, slope: Tensor
+) -> Fit:
+    """Return the best constant and proven error of this slope for f(max(x, minimum)).
+
+    Below `minimum` the function less the line is linear, so that its value at `low` and what
+    `residual` says of [minimum, high] bound it.
+    """
+    upper = residual(
+        f, centre, low.clamp_min(minimum), high.clamp_min(minimum), slope, torch.zeros_like(slope)
+    )
+    start = f.value(low.clamp_min(minimum))
+    first = start - slope * (low - centre)
+    rounding = FUNCTION * (start.abs() + slope.abs() * (low.abs() + centre.abs()))
+    top = torch.maximum(upper.constant + upper.error, first + rounding)
+    bottom = torch.minimum(upper.constant - upper.error, first - rounding)
+    error = up((top - bottom) / 2 + gamma(4) * (top.abs() + bottom.abs()), 8)
+    return Fit((top + bottom) / 2, slope, upper.curve, error)
+
+
 def relu(x: Form) -> Form:
     """max(x, 0): identity or zero at known signs, else the chord and its parallel through 0."""
     low, high = x.interval()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from certcli.nn.norms import Spread
+
 SECOND_ORDER = 0.15
 """Share of the bound on terms in e e^T: with columns for these they cancel among themselves."""
 SAMPLES = 9
@@ -254,10 +256,12 @@ def variance(tokens: Form, eps: float) -> tuple[Form, Form, Tensor]:
     return centred, length, torch.maximum(floor, 0.05 * length.centre.detach())
 
 
-def layer_norm(tokens: Form, weight: Tensor, bias: Tensor, eps: float) -> Form:
+def layer_norm(tokens: Form, weight: Tensor, bias: Tensor, spread: Spread) -> Form:
     """Return LayerNorm over the last axis (docs/local.md, section 6)."""
-    centred, length, floor = variance(tokens, eps)
-    inverse = length.applied(torch.rsqrt, low=NARROW, floor=floor).solid()
+    centred, length, floor = variance(tokens, spread.eps)
+    inverse = length.applied(
+        lambda v: v.clamp_min(spread.min_variance).rsqrt(), low=NARROW, floor=floor
+    ).solid()
     normalised = product(
         centred,
         inverse,

@@ -30,6 +30,7 @@ from certcli.finetune.losses.forms import (
     variance,
 )
 from certcli.models.pixels import PixelModel
+from certcli.nn.norms import FloorNorm, spread_of
 from certcli.system.errors import ArchitectureError
 
 DIRECTIONS = 32
@@ -40,6 +41,7 @@ AT_ONCE = 16
 """Images that are enclosed together where an epoch is judged: some 100 MB at 5 tokens."""
 _PLAIN = (nn.GELU, nn.ReLU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid)
 _NARROW = 1e-6
+NORMS = (nn.LayerNorm, FloorNorm)
 
 
 def local(
@@ -152,8 +154,8 @@ def _gain(scale: nn.Module) -> Tensor | float:
     return scale.gamma if isinstance(scale, LayerScale) else 1.0
 
 
-def _normed(form: Form, norm: nn.LayerNorm) -> Form:
-    return layer_norm(form, norm.weight, norm.bias, norm.eps)
+def _normed(form: Form, norm: nn.LayerNorm | FloorNorm) -> Form:
+    return layer_norm(form, norm.weight, norm.bias, spread_of(norm))
 
 
 def _attention(form: Form, attention: Any, only_first: bool) -> Form:
@@ -180,9 +182,11 @@ def _attention(form: Form, attention: Any, only_first: bool) -> Form:
     return dense(joined, attention.proj.weight, attention.proj.bias)
 
 
-def _margins(token: Form, norm: nn.LayerNorm, head: nn.Linear, labels: Tensor) -> Tensor:
+def _margins(
+    token: Form, norm: nn.LayerNorm | FloorNorm, head: nn.Linear, labels: Tensor
+) -> Tensor:
     """Return lower bounds of the margins of head(norm(token)), by docs/local.md, section 6: (w . y +
-    b sqrt(v)) / sqrt(v at the image).
+    b s) / (s at the image), s the spread: sqrt(v), or a floor.
     """
     rows = head.weight[labels][:, None] - head.weight
     offsets = torch.zeros_like(rows[..., 0])
@@ -190,15 +194,20 @@ def _margins(token: Form, norm: nn.LayerNorm, head: nn.Linear, labels: Tensor) -
         offsets = head.bias[labels][:, None] - head.bias
     offsets = offsets + rows @ norm.bias
     rows = rows * norm.weight
-    centred, length, floor = variance(token, norm.eps)
-    root = length.applied(torch.sqrt, low=_NARROW, floor=floor).solid()
+    spread = spread_of(norm)
+    centred, length, floor = variance(token, spread.eps)
+    root = length.applied(
+        lambda v: v.clamp_min(spread.min_variance).sqrt(), low=_NARROW, floor=floor
+    ).solid()
     # the columns are one axis of a matrix here: (b, m, d) @ (b, d, k)
     centre = (centred.centre[:, None] @ rows.mT)[:, 0] + root.centre * offsets
     ball = centred.ball @ rows.mT + root.ball * offsets[:, None]
     count = root.box.shape[1]
     box = centred.padded_box(count) @ rows.mT + root.padded_box(count) * offsets[:, None]
     margin = Form(centre, ball, box, None, token.symbols)
-    lower = (margin.centre - margin.alpha - margin.rho) / length.centre.sqrt().detach()
+    lower = (margin.centre - margin.alpha - margin.rho) / length.centre.clamp_min(
+        spread.min_variance
+    ).sqrt().detach()
     return lower.scatter(1, labels[:, None], 0.0)
 
 
@@ -235,7 +244,7 @@ def _hindrance(net: nn.Module) -> str | None:
         "patch_drop": (net.patch_drop, (nn.Identity,)),
         "head": (net.head, (nn.Linear,)),
         **{
-            name: (getattr(net, name), (nn.LayerNorm,) if used else (nn.Identity,))
+            name: (getattr(net, name), NORMS if used else (nn.Identity,))
             for name, used in norms.items()
         },
     }
@@ -257,8 +266,8 @@ def _parts(path: str, block: Any) -> dict[str, tuple[nn.Module, tuple[type, ...]
     """Return the parts of a block by their paths, each with what it may be."""
     attention = block.attn
     parts: dict[str, tuple[nn.Module, tuple[type, ...]]] = {
-        "norm1": (block.norm1, (nn.LayerNorm,)),
-        "norm2": (block.norm2, (nn.LayerNorm,)),
+        "norm1": (block.norm1, NORMS),
+        "norm2": (block.norm2, NORMS),
         "ls1": (block.ls1, (nn.Identity, LayerScale)),
         "ls2": (block.ls2, (nn.Identity, LayerScale)),
         "attn": (attention, (Attention,)),

@@ -20,8 +20,9 @@ from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU
+from certcli.nn.norms import FloorNorm, Spread, spread_of
 
-NORMS = (nn.LayerNorm, TimmLayerNorm)
+NORMS = (nn.LayerNorm, TimmLayerNorm, FloorNorm)
 _NOTHING = (nn.Identity, nn.Dropout, DropPath)
 TOKENWISE = (nn.Linear, *NORMS, nn.GELU, nn.ReLU, *_NOTHING, LayerScale)
 QUERIES = (Attention,)
@@ -45,9 +46,10 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     return out if bias is None else out.shift(bias)
 
 
-@rules.module(*NORMS, when=lambda module: len(module.normalized_shape) == 1)
+@rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
+@rules.module(FloorNorm)
 def normalise(ctx: ZonotopeContext, module: Any, x: Form) -> Form:
-    return layer_norm(x, module.eps, module.weight, module.bias)
+    return layer_norm(x, spread_of(module), module.weight, module.bias)
 
 
 @rules.function(F.rms_norm)
@@ -57,7 +59,7 @@ def rms_norm(
     if eps is None or tuple(shape) != x.shape[-1:]:
         raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
     gain = weight.tensor if isinstance(weight, Constant) else weight
-    return layer_norm(x, eps, gain, None, center=False)
+    return layer_norm(x, Spread(eps), gain, None, center=False)
 
 
 @rules.function(F.gelu)
