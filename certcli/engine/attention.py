@@ -6,11 +6,13 @@ from typing import Any
 import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
+import torch
 from timm.layers.attention import Attention
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule, Register, Rule, RuleTable, runs_known_code
+from certcli.engine.walk import Constant
 
 
 def attention_module(table: RuleTable) -> Register:
@@ -66,6 +68,24 @@ def fused_attention(table: RuleTable) -> Register:
 
 CAUSAL = object()
 """The mask under which a token sees those before it."""
+
+
+def added_to_scores(mask: Any, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the numbers that a mask adds to scores of this shape; None: no mask.
+
+    Raises:
+        NoRule: a mask of yes and no, an infinite or a causal one, or one that depends on the image.
+    """
+    if mask is None:
+        return None
+    tensor = mask.tensor if isinstance(mask, Constant) else mask
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise NoRule("attention with a mask of other than stored numbers")
+    if not bool(tensor.isfinite().all()):
+        raise NoRule("attention with a mask that hides tokens")
+    if torch.broadcast_shapes(tensor.shape, shape) != shape:
+        raise NoRule("attention with a mask of another shape")
+    return tensor
 
 
 def require_no_mask(mask: Any, is_causal: bool = False) -> None:

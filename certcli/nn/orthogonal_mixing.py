@@ -79,10 +79,14 @@ class TokenMaxMin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
-        across, within = (x + self.shift).split([self.across, d - self.across], dim=-1)
+        shifted = x + self.shift
+        groups = (b, n // (2 * self.stride), -1)
         # the two halves of a group are its tokens at a distance of `stride`
-        met = self.pair(across.reshape(b, n // (2 * self.stride), -1)).reshape(b, n, self.across)
-        return met if self.across == d else torch.cat([met, self.within(within)], dim=-1)
+        if self.across == d:
+            return self.pair(shifted.reshape(groups)).reshape(b, n, d)
+        across, within = shifted.split([self.across, d - self.across], dim=-1)
+        met = self.pair(across.reshape(groups)).reshape(b, n, self.across)
+        return torch.cat([met, self.within(within)], dim=-1)
 
     def extra_repr(self) -> str:
         return f"stride={self.stride}, across={self.across}"

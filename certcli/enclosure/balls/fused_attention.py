@@ -9,7 +9,7 @@ from certcli.enclosure.balls.ball import Near, settled
 from certcli.enclosure.balls.layers import fibres, still
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.engine.attention import fused_attention, require_no_mask
+from certcli.engine.attention import added_to_scores, fused_attention
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 
@@ -18,13 +18,12 @@ from certcli.engine.walk import Constant
 def heads(
     ctx: BallContext, query: Any, key: Any, value: Any, mask: Any, scale: float | None
 ) -> Near:
-    """softmax(scale q k^T) v, heads (1, h, n, e).
+    """softmax(scale q k^T + mask) v, heads (w, h, n, e); w: the windows of one image, or 1.
 
     p'_ij = p_ij exp(t_ij - log S_i), |t_ij| <= T_ij, |log S_i| <= L_i, so
     |out'_i - out_i| <= sum_j min(p_ij e^(T_ij + L_i), 1) |dv_j| + min(sum_j p_ij (e^(T_ij + L_i) - 1) |v_j - o_i|,
     2 max_j |v_j - o_i|).
     """
-    require_no_mask(mask)
     images = next(
         (len(part.centre) for part in (query, key, value) if not isinstance(part, Constant)), 1
     )
@@ -34,12 +33,13 @@ def heads(
         for part in parts
     )
     if any(len(part.shape) != 4 for part in (q, k, v)):
-        raise NoRule("attention over something other than (1, heads, tokens, width)")
+        raise NoRule("attention over something other than (windows, heads, tokens, width)")
+    added = added_to_scores(mask, (*q.shape[:-1], k.shape[-2]))
     width = q.shape[-1]
     count = k.shape[-2]
     factor = width**-0.5 if scale is None else scale
     share, centre, toward, turn, reach, off = ctx.at_centre(
-        "heads", lambda: _facts(q, k, v, factor)
+        "heads", lambda: _facts(q, k, v, factor, added)
     )
     a = q.fibre[..., None]
     b = k.fibre[..., None, :]
@@ -58,7 +58,7 @@ def heads(
     return Near.of(centre, fibre).noisy(off)
 
 
-def _facts(q: Near, k: Near, v: Near, factor: float) -> tuple[Tensor, ...]:
+def _facts(q: Near, k: Near, v: Near, factor: float, added: Tensor | None) -> tuple[Tensor, ...]:
     """At the centres: probabilities (from above), averages; inflated by their rounding
 
     |q_i|, |k_j - m_i|, |v_j - o_i| and what the averages are off by. m_i need not be exact: any row of it serves.
@@ -71,8 +71,13 @@ def _facts(q: Near, k: Near, v: Near, factor: float) -> tuple[Tensor, ...]:
     k_most = fibres(k.centre).amax(-1, keepdim=True)
     v_most = fibres(v.centre).amax(-1, keepdim=True)
     doubt = up(abs(factor) * inner * q_size * k_most, 8)
+    scores = (q.centre * factor) @ k.centre.mT
+    if added is not None:
+        added = added.to(scores)
+        scores = scores + added
+        doubt = up(doubt + inner * added.abs().amax(-1), 4)
     unsure = up(torch.expm1(2 * doubt) * (1 + 2**-40) + inner, 4)
-    share = ((q.centre * factor) @ k.centre.mT).softmax(-1)
+    share = scores.softmax(-1)
     o = share @ v.centre
     m = share @ k.centre
     off = up((unsure + inner) * v_most, 4)

@@ -16,15 +16,19 @@ from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.functions import GELU
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
-from certcli.enclosure.zonotopes.rules.shapes import register_moves
+from certcli.enclosure.zonotopes.rules.shapes import (
+    register_moves,
+    require_entries,
+    zero_padding,
+)
 from certcli.engine import curves
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.activations import ClippedReLU
-from certcli.nn.norms import FloorNorm, Spread, spread_of
+from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 
 def fibres(t: Tensor) -> Tensor:
@@ -48,17 +52,27 @@ def pixels(ctx: BallContext, module: PixelNormalize, x: Near) -> Near:
 
 @rules.module(nn.Linear)
 def linear(ctx: BallContext, module: nn.Linear, x: Any) -> Near:
+    return affine(ctx, x, module.weight, module.bias)
+
+
+@rules.function(F.linear)
+def linear_function(ctx: BallContext, x: Any, weight: Any, bias: Any = None) -> Near:
+    if any(isinstance(part, (Near, Normalised)) for part in (weight, bias)):
+        raise NoRule("a linear map whose weights depend on the image")
+    weight, bias = (part.tensor if isinstance(part, Constant) else part for part in (weight, bias))
+    return affine(ctx, x, weight, bias)
+
+
+def affine(ctx: BallContext, x: Any, weight: Tensor, bias: Tensor | None) -> Near:
     """|W D (z - c)| <= sigma(W D) |z - c|, D what waits of a LayerNorm."""
     gain = x.gain if isinstance(x, Normalised) else None
     near = x.near if isinstance(x, Normalised) else settled(x)
-    slope = ctx.of_weights("slope", lambda: folded_norm(module.weight, gain))
-    length = ctx.of_weights("length", lambda: frobenius_norm(module.weight))
-    offset = 0.0 if module.bias is None else frobenius_norm(module.bias)
+    slope = ctx.of_weights("slope", lambda: folded_norm(weight, gain))
+    length = ctx.of_weights("length", lambda: frobenius_norm(weight))
+    offset = 0.0 if bias is None else frobenius_norm(bias)
     before = x.centre
-    centre = (
-        before @ module.weight.T if module.bias is None else before @ module.weight.T + module.bias
-    )
-    noise = gamma(module.weight.shape[1] + 4) * up(length * _lengths(x, near, before) + offset, 8)
+    centre = before @ weight.T if bias is None else before @ weight.T + bias
+    noise = gamma(weight.shape[1] + 4) * up(length * _lengths(x, near, before) + offset, 8)
     return near.moved(centre, torch.tensor(slope, dtype=torch.float64, device=centre.device), noise)
 
 
@@ -74,6 +88,17 @@ def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
 @rules.module(FloorNorm)
 def layer_norm(ctx: BallContext, module: Any, x: Any) -> Normalised:
     return normalised(module, x)
+
+
+@rules.module(CenterNorm)
+def center_norm(ctx: BallContext, module: CenterNorm, x: Any) -> Near:
+    """Centring lengthens nothing; the gain, as any, multiplies what is left."""
+    x = settled(x)
+    y = x.centre - x.centre.mean(-1, keepdim=True)
+    gain = module.weight * (module.width / (module.width - 1))
+    near = Near.of(y, x.fibre, x.whole).noisy(2 * gamma(module.width + 6) * fibres(x.centre))
+    scaled = near.scale(gain)
+    return scaled.noisy(gamma(2) * fibres(scaled.centre)).shift(module.bias)
 
 
 @rules.function(F.rms_norm)
@@ -129,6 +154,13 @@ def _scaled(
     scaled = x.moved(centre, gain, gamma(2 * width + 32) * fibres(centre))
     far = torch.full_like(scaled.fibre, 2 * math.sqrt(width) * (1 + 2**-40))
     return Normalised(Near.of(centre, torch.minimum(scaled.fibre, far), scaled.whole), weight, bias)
+
+
+@rules.module(MaxMin)
+def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
+    """Sorted pairs are no farther apart than the pairs."""
+    x = settled(x)
+    return Near.of(module(x.centre), x.fibre, x.whole)
 
 
 @rules.module(LayerScale)
@@ -201,14 +233,23 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
     places = torch.arange(math.prod(x.shape), device=x.centre.device).view(x.shape)
     places = run(places)
-    return (
-        rearranged(x, places)
-        if isinstance(places, Tensor)
-        else [rearranged(x, part) for part in places]
-    )
+    several = not isinstance(places, Tensor)
+    require_entries(places if several else [places])
+    return [rearranged(x, part) for part in places] if several else rearranged(x, places)
 
 
 register_moves(rules, arranged, settled)
+
+
+@rules.function(F.pad)
+def padded(
+    ctx: BallContext, x: Any, pad: Any, mode: str = "constant", value: float | None = None
+) -> Near:
+    """Zeros do not move."""
+    x = settled(x)
+    if not zero_padding(x.shape, pad, mode, value):
+        return x
+    return Near.of(F.pad(x.centre, pad), F.pad(x.fibre, pad[2:]), x.whole)
 
 
 @rules.function(torch.mean)

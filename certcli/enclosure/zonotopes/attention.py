@@ -1,5 +1,7 @@
 """Dot-product attention: scores, 1 / sum exp of differences, averages. docs/local.md, section 7."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -38,15 +40,15 @@ def _score_square(a: Tensor, b: Tensor) -> Tensor:
     """|T_ij|_F^2 of T_ij = sum_e a_ie b_je^T, from the Gram matrices of both: (m, 1, h, i, e) ->
     (1, h, i, j).
     """
-    first = torch.einsum("mzhie,mzhif->zhief", a, a).flatten(-2)
-    second = torch.einsum("mzhje,mzhjf->zhjef", b, b).flatten(-2)
+    first = torch.einsum("m...ie,m...if->...ief", a, a).flatten(-2)
+    second = torch.einsum("m...je,m...jf->...jef", b, b).flatten(-2)
     return first @ second.mT
 
 
 def _average_square(a: Tensor, b: Tensor) -> Tensor:
     """Return the same for sum_j a_ij b_je^T: (m, 1, h, i, j) x (m, 1, h, j, e) -> (1, h, i, e)."""
-    first = torch.einsum("mzhij,mzhik->zhijk", a, a).flatten(-2)
-    second = torch.einsum("mzhje,mzhke->zhejk", b, b).flatten(-2)
+    first = torch.einsum("m...ij,m...ik->...ijk", a, a).flatten(-2)
+    second = torch.einsum("m...je,m...ke->...ejk", b, b).flatten(-2)
     return first @ second.mT
 
 
@@ -84,7 +86,8 @@ def softmax(x: Form) -> Form:
     )
     bottom = low.log() - 2.0**-40 * (1 + low.log().abs())
     top = high.log() + 2.0**-40 * (1 + high.log().abs())
-    return capped(apply(EXP, share, bottom, top.clamp_max(0.0)), low, high)
+    probabilities = capped(apply(EXP, share, bottom, top.clamp_max(0.0)), low, high)
+    return replace(probabilities, row_sum_error=x.centre.new_zeros(()))
 
 
 def _bounds(x: Form) -> tuple[Tensor, Tensor]:
@@ -135,11 +138,12 @@ def _distances(columns: Tensor, x: Form) -> Tensor:
 
 
 def average(p: Form, v: Form) -> Form:
-    """p v for probabilities p whose rows sum to 1: (1, h, i, j) x (1, h, j, e) -> (1, h, i, e).
+    """p v for probabilities p whose rows sum to 1: (w, h, i, j) x (w, h, j, e) -> (w, h, i, e).
 
     o = w v + (p - w) (v - w v) for any w with sum 1 in each row: values count relative to their
-    average alone.
+    average alone. Where the sums are s, (s - 1) w v is missing, |s - 1| <= `row_sum_error`.
     """
+    row_sum_error = p.row_sum_error
     p = p.solid()
     tokens = v.shape[-2]
     weight = p.centre / p.centre.sum(-1, keepdim=True)
@@ -169,10 +173,28 @@ def average(p: Form, v: Form) -> Form:
         _average_square,
         lambda p, v: crossing(p, v.linear(lambda t: t.mT)),
     )
-    return out + middle.linear(lambda t: t.expand(*t.shape[:-2], out.shape[-2], t.shape[-1]))
+    out = out + middle.linear(lambda t: t.expand(*t.shape[:-2], out.shape[-2], t.shape[-1]))
+    if row_sum_error is None or not bool(row_sum_error > 0):
+        return out
+    return out.doubted(up(row_sum_error * (weight.abs() @ v.size), tokens + 2))
 
 
-def attend(q: Form, k: Form, v: Form, scale: float) -> Form:
-    """softmax(scale q k^T) v, heads (1, h, n, e)."""
+def matmul(x: Form, y: Form) -> Form:
+    """x y: (.., i, j) x (.., j, e) -> (.., i, e); averages where the rows of x are probabilities."""
+    if x.row_sum_error is not None:
+        return average(x, y)
+    return product(
+        x.worked(),
+        y.worked(),
+        AVERAGES,
+        x.shape[-1],
+        _average_square,
+        lambda x, y: crossing(x, y.linear(lambda t: t.mT)),
+    )
+
+
+def attend(q: Form, k: Form, v: Form, scale: float, added: Tensor | None = None) -> Form:
+    """softmax(scale q k^T + added) v, heads (w, h, n, e); w: the windows of one image, or 1."""
     factor = torch.tensor(scale, dtype=torch.float64, device=q.centre.device)
-    return average(softmax(scores(q.scale(factor), k)), v)
+    alike = scores(q.scale(factor), k)
+    return average(softmax(alike if added is None else alike.shift(added.to(alike.centre))), v)

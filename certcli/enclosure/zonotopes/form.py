@@ -53,6 +53,7 @@ class Form:
 
     Attributes:
         node: what the tensor is in terms of those before it, where a tape is kept.
+        row_sum_error: how far the sums of rows (last axis) are from 1, (); None: unknown.
     """
 
     space: Space
@@ -61,6 +62,7 @@ class Form:
     slack: Tensor
     blocks: Blocks = ()
     node: Node | None = None
+    row_sum_error: Tensor | None = None
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -259,7 +261,12 @@ class Form:
         node = self.then(
             self.shape, lambda rows: (rows,), None, up(error + gamma(BACK) * self.size)
         )
-        return Form(self.space, self.centre, self.gens, up(self.slack + error), self.blocks, node)
+        row_sum_error = self.row_sum_error
+        if row_sum_error is not None:
+            largest = torch.as_tensor(error).to(self.centre).amax()
+            row_sum_error = up(row_sum_error + self.shape[-1] * largest, 4)
+        slack = up(self.slack + error)
+        return Form(self.space, self.centre, self.gens, slack, self.blocks, node, row_sum_error)
 
     def known_as(self, node: Node | None) -> "Form":
         return replace(self, node=node, _cache=self._cache)

@@ -64,6 +64,11 @@ def register_arithmetic(
         x = settle(x)
         return x.shift(-constant_operand(y, x.centre, x.shape))
 
+    @table.function(operator.neg, torch.neg)
+    @table.method("neg")
+    def opposite(ctx: Any, x: Any) -> Any:
+        return negative(settle(x))
+
     @table.function(operator.mul, operator.imul, torch.mul)
     @table.method("mul", "mul_")
     def multiplied(ctx: Any, x: Any, y: Any) -> Any:

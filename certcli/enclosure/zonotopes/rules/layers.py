@@ -12,19 +12,27 @@ from torch.nn import functional as F
 from certcli.enclosure.zonotopes.attention import attend
 from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH
-from certcli.enclosure.zonotopes.normalisation import layer_norm
+from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.rounding import gamma
+from certcli.enclosure.zonotopes.rules.arithmetic import negative
+from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
-from certcli.engine.attention import attention_module, fused_attention, require_no_mask
+from certcli.engine.attention import (
+    added_to_scores,
+    attention_module,
+    fused_attention,
+    require_no_mask,
+)
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.activations import ClippedReLU
-from certcli.nn.norms import FloorNorm, Spread, spread_of
+from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 NORMS = (nn.LayerNorm, TimmLayerNorm, FloorNorm)
 _NOTHING = (nn.Identity, nn.Dropout, DropPath)
-TOKENWISE = (nn.Linear, *NORMS, nn.GELU, nn.ReLU, *_NOTHING, LayerScale)
+TOKENWISE = (nn.Linear, *NORMS, CenterNorm, nn.GELU, nn.ReLU, *_NOTHING, LayerScale)
 QUERIES = (Attention,)
 
 
@@ -36,6 +44,19 @@ def nothing(ctx: ZonotopeContext, module: nn.Module, x: Form) -> Form:
 @rules.module(nn.Linear)
 def linear(ctx: ZonotopeContext, module: nn.Linear, x: Form) -> Form:
     return affine(x, module.weight, module.bias)
+
+
+@rules.function(F.linear)
+def linear_function(ctx: ZonotopeContext, x: Any, weight: Any, bias: Any = None) -> Form:
+    if not isinstance(x, Form) or isinstance(weight, Form) or isinstance(bias, Form):
+        raise NoRule("a linear map whose weights depend on the image")
+    return affine(x, stored(weight, x.centre), None if bias is None else stored(bias, x.centre))
+
+
+def stored(value: Any, like: Tensor) -> Tensor:
+    """Return a constant's tensor, of like's type and place."""
+    tensor: Tensor = value.tensor if isinstance(value, Constant) else value
+    return tensor.to(like)
 
 
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
@@ -50,6 +71,15 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
 @rules.module(FloorNorm)
 def normalise(ctx: ZonotopeContext, module: Any, x: Form) -> Form:
     return layer_norm(x, spread_of(module), module.weight, module.bias)
+
+
+@rules.module(CenterNorm)
+def center_norm(ctx: ZonotopeContext, module: CenterNorm, x: Form) -> Form:
+    factor = torch.tensor(module.width / (module.width - 1), dtype=torch.float64)
+    gain = (module.weight * factor).to(x.centre)
+    y = centred(x)
+    # the gain is rounded
+    return y.scale(gain).doubted(gamma(2) * y.size * gain.abs()).shift(module.bias)
 
 
 @rules.function(F.rms_norm)
@@ -82,6 +112,16 @@ def clipped_relu(ctx: ZonotopeContext, module: ClippedReLU, x: Form) -> Form:
     threshold = module.threshold.to(x.centre)
     over = relu(x.scale(-torch.ones_like(threshold)).shift(threshold))
     return relu(over.scale(-torch.ones_like(threshold)).shift(threshold))
+
+
+@rules.module(MaxMin)
+def maxmin(ctx: ZonotopeContext, module: MaxMin, x: Form) -> Form:
+    """With d = max(a - b, 0): max(a, b) = b + d and min(a, b) = a - d, one error for both."""
+    half = x.shape[-1] // 2
+    first = x.linear(lambda t: t[..., :half])
+    second = x.linear(lambda t: t[..., half:])
+    difference = relu(first + negative(second)).solid()
+    return joined([second + difference, first + negative(difference)], len(x.shape) - 1)
 
 
 @rules.module(LayerScale)
@@ -159,7 +199,7 @@ def attention(
 def attention_function(
     ctx: ZonotopeContext, query: Form, key: Form, value: Form, mask: Any, scale: float | None
 ) -> Form:
-    require_no_mask(mask)
     if not all(isinstance(part, Form) and len(part.shape) == 4 for part in (query, key, value)):
         raise NoRule("attention over something constant")
-    return attend(query, key, value, scale if scale is not None else query.shape[-1] ** -0.5)
+    added = added_to_scores(mask, (*query.shape[:-1], key.shape[-2]))
+    return attend(query, key, value, scale if scale is not None else query.shape[-1] ** -0.5, added)

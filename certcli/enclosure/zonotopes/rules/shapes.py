@@ -2,11 +2,12 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.form import Form
@@ -28,7 +29,7 @@ _METHODS = (
         "squeeze",
         "unsqueeze",
     ),
-    *("unbind", "chunk", "split", "select", "narrow", "clone"),
+    *("unbind", "chunk", "split", "select", "narrow", "clone", "roll"),
 )
 # columns are not laid out as the traced tensor was: a view of it may need a copy here
 ARRANGING_METHODS = {
@@ -36,7 +37,7 @@ ARRANGING_METHODS = {
 }
 ARRANGING_FUNCTIONS = (
     torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.unbind,
-    torch.chunk, torch.split, torch.select, torch.narrow, torch.clone,
+    torch.chunk, torch.split, torch.select, torch.narrow, torch.clone, torch.roll,
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return function(t, *args, **kwargs)
 
     centre = run(x.centre)
+    require_entries([centre] if isinstance(centre, Tensor) else centre)
     slack = run(x.slack)
     columns = torch.vmap(run)(x.gens)
     if isinstance(centre, Tensor):
@@ -57,6 +59,12 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     for i, (c, g, s) in enumerate(zip(centre, columns, slack, strict=True)):
         forms.append(Form(x.space, c, g, s, x.blocks, x.arranged(_part(torch.vmap(run), i), c)))
     return forms
+
+
+def require_entries(parts: Iterable[Tensor]) -> None:
+    """Raise NoRule for a part without entries, which has neither bounds nor a longest row."""
+    if any(part.numel() == 0 for part in parts):
+        raise NoRule("a part of a tensor without entries")
 
 
 def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor]:
@@ -99,6 +107,26 @@ def untokened(node: fx.Node, shape: tuple[int, ...], index: Any) -> Any:
 
 
 register_moves(rules, arranged)
+
+
+def zero_padding(shape: tuple[int, ...], padding: Any, mode: str, value: float | None) -> bool:
+    """Return whether zeros are added anywhere. NoRule: numbers other than 0, entries cut off, images
+    added.
+    """
+    if mode != "constant" or value not in (None, 0) or min(padding, default=0) < 0:
+        raise NoRule("padding by other than zeros")
+    if len(padding) > 2 * (len(shape) - 1) and any(padding[2 * (len(shape) - 1) :]):
+        raise NoRule("padding along the batch")
+    return any(padding)
+
+
+@rules.function(F.pad)
+def padded(
+    ctx: ZonotopeContext, x: Form, pad: Any, mode: str = "constant", value: float | None = None
+) -> Form:
+    if not zero_padding(x.shape, pad, mode, value):
+        return x
+    return x.linear(lambda t: F.pad(t, pad), lambda t: F.pad(t, pad))
 
 
 @rules.method("mean")
