@@ -267,6 +267,17 @@ def test_a_line_beside_a_floored_function_is_off_by_no_more_than_its_error(f: Fu
     assert float((off.abs().amax(0) / fit.error).min()) > 0.9
 
 
+def test_an_average_holds_for_rows_that_rounding_kept_from_summing_to_one() -> None:
+    """Executed probabilities, each off by as much as it may be, of values far from 0."""
+    (case,) = (case for case in CASES if case.name == "average")
+    x, v = forms(case, 1e-3, squares_on=True, seed=0)
+    v = v.shift(torch.tensor(10.0).double())
+    low, high = attention.average(attention.softmax(x).doubted(0.01), v).interval()
+    for sign in (1, -1):
+        truth = (x.centre.softmax(-1) + 0.01 * sign) @ v.centre
+        assert bool(((low <= truth) & (truth <= high)).all())
+
+
 def test_parts_of_different_shapes_are_no_enclosure() -> None:
     x = form(torch.zeros(1, 3, 4).double())
     assert Enclosure.shape(None, x) == (1, 3, 4)  # type: ignore[arg-type]
