@@ -28,7 +28,7 @@ QUICK = [
     "conv-after-norm", "clipped-relu", "layer-norm-linear", "floor-norm", "rms-norm-torch", "layer-scale", "mean-linear",
     "in-place-residual", "two-names", "expand", "split-heads", "chunks", "attention-bare", "attention-fused",
     "gelu-tanh", "spelled-rounded-enclosed", "linear-function", "maxmin", "attention-windows", "attention-written",
-    "pad-channels", "roll-flat", "softmax", "center-norm",
+    "pad-channels", "roll-flat", "softmax", "center-norm", "batch-norm-folded",
 ]  # fmt: skip
 """They reach every entry of both tables; the other rows are other sizes and compositions of the
 same.
@@ -38,7 +38,8 @@ ROWS = [
     *("linear", "linear-twice", "normalize", "conv-3", "conv-groups", "layer-norm", "rms-norm", "gelu"),
     *("layer-scale-of-one", "layer-scale-2d", "residual", "gain-after-linear", "gain-before-linear"),
     *("negative-scale", "mixed-tokens", "attention", "attention-qk-norm", "parts", "convex", "weighted"),
-    *("floor-norm-linear", "center-norm-folded", "attention-masked", "attention-talking", "rolled"),
+    *("floor-norm-linear", "batch-norm", "batch-norm-folded-twice", "center-norm-folded", "attention-masked"),
+    *("attention-talking", "rolled"),
     *("rolled-between-linear", "sort", "sort-in-windows", "sort-between-linear", "sort-partly"),
 ]  # fmt: skip
 RADII = (1e-6, 0.02, 0.3) if EVERY else (0.05,)

@@ -16,9 +16,12 @@ from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.functions import GELU
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
+from certcli.enclosure.zonotopes.rules.layers import of_statistics
 from certcli.enclosure.zonotopes.rules.shapes import (
     register_moves,
     require_entries,
+    require_one_place,
+    unsqueezed,
     zero_padding,
 )
 from certcli.engine import curves
@@ -99,6 +102,18 @@ def center_norm(ctx: BallContext, module: CenterNorm, x: Any) -> Near:
     near = Near.of(y, x.fibre, x.whole).noisy(2 * gamma(module.width + 6) * fibres(x.centre))
     scaled = near.scale(gain)
     return scaled.noisy(gamma(2) * fibres(scaled.centre)).shift(module.bias)
+
+
+@rules.function(F.batch_norm)
+def batch_norm(
+    ctx: BallContext, x: Any, running_mean: Any, running_var: Any, weight: Any = None,
+    bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Near:  # fmt: skip
+    x = settled(x)
+    mean, gain, offset = of_statistics(x, running_mean, running_var, weight, bias, training, eps)
+    out = x.shift(-mean).scale(gain)
+    out = out.noisy(gamma(6) * fibres(out.centre))
+    return out if offset is None else out.shift(offset)
 
 
 @rules.function(F.rms_norm)
@@ -272,6 +287,17 @@ def mean(ctx: BallContext, x: Any, dim: Any, keepdim: bool = False) -> Near:
     return Near.of(centre, fibre, whole).noisy(
         gamma(count + 4) * fibres(x.centre.abs().mean(over, keepdim))
     )
+
+
+@rules.function(F.adaptive_avg_pool2d)
+def mean_of_map(ctx: BallContext, x: Any, output_size: Any) -> Near:
+    require_one_place(x.shape, output_size)
+    return mean(ctx, x, (2, 3), keepdim=True)
+
+
+@rules.function(torch.stack)
+def stack(ctx: BallContext, parts: Any, dim: int = 0) -> Near:
+    return cat(ctx, unsqueezed(parts, dim, arranged), dim)
 
 
 @rules.function(torch.cat, torch.concat)

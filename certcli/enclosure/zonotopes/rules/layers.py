@@ -1,6 +1,6 @@
 """Modules with a relaxation of their own."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import DropPath, LayerScale
@@ -80,6 +80,44 @@ def center_norm(ctx: ZonotopeContext, module: CenterNorm, x: Form) -> Form:
     y = centred(x)
     # the gain is rounded
     return y.scale(gain).doubted(gamma(2) * y.size * gain.abs()).shift(module.bias)
+
+
+class Affine(NamedTuple):
+    """(x - mean) gain + offset channel by channel; gain off by gamma(6) of itself."""
+
+    mean: Tensor
+    gain: Tensor
+    offset: Tensor | None
+
+
+def of_statistics(
+    x: Any, mean: Any, variance: Any, weight: Any, bias: Any, training: bool, eps: float
+) -> Affine:
+    """Return what a BatchNorm does by its stored statistics. NoRule where it does not."""
+    if training or mean is None or variance is None:
+        raise NoRule("a BatchNorm of the batch's own statistics")
+    if any(hasattr(part, "centre") for part in (mean, variance, weight, bias)):
+        raise NoRule("a BatchNorm whose numbers depend on the image")
+    shape = (-1, *[1] * (len(x.shape) - 2))
+    mean, variance, weight, bias = (
+        None if part is None else stored(part, x.centre).reshape(shape)
+        for part in (mean, variance, weight, bias)
+    )
+    if not bool((variance + eps > 0).all()):
+        raise NoRule("a BatchNorm whose variance may be 0")
+    gain = (variance + eps).rsqrt()
+    return Affine(mean, gain if weight is None else gain * weight, bias)
+
+
+@rules.function(F.batch_norm)
+def batch_norm(
+    ctx: ZonotopeContext, x: Form, running_mean: Any, running_var: Any, weight: Any = None,
+    bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Form:  # fmt: skip
+    mean, gain, offset = of_statistics(x, running_mean, running_var, weight, bias, training, eps)
+    centred_form = x.shift(-mean)
+    out = centred_form.scale(gain).doubted(gamma(6) * centred_form.size * gain.abs())
+    return out if offset is None else out.shift(offset)
 
 
 @rules.function(F.rms_norm)

@@ -143,6 +143,37 @@ def mean(ctx: ZonotopeContext, x: Form, dim: Any, keepdim: bool = False) -> Form
     return x.linear(average, average, terms=terms + 2)
 
 
+def require_one_place(shape: tuple[int, ...], output_size: Any) -> None:
+    """Raise NoRule where pooling does not average whole maps (b, c, h, w)."""
+    if len(shape) != 4 or tuple(
+        output_size if isinstance(output_size, (list, tuple)) else (output_size,) * 2
+    ) != (1, 1):
+        raise NoRule("a pooling to other than one place")
+
+
+@rules.function(F.adaptive_avg_pool2d)
+def mean_of_map(ctx: ZonotopeContext, x: Form, output_size: Any) -> Form:
+    require_one_place(x.shape, output_size)
+    return mean(ctx, x, (2, 3), keepdim=True)
+
+
+def unsqueezed(parts: Any, dim: int, move: Callable[..., Any]) -> list[Any]:
+    """Return values and constants with a new axis, as `torch.stack` joins them."""
+    return [
+        Constant(part.tensor.unsqueeze(dim))
+        if isinstance(part, Constant)
+        else part.unsqueeze(dim)
+        if isinstance(part, Tensor)
+        else move(torch.unsqueeze, part, dim)
+        for part in parts
+    ]
+
+
+@rules.function(torch.stack)
+def stack(ctx: ZonotopeContext, parts: Any, dim: int = 0) -> Form:
+    return cat(ctx, unsqueezed(parts, dim, arranged), dim)
+
+
 @rules.function(torch.cat, torch.concat)
 def cat(ctx: ZonotopeContext, parts: Any, dim: int = 0) -> Form:
     tensors = [part.tensor if isinstance(part, Constant) else part for part in parts]
