@@ -103,6 +103,7 @@ soundness: install
 		tests/enclosure/test_zonotope_networks.py tests/enclosure/test_every_rule.py tests/attack/test_families.py tests/certify/test_box.py tests/soundness/test_faults.py
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --nodes 100000
+	$(BIN)/python -m tests.soundness.local_campaign --programs --nodes 60000 --seed 1000000
 
 # an hour, divided among the rooms; answers in build/mutants, from which the next call goes on
 mutants: install

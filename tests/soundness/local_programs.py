@@ -17,11 +17,17 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.layers import LayerScale
 from timm.layers.attention import Attention
+from timm.models.swin_transformer import WindowAttention
+
+from certcli.nn.activations import MaxMin
+from certcli.nn.norms import CenterNorm, FloorNorm
 
 SIZE = (1, 4, 4)
 CLASSES = 3
 LARGEST = 96
 TOKENS = 8
+LATER = 1_000_000
+"""Programs of these seeds hold the parts of `act_later`, too; those of smaller ones stay what they were."""
 Step = Callable[[Tensor], Tensor]
 
 
@@ -159,6 +165,62 @@ def act(w: Writer) -> None:
     w.add(*w.random.choice(table))
 
 
+def act_later(w: Writer) -> None:
+    """What later theorems are about: other norms, attention that is written out, numbers added."""
+    shape = tuple(w.x.shape)
+    width = shape[-1]
+    if len(shape) != 3 or width < 2:
+        raise ValueError("not tokens")
+    heads = 2 if width % 2 == 0 else 1
+    square = w.part(nn.Linear(width, width))
+    floor = w.part(FloorNorm(width, w.random.choice((0.3, 1.0))))
+    centred = w.part(CenterNorm(width))
+    window = w.part(WindowAttention(width, num_heads=heads, window_size=2))
+    statistics = w.part(nn.BatchNorm1d(shape[1]))
+    assert isinstance(statistics, nn.BatchNorm1d)
+    statistics.running_mean = w.normal(shape[1])
+    statistics.running_var = w.normal(shape[1]).square() + 0.1
+    tokens = 2 * w.normal(heads, shape[1], shape[1])
+    matrix, row, axis = w.normal(5, width), w.normal(5), w.axis()
+    before, after = w.random.randrange(2), w.random.randrange(2)
+    table: list[tuple[str, Step]] = [
+        ("norm with a floor", floor),
+        ("norm with a floor, linear", lambda x: square(floor(x))),
+        ("block", lambda x: x + written_out(floor(x), square, heads, tokens)),
+        ("centred norm", centred),
+        ("MaxMin", MaxMin()),
+        ("attention of a window", window),
+        ("attention written out", lambda x: written_out(x, square, heads, tokens)),
+        ("numbers added to scores", lambda x: added(x, square, heads, tokens)),
+        ("softmax", lambda x: square(x).softmax(-1)),
+        ("product of matrices", lambda x: x @ square(x).transpose(1, 2)),
+        ("product of windows", lambda x: torch.bmm(x.softmax(2), x.transpose(-1, -2))),
+        ("linear function", lambda x: F.linear(x, matrix, row)),
+        ("zeros around", lambda x: F.pad(x, (before, after, after, before))),
+        ("rolled", lambda x: x.roll(before + 1, axis)),
+        ("rolled twice", lambda x: torch.roll(x, (1, -1), (1, 2))),
+        ("statistics", statistics),
+        ("negative", lambda x: -x + square(x)),
+        ("stacked", lambda x: torch.stack([x, square(x)], 1).flatten(1, 2)),
+        ("mean of a map", lambda x: F.adaptive_avg_pool2d(x[:, None], 1)[:, 0] + x[..., :1]),
+    ]
+    w.add(*w.random.choice(table))
+
+
+def written_out(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
+    b, n, _ = x.shape
+    q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
+    shares = (0.7 * q @ k.transpose(-2, -1) + numbers).softmax(dim=-1)
+    return (shares @ v).transpose(1, 2).reshape(b, n, -1)
+
+
+def added(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
+    b, n, _ = x.shape
+    q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=numbers)
+    return mixed.transpose(1, 2).reshape(b, n, -1)
+
+
 def split_heads(x: Tensor, maps: nn.Module, heads: int) -> Tensor:
     b, n, _ = x.shape
     q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
@@ -261,9 +323,10 @@ def end(w: Writer) -> None:
 def program(seed: int) -> Program:
     """The program of this seed; steps that torch does not take are drawn again."""
     w = Writer(seed)
+    inner = (act, act_later, act_later, move) if seed >= LATER else (act, act, move)
     kinds = [
         start,
-        *[w.random.choice((act, act, move)) for _ in range(w.random.randint(1, 6))],
+        *[w.random.choice(inner) for _ in range(w.random.randint(1, 6))],
         end,
     ]
     for kind in kinds:
