@@ -109,6 +109,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "ones around": (lambda: Tokens(lambda m, x: F.pad(x, (1, 1), value=1.0), 32), "other than zeros"),
     "an edge repeated": (lambda: Tokens(lambda m, x: F.pad(x, (1, 1), mode="replicate"), 32), "other than zeros"),
     "a part without entries": (lambda: Tokens(lambda m, x: torch.cat(x.split([6, 0], 2), 2)), "without entries"),
+    "rows of length 1": (lambda: Tokens(lambda m, x: F.normalize(x, dim=-1, eps=0.1)), None),
+    "columns of length 1": (lambda: Tokens(lambda m, x: F.normalize(x, dim=1)), "rows of length 1"),
+    "rows of sum 1": (lambda: Tokens(lambda m, x: F.normalize(x, p=1.0, dim=-1)), "rows of length 1"),
+    "a map pooled to four places": (
+        lambda: Tokens(lambda m, x: F.adaptive_avg_pool2d(x[:, None], 2)[:, 0], 4),
+        "other than one place",
+    ),
     "sorted pairs": (lambda: Tokens(lambda m, x: m.act(x), act=MaxMin()), None),
     "centred": (lambda: Tokens(lambda m, x: m.norm(x), norm=CenterNorm(6)), None),
     "fused attention, causal": (lambda: Tokens(sdpa(is_causal=True)), "a mask"),

@@ -308,6 +308,8 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x.clone(),
         lambda m, x: x.unbind(1)[2],
         lambda m, x: operator.neg(x),
+        lambda m, x: x.type_as(x),
+        lambda m, x: x.to(x.dtype),
         lambda m, x: torch.stack([x, 2 * x], 2),
         lambda m, x: functional.adaptive_avg_pool2d(x[:, None], 1),
         bare(torch.neg),

@@ -16,9 +16,10 @@ from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.functions import GELU
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
-from certcli.enclosure.zonotopes.rules.layers import of_statistics
+from certcli.enclosure.zonotopes.rules.layers import of_statistics, unit_length
 from certcli.enclosure.zonotopes.rules.shapes import (
     register_moves,
+    register_types,
     require_entries,
     require_one_place,
     unsqueezed,
@@ -102,6 +103,17 @@ def center_norm(ctx: BallContext, module: CenterNorm, x: Any) -> Near:
     near = Near.of(y, x.fibre, x.whole).noisy(2 * gamma(module.width + 6) * fibres(x.centre))
     scaled = near.scale(gain)
     return scaled.noisy(gamma(2) * fibres(scaled.centre)).shift(module.bias)
+
+
+@rules.function(F.normalize)
+def normalize(
+    ctx: BallContext, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Near:
+    x = settled(x)
+    spread = unit_length(x.shape, p, dim, eps)
+    y = _scaled(x, x.centre, spread, None, None).settled()
+    scaled = y.scale(torch.tensor(x.shape[-1] ** -0.5, dtype=torch.float64))
+    return scaled.noisy(gamma(4) * fibres(scaled.centre))  # the factor and eps^2 / d are rounded
 
 
 @rules.function(F.batch_norm)
@@ -254,6 +266,7 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 register_moves(rules, arranged, settled)
+register_types(rules)
 
 
 @rules.function(F.pad)

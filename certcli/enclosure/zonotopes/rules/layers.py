@@ -1,5 +1,6 @@
 """Modules with a relaxation of their own."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,28 @@ def center_norm(ctx: ZonotopeContext, module: CenterNorm, x: Form) -> Form:
     y = centred(x)
     # the gain is rounded
     return y.scale(gain).doubted(gamma(2) * y.size * gain.abs()).shift(module.bias)
+
+
+def unit_length(shape: tuple[int, ...], p: float, dim: int, eps: float) -> Spread:
+    """Return the spread s of x / max(|x|, eps) = x / (sqrt(d) s) on the last axis.
+
+    Raises:
+        NoRule: another norm or axis, or an eps that is no positive number.
+    """
+    width = shape[-1]
+    if p != 2 or dim % len(shape) != len(shape) - 1 or not 0 < eps < math.inf:
+        raise NoRule("rows of length 1 in another norm, or along another axis than the last")
+    return Spread(0.0, eps * eps / width)
+
+
+@rules.function(F.normalize)
+def normalize(
+    ctx: ZonotopeContext, x: Form, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Form:
+    spread = unit_length(x.shape, p, dim, eps)
+    factor = torch.tensor(x.shape[-1] ** -0.5, dtype=torch.float64, device=x.centre.device)
+    y = layer_norm(x, spread, None, None, center=False)
+    return y.scale(factor).doubted(gamma(4) * y.size)  # the factor and eps^2 / d are rounded
 
 
 class Affine(NamedTuple):

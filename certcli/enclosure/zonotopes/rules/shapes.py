@@ -120,6 +120,24 @@ def zero_padding(shape: tuple[int, ...], padding: Any, mode: str, value: float |
     return any(padding)
 
 
+def register_types(table: RuleTable) -> None:
+    """Register in a domain's table the calls that leave a tensor of float64 as it is."""
+
+    @table.method("to", "type_as")
+    def same(ctx: Any, x: Any, *types: Any, **named: Any) -> Any:
+        """Called with float64, or with a tensor of it, alone."""
+        targets = [*types, *named.values()]
+        if not targets or any(
+            getattr(kind, "dtype", kind) != torch.float64 and not hasattr(kind, "centre")
+            for kind in targets
+        ):
+            raise NoRule("a change of a tensor's type or place")
+        return x
+
+
+register_types(rules)
+
+
 @rules.function(F.pad)
 def padded(
     ctx: ZonotopeContext, x: Form, pad: Any, mode: str = "constant", value: float | None = None
