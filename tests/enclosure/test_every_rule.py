@@ -28,7 +28,7 @@ QUICK = [
     "conv-after-norm", "clipped-relu", "layer-norm-linear", "floor-norm", "rms-norm-torch", "layer-scale", "mean-linear",
     "in-place-residual", "two-names", "expand", "split-heads", "chunks", "attention-bare", "attention-fused",
     "gelu-tanh", "spelled-rounded-enclosed", "linear-function", "maxmin", "attention-windows", "attention-written",
-    "pad-channels", "roll-flat", "softmax", "center-norm", "batch-norm-folded", "l2-normalize",
+    "pad-channels", "roll-flat", "softmax", "center-norm", "batch-norm-folded", "l2-normalize", "attention-pool",
 ]  # fmt: skip
 """They reach every entry of both tables; the other rows are other sizes and compositions of the
 same.

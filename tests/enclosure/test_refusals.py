@@ -81,6 +81,12 @@ def read_twice(net: Any, x: Tensor) -> Tensor:
     return (net.mix(y) + y)[:, 1]
 
 
+def queried(net: Tokens, x: Tensor) -> Tensor:
+    heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
+    query = ADDED[None, :, :, :3]
+    return F.scaled_dot_product_attention(query, heads, heads).transpose(1, 2).flatten(2)
+
+
 def written_out(net: Tokens, x: Tensor) -> Tensor:
     heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
     scores = heads @ heads.transpose(-2, -1) + ADDED
@@ -101,6 +107,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "fused attention, masked": (lambda: Tokens(sdpa(attn_mask=SEEN)), "a mask"),
     "fused attention, hidden tokens": (lambda: Tokens(sdpa(attn_mask=HIDDEN)), "hides tokens"),
     "fused attention, numbers added": (lambda: Tokens(sdpa(attn_mask=ADDED)), None),
+    "a learned query": (lambda: Tokens(queried), None),
     "attention written out": (lambda: Tokens(written_out), None),
     "attention of a window": (lambda: Tokens(lambda m, x: m.mix(x), mix=WindowAttention(6, 2, window_size=2)), None),
     "softmax over the tokens": (lambda: Tokens(lambda m, x: x.softmax(1)), "another axis"),

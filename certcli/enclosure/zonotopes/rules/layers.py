@@ -256,10 +256,24 @@ def attention(
     )
 
 
+def constant_form(constant: Tensor, like: Any) -> Form:
+    """Return a constant as a form of the walk that `like` is of."""
+    if not isinstance(like, Form):
+        raise NoRule("attention over something constant")
+
+    def nothing(t: Tensor) -> Tensor:
+        return t.new_zeros(len(t), *constant.shape)
+
+    form = like.linear(nothing, nothing, transposed=lambda r: r.new_zeros(len(r), *like.shape))
+    return form.shift(constant.to(like.centre))
+
+
 @fused_attention(rules)
 def attention_function(
     ctx: ZonotopeContext, query: Form, key: Form, value: Form, mask: Any, scale: float | None
 ) -> Form:
+    if isinstance(query, Constant):  # a learned query, of pooling by attention
+        query = constant_form(query.tensor, key)
     if not all(isinstance(part, Form) and len(part.shape) == 4 for part in (query, key, value)):
         raise NoRule("attention over something constant")
     added = added_to_scores(mask, (*query.shape[:-1], key.shape[-2]))
