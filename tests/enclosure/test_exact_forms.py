@@ -17,7 +17,7 @@ from certcli.enclosure.balls.table import folded_norm
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes import attention, margins, pointwise, products
 from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
+from certcli.enclosure.zonotopes.form import Form, Space, Unbounded, l2_ball
 from certcli.enclosure.zonotopes.functions import RSQRT, SQRT, Function
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
@@ -265,6 +265,41 @@ def test_a_line_beside_a_floored_function_is_off_by_no_more_than_its_error(f: Fu
     assert bool((off.abs() <= fit.error * (1 + 1e-12)).all())
     # and by little more: cells of a sixteenth of each interval
     assert float((off.abs().amax(0) / fit.error).min()) > 0.9
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_line_beside_a_floored_function_counts_the_rounding_where_it_begins(sign: float) -> None:
+    """f(x) = 1 at x = -2, a slope of 3, and the centre at -5: 1 + 3 (2 + 5) of what is computed."""
+    at = [torch.full((1,), number).double() for number in (-5.0, -2.0, 1.5, 3.0 * sign)]
+    fit = pointwise.kinked_residual(SQRT, *at[:3], 1.0, at[3])
+    first = 1 - 3 * sign * 3  # the largest of f(x) - slope (x - c), or the smallest
+    assert sign * (float(fit.constant) - first) + float(fit.error) >= FUNCTION * 22
+
+
+def test_a_line_beside_a_floored_function_holds_both_parts_exactly() -> None:
+    low = 1e6 + draw(400, seed=1)
+    high = low + 2 * draw(400, seed=2).abs()
+    centre = 1e9 * draw(400, seed=3)
+    slope = draw(400, seed=4)
+    fit = pointwise.kinked_residual(SQRT, centre, low, high, 1e6, slope)
+    inner = low.clamp_min(1e6), high.clamp_min(1e6)
+    upper = pointwise.residual(SQRT, centre, *inner, slope, 0 * slope)
+    for mine, part in zip(exact_ends(fit), exact_ends(upper), strict=True):
+        assert mine[0] <= part[0]
+        assert mine[1] >= part[1]
+
+
+def exact_ends(fit: pointwise.Fit) -> list[tuple[Fraction, Fraction]]:
+    pairs = zip(fit.constant.tolist(), fit.error.tolist(), strict=True)
+    return [(Fraction(c) - Fraction(e), Fraction(c) + Fraction(e)) for c, e in pairs]
+
+
+def test_a_floored_function_of_something_without_bounds_is_refused() -> None:
+    x = form(torch.ones(1, 3).double())
+    endless = Form(x.space, x.centre, x.gens, x.slack + torch.inf, x.blocks)
+    nothing = torch.full((1, 3), torch.inf).double()
+    with pytest.raises(Unbounded, match="without bounds"):
+        pointwise.apply_above(RSQRT, endless, -nothing, nothing, 1.0)
 
 
 def test_an_average_holds_for_rows_that_rounding_kept_from_summing_to_one() -> None:

@@ -173,8 +173,6 @@ def apply_above(f: Function, x: Form, low: Tensor, high: Tensor, minimum: float)
     below, above = x.interval()
     low = torch.maximum(low, below)
     high = torch.minimum(high, above)
-    if not bool((low <= high).all()):
-        raise Unbounded(f"{f.name} of something without bounds")
     inner = (low.clamp_min(minimum), high.clamp_min(minimum))
     smooth = best_fit(f, x, *inner)
     kinked = _kinked_fit(f, x.centre, low, high, minimum)
@@ -185,8 +183,8 @@ def apply_above(f: Function, x: Form, low: Tensor, high: Tensor, minimum: float)
             for name in Fit.__dataclass_fields__
         )
     )
-    if not bool(torch.isfinite(fit.error).all()):
-        raise Unbounded(f"{f.name} of too wide an interval")
+    if not bool(torch.isfinite(fit.error).all()):  # also of NaN
+        raise Unbounded(f"{f.name} of something without bounds")
     return apply_fit(x, fit)
 
 
