@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from certcli.enclosure.balls.attention import Facts, _gains
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, cat, normalised, rms_norm
+from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.enclosure.zonotopes.rounding import FUNCTION
 from certcli.engine.walk import Constant
 from tests.enclosure.test_balls import context, draw
 from tests.helpers.enclosure_cases import CASES, forms
@@ -187,6 +190,53 @@ def scores(
     return change, min(
         math.log1p(sum(a * math.expm1(t) for a, t in zip(p, change, strict=True))), max(change)
     )
+
+
+def length(numbers: Sequence[Decimal]) -> Decimal:
+    return sum((number * number for number in numbers), Decimal(0)).sqrt()
+
+
+def decimals(t: Tensor) -> list[Any]:
+    if t.dim() == 0:
+        return Decimal(float(t))  # type: ignore[return-value]
+    return [decimals(part) for part in t]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_products_of_matrices_follow_their_theorem(seed: int) -> None:
+    """Each row once more with 50 digits, for operands of very different sizes."""
+    scale = 10.0 ** (3 * (seed % 3) - 3)
+    x = near(1, 3, 4, 5, seed=seed)
+    y = near(1, 3, 5, 2, seed=seed + 50)
+    x = Near.of(x.centre * scale, x.fibre)
+    y = Near.of(y.centre, y.fibre * scale)
+    found = product_of_matrices(context(), x, y)
+    assert torch.equal(found.centre, x.centre @ y.centre)
+    with localcontext() as precision:
+        precision.prec = 50
+        for image, head in itertools.product(range(2), range(3)):
+            rows, radii = decimals(x.centre[image, 0, head]), decimals(x.fibre[image, 0, head])
+            matrix = length([length(row) for row in decimals(y.centre[image, 0, head])])
+            moved = length(decimals(y.fibre[image, 0, head]))
+            for row, radius, bound in zip(
+                rows, radii, decimals(found.fibre[image, 0, head]), strict=True
+            ):
+                noise = (5 + 4) * Decimal(2) ** -52 * length(row) * matrix
+                exact = radius * matrix + length(row) * moved + radius * moved + noise
+                assert exact <= bound <= exact * (1 + Decimal(2) ** -40) + noise
+
+
+def test_softmax_halves_what_a_row_moves() -> None:
+    x = near(1, 3, 4, 5, seed=3)
+    far = Near(x.centre, x.fibre, 0.9 * x.whole)
+    found = softmax_of_rows(context(), far, dim=-1)
+    noise = (FUNCTION + 5 * 2.0**-53) * found.centre.norm(dim=-1)
+    for mine, half, error in (
+        (found.fibre, x.fibre / 2, noise),
+        (found.whole, far.whole / 2, noise.flatten(1).norm(dim=1)),
+    ):
+        assert bool((mine >= half + error).all())
+        assert bool((mine <= half * (1 + 2.0**-40) + 4 * error).all())
 
 
 def test_heads_follow_their_theorem() -> None:

@@ -19,7 +19,7 @@ from timm.models.swin_transformer import WindowAttention
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.enclosure.balls import layers
+from certcli.enclosure.balls import layers, spelled_attention
 from certcli.enclosure.balls.attention import attention as of_tokens
 from certcli.enclosure.balls.ball import Near
 from certcli.enclosure.balls.fused_attention import heads
@@ -27,10 +27,11 @@ from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
 from certcli.enclosure.zonotopes.rules import arithmetic as zonotopes
-from certcli.enclosure.zonotopes.rules import shapes
+from certcli.enclosure.zonotopes.rules import shapes, spelled
 from certcli.enclosure.zonotopes.rules.layers import rms_norm
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
@@ -205,10 +206,20 @@ def test_attention_is_refused_what_is_not_the_tokens_of_one_image() -> None:
 
 
 WIDE = torch.rand(1, 1, 2, 8).double()
-FORM, BALL = (make(torch.rand(1, 2, 4).double()) for make in (
-    lambda t: Form(Space(1, False, 9), t, torch.zeros(1, *t.shape).double(), 0 * t),
-    lambda t: Near.of(t[None], 0 * t[None, ..., 0], torch.zeros(1).double()),
-))  # fmt: skip
+
+
+def a_form(*shape: int) -> Form:
+    t = torch.rand(shape).double()
+    return Form(Space(1, False, 9), t, torch.zeros(1, *shape).double(), 0 * t)
+
+
+def a_ball(*shape: int) -> Near:
+    t = torch.rand(1, *shape).double()
+    return Near.of(t, 0 * t[..., 0], torch.zeros(1).double())
+
+
+FORM = a_form(1, 2, 4)
+BALL = a_ball(1, 2, 4)
 # what a rule itself refuses, whatever is found beside it when the network runs
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "forms, divided by 0": (lambda: zonotopes.divide(NO_TOKEN, FORM, 0), "a division"),
@@ -269,3 +280,38 @@ def test_a_rule_refuses_what_it_knows_nothing_of(name: str) -> None:
     call, reason = CALLS[name]
     with pytest.raises(NoRule, match=reason):
         call()
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "make"),
+    [
+        (spelled.product_of_matrices, NO_TOKEN, a_form),
+        (spelled_attention.product_of_matrices, context(), a_ball),
+    ],
+    ids=["forms", "balls"],
+)
+def test_products_that_no_theorem_is_about_are_refused(
+    rule: Callable[..., Any], place: Any, make: Callable[..., Any]
+) -> None:
+    x = make(1, 2, 4)
+    constant = Constant(torch.ones(1, 4, 2).double())
+    for pair, reason in (
+        ((x, constant), "with a constant"),
+        ((constant, x), "with a constant"),
+        ((x, make(3, 4, 2)), "repeats a tensor"),
+        ((make(2, 4), make(4, 3)), "repeats a tensor"),
+        ((x, make(4, 3)), "repeats a tensor"),
+    ):
+        with pytest.raises(NoRule, match=reason):
+            rule(place, *pair)
+    assert rule(place, x, make(1, 4, 3)).shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("axes", "dim", "dtype"), [(3, None, None), (3, 1, None), (3, -1, torch.float32), (1, 0, None)]
+)
+def test_softmax_along_another_axis_is_refused(axes: int, dim: int | None, dtype: Any) -> None:
+    with pytest.raises(NoRule, match="another axis"):
+        spelled.require_rows(axes, dim, dtype)
+    spelled.require_rows(2, 1, None)
+    spelled.require_rows(3, -1, None)
