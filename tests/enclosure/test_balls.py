@@ -48,6 +48,9 @@ def module(kind: str) -> nn.Module:
         "gelu": nn.GELU(),
         "tanh gelu": nn.GELU("tanh"),
         "relu": nn.ReLU(),
+        "silu": nn.SiLU(),
+        "sigmoid": nn.Sigmoid(),
+        "tanh": nn.Tanh(),
         "attention": Attention(8, num_heads=2, qkv_bias=True),
         "after a norm": nn.Sequential(
             nn.LayerNorm(8, eps=1e-3), Attention(8, num_heads=2, qkv_bias=True)
@@ -66,6 +69,9 @@ KINDS = (
     "floor norm",
     "gelu",
     "tanh gelu",
+    "silu",
+    "sigmoid",
+    "tanh",
     "relu",
     "attention",
     "after a norm",
@@ -326,10 +332,10 @@ def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyP
 
 
 def test_what_has_no_theorem_is_named() -> None:
-    with pytest.raises(NoRule, match=r"mlp\.act.*'silu'"):
-        NormsNetwork(network("silu"), SIZE)
+    with pytest.raises(NoRule, match=r"mlp\.act.*'mish'"):
+        NormsNetwork(network("mish"), SIZE)
     with pytest.raises(NoBoundError, match=r"blocks\.0\.mlp\.act") as refused:
-        LocalCertifier(network("silu"), SIZE, Local())
+        LocalCertifier(network("mish"), SIZE, Local())
     assert "--method smoothing" in str(refused.value.hint)
 
 

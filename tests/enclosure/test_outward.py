@@ -20,7 +20,9 @@ from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
 from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, normalised, pixels
 from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
 from certcli.enclosure.zonotopes import rounding
+from certcli.enclosure.zonotopes.attention import average, softmax
 from certcli.enclosure.zonotopes.backward import (
     Hinge,
     HingeChoice,
@@ -158,6 +160,20 @@ def rearranged_and_doubted() -> Numbers:
     return [number for part in (joined, x.doubted(x.whole / 64)) for number in of_ball(part)]
 
 
+def written_out(size: float) -> Numbers:
+    x, y = near(1, 1, 2, 4, 3), near(1, 1, 2, 3, 5)
+    x, y = (Near.of(part.centre, size * part.fibre) for part in (x, y))
+    rows = softmax_of_rows(context(), replace(x, whole=x.whole / 2), dim=-1)
+    parts = product_of_matrices(context(), x, y), rows
+    return [number for part in parts for number in of_ball(part)]
+
+
+def averaged_as_executed() -> Numbers:
+    (case,) = (case for case in CASES if case.name == "average")
+    x, v = forms(case, 0.1, squares_on=True, seed=0)
+    return of_form(average(softmax(x).doubted(1e-3), v))
+
+
 def joined_back() -> Numbers:
     (x,), _ = inputs(CASES[0], 0.05)
     return of_form(joined([x, x, torch.ones(1, 3, 4).double()], 1))
@@ -231,6 +247,9 @@ ROWS: dict[str, Callable[[], Numbers]] = {
         for f in (0.7, -0.7)
         for s in (True, False)
     },
+    "written out": functools.partial(written_out, 0.1),
+    "written out, at rest": functools.partial(written_out, 0.0),
+    "averaged as executed": averaged_as_executed,
     "after a norm": after_a_norm,
     "first layers": first_layers,
     "rearranged and doubted": rearranged_and_doubted,

@@ -345,7 +345,7 @@ def test_probabilities_of_equal_scores_are_still_rounded() -> None:
     and of the average.
     """
     q, k, v = (near(1, 1, 2, 64, 3, seed=seed) for seed in range(3))
-    share, _, _, _, _, off = fused_facts(q.scale(0 * UNIT), k, v, 0.7)
+    share, _, _, _, _, off = fused_facts(q.scale(0 * UNIT), k, v, 0.7, None)
     own = (3 + 64 + 68) * 2.0**-22  # gamma of a width, the tokens and 64
     assert (share >= (1 + own) / 64).all()
     assert (off >= own * v.size.amax(-1, keepdim=True)).all()

@@ -40,6 +40,7 @@ OPTIONS = {
     "qk norm": {"qk_norm": True},
     "rms": {"qk_norm": True, "norm_layer": RmsNorm},
     "silu": {"act_layer": nn.SiLU},
+    "mish": {"act_layer": nn.Mish},
 }
 
 

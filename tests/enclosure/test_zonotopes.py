@@ -17,7 +17,10 @@ from certcli.enclosure.zonotopes.functions import (
     LOG,
     RECIPROCAL,
     RSQRT,
+    SIGMOID,
+    SILU,
     SQRT,
+    TANH,
     Function,
 )
 from certcli.enclosure.zonotopes.margins import _descent, lower_bounds
@@ -236,7 +239,9 @@ def test_rounding_of_functions_is_covered(f: Function) -> None:
 
 
 @pytest.mark.parametrize(
-    "f", [EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name
+    "f",
+    [EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SIGMOID, SILU, SQRT, TANH],
+    ids=lambda f: f.name,
 )
 def test_derivatives_are_those_of_the_function(f: Function) -> None:
     x = torch.linspace(0.3, 4, 50).double() if f.relative else torch.linspace(-4, 4, 50).double()

@@ -9,7 +9,18 @@ from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.functions import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT
+from certcli.enclosure.zonotopes.functions import (
+    EXP,
+    GELU,
+    GELU_TANH,
+    LOG,
+    RECIPROCAL,
+    RSQRT,
+    SIGMOID,
+    SILU,
+    SQRT,
+    TANH,
+)
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
@@ -136,6 +147,9 @@ CASES = (
         lambda x: F.linear(x, _W, _B),
         order=9,
     ),
+    Case("SiLU", ((1, 3, 4),), lambda x: apply(SILU, x), F.silu),
+    Case("sigmoid", ((1, 3, 4),), lambda x: apply(SIGMOID, x), torch.sigmoid),
+    Case("tanh", ((1, 3, 4),), lambda x: apply(TANH, x), torch.tanh),
     Case(
         "norm with a floor",
         ((1, 9, 4),),

@@ -13,7 +13,14 @@ from torch.nn import functional as F
 from certcli.enclosure.balls.ball import Near, Normalised, rearranged, settled
 from certcli.enclosure.balls.table import BallContext, folded_norm, rules
 from certcli.enclosure.zonotopes.form import fitting
-from certcli.enclosure.zonotopes.functions import GELU
+from certcli.enclosure.zonotopes.functions import (
+    GELU,
+    GELU_TANH,
+    SIGMOID,
+    SILU,
+    TANH,
+    Function,
+)
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
 from certcli.enclosure.zonotopes.rules.layers import of_statistics, unit_length
@@ -197,17 +204,40 @@ def layer_scale(ctx: BallContext, module: LayerScale, x: Any) -> Near:
 
 @rules.function(F.gelu)
 def gelu(ctx: BallContext, x: Any, approximate: str = "none") -> Near:
-    """|f'(z)| <= |f'(c)| + sup |f''| r, and never above sup |f'|."""
-    x = settled(x)
-    centre = F.gelu(x.centre, approximate=approximate)
-    shape = curves.GELU if approximate == "none" else curves.GELU_TANH
-    slope = torch.full_like(x.fibre, shape.slope)
     if approximate == "none":
+        return _curve(ctx, x, GELU, curves.GELU)
+    return _curve(ctx, x, GELU_TANH, curves.GELU_TANH)
+
+
+def _curve(ctx: BallContext, x: Any, f: Function, shape: curves.Shape) -> Near:
+    """|f(z) - f(c)| <= min(|f'(c)| + sup |f''| r, sup |f'|) |z - c|."""
+    x = settled(x)
+    centre = f.value(x.centre)
+    slope = torch.full_like(x.fibre, shape.slope)
+    if math.isfinite(shape.second):
         steepest = ctx.at_centre(
-            "slope", lambda: GELU.first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
+            "slope", lambda: f.first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
         )
         slope = torch.minimum(slope, up(steepest + shape.second * x.fibre))
-    return x.moved(centre, slope, 2 * FUNCTION * x.size)  # x Phi(x) cancels for x far below 0
+    # x Phi(x) and x sigmoid(x) cancel for x far below 0
+    return x.moved(centre, slope, FUNCTION * (2 * x.size + fibres(centre)))
+
+
+@rules.function(F.silu)
+def silu(ctx: BallContext, x: Any, inplace: bool = False) -> Near:
+    return _curve(ctx, x, SILU, curves.SILU)
+
+
+@rules.function(torch.sigmoid)
+@rules.method("sigmoid")
+def sigmoid(ctx: BallContext, x: Any) -> Near:
+    return _curve(ctx, x, SIGMOID, curves.SIGMOID)
+
+
+@rules.function(torch.tanh)
+@rules.method("tanh")
+def tanh(ctx: BallContext, x: Any) -> Near:
+    return _curve(ctx, x, TANH, curves.TANH)
 
 
 @rules.function(F.relu, torch.relu)
@@ -227,6 +257,9 @@ def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
 rules.module(nn.ReLU)(with_attributes(relu))
+rules.module(nn.SiLU)(with_attributes(silu))
+rules.module(nn.Sigmoid)(with_attributes(sigmoid))
+rules.module(nn.Tanh)(with_attributes(tanh))
 
 
 @rules.module(

@@ -56,6 +56,16 @@ def _tanh_second(x: Tensor) -> Tensor:
     return s * slope + 0.5 * x * s * (curve - 2 * t * slope * slope)
 
 
+def _logistic_first(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s)
+
+
+def _logistic_second(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s) * (1 - 2 * s)
+
+
 EXP = Function("exp", torch.exp, torch.exp, torch.exp, 0.0)
 LOG = Function("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), 0.0, relative=True)
 RECIPROCAL = Function(
@@ -73,6 +83,23 @@ GELU = Function(
     lambda x: _cumulative(x) + x * _density(x),
     lambda x: _density(x) * (2 - x * x),
     curves.GELU.third,
+)
+SILU = Function(
+    "SiLU",
+    lambda x: x * torch.sigmoid(x),
+    lambda x: torch.sigmoid(x) + x * _logistic_first(x),
+    lambda x: 2 * _logistic_first(x) + x * _logistic_second(x),
+    curves.SILU.third,
+)
+SIGMOID = Function(
+    "sigmoid", torch.sigmoid, _logistic_first, _logistic_second, curves.SIGMOID.third
+)
+TANH = Function(
+    "tanh",
+    torch.tanh,
+    lambda x: 1 - torch.tanh(x) ** 2,
+    lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x) ** 2),
+    curves.TANH.third,
 )
 GELU_TANH = Function(
     "tanh GELU",

@@ -12,7 +12,13 @@ from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.attention import attend
 from certcli.enclosure.zonotopes.form import Form, fitting
-from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH
+from certcli.enclosure.zonotopes.functions import (
+    GELU,
+    GELU_TANH,
+    SIGMOID,
+    SILU,
+    TANH,
+)
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.rounding import gamma
@@ -33,7 +39,18 @@ from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 NORMS = (nn.LayerNorm, TimmLayerNorm, FloorNorm)
 _NOTHING = (nn.Identity, nn.Dropout, DropPath)
-TOKENWISE = (nn.Linear, *NORMS, CenterNorm, nn.GELU, nn.ReLU, *_NOTHING, LayerScale)
+TOKENWISE = (
+    nn.Linear,
+    *NORMS,
+    CenterNorm,
+    nn.GELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.ReLU,
+    *_NOTHING,
+    LayerScale,
+)
 QUERIES = (Attention,)
 
 
@@ -158,6 +175,23 @@ def gelu(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
     return apply(GELU if approximate == "none" else GELU_TANH, x)
 
 
+@rules.function(F.silu)
+def silu(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
+    return apply(SILU, x)
+
+
+@rules.function(torch.sigmoid)
+@rules.method("sigmoid")
+def sigmoid(ctx: ZonotopeContext, x: Form) -> Form:
+    return apply(SIGMOID, x)
+
+
+@rules.function(torch.tanh)
+@rules.method("tanh")
+def tanh(ctx: ZonotopeContext, x: Form) -> Form:
+    return apply(TANH, x)
+
+
 @rules.function(F.relu, torch.relu)
 def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
     return relu(x)
@@ -165,6 +199,9 @@ def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
 
 rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
 rules.module(nn.ReLU)(with_attributes(relu_function))
+rules.module(nn.SiLU)(with_attributes(silu))
+rules.module(nn.Sigmoid)(with_attributes(sigmoid))
+rules.module(nn.Tanh)(with_attributes(tanh))
 
 
 @rules.module(ClippedReLU)
