@@ -203,6 +203,8 @@ def act_later(w: Writer) -> None:
         ("rows of length 1", lambda x: F.normalize(x, dim=-1, eps=0.5)),
         ("cosines", lambda x: written_out(F.normalize(x, dim=-1), square, heads, tokens)),
         ("of its own type", lambda x: x.to(torch.float64).type_as(row)),
+        ("curves", lambda x: F.silu(square(x)) + torch.tanh(x).sigmoid()),
+        ("gate", lambda x: x + F.silu(square(x)) * square(x)),
         ("negative", lambda x: -x + square(x)),
         ("stacked", lambda x: torch.stack([x, square(x)], 1).flatten(1, 2)),
         ("mean of a map", lambda x: F.adaptive_avg_pool2d(x[:, None], 1)[:, 0] + x[..., :1]),
