@@ -120,6 +120,8 @@ def test_going_back_is_going_forward(case: Case) -> None:
         "LayerNorm",
         "LayerNorm, mixed",
         "sign of a LayerNorm",
+        "rows of length 1",
+        "MaxMin",
         "norm with a floor",
         "norm with a floor, mixed",
         "sign of a norm with a floor",

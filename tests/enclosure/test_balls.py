@@ -16,6 +16,7 @@ from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
 from certcli.cli.log.comparison import _certified
 from certcli.cli.log.view import sentence
+from certcli.enclosure.balls import layers
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads
@@ -25,7 +26,8 @@ from certcli.enclosure.balls.table import BallContext, rules
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.evaluation.evidence import decode_evidence
-from certcli.nn.norms import FloorNorm
+from certcli.nn.activations import MaxMin
+from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
 from tests.helpers.grids import EVERY
@@ -100,6 +102,12 @@ def strided_near(x: Near) -> Near:
     return enclosed(conv, arranged(torch.unsqueeze, x, 1))
 
 
+STATISTICS = (draw(5), draw(5, seed=1).square(), draw(5, seed=2), draw(5, seed=3))
+"""Mean, variance, weight and bias."""
+MATRIX = draw(3, 8, seed=7)
+CENTRED = CenterNorm(8).double().requires_grad_(False)
+CENTRED.weight.data = draw(8, seed=8)
+CENTRED.bias.data = draw(8, seed=9)
 # an operation on balls, and the same on (b, 1, 5, 8)
 OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]] = {
     "product": (lambda x: product(x, x.scale(-G)), lambda t: -G * t * t),
@@ -113,6 +121,19 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
     "divided": (lambda x: divide(context(), x, -0.3), lambda t: t / -0.3),
     "RMSNorm": (lambda x: settled(rms_norm(context(), x, (8,), Constant(G), 0.1)), lambda t: F.rms_norm(t, (8,), G, 0.1)),
     "convolution": (strided_near, strided),
+    "rows of length 1": (
+        lambda x: layers.normalize(context(), x, dim=-1, eps=2.5), lambda t: F.normalize(t, dim=-1, eps=2.5)
+    ),
+    "BatchNorm": (
+        lambda x: layers.batch_norm(context(), x, *STATISTICS, eps=0.2),
+        lambda t: F.batch_norm(t.flatten(0, -3), *STATISTICS, eps=0.2).view(t.shape),
+    ),
+    "centred norm": (lambda x: layers.center_norm(context(), CENTRED, x), lambda t: CENTRED(t)),
+    "linear function": (
+        lambda x: layers.linear_function(context(), x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
+    ),
+    "zeros around": (lambda x: layers.padded(context(), x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
+    "MaxMin": (lambda x: layers.maxmin(context(), MaxMin(), x), MaxMin()),
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ FOLDER = Path(certcli.enclosure.__file__).parent
 FILES = sorted(
     "/".join(file.parts[-2:])
     for file in FOLDER.rglob("*.py")
-    if re.search(r"zonotopes.rounding import .*\bup\b", file.read_text())
+    if re.search(r"zonotopes.rounding import .*\b(up|gamma)\b", file.read_text())
 )
 Numbers = list[float]
 

@@ -2,6 +2,7 @@
 it.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +29,12 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
 from certcli.enclosure.zonotopes.rules import arithmetic as zonotopes
 from certcli.enclosure.zonotopes.rules import shapes, spelled
-from certcli.enclosure.zonotopes.rules.layers import rms_norm
+from certcli.enclosure.zonotopes.rules.layers import (
+    batch_norm,
+    linear_function,
+    rms_norm,
+    unit_length,
+)
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
@@ -315,3 +321,57 @@ def test_softmax_along_another_axis_is_refused(axes: int, dim: int | None, dtype
         spelled.require_rows(axes, dim, dtype)
     spelled.require_rows(2, 1, None)
     spelled.require_rows(3, -1, None)
+
+
+DEPENDS = {"forms": a_form(5), "balls": a_ball(1, 5)}
+NUMBERS = torch.ones(2).double()
+
+
+@pytest.mark.parametrize("kind", ["forms", "balls"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"training": True}, "the batch's own"),
+        ({"running_mean": None}, "the batch's own"),
+        ({"running_var": None}, "the batch's own"),
+        ({"running_var": torch.tensor([-0.5, 1.0]).double()}, "may be 0"),
+        ({"running_var": torch.tensor([1.0, -0.75]).double()}, "may be 0"),
+        ({"weight": "image"}, "depend on the image"),
+        ({"bias": "image"}, "depend on the image"),
+    ],
+)
+def test_a_batch_norm_of_anything_but_stored_numbers_is_refused(
+    kind: str, changes: dict[str, Any], reason: str
+) -> None:
+    options = {"running_mean": NUMBERS, "running_var": NUMBERS, "eps": 0.5}
+    options |= {
+        name: DEPENDS[kind] if isinstance(value, str) else value for name, value in changes.items()
+    }
+    rule, place, x = {
+        "forms": (batch_norm, NO_TOKEN, FORM),
+        "balls": (layers.batch_norm, context(), BALL),
+    }[kind]
+    with pytest.raises(NoRule, match=reason):
+        rule(place, x, **options)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["forms", "balls"])
+def test_a_linear_function_of_moving_weights_is_refused(kind: str) -> None:
+    rule, place, x, constant = {
+        "forms": (linear_function, NO_TOKEN, FORM, torch.ones(3, 4).double()),
+        "balls": (layers.linear_function, context(), BALL, torch.ones(3, 4).double()),
+    }[kind]
+    for arguments in ((x, x), (x, constant, x)):
+        with pytest.raises(NoRule, match="depend on the image"):
+            rule(place, *arguments)  # type: ignore[operator]
+    assert rule(place, x, constant).shape == (1, 2, 3)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("p", "dim", "eps"),
+    [(1.0, -1, 0.1), (2.0, 1, 0.1), (2.0, -1, 0.0), (2.0, -1, math.inf), (2.0, -1, math.nan)],
+)
+def test_rows_of_another_length_are_refused(p: float, dim: int, eps: float) -> None:
+    with pytest.raises(NoRule, match="rows of length 1"):
+        unit_length((1, 3, 4), p, dim, eps)
+    assert unit_length((1, 3, 4), 2.0, 2, 0.5).min_variance == 0.0625

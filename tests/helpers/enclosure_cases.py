@@ -26,10 +26,18 @@ from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
 from certcli.enclosure.zonotopes.reduction import reduced
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
-from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu
+from certcli.enclosure.zonotopes.rules.layers import (
+    affine,
+    batch_norm,
+    center_norm,
+    clipped_relu,
+    linear_function,
+    maxmin,
+    normalize,
+)
 from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
-from certcli.nn.activations import ClippedReLU
-from certcli.nn.norms import Spread
+from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.norms import CenterNorm, Spread
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,11 @@ def _weight(*shape: int) -> Tensor:
 _W, _B, _G = _weight(5, 4), _weight(5), _weight(4)
 _CLIPPED = ClippedReLU((3, 4)).double()
 _CLIPPED.threshold.data = _weight(3, 4)
+_CENTRED = CenterNorm(4).double().requires_grad_(False)
+_CENTRED.weight.data = _weight(4)
+_CENTRED.bias.data = _weight(4).flip(0)
+_STATISTICS = (_weight(5), _weight(5).square(), _weight(5).flip(0), _weight(5) / 2)
+"""Mean, variance, weight and bias."""
 _HEADS = (1, 2, 5, 3)
 
 
@@ -150,6 +163,41 @@ CASES = (
     Case("SiLU", ((1, 3, 4),), lambda x: apply(SILU, x), F.silu),
     Case("sigmoid", ((1, 3, 4),), lambda x: apply(SIGMOID, x), torch.sigmoid),
     Case("tanh", ((1, 3, 4),), lambda x: apply(TANH, x), torch.tanh),
+    Case(
+        "centred norm",
+        ((1, 3, 4),),
+        lambda x: center_norm(None, _CENTRED, x),  # type: ignore[arg-type]
+        _CENTRED,
+        order=9,
+    ),
+    Case(
+        "BatchNorm",
+        ((1, 5, 4),),
+        lambda x: batch_norm(None, x, *_STATISTICS, eps=0.2),  # type: ignore[arg-type]
+        lambda x: F.batch_norm(x.flatten(0, -3), *_STATISTICS, eps=0.2).view(x.shape),
+        order=9,
+    ),
+    Case(
+        "linear function",
+        ((1, 3, 4),),
+        lambda x: linear_function(None, x, _W, _B),  # type: ignore[arg-type]
+        lambda x: F.linear(x, _W, _B),
+        order=9,
+    ),
+    Case(
+        "rows of length 1",
+        ((1, 9, 4),),
+        lambda x: normalize(None, x, dim=-1, eps=1.5),  # type: ignore[arg-type]
+        lambda x: F.normalize(x, dim=-1, eps=1.5),
+        order=1,
+    ),
+    Case(
+        "MaxMin",
+        ((1, 3, 4),),
+        lambda x: maxmin(None, MaxMin(), x),  # type: ignore[arg-type]
+        MaxMin(),
+        order=1,
+    ),
     Case(
         "norm with a floor",
         ((1, 9, 4),),
