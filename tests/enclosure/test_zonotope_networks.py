@@ -1,6 +1,7 @@
 """Whole networks: every node stays in its enclosure, attacks at the certified radius find nothing."""
 
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, fx, nn
 import certcli.system.compat  # noqa: F401
 
 # isort: split
+import timm
 from timm.layers.norm import RmsNorm
 from timm.models.vision_transformer import VisionTransformer
 
@@ -291,3 +293,36 @@ def test_a_network_proven_a_little_beyond_a_radius_is_certified_at_it(asked: flo
     """Shares count radii beyond the one that is asked: the grid's points are not these themselves."""
     radius = certified_radius(lambda r: r <= asked * (1 + 1e-5), 1e-2)
     assert radius > asked
+
+
+SMALL = {"img_size": 8, "in_chans": 1, "num_classes": 4, "embed_dim": 8}
+TOKENS = {**SMALL, "patch_size": 4, "depth": 1, "num_heads": 2}
+WINDOWS = {**SMALL, "patch_size": 2, "window_size": 2, "depths": (2,), "num_heads": (2,)}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "beit_base_patch16_224": TOKENS,
+    "cait_xxs24_224": TOKENS,
+    "eva02_tiny_patch14_224": TOKENS,
+    "swin_tiny_patch4_window7_224": WINDOWS,
+    "swinv2_tiny_window8_256": WINDOWS,
+    "vit_base_patch16_siglip_224": TOKENS,
+    "vit_small_patch16_dinov3": TOKENS,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_networks_of_timm_are_proven_near_an_image_and_no_attack_succeeds_there(name: str) -> None:
+    torch.manual_seed(3)
+    spec = InputSpec(size=(1, 8, 8), mean=(0.5,), std=(0.5,))
+    model = PixelModel(spec, timm.create_model(name, pretrained=False, **FAMILIES[name]))
+    model = model.double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    pixels = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(4)).double()
+    label = int(model(pixels).argmax())
+    certifier = LocalCertifier(
+        model, spec.size, Local(effort="zonotope", at=[1e-3]), symbols=400, steps=0
+    )
+    (row,) = certifier.batch([0], pixels, [label])
+    assert row.radius >= 1e-3
+    moved = pixels + row.radius * directions(model, pixels, label, 40).view(-1, *spec.size)
+    assert (model(moved).argmax(1) == label).all()
