@@ -9,6 +9,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -297,16 +298,41 @@ def test_the_example_trains_goes_on_and_is_read(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(seconds: float) -> list[float]:
-        words = ["plain.safetensors", "digits", "--widths", "8", "16", "--batch", "8"]
+        words = [str(net), "digits", "--widths", "8", "16", "--batch", "8"]
         monkeypatch.setattr("sys.argv", ["diffusion.py", *words, "--seconds", str(seconds)])
         monkeypatch.setattr("sys.argv", [*sys.argv, "-o", str(tmp_path)])
         runpy.run_path(str(EXAMPLE), run_name="__main__")
         return load_file(tmp_path / "training.safetensors")["progress"].tolist()
 
-    monkeypatch.chdir(workshop)
+    net = workshop / "plain.safetensors"
     steps, spent = train(0.3)
     more_steps, more_spent = train(spent + 0.3)
     assert more_steps > steps > 0
     assert more_spent >= spent + 0.3
     assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("side", "reason"), [("4", None), ("3", "a multiple of 2"), ("16", "at most 8")]
+)
+def test_the_example_trains_on_squares_of_the_images(
+    side: str,
+    reason: str | None,
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without attention, so that a square and a whole image are seen alike."""
+    net = str(workshop / "plain.safetensors")
+    words = [net, "digits", "--widths", "8", "16", "--batch", "4", "--steps", "2"]
+    monkeypatch.setattr("sys.argv", ["diffusion.py", *words, "--crop", side, "-o", str(tmp_path)])
+    with nullcontext() if reason is None else pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    if reason is not None:
+        assert reason in capsys.readouterr().err
+        return
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["add_attention"] is False
+    assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")
