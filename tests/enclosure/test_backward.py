@@ -121,6 +121,7 @@ def test_going_back_is_going_forward(case: Case) -> None:
         "LayerNorm, mixed",
         "sign of a LayerNorm",
         "rows of length 1",
+        "rows over their sums",
         "MaxMin",
         "norm with a floor",
         "norm with a floor, mixed",

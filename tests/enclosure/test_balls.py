@@ -120,6 +120,11 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
     "entries twice": (lambda x: cat(context(), [x, x], -1), lambda t: torch.cat([t, t], 3)),
     "divided": (lambda x: divide(context(), x, -0.3), lambda t: t / -0.3),
     "RMSNorm": (lambda x: settled(rms_norm(context(), x, (8,), Constant(G), 0.1)), lambda t: F.rms_norm(t, (8,), G, 0.1)),
+    "sum of tokens": (lambda x: layers.total(context(), x, 1), lambda t: t.sum(2)),
+    "rows over their sums": (
+        lambda x: divide(context(), x.shift(20 * G), layers.total(context(), x.shift(4 + 0 * G), -1, keepdim=True)),
+        lambda t: (t + 20 * G) / (t + 4).sum(-1, keepdim=True),
+    ),
     "convolution": (strided_near, strided),
     "rows of length 1": (
         lambda x: layers.normalize(context(), x, dim=-1, eps=2.5), lambda t: F.normalize(t, dim=-1, eps=2.5)

@@ -88,6 +88,12 @@ def read_twice(net: Any, x: Tensor) -> Tensor:
     return (net.mix(y) + y)[:, 1]
 
 
+def shares(net: Tokens, x: Tensor) -> Tensor:
+    y = 3 + x
+    y /= y.sum(dim=-1).unsqueeze(-1)
+    return y
+
+
 def queried(net: Tokens, x: Tensor) -> Tensor:
     heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
     query = ADDED[None, :, :, :3]
@@ -130,6 +136,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
         lambda: Tokens(lambda m, x: F.adaptive_avg_pool2d(x[:, None], 2)[:, 0], 4),
         "other than one place",
     ),
+    "shares of a sum": (lambda: Tokens(shares), None),
+    "a sum of the batch": (lambda: Tokens(lambda m, x: x.sum(0, keepdim=True)), "a sum over the batch"),
     "sorted pairs": (lambda: Tokens(lambda m, x: m.act(x), act=MaxMin()), None),
     "centred": (lambda: Tokens(lambda m, x: m.norm(x), norm=CenterNorm(6)), None),
     "fused attention, causal": (lambda: Tokens(sdpa(is_causal=True)), "a mask"),

@@ -301,6 +301,7 @@ WINDOWS = {**SMALL, "patch_size": 2, "window_size": 2, "depths": (2,), "num_head
 FAMILIES: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": TOKENS,
     "cait_xxs24_224": TOKENS,
+    "convit_tiny": {**TOKENS, "depth": 2, "local_up_to_layer": 1},
     "eva02_tiny_patch14_224": TOKENS,
     "swin_tiny_patch4_window7_224": WINDOWS,
     "swinv2_tiny_window8_256": WINDOWS,

@@ -25,7 +25,7 @@ from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
 from certcli.enclosure.zonotopes.reduction import reduced
-from certcli.enclosure.zonotopes.rules.arithmetic import negative
+from certcli.enclosure.zonotopes.rules.arithmetic import divide, negative
 from certcli.enclosure.zonotopes.rules.layers import (
     affine,
     batch_norm,
@@ -35,6 +35,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
     maxmin,
     normalize,
 )
+from certcli.enclosure.zonotopes.rules.shapes import total
 from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
@@ -197,6 +198,14 @@ CASES = (
         lambda x: maxmin(None, MaxMin(), x),  # type: ignore[arg-type]
         MaxMin(),
         order=1,
+    ),
+    Case("sum of tokens", ((1, 3, 4),), lambda x: total(None, x, 1), lambda x: x.sum(-2), order=9),  # type: ignore[arg-type]
+    Case(
+        "rows over their sums",
+        ((1, 3, 4),),
+        lambda x: divide(None, x, total(None, x, -1, keepdim=True)),  # type: ignore[arg-type]
+        lambda x: x / x.sum(-1, keepdim=True),
+        positive=True,
     ),
     Case(
         "norm with a floor",

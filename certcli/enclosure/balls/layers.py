@@ -29,6 +29,7 @@ from certcli.enclosure.zonotopes.rules.shapes import (
     register_types,
     require_entries,
     require_one_place,
+    summed_axes,
     unsqueezed,
     zero_padding,
 )
@@ -387,13 +388,36 @@ register_arithmetic(
 )
 
 
-@rules.function(operator.truediv, torch.div)
+@rules.method("sum")
+@rules.function(torch.sum)
+def total(ctx: BallContext, x: Any, dim: Any = None, keepdim: bool = False) -> Near:
+    x = settled(x)
+    dims = summed_axes(x.shape, dim)
+    count = math.prod(x.shape[d] for d in dims)
+    return mean(ctx, x, dims, keepdim).scale(torch.tensor(float(count), dtype=torch.float64))
+
+
+def ratio(x: Near, y: Near) -> Near:
+    """|a / b - c / d| <= |a - c| / |b| + |c / d| |b - d| / |b|, for one number b a row."""
+    centre = x.centre / y.centre
+    lowest = (y.centre[..., 0].abs() - y.fibre) * (1 - gamma(2))
+    above = 1 / torch.where(lowest > 0, lowest, 0.0)  # inf: of something that may be 0
+    length = fibres(centre)
+    fibre = up((x.fibre + length * y.fibre) * above, 8)
+    return Near.of(centre, fibre).noisy(gamma(4) * length)
+
+
+@rules.function(operator.truediv, operator.itruediv, torch.div)
 @rules.method("div")
 def divide(ctx: BallContext, x: Any, y: Any) -> Near:
     """By a number: what is divided by it is as far off as the product with a rounded inverse, and
-    one rounding more.
+    one rounding more. By one number a row: `ratio`.
     """
+    if isinstance(x, Constant):
+        raise NoRule("a division by something other than a number")
     x = settled(x)
+    if isinstance(y, (Near, Normalised)) and y.shape == (*x.shape[:-1], 1):
+        return ratio(x, settled(y))
     if not isinstance(y, (int, float)) or y == 0:
         raise NoRule("a division by something other than a number")
     centre = x.centre / y

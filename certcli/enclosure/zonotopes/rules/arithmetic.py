@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form, fitting
-from certcli.enclosure.zonotopes.products import TIMES, product
+from certcli.enclosure.zonotopes.functions import RECIPROCAL
+from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.products import TIMES, product, scaled
 from certcli.enclosure.zonotopes.reduction import reduced
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule, RuleTable
@@ -90,10 +92,12 @@ register_arithmetic(
 )
 
 
-@rules.function(operator.truediv, torch.div)
+@rules.function(operator.truediv, operator.itruediv, torch.div)
 @rules.method("div")
 def divide(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
-    """By a number."""
+    """By a number, or by one number above 0 a row."""
+    if isinstance(x, Form) and isinstance(y, Form) and y.shape == (*x.shape[:-1], 1):
+        return scaled(x.worked(), apply(RECIPROCAL, y.worked()).solid())
     if not isinstance(x, Form) or not isinstance(y, (int, float)) or y == 0:
         raise NoRule("a division by something other than a number")
     return x.linear(lambda t: t / y, lambda t: t / abs(y), terms=1)

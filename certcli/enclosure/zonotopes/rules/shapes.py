@@ -161,6 +161,27 @@ def mean(ctx: ZonotopeContext, x: Form, dim: Any, keepdim: bool = False) -> Form
     return x.linear(average, average, terms=terms + 2)
 
 
+@rules.method("sum")
+@rules.function(torch.sum)
+def total(ctx: ZonotopeContext, x: Form, dim: Any = None, keepdim: bool = False) -> Form:
+    dims = summed_axes(x.shape, dim)
+    terms = math.prod(x.shape[d] for d in dims)
+
+    def added(t: Tensor) -> Tensor:
+        return t.sum([d + 1 for d in dims], keepdim)
+
+    return x.linear(added, added, terms=terms)
+
+
+def summed_axes(shape: tuple[int, ...], dim: Any) -> list[int]:
+    """Return the axes of a sum. NoRule: over the batch, or over all."""
+    axes = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    dims = sorted({d % len(shape) for d in axes})
+    if 0 in dims or not dims:
+        raise NoRule("a sum over the batch")
+    return dims
+
+
 def require_one_place(shape: tuple[int, ...], output_size: Any) -> None:
     """Raise NoRule where pooling does not average whole maps (b, c, h, w)."""
     if len(shape) != 4 or tuple(
