@@ -91,11 +91,9 @@ def main() -> None:
     factor = shape.factor
     if any(side % factor for side in spec.size[1:]):
         parser.error(f"{levels} levels need sides that are multiples of {factor}: fewer --widths")
-    if options.crop is not None:
-        if options.crop < factor or options.crop % factor or options.crop > min(spec.size[1:]):
-            parser.error(
-                f"--crop {options.crop}: a multiple of {factor}, at most {min(spec.size[1:])}"
-            )
+    shortest = min(spec.size[1:])
+    if options.crop is not None and (options.crop % factor or not 0 < options.crop <= shortest):
+        parser.error(f"--crop {options.crop}: a multiple of {factor}, at most {shortest}")
     train(images, shape, Schedule(), options)
 
 

@@ -208,8 +208,9 @@ def test_products_of_matrices_follow_their_theorem(seed: int) -> None:
     scale = 10.0 ** (3 * (seed % 3) - 3)
     x = near(1, 3, 4, 5, seed=seed)
     y = near(1, 3, 5, 2, seed=seed + 50)
-    x = Near.of(x.centre * scale, x.fibre)
-    y = Near.of(y.centre, y.fibre * scale)
+    moves = float(seed % 2)  # at rest nothing but rounding is left
+    x = Near.of(x.centre * scale, x.fibre * moves)
+    y = Near.of(y.centre, y.fibre * scale * moves)
     found = product_of_matrices(context(), x, y)
     assert torch.equal(found.centre, x.centre @ y.centre)
     with localcontext() as precision:
