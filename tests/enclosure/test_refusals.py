@@ -377,7 +377,14 @@ def test_a_linear_function_of_moving_weights_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("p", "dim", "eps"),
-    [(1.0, -1, 0.1), (2.0, 1, 0.1), (2.0, -1, 0.0), (2.0, -1, math.inf), (2.0, -1, math.nan)],
+    [
+        (1.0, -1, 0.1),
+        (2.0, 1, 0.1),
+        (2.0, -1, 0.0),
+        (2.0, -1, 1e-170),
+        (2.0, -1, math.inf),
+        (2.0, -1, math.nan),
+    ],
 )
 def test_rows_of_another_length_are_refused(p: float, dim: int, eps: float) -> None:
     with pytest.raises(NoRule, match="rows of length 1"):

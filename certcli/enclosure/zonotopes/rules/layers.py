@@ -104,10 +104,10 @@ def unit_length(shape: tuple[int, ...], p: float, dim: int, eps: float) -> Sprea
     """Return the spread s of x / max(|x|, eps) = x / (sqrt(d) s) on the last axis.
 
     Raises:
-        NoRule: another norm or axis, or an eps that is no positive number.
+        NoRule: another norm or axis, or an eps whose square is no positive number.
     """
     width = shape[-1]
-    if p != 2 or dim % len(shape) != len(shape) - 1 or not 0 < eps < math.inf:
+    if p != 2 or dim % len(shape) != len(shape) - 1 or not 1e-150 < eps < math.inf:
         raise NoRule("rows of length 1 in another norm, or along another axis than the last")
     return Spread(0.0, eps * eps / width)
 
@@ -145,7 +145,7 @@ def of_statistics(
     )
     if not bool((variance + eps > 0).all()):
         raise NoRule("a BatchNorm whose variance may be 0")
-    gain = (variance + eps).rsqrt()
+    gain = 1 / (variance + eps).sqrt()  # both are rounded correctly, which rsqrt is not
     return Affine(mean, gain if weight is None else gain * weight, bias)
 
 
