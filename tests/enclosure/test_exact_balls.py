@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from certcli.enclosure.balls.attention import Facts, _gains
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import arranged, cat, normalised, rms_norm
+from certcli.enclosure.balls.layers import arranged, cat, divide, normalised, rms_norm
 from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
 from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.form import Form, Space
@@ -206,8 +206,8 @@ def decimals(t: Tensor) -> list[Any]:
 def test_products_of_matrices_follow_their_theorem(seed: int) -> None:
     """Each row once more with 50 digits, for operands of very different sizes."""
     scale = 10.0 ** (3 * (seed % 3) - 3)
-    x = near(1, 3, 4, 5, seed=seed)
-    y = near(1, 3, 5, 2, seed=seed + 50)
+    x = near(1, 3, 4, 40, seed=seed)
+    y = near(1, 3, 40, 2, seed=seed + 50)
     moves = float(seed % 2)  # at rest nothing but rounding is left
     x = Near.of(x.centre * scale, x.fibre * moves)
     y = Near.of(y.centre, y.fibre * scale * moves)
@@ -222,9 +222,25 @@ def test_products_of_matrices_follow_their_theorem(seed: int) -> None:
             for row, radius, bound in zip(
                 rows, radii, decimals(found.fibre[image, 0, head]), strict=True
             ):
-                noise = (5 + 4) * Decimal(2) ** -52 * length(row) * matrix
+                noise = (40 + 4) * Decimal(2) ** -52 * length(row) * matrix
                 exact = radius * matrix + length(row) * moved + radius * moved + noise
                 assert exact <= bound <= exact * (1 + Decimal(2) ** -40) + noise
+
+
+@pytest.mark.parametrize("share", [0.5, 0.999, 1.0, 2.0])
+def test_a_quotient_reaches_as_far_as_the_least_divisor_lets_it(share: float) -> None:
+    x = near(1, 4, 5, seed=1)
+    d = draw(2, 1, 4, 1, seed=2)
+    y = Near.of(d, share * d[..., 0].abs())
+    found = divide(context(), x, y)
+    assert torch.equal(found.centre, x.centre / d)
+    if share >= 1:
+        assert bool(found.fibre.isinf().all())
+        return
+    smallest = (1 - share) * d[..., 0].abs()
+    there = (x.centre.norm(dim=-1) + x.fibre) / smallest - (x.centre / d).norm(dim=-1)
+    assert bool((found.fibre >= there * (1 - 1e-12)).all())
+    assert bool((found.fibre <= there * (1 + 1e-12)).all())
 
 
 def test_softmax_halves_what_a_row_moves() -> None:
