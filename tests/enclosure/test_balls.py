@@ -16,7 +16,7 @@ from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
 from certcli.cli.log.comparison import _certified
 from certcli.cli.log.view import sentence
-from certcli.enclosure.balls import layers
+from certcli.enclosure.balls import activations, layers
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.fused_attention import heads
@@ -138,7 +138,7 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
         lambda x: layers.linear_function(context(), x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
     ),
     "zeros around": (lambda x: layers.padded(context(), x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
-    "MaxMin": (lambda x: layers.maxmin(context(), MaxMin(), x), MaxMin()),
+    "MaxMin": (lambda x: activations.maxmin(context(), MaxMin(), x), MaxMin()),
 }  # fmt: skip
 
 

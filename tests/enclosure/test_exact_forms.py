@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from certcli.enclosure.balls.activations import gelu
 from certcli.enclosure.balls.ball import Near
-from certcli.enclosure.balls.layers import gelu, mean, rms_norm
+from certcli.enclosure.balls.layers import mean, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork, _margins
 from certcli.enclosure.balls.table import folded_norm
 from certcli.enclosure.balls.table import rules as ball_rules

@@ -3,4 +3,10 @@
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
-from certcli.enclosure.balls import attention, fused_attention, layers, spelled_attention  # noqa: F401 (for their decorators)
+from certcli.enclosure.balls import (  # noqa: F401 (for their decorators)
+    activations,
+    attention,
+    fused_attention,
+    layers,
+    spelled_attention,
+)
