@@ -24,6 +24,7 @@ from certcli.certify.local_options import (
     BRANCH,
     NORMS,
     SECONDS,
+    TOKENS,
     ZONOTOPE,
     Local,
 )
@@ -31,9 +32,15 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
-from certcli.enclosure.zonotopes.memory import affordable, available, keep_pages
+from certcli.enclosure.zonotopes.memory import (
+    affordable,
+    available,
+    fits_by_fibres,
+    keep_pages,
+)
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.search import BEYOND, certified_radius
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.table import NoRule
@@ -45,7 +52,7 @@ from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
 
 METHOD = "local"
-SYMBOLS = {ZONOTOPE: 4000, BACKWARD: 2000, BRANCH: 2000}
+SYMBOLS = {ZONOTOPE: 4000, BACKWARD: 2000, BRANCH: 2000, TOKENS: 1}
 """Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
 SQUARES = 128
 """Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map makes of them."""
@@ -105,7 +112,12 @@ class LocalCertifier(ProvingCertifier):
                 self.title += f" ({self._why})"
             return
         self.at_once = 1
-        self.title = f"an enclosure of each image's neighbourhood, {self.symbols:,} box symbols from block to block"
+        symbols_kept = (
+            "errors in one ellipsoid a token"
+            if self.walked == TOKENS
+            else f"{self.symbols:,} box symbols from block to block"
+        )
+        self.title = f"an enclosure of each image's neighbourhood, {symbols_kept}"
         if self.walked in (BACKWARD, BRANCH):
             self.title += ", and back"
         if self.walked == BRANCH:
@@ -129,7 +141,12 @@ class LocalCertifier(ProvingCertifier):
             self.walked = ZONOTOPE if self._has_squares(network) else BACKWARD
         self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
         self.most_symbols = self.most_symbols or SYMBOLS[self.walked]
-        symbols = affordable(network, self.squares, self.most_symbols, available(self._device))
+        memory = available(self._device)
+        if self.walked == TOKENS:
+            self.most_symbols = SYMBOLS[TOKENS]
+            symbols = self.most_symbols if fits_by_fibres(network, memory) else None
+        else:
+            symbols = affordable(network, self.squares, self.most_symbols, memory)
         # without symbols it takes minutes for little
         if symbols is None or (symbols == 0 and self.effort == AUTO):
             self._why = "enclosures of this network do not fit into memory"
@@ -326,16 +343,15 @@ class LocalCertifier(ProvingCertifier):
     def start(self, image: Tensor, radius: float, *, in_box: bool) -> Form:
         """Return the form of the images (1, c, h, w) within `radius`, and [0, 1] if `in_box`."""
         back = self.walked in (BACKWARD, BRANCH)
+        settings: dict[str, Any] = {
+            "limit": self.symbols,
+            "tape": back,
+            "in_box": in_box,
+            "by_fibres": self.walked == TOKENS,
+        }
         if self.norm == "linf":
-            return linf_ball(image, radius, limit=self.symbols, tape=back, in_box=in_box)
-        return l2_ball(
-            image,
-            radius,
-            squares_up_to=self.squares,
-            limit=self.symbols,
-            tape=back,
-            in_box=in_box,
-        )
+            return linf_ball(image, radius, **settings)
+        return l2_ball(image, radius, squares_up_to=self.squares, **settings)
 
     def proven(
         self, image: Tensor, label: int, radius: float, further: Further = optimised

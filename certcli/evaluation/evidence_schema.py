@@ -89,7 +89,7 @@ class NoOptions(_Closed):
 
 
 class LocalOptions(_Closed):
-    effort: Literal["norms", "zonotope", "backward", "branch", "auto"]
+    effort: Literal["norms", "tokens", "zonotope", "backward", "branch", "auto"]
     norm: Norm
     symbols: Annotated[int, Meta(ge=0, le=10**6)]
     steps: Annotated[int, Meta(ge=0, le=64)]

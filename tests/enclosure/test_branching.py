@@ -19,8 +19,8 @@ from certcli.enclosure.zonotopes.ascent import Ascent
 from certcli.enclosure.zonotopes.backward import Node, descend, least
 from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import Further
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.parabolas import proven
 from certcli.enclosure.zonotopes.trees import Tree, Unit
 from certcli.system.errors import DataError, NoBoundError, UsageError

@@ -15,7 +15,8 @@ from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.coordinates import Coordinates, coordinates_of
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.first_map import changed
-from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.models.pixels import PixelModel
 from tests.enclosure.test_zonotope_networks import node_values
 from tests.soundness.local_laws import share_of_form

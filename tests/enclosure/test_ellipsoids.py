@@ -9,7 +9,8 @@ from torch import Tensor
 from certcli.enclosure.zonotopes import ellipsoids, reduction, symbols
 from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.ellipsoids import factor, pairing, root, spectral
-from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
+from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import crossing, scaled, squares
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.symbols import Block, lengths, reach_of, reach_of_differences

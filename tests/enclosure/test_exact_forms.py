@@ -18,10 +18,11 @@ from certcli.enclosure.balls.table import folded_norm
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes import attention, margins, pointwise, products
 from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Space, Unbounded, l2_ball
+from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.functions import RSQRT, SQRT, Function
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square
 from certcli.enclosure.zonotopes.quadratic import quadratic_radius
 from certcli.enclosure.zonotopes.rounding import FUNCTION

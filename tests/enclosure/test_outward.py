@@ -3,6 +3,7 @@ grows, none shrinks.
 """
 
 import functools
+import math
 import re
 import sys
 from collections import defaultdict
@@ -34,17 +35,20 @@ from certcli.enclosure.zonotopes.backward import (
 from certcli.enclosure.zonotopes.coordinates import Coordinates
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.first_map import changed
-from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import lower_bounds
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import relu
+from certcli.enclosure.zonotopes.reduction import by_fibres
 from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.models.pixels import PixelNormalize
 from tests.enclosure.test_backward import hinged, inputs
 from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind
 from tests.enclosure.test_zonotope_networks import SIZE, image, network
-from tests.helpers.enclosure_cases import CASES, forms
+from tests.helpers.enclosure_cases import CASES, fibre_forms, forms
 from tests.helpers.sites import Site, Sites
 
 FOLDER = Path(certcli.enclosure.__file__).parent
@@ -174,6 +178,18 @@ def averaged_as_executed() -> Numbers:
     return of_form(average(softmax(x).doubted(1e-3), v))
 
 
+def attended_by_fibres(size: float, factor: float, token: int | None, boxed: bool) -> Numbers:
+    q, k, v = fibre_forms(((1, 4, 6),) * 3, size, 0, positive=False, boxed=boxed)
+    q = q.scale(torch.tensor(factor).double())
+    asked = q if token is None else q.linear(lambda t: t[:, :, token : token + 1])
+    try:
+        form = attend_by_fibres(asked, k, v, 2, 0.7, token)
+    except Unbounded:  # rounded up until nothing is known
+        return [math.inf] * 20
+    beside = by_fibres(form).with_common_symbols()
+    return [number for part in (form, beside) for number in of_form(part)]
+
+
 def joined_back() -> Numbers:
     (x,), _ = inputs(CASES[0], 0.05)
     return of_form(joined([x, x, torch.ones(1, 3, 4).double()], 1))
@@ -250,6 +266,13 @@ ROWS: dict[str, Callable[[], Numbers]] = {
     "written out": functools.partial(written_out, 0.1),
     "written out, at rest": functools.partial(written_out, 0.0),
     "averaged as executed": averaged_as_executed,
+    **{
+        f"by fibres {size} {factor} {token} {boxed}": functools.partial(
+            attended_by_fibres, size, factor, token, boxed
+        )
+        for size, factor in ((0.1, 1.0), (0.3, 1.0), (0.0, 1.0), (1e-3, 60.0))
+        for token, boxed in ((None, False), (2, True))
+    },
     "after a norm": after_a_norm,
     "first layers": first_layers,
     "rearranged and doubted": rearranged_and_doubted,

@@ -26,7 +26,8 @@ from certcli.enclosure.balls.ball import Near
 from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Space, l2_ball
+from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.rules import arithmetic as zonotopes
 from certcli.enclosure.zonotopes.rules import shapes, spelled
 from certcli.enclosure.zonotopes.rules.layers import (

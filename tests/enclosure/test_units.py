@@ -26,7 +26,7 @@ from certcli.enclosure.zonotopes import parabolas as parabolas_module
 from certcli.enclosure.zonotopes import rounding
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
-from certcli.enclosure.zonotopes.form import Form, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.functions import (
     EXP,
     GELU,
@@ -43,6 +43,7 @@ from certcli.enclosure.zonotopes.margins import (
     lower_bounds,
     normalised_margins,
 )
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import apply, relu

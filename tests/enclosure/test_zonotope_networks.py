@@ -18,8 +18,9 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.memory import affordable
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.replay import executed
 from certcli.models.pixels import PixelModel
@@ -98,6 +99,7 @@ def largest_share(
     symbols: int,
     *,
     partial: bool = False,
+    by_fibres: bool = False,
 ) -> float:
     """Over all nodes and directions: distance from the form at this direction, over what the form
     leaves free.
@@ -111,7 +113,8 @@ def largest_share(
             forms[node] = (value, token)
 
     with suppress(Unbounded) if partial else nullcontext():
-        local.margins(l2_ball(pixels, radius, squares_up_to=squares, limit=symbols), label, watch)
+        start = l2_ball(pixels, radius, squares_up_to=squares, limit=symbols, by_fibres=by_fibres)
+        local.margins(start, label, watch)
     worst = 0.0
     for e in directions(local.ending.trace.root, pixels, label, 3):
         values = node_values(local, pixels + radius * e.view_as(pixels))

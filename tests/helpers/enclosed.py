@@ -16,8 +16,9 @@ from certcli.enclosure.balls import table as balls
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import table as zonotopes
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball, linf_ball
+from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.engine.replay import executed
 from certcli.evaluation.perturbation import Norm
 from certcli.models.pixels import PixelModel

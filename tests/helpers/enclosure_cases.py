@@ -294,3 +294,46 @@ def evaluate(form: Form, e: Tensor, n: Tensor, known: Blocks) -> tuple[Tensor, T
     used = torch.cat([form.gens[: form.fixed], *given])
     symbols = torch.cat([*columns, n[:, : len(used) - form.fixed]], 1)
     return form.centre + torch.tensordot(symbols, used, dims=1), free
+
+
+OWN = (Block(-3, 4, 1, of_fibres=True), Block(-4, 4, 2, of_fibres=True))
+"""Four box symbols and two groups of two, of each fibre its own."""
+
+
+def fibre_forms(
+    shapes: tuple[tuple[int, ...], ...], size: float, seed: int, *, positive: bool, boxed: bool
+) -> list[Form]:
+    """Random forms of radius about `size` whose symbols are the fibres' own, as large as the ball's."""
+    generator = torch.Generator().manual_seed(seed)
+    space = Space(BALL, squares=False, limit=14, boxed=boxed, by_fibres=True)
+    made = []
+    for shape in shapes:
+        centre, *gens = (
+            torch.randn(*lead, *shape, generator=generator).double()
+            for lead in ((), (BALL,), (BOX,))
+        )
+        slack = torch.rand(*shape, generator=generator).double() * size**2 / 4
+        columns = torch.cat(gens) * (size / BALL**0.5)
+        made.append(Form(space, centre.abs() + 1 if positive else centre, columns, slack, OWN))
+    return made
+
+
+def evaluate_fibres(form: Form, e: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """The form at symbols e (b, m) and n (b, box, fibres) of `OWN`, and the radius of the rest."""
+    own = {block.name: part for block, part in zip(OWN, n.split(4, 1), strict=True)}
+    middle = form.centre + torch.tensordot(e, form.ball, dims=1)
+    free = form.slack.clone()
+    for block, part in runs(form.box, form.blocks):
+        name, place = block.name if isinstance(block.name, tuple) else (block.name, None)
+        if name not in own:
+            free = free + reach_of(part, (block,))
+        elif block.of_fibres:
+            columns = part.flatten(1, -2)
+            moved = torch.einsum("bkf,kfd->bfd", own[name], columns)
+            middle = middle + moved.view(-1, *form.shape)
+        else:
+            symbols = (
+                own[name].transpose(1, 2).flatten(1) if place is None else own[name][..., place]
+            )
+            middle = middle + torch.tensordot(symbols, part, dims=1)
+    return middle, free

@@ -29,7 +29,8 @@ from certcli.enclosure.balls.ball import Near, Normalised
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.replay import executed
 from certcli.engine.table import NoRule

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import BRANCH, NORMS, ZONOTOPE, Local
+from certcli.certify.local_options import BRANCH, NORMS, TOKENS, ZONOTOPE, Local
 from certcli.certify.proof_options import REAL
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.form import Form, Unbounded, l2_ball
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.engine.replay import executed
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
@@ -97,7 +98,11 @@ def share_of_ball(near: Near, e: Tensor, truth: Tensor) -> float:
 
 
 def walked(
-    network: LocalNetwork | NormsNetwork, pixels: Tensor, label: int, radius: float
+    network: LocalNetwork | NormsNetwork,
+    pixels: Tensor,
+    label: int,
+    radius: float,
+    by_fibres: bool = False,
 ) -> tuple[dict[fx.Node, tuple[object, int | None]], Tensor | None]:
     """Every node's value in a walk around the image, and the margins; None where the walk has no
     end.
@@ -110,7 +115,9 @@ def walked(
     try:
         if isinstance(network, LocalNetwork):
             return values, network.margins(
-                l2_ball(pixels, radius, squares_up_to=128, limit=300), label, watch
+                l2_ball(pixels, radius, squares_up_to=128, limit=300, by_fibres=by_fibres),
+                label,
+                watch,
             )
         at = torch.tensor([radius], dtype=torch.float64)
         return values, network.margins(pixels, at, torch.tensor([label]), watch=watch)[0]
@@ -128,7 +135,8 @@ def check_nodes(
         isinstance(network, LocalNetwork) and network.ending.norm is not None
     )  # its margins have the sign alone
     label = seed % CLASSES
-    _, margins = walked(network, pixels, label, 0.0)
+    by_fibres = name == TOKENS
+    _, margins = walked(network, pixels, label, 0.0, by_fibres)
     truth = torch.stack([logits[label] - z for j, z in enumerate(logits) if j != label])
     noise = 1e-9 * (1 + logits.abs().max())
     if margins is not None and bool(
@@ -138,7 +146,7 @@ def check_nodes(
         return
     moves = guided(traced, pixels, seed)
     for radius in NODES_AT:
-        values, _ = walked(network, pixels, label, radius)
+        values, _ = walked(network, pixels, label, radius, by_fibres)
         points = [node_values(traced, pixels + radius * e) for e in moves]
         for node, (value, token) in values.items():
             for part, tensors in beside(value, [point[node] for point in points], token):
@@ -219,7 +227,7 @@ def check(seed: int, found: Found) -> None:
     model = program(seed)
     laws = Found()
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()
-    for name in (ZONOTOPE, NORMS, BRANCH):
+    for name in (ZONOTOPE, TOKENS, NORMS, BRANCH):
         options = Local(
             effort=name,
             at=() if name == NORMS else RADII,
@@ -229,7 +237,7 @@ def check(seed: int, found: Found) -> None:
         try:
             certifier = LocalCertifier(model, SIZE, options, symbols=300, steps=1)
             if name != BRANCH:
-                network = certifier.network if name == ZONOTOPE else certifier._balls()
+                network = certifier._balls() if name == NORMS else certifier.network
                 check_nodes(laws, name, network, pixels, seed)
             check_certificate(laws, model, certifier, pixels, seed)
         except (NoRule, Untraceable, NoBoundError) as reason:

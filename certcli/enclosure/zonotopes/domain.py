@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ from certcli.enclosure.zonotopes.margins import (
 )
 from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.rules.layers import NORMS, QUERIES, TOKENWISE
+from certcli.enclosure.zonotopes.rules.layers import (
+    FIBREWISE,
+    FIBREWISE_FUNCTIONS,
+    NORMS,
+    QUERIES,
+    TOKENWISE,
+)
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.replay import close, executed, noise_like, replayed, result_of
 from certcli.engine.table import NoRule, RuleTable
@@ -68,6 +75,7 @@ class Enclosure(Domain):
         self.ending = ending
         self.needed = needed
         self.start = start
+        self.by_fibres = isinstance(start, Form) and start.space.by_fibres
         self.watch = watch
         self.checked = set(ending.trace.graph.nodes) if thorough else {last_of(ending.trace)}
         self.runs = [(place, executed(ending.trace, image)) for place, image in witnesses]
@@ -91,6 +99,8 @@ class Enclosure(Domain):
     def result(self, value: Any, call: Call) -> Any:
         """Return the enclosure with room for what rounding adds in this operation."""
         assert call.node is not None
+        if self.by_fibres:
+            value = with_space(value, by_fibres=True, limit=self.start.space.limit)
         value = self._executed(value, call.node)
         return value if self.change is None else self.change(call.node, value)
 
@@ -112,6 +122,21 @@ class Enclosure(Domain):
         return ZonotopeContext(call.node, self.needed.get(call.node))
 
     def read(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
+        value = self._needed_of(node, argument, value)
+        if self.by_fibres and not self._fibrewise(node):
+            # a rule that mixes fibres makes no symbols of single ones
+            return with_space(value, by_fibres=False, limit=0)
+        return value
+
+    def _fibrewise(self, node: fx.Node) -> bool:
+        """Tell whether the rule of a node keeps the symbols of each fibre its own."""
+        if node.op != "call_module":
+            return node.target in FIBREWISE_FUNCTIONS
+        module = type(self.ending.trace.root.get_submodule(str(node.target)))
+        shape = node.meta["shape"]
+        return module in FIBREWISE or (module in QUERIES and len(shape) == 3 and shape[0] == 1)
+
+    def _needed_of(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
         read = reads(self.ending.trace, node, self.needed.get(node), tokenwise)
         if read is None or self.needed.get(argument) is not None or node.target is operator.getitem:
             return value
@@ -141,6 +166,16 @@ class Enclosure(Domain):
         if bool((value.farthest(place, truth) > _ROUNDING * truth.norm()).any()):
             where = node.meta.get("path") or "the network"
             raise NoRule(f"{where} ({node.name}): its theorem excludes what the network does there")
+
+
+def with_space(value: Any, *, by_fibres: bool, limit: int) -> Any:
+    """Return forms whose errors become symbols of single fibres, or whose symbols are common."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_space(part, by_fibres=by_fibres, limit=limit) for part in value)
+    if not isinstance(value, Form):
+        return value
+    common = value if by_fibres else value.with_common_symbols()
+    return replace(common, space=replace(common.space, by_fibres=by_fibres, limit=limit))
 
 
 def tokenwise(module: nn.Module) -> bool:
@@ -278,6 +313,12 @@ class LocalNetwork:
             fresh = max(fresh, 2 * entries)
         return pixels, stream, largest, fresh
 
+    @property
+    def widest(self) -> int:
+        """Return the most entries of a token behind the image."""
+        shapes = (node.meta.get("shape") for node in self.ending.trace.graph.nodes)
+        return max((shape[-1] for shape in shapes if isinstance(shape, tuple) and shape), default=1)
+
     def last_form(
         self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None
     ) -> Form:
@@ -351,4 +392,4 @@ class LocalNetwork:
         """Return the token that the last layers read, (1, d)."""
         if self.ending.token is not None and form.shape[1] > 1:
             form = form.choose(self.ending.token)
-        return form.linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))
+        return form.with_common_symbols().linear(lambda t: t.reshape(len(t), 1, t.shape[-1]))

@@ -42,11 +42,12 @@ def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
     total = up(slack.sum(-1), slack.shape[-1])
     terms = slack.shape[-1]
     for columns, width in parts:
-        if not bool(columns.any()):
-            continue
         grouped = columns.unflatten(0, (-1, width))
         # one axis after the other: five times as fast
-        length = torch.linalg.vector_norm(grouped, dim=3).norm(dim=1) + TINY
+        length = torch.linalg.vector_norm(grouped, dim=3).norm(dim=1)
+        if not bool(length.any()):  # below 1e-150, which `factor`'s room is above
+            continue
+        length = length + TINY
         scaled = (grouped / length.sqrt()[:, None, :, None]).flatten(0, 1).movedim(0, -1)
         gram = gram + scaled @ scaled.mT
         total = total + norm1(length)
@@ -101,6 +102,10 @@ def grouped(x: Form, root: Tensor) -> Form:
     """Return x + R f, for a group of symbols f a fibre: R (fibres, d, d)."""
     width = root.shape[-1]
     count = len(root)
+    if x.space.by_fibres:
+        columns = root.permute(2, 0, 1).reshape(width, *x.shape)
+        blocks = (*x.blocks, Block.fresh(width, width, of_fibres=True))
+        return Form(x.space, x.centre, torch.cat([x.gens, columns]), x.slack, blocks)
     gens = x.gens.new_zeros(len(x.gens) + count * width, *x.shape)
     gens[: len(x.gens)] = x.gens
     rows = gens[len(x.gens) :].view(count, width, count, width)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import (
     BACK,
-    Ball,
     Node,
     Pull,
     adjoint,
@@ -31,6 +30,8 @@ from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
+_LARGEST = 2**27
+"""Entries of the columns that one operation may make of the symbols of single fibres: a gigabyte."""
 
 
 class Unbounded(Exception):
@@ -99,9 +100,11 @@ class Form:
     def farthest(self, e: Tensor, truth: Tensor) -> Tensor:
         """Return how far the truth lies outside the form at e, by entry: > 0 by rounding only."""
         e = self.space.symbols(e)
-        first, second = pairs(self.space.ball)
-        weight = weights(self.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=e, axes=0)
-        columns = [e, e[first] * e[second] * weight] if self.space.squares else [e]
+        columns = [e]
+        if self.space.squares:
+            first, second = pairs(self.space.ball)
+            weight = weights(self.space.ball, diagonal=1.0, off_diagonal=2**0.5, like=e, axes=0)
+            columns.append(e[first] * e[second] * weight)
         middle = self.centre + torch.tensordot(torch.cat(columns), self.gens[: self.fixed], dims=1)
         return (truth - middle).abs() - self.box_radius
 
@@ -272,8 +275,47 @@ class Form:
         return replace(self, node=node, _cache=self._cache)
 
     def choose(self, token: int) -> "Form":
-        """Return the one token at this place of axis 1."""
-        return self.linear(lambda t: t[:, :, token : token + 1])
+        """Return the one token at this place of axis 1, (1, n, d) -> (1, 1, d)."""
+        if not self.has_fibres_own:
+            return self.linear(lambda t: t[:, :, token : token + 1])
+        if self.centre.dim() != 3 or len(self.centre) != 1:
+            raise NoRule("a choice of tokens that are not the fibres of one image")
+        chosen = self.linear(lambda t: t[:, :, token : token + 1])
+        return replace(chosen, blocks=tuple(block.at(token) for block in self.blocks))
+
+    @property
+    def has_fibres_own(self) -> bool:
+        """Return whether some symbols are of one fibre each."""
+        return any(block.of_fibres for block in self.blocks)
+
+    def with_common_symbols(self) -> "Form":
+        """Return the form with the symbols of its fibres side by side, for maps that mix fibres.
+
+        Raises:
+            Unbounded: the columns are too many.
+        """
+        if not self.has_fibres_own:
+            return self
+        width = self.shape[-1]
+        fibres = self.centre.numel() // width
+        columns = [self.gens[: self.fixed]]
+        blocks = []
+        for block, part in runs(self.box, self.blocks):
+            if block.of_fibres:
+                if len(part) * fibres * self.centre.numel() > _LARGEST:
+                    raise Unbounded("an operation that mixes tokens, of too many symbols")
+                spread = part.new_zeros(fibres, len(part), fibres, width)
+                spread.diagonal(dim1=0, dim2=2).copy_(
+                    part.reshape(len(part), fibres, width).permute(0, 2, 1)
+                )
+                part = spread.view(-1, *self.shape)
+                block = block.of_all(fibres)
+            columns.append(part)
+            blocks.append(block)
+        return Form(
+            self.space, self.centre, torch.cat(columns), self.slack, tuple(blocks), self.node,
+            self.row_sum_error,
+        )  # fmt: skip
 
     def shift(self, constant: Tensor) -> "Form":
         """Return x + constant (broadcast to the shape of x)."""
@@ -310,11 +352,13 @@ class Form:
         """Make each entry's slack a box symbol, where allowed: later maps can cancel it."""
         if not self.space.limit:
             return self
-        count = self.centre.numel()
+        by_fibres = self.space.by_fibres
+        count = self.shape[-1] if by_fibres else self.centre.numel()
         gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
         gens[: len(self.gens)] = self.gens
-        gens[len(self.gens) :].view(count, count).diagonal().copy_(self.slack.flatten())
-        blocks = (*self.blocks, Block.fresh(count))
+        columns = gens[len(self.gens) :].view(count, -1, count)
+        columns.diagonal(dim1=0, dim2=2).copy_(self.slack.reshape(-1, count))
+        blocks = (*self.blocks, Block.fresh(count, of_fibres=by_fibres))
         return Form(self.space, self.centre, gens, torch.zeros_like(self.slack), blocks, self.node)
 
     def worked(self) -> "Form":
@@ -342,64 +386,3 @@ def _over(x: Form, blocks: Blocks) -> Form:
         if block in columns:
             part.copy_(columns[block])
     return replace(x, gens=gens, blocks=blocks, _cache=x._cache)
-
-
-def l2_ball(
-    image: Tensor,
-    radius: float,
-    *,
-    squares_up_to: int,
-    limit: int,
-    tape: bool = False,
-    in_box: bool = False,
-) -> Form:
-    """Return all images within l2 `radius` of `image` (1, c, h, w): radius * identity as A.
-
-    Args:
-        tape: keep nodes; e e^T then has no columns.
-        in_box: of the images in [0, 1] alone.
-    """
-    return _around(image, radius, 0 if tape else squares_up_to, limit, False, tape, in_box)
-
-
-def linf_ball(
-    image: Tensor, radius: float, *, limit: int, tape: bool = False, in_box: bool = False
-) -> Form:
-    """Return all images with every pixel within `radius` of `image`'s; in_box: in [0, 1]."""
-    return _around(image, radius, 0, limit, True, tape, in_box)
-
-
-def _around(
-    image: Tensor,
-    radius: float,
-    squares_up_to: int,
-    limit: int,
-    boxed: bool,
-    tape: bool,
-    in_box: bool,
-) -> Form:
-    count = image.numel()
-    reach = _reach_in_box(image, radius, boxed) if in_box else None
-    space = Space(count, count <= squares_up_to, limit, boxed, reach, None, squares_up_to)
-    gens = image.new_zeros(count + space.square, *image.shape)
-    gens[:count].view(count, count).diagonal().fill_(radius)
-    first = Ball(
-        tuple(image.shape),
-        (),
-        lambda rows: (),
-        centre=image,
-        radius=radius,
-        boxed=boxed,
-        reach=reach,
-    )
-    return Form(space, image, gens, torch.zeros_like(image), (), first if tape else None)
-
-
-def _reach_in_box(image: Tensor, radius: float, boxed: bool) -> Reach:
-    """Return how far pixels of image + radius e can move in [0, 1]; in an l2 ball 0 or 1."""
-    fall = image.flatten()
-    rise = 1 - image.flatten()
-    if not boxed:
-        return (fall > 0).double(), (rise > 0).double()
-    far = up(fall / radius, 2).clamp(max=1), up(rise / radius, 2).clamp(max=1)
-    return far[0].where(fall > 0, 0.0), far[1].where(rise > 0, 0.0)

@@ -10,6 +10,9 @@ from certcli.system.memory import free_bytes
 _COPIES = 5
 """Arrays of the largest kind that are alive at once, temporaries of one operation included (measured: 4)."""
 
+_SYMBOLS_OF_WIDTH = 4
+"""Symbols of one token, over the most entries that a token has anywhere."""
+
 
 def available(device: torch.device) -> float:
     """Return the bytes that may be used: 60 % of the free memory of the device or the machine."""
@@ -48,3 +51,9 @@ def affordable(
     if count >= min(symbols, stream) and room >= stream:
         return max(count, stream)
     return 0 if room + fresh >= 0 else None
+
+
+def fits_by_fibres(network: LocalNetwork, budget: float) -> bool:
+    """Tell whether columns for the image and for the symbols of one token each fit."""
+    pixels, _, largest, _ = network.sizes()
+    return 8 * _COPIES * largest * (pixels + _SYMBOLS_OF_WIDTH * network.widest) <= budget

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.ellipsoids import Part, fibres, grouped, root
+from certcli.enclosure.zonotopes.ellipsoids import (
+    Part,
+    fibres,
+    grouped,
+    rest_parts,
+    root,
+)
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.symbols import Block, lengths, runs
 
@@ -18,12 +24,23 @@ def reduced(x: Form) -> Form:
     count = x.centre.numel()
     if not limit:
         return x
+    if x.space.by_fibres:
+        return by_fibres(x)
     if len(x.box) + count <= limit or not x.blocks:
         return x.worked()
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])
     reduced = Form(x.space, x.centre, gens, torch.zeros_like(x.slack), blocks)
     return grouped(reduced, root(dropped, fibres(x.slack[None])[0])).known_as(x.node)
+
+
+def by_fibres(x: Form) -> Form:
+    """Return x with all but its ball part in one ellipsoid a fibre, of the fibre's own symbols."""
+    if not x.blocks and not bool(x.slack.any()):
+        return x
+    ellipsoids = root(rest_parts(x), fibres(x.slack[None])[0])
+    bare = Form(x.space, x.centre, x.gens[: x.fixed], torch.zeros_like(x.slack))
+    return grouped(bare, ellipsoids).known_as(x.node)
 
 
 def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor], list[Part]]:

@@ -19,6 +19,7 @@ class Space:
         reach: of the pixels' e where images lie in [0, 1].
         coordinates: what e is of the pixels' e, where it is not that itself.
         squares_up_to: entries of e up to which e e^T has columns.
+        by_fibres: errors are symbols of one fibre each, a bounded number of columns in all.
     """
 
     ball: int
@@ -28,6 +29,7 @@ class Space:
     reach: Reach | None = None
     coordinates: Coordinates | None = None
     squares_up_to: int = 0
+    by_fibres: bool = False
 
     @property
     def square(self) -> int:

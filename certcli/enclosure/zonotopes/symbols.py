@@ -1,5 +1,7 @@
 """Symbols of a form: box symbols, and groups that share a ball. docs/local.md, section 1."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,16 +18,33 @@ class Block(NamedTuple):
     """A run of columns in groups of `width`, with |n|_2 <= 1 for the symbols n of a group.
 
     A box symbol is a group of one.
+
+    Attributes:
+        name: of these symbols; of one fibre's of a block of fibres: the block's, and the place.
+        of_fibres: the columns at each fibre are of symbols of its own.
     """
 
-    name: int
+    name: int | tuple[int, int | None]
     columns: int
     width: int = 1
+    of_fibres: bool = False
 
     @staticmethod
-    def fresh(columns: int, width: int = 1) -> "Block":
+    def fresh(columns: int, width: int = 1, of_fibres: bool = False) -> Block:
         """Return a block whose symbols no form has yet."""
-        return Block(next(_fresh_names), columns, width)
+        return Block(next(_fresh_names), columns, width, of_fibres)
+
+    def at(self, place: int) -> Block:
+        """Return the block of the symbols of one fibre."""
+        if not self.of_fibres:
+            return self
+        assert isinstance(self.name, int)
+        return Block((self.name, place), self.columns, self.width)
+
+    def of_all(self, fibres: int) -> Block:
+        """Return the block of the symbols of all fibres, one fibre's after another's."""
+        assert isinstance(self.name, int)
+        return Block((self.name, None), fibres * self.columns, self.width)
 
 
 Blocks = tuple[Block, ...]

@@ -1,6 +1,7 @@
 """Modules with a relaxation of their own."""
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.attention import attend
+from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.functions import (
     GELU,
@@ -21,6 +23,7 @@ from certcli.enclosure.zonotopes.functions import (
 )
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.reduction import by_fibres
 from certcli.enclosure.zonotopes.rounding import gamma
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.rules.shapes import joined
@@ -52,6 +55,13 @@ TOKENWISE = (
     LayerScale,
 )
 QUERIES = (Attention,)
+FIBREWISE = (*TOKENWISE, MaxMin, ClippedReLU)
+"""Modules whose rules keep the symbols of a fibre (the entries along the last axis) its own."""
+FIBREWISE_FUNCTIONS = (
+    operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.neg,
+    torch.add, torch.sub, torch.mul, torch.neg, torch.relu, torch.sigmoid, torch.tanh,
+    F.linear, F.gelu, F.relu, F.silu, F.rms_norm,
+)  # fmt: skip
 
 
 @rules.module(*_NOTHING)
@@ -272,6 +282,8 @@ def attention(
     heads = module.num_heads
     inner = heads * module.head_dim
     token = ctx.token
+    if x.space.by_fibres and not all(block.of_fibres for block in x.blocks):
+        x = by_fibres(x)
 
     def part(index: int, of: Form) -> Form:
         weight = module.qkv.weight[index * inner : (index + 1) * inner]
@@ -284,9 +296,14 @@ def attention(
         # a bias of the keys shifts whole rows of scores, which softmax cannot see
         if module.qkv.bias is not None and index != 1:
             out = out.shift(module.qkv.bias[index * inner : (index + 1) * inner])
+        if of.space.by_fibres:
+            return out
         return out.linear(lambda t: t.unflatten(-1, (heads, -1)).transpose(-3, -2))
 
     asking = x if token is None else x.linear(lambda t: t[:, :, token : token + 1])
+    if x.space.by_fibres:
+        out = attend_by_fibres(part(0, asking), part(1, x), part(2, x), heads, module.scale, token)
+        return affine(out, module.proj.weight, module.proj.bias)
     out = attend(part(0, asking), part(1, x), part(2, x), module.scale)
     return affine(
         out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias

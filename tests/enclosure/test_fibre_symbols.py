@@ -1,0 +1,228 @@
+"""Forms whose errors are symbols of one token each: nothing leaves them, and tokens stay apart."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
+from certcli.enclosure.zonotopes.domain import LocalNetwork, with_space
+from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.memory import fits_by_fibres
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.reduction import by_fibres
+from certcli.enclosure.zonotopes.rules.arithmetic import negative
+from tests.enclosure.test_zonotope_networks import SIZE, image, largest_share, network
+from tests.helpers.enclosure_cases import (
+    BALL,
+    BOX,
+    CASES,
+    OWN,
+    Case,
+    evaluate_fibres,
+    fibre_forms,
+)
+from tests.helpers.grids import crossed
+
+MIXING = {"scores", "average", "attention", "sum of tokens"}
+"""Rules that a walk gives forms with common symbols."""
+HEADS = 2
+TOKENS = ((1, 5, 6),) * 3
+SIZES = (1e-9, 1e-3, 0.1, 0.4)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    split = (x.unflatten(-1, (HEADS, -1)).transpose(-3, -2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*split, scale=0.7).transpose(-3, -2).flatten(-2)
+
+
+ATTENTION = [
+    Case(
+        f"attention, {token}",
+        TOKENS,
+        lambda q, k, v, token=token: attend_by_fibres(
+            q if token is None else q.linear(lambda t: t[:, :, token : token + 1]),
+            *(k, v),
+            heads=HEADS,
+            scale=0.7,
+            token=token,
+        ),
+        lambda q, k, v, token=token: attended(
+            q if token is None else q[..., token : token + 1, :], k, v
+        ),
+    )
+    for token in (None, 0, 3)
+]
+ROWS = [case for case in CASES if case.name not in MIXING] + ATTENTION
+
+
+def symbols(count: int, fibres: int, boxed: bool, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """e on its sphere or at corners, n (b, box, fibres) at corners and on spheres; slack's signs."""
+    generator = torch.Generator().manual_seed(seed)
+    e = torch.randn(count, BALL, generator=generator).double()
+    e = e.sign() if boxed else e / e.norm(dim=1, keepdim=True)
+    e[: count // 4] *= torch.rand(count // 4, 1, generator=generator).double()
+    n = torch.randn(count, BOX, fibres, generator=generator).double().sign()
+    angle = torch.rand(count, 2, fibres, generator=generator).double() * 2 * torch.pi
+    n[:, 4::2], n[:, 5::2] = angle.cos(), angle.sin()
+    return e, n, torch.rand(count, generator=generator).double() * 2 - 1
+
+
+def share(case: Case, size: float, boxed: bool, seed: int) -> float:
+    """The largest distance from a form at some symbols, over what it leaves free."""
+    inputs = fibre_forms(case.shapes, size, seed, positive=case.positive, boxed=boxed)
+    fibres = inputs[0].centre.numel() // inputs[0].shape[-1]
+    e, n, s = symbols(200, fibres, boxed, seed)
+    given = [
+        evaluate_fibres(form, e, n)[0] + form.slack * s.view(-1, *[1] * len(form.shape))
+        for form in inputs
+    ]
+    truth = case.run(*(x.flatten(0, 1) for x in given))
+    form = case.relax(*inputs)
+    assert all(block.of_fibres or isinstance(block.name, tuple) for block in form.blocks)
+    middle, free = evaluate_fibres(form, e, n)
+    # float64 evaluates the truth and the form: 200 roundings, relative to the terms of both
+    noise = 200 * 2.0**-52 * (1 + truth.abs() + form.size)
+    far = (truth.view(middle.shape) - middle).abs() - noise.view(middle.shape)
+    return float((far / free.clamp_min(1e-300)).max())
+
+
+@pytest.mark.parametrize("boxed", [False, True], ids=["l2", "linf"])
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
+def test_nothing_leaves_a_form_of_fibres(case: Case, boxed: bool) -> None:
+    for size in SIZES:
+        for seed in range(3):
+            try:
+                assert share(case, size, boxed, seed) <= 1, (size, seed)
+            except Unbounded:
+                assert size >= 0.1
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+def test_attention_is_tight_near_its_centre(case: Case) -> None:
+    """Of the image's ball alone, what it leaves free is of second order."""
+    free = []
+    for size in (1e-4, 1e-5):
+        inputs = fibre_forms(case.shapes, size, 0, positive=False, boxed=False)
+        for form in inputs:
+            form.box.zero_()
+        e, n, _ = symbols(4, 5, False, 0)
+        free.append(evaluate_fibres(case.relax(*inputs), e, n)[1].max())
+    assert 80 < free[0] / free[1] < 120
+
+
+@pytest.mark.parametrize("token", [None, 3])
+def test_no_head_is_too_sure_where_scores_are_far_apart(token: int | None) -> None:
+    """Weights of 1 and 0, up to what float64 holds: the form stays above the rounding of softmax."""
+    case = next(case for case in ATTENTION if case.name == f"attention, {token}")
+    for factor in (10.0, 100.0, 1000.0):
+        q, k, v = fibre_forms(TOKENS, 1e-6, 3, positive=False, boxed=False)
+        q = q.scale(torch.tensor(factor).double())
+        e, n, _ = symbols(100, 5, False, 3)
+        given = [evaluate_fibres(x, e, n)[0].flatten(0, 1) for x in (q, k, v)]
+        form = case.relax(q, k, v)
+        middle, free = evaluate_fibres(form, e, n)
+        noise = 200 * 2.0**-52 * factor * (1 + form.size)
+        assert bool(((case.run(*given).view(middle.shape) - middle).abs() <= free + noise).all())
+
+
+def test_scores_that_move_too_far_have_no_bound() -> None:
+    q, k, v = fibre_forms(TOKENS, 1e3, 0, positive=False, boxed=False)
+    with pytest.raises(Unbounded, match="scores"):
+        attend_by_fibres(q, k, v, HEADS, 1.0, None)
+
+
+def test_side_by_side_the_symbols_say_the_same() -> None:
+    (x,) = fibre_forms(((2, 3, 4),), 0.3, 0, positive=False, boxed=False)
+    e, n, _ = symbols(50, 6, False, 0)
+    beside = x.with_common_symbols()
+    assert not beside.has_fibres_own
+    assert beside.consistent
+    apart, together = evaluate_fibres(x, e, n)[0], evaluate_fibres(beside, e, n)[0]
+    assert torch.allclose(apart, together, rtol=0, atol=1e-12)
+    assert torch.equal(beside.with_common_symbols().gens, beside.gens)
+    assert torch.allclose(beside.radius, x.radius)
+
+
+def test_tokens_do_not_share_their_symbols() -> None:
+    """x_0 - x_1 reaches as far as both, and x_0 - x_0 is 0."""
+    (x,) = fibre_forms(((1, 3, 4),), 0.3, 0, positive=False, boxed=False)
+    x = Form(x.space, x.centre, 0 * x.gens[:BALL], 0 * x.slack).solid() + x
+    x = Form(x.space, 0 * x.centre, torch.cat([0 * x.ball, x.box]), 0 * x.slack, x.blocks)
+    first, second = x.choose(0), x.choose(1)
+    both = (first + negative(second)).box_radius
+    assert torch.allclose(both, first.box_radius + second.box_radius)
+    assert float((first + negative(x.choose(0))).box_radius.max()) < 1e-12
+    assert first.blocks[-1].name != second.blocks[-1].name
+
+
+def test_one_ellipsoid_a_fibre_holds_what_it_replaces() -> None:
+    (x,) = fibre_forms(((1, 3, 4),), 0.3, 0, positive=False, boxed=False)
+    fewer = by_fibres(x)
+    assert [block.columns for block in fewer.blocks] == [4]
+    assert fewer.has_fibres_own
+    assert bool((fewer.box_radius >= x.box_radius).all())
+    assert bool((fewer.box_radius <= 2 * x.box_radius).all())
+
+
+def test_rules_that_mix_tokens_make_no_symbols_of_single_ones() -> None:
+    (x,) = fibre_forms(((1, 3, 4),), 0.3, 0, positive=False, boxed=False)
+    given, several = with_space([x, (x, 3)], by_fibres=False, limit=0)
+    for form in (given, several[0]):
+        assert not form.has_fibres_own
+        assert form.worked().blocks == form.blocks
+    assert several[1] == 3
+
+
+def test_more_symbols_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x,) = fibre_forms(((1, 3, 4),), 0.3, 0, positive=False, boxed=False)
+    monkeypatch.setattr("certcli.enclosure.zonotopes.form._LARGEST", 4 * 3 * 12 - 1)
+    with pytest.raises(Unbounded, match="too many symbols"):
+        x.with_common_symbols()
+
+
+@pytest.mark.parametrize(
+    ("kind", "radius"),
+    crossed(["plain", "mean", "relu", "tanh", "rms"], [0.02, 1e-3]),
+)
+def test_every_node_of_a_network_stays_in_its_form(kind: str, radius: float) -> None:
+    model = network(kind)
+    pixels = image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    assert largest_share(local, pixels, label, radius, 0, 4000, partial=True, by_fibres=True) <= 1
+
+
+def test_it_proves_nearly_what_many_symbols_prove_and_says_how() -> None:
+    model = network("plain")
+    pixels = image()
+    label = int(model(pixels).argmax())
+    rows = {}
+    for effort in ("tokens", "norms"):
+        certifier = LocalCertifier(model, SIZE, Local(effort=effort))
+        (rows[effort],) = certifier.batch([0], pixels, [label])
+        claims = certifier.confirm([rows[effort]], pixels, None)  # type: ignore[arg-type]
+        assert [claim.status for claim in claims] == ["verified"]
+    assert rows["tokens"].rung == "tokens"
+    assert rows["tokens"].radius > 10 * rows["norms"].radius > 0
+    local = LocalNetwork(model, SIZE)
+    margins = [
+        local.margins(l2_ball(pixels, 1e-3, squares_up_to=0, limit=limit, by_fibres=own), label)
+        for limit, own in ((1, True), (4000, False))
+    ]
+    assert float((margins[0] / margins[1]).min()) > 0.99
+
+
+def test_what_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = LocalNetwork(network("plain"), SIZE)
+    assert fits_by_fibres(local, 1e9)
+    assert not fits_by_fibres(local, 1e3)
+
+
+def test_own_blocks_are_named_by_block_and_place() -> None:
+    for block in OWN:
+        assert block.at(2).name == (block.name, 2)
+        assert not block.at(2).of_fibres
+        assert block.of_all(3)[:2] == ((block.name, None), 3 * block.columns)
