@@ -103,7 +103,8 @@ class LocalCertifier(ProvingCertifier):
         self._norms: NormsNetwork | None = None
         self._guess = 1e-2
         self._known = False
-        self.most_symbols = symbols or 0
+        self._symbols_asked = symbols
+        self.most_symbols = 0
         self._zonotope = self._enclosed() if self.effort != NORMS else None
         if self._zonotope is None:
             self._balls()
@@ -139,16 +140,11 @@ class LocalCertifier(ProvingCertifier):
         keep_pages()
         if self.effort == AUTO:
             self.walked = ZONOTOPE if self._has_squares(network) else BACKWARD
-        self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
-        self.most_symbols = self.most_symbols or SYMBOLS[self.walked]
-        memory = available(self._device)
-        if self.walked == TOKENS:
-            self.most_symbols = SYMBOLS[TOKENS]
-            symbols = self.most_symbols if fits_by_fibres(network, memory) else None
-        else:
-            symbols = affordable(network, self.squares, self.most_symbols, memory)
-        # without symbols it takes minutes for little
-        if symbols is None or (symbols == 0 and self.effort == AUTO):
+        symbols = self._fitting(network)
+        if self.effort == AUTO and not symbols:  # without symbols it takes minutes for little
+            self.walked = TOKENS
+            symbols = self._fitting(network) if network.attends else None
+        if symbols is None:
             self._why = "enclosures of this network do not fit into memory"
             if self.effort == AUTO:
                 return None
@@ -157,6 +153,16 @@ class LocalCertifier(ProvingCertifier):
             )
         self.symbols = symbols
         return network
+
+    def _fitting(self, network: LocalNetwork) -> int | None:
+        """Return the symbols that fit into memory; None: not even the image's own."""
+        memory = available(self._device)
+        self.squares = SQUARES if self.walked == ZONOTOPE and self.norm == "l2" else 0
+        if self.walked == TOKENS:
+            self.most_symbols = SYMBOLS[TOKENS]
+            return self.most_symbols if fits_by_fibres(network, memory) else None
+        self.most_symbols = self._symbols_asked or SYMBOLS[self.walked]
+        return affordable(network, self.squares, self.most_symbols, memory)
 
     def _has_squares(self, network: LocalNetwork) -> bool:
         """Tell whether e e^T has columns that pay: ReLU does better by the way back."""

@@ -259,15 +259,20 @@ class LocalNetwork:
     @property
     def opens(self) -> bool:
         """Tell whether the network has a ReLU."""
+        functions = {node.target for node in self.ending.trace.graph.nodes}
+        return self._has(nn.ReLU) or bool(functions & {F.relu, torch.relu})
+
+    @property
+    def attends(self) -> bool:
+        """Tell whether the network has attention whose rule keeps the symbols of tokens apart."""
+        return self._has(*QUERIES)
+
+    def _has(self, *kinds: type[nn.Module]) -> bool:
         trace = self.ending.trace
-        modules = [
-            trace.root.get_submodule(str(node.target))
+        return any(
+            isinstance(trace.root.get_submodule(str(node.target)), kinds)
             for node in trace.graph.nodes
             if node.op == "call_module"
-        ]
-        functions = {node.target for node in trace.graph.nodes if node.op == "call_function"}
-        return any(isinstance(module, nn.ReLU) for module in modules) or bool(
-            functions & {F.relu, torch.relu}
         )
 
     def change(self, node: fx.Node, value: Any) -> Any:
