@@ -8,12 +8,18 @@ from torch.nn import functional as F
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.enclosure.zonotopes.domain import LocalNetwork, with_space
-from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
+from certcli.enclosure.zonotopes.fibre_attention import (
+    Operand,
+    attend_by_fibres,
+    head_bounds,
+)
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.memory import fits_by_fibres
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.reduction import by_fibres
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
+from certcli.enclosure.zonotopes.space import Space
+from certcli.enclosure.zonotopes.symbols import Block
 from tests.enclosure.test_zonotope_networks import SIZE, image, largest_share, network
 from tests.helpers.enclosure_cases import (
     BALL,
@@ -126,6 +132,48 @@ def test_no_head_is_too_sure_where_scores_are_far_apart(token: int | None) -> No
         middle, free = evaluate_fibres(form, e, n)
         noise = 200 * 2.0**-52 * factor * (1 + form.size)
         assert bool(((case.run(*given).view(middle.shape) - middle).abs() <= free + noise).all())
+
+
+def of_one_number(scale: Tensor, centre: Tensor, column: int) -> Form:
+    """Tokens of one number each, moved by `scale` times a box symbol of each token's own."""
+    space = Space(1, squares=False, limit=1, by_fibres=True)
+    gens = torch.zeros(4, 1, len(centre), 1).double()
+    gens[1 + column, 0, :, 0] = scale
+    block = Block(-3, 3, 1, of_fibres=True)
+    slack = torch.zeros(1, len(centre), 1).double()
+    return Form(space, centre.view(1, -1, 1), gens, slack, (block,))
+
+
+def at_corners(seed: int) -> tuple[float, float]:
+    """Of attention of three tokens, each a number: how much of its bounds of e and of p - w the
+    corners of all symbols fill.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q, k, of_q, of_k = torch.randn(4, 3, generator=generator).double()
+    zeros = torch.rand(4, 3, generator=generator) < (0.6, 0.6, 0.3, 0.3)[seed % 4]
+    q, k, of_q, of_k = torch.stack([q, 2 * k, of_q, of_k]).masked_fill(zeros, 0.0)
+    size = 10.0 ** -(seed % 3) / 2
+    forms = [
+        of_one_number(scale, centre, column)
+        for column, (scale, centre) in enumerate([(size * of_q, q), (size * of_k, k), (of_q, k)])
+    ]
+    head = head_bounds(*(Operand.of(form) for form in forms), forms[0].blocks)  # type: ignore[call-arg,arg-type]
+    n = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * 6).view(-1, 2, 3)
+    a, b = size * of_q * n[:, 0], size * of_k * n[:, 1]
+    w = head.weight
+    linear = q[:, None] * b[:, None] + a[..., None] * k
+    z = linear - (w * linear).sum(-1, keepdim=True)
+    p = ((q + a)[..., None] * (k + b)[:, None]).softmax(-1)
+    e = (p - w * (1 + z)).abs().amax(0) - 1e-15
+    change = (p - w).abs().amax(0) - 1e-15
+    return float((e / head.error).max()), float((change / head.change).max())
+
+
+def test_what_probabilities_lose_is_bounded_and_nearly_reached() -> None:
+    shares = [at_corners(seed) for seed in range(400)]
+    assert max(max(pair) for pair in shares) <= 1
+    assert sorted(error for error, _ in shares)[-40] > 0.8
+    assert sorted(change for _, change in shares)[-40] > 0.9
 
 
 def test_scores_that_move_too_far_have_no_bound() -> None:

@@ -162,10 +162,13 @@ def head_bounds(q: Operand, k: Operand, v: Operand, blocks: Blocks) -> HeadBound
     def average(t: Tensor) -> Tensor:
         return up((weight * t).sum(-1, keepdim=True) * (1 + 2 * relative_error), tokens)
 
-    beyond = up(beyond + average(beyond))
-    key = reach_of(of_key, blocks)
-    elsewhere = average(key) * (1 + gamma(tokens + 16) + 4 * relative_error) - weight * key
-    key = up((1 - weight) * key + elsewhere.clamp_min(0))
+    def relative_to_average(t: Tensor) -> Tensor:
+        """Above |x_ij - average of x_i| for independent |x_ij| <= t_ij."""
+        others = average(t) * (1 + gamma(tokens + 16) + 4 * relative_error) - weight * t
+        return up((1 - weight).clamp_min(0) * t + others.clamp_min(0))
+
+    beyond = relative_to_average(beyond)
+    key = relative_to_average(reach_of(of_key, blocks))
     length = norm1(ball) if q.form.space.boxed else norm2(ball)
     linear = up(length + reach_of(of_query, blocks) + key)
     far = up(linear + beyond)
