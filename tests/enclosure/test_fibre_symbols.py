@@ -1,5 +1,7 @@
 """Forms whose errors are symbols of one token each: nothing leaves them, and tokens stay apart."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.reduction import by_fibres
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.space import Space
-from certcli.enclosure.zonotopes.symbols import Block
+from certcli.enclosure.zonotopes.symbols import Block, reach_of
 from tests.enclosure.test_zonotope_networks import SIZE, image, largest_share, network
 from tests.helpers.enclosure_cases import (
     BALL,
@@ -174,6 +176,41 @@ def test_what_probabilities_lose_is_bounded_and_nearly_reached() -> None:
     assert max(max(pair) for pair in shares) <= 1
     assert sorted(error for error, _ in shares)[-40] > 0.8
     assert sorted(change for _, change in shares)[-40] > 0.9
+
+
+@pytest.mark.parametrize("moved", ["queries", "slack"])
+def test_what_attention_makes_of_errors_is_bounded_and_felt(moved: str) -> None:
+    """Three tokens of one number each, at all corners of their queries' symbols, or of all slack."""
+    reached = []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn(3, 3, generator=generator).double()
+        if moved == "queries":
+            scale = torch.tensor([0.4, 0.0, 0.0]).double()[:, None].expand(3, 3)
+            slack = torch.zeros(3, 3).double()
+            n = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * 3)
+            signs = torch.zeros(8, 3, 3).double()
+        else:
+            scale = torch.zeros(3, 3).double()
+            slack = torch.rand(3, 1, generator=generator).double().expand(3, 3) * 0.02
+            n = torch.zeros(512, 3).double()
+            signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * 9).view(-1, 3, 3)
+        forms = [
+            replace(of_one_number(scale[i], numbers[i], i), slack=slack[i].view(1, 3, 1))
+            for i in range(3)
+        ]
+        q, k, v = (numbers + slack * signs).unbind(-2)
+        q = q + scale[0] * n
+        truth = (q[..., None] * k[:, None]).softmax(-1) @ v[..., None]
+        form = attend_by_fibres(*forms, 1, 1.0, None)  # type: ignore[arg-type]
+        symbols_of_all = n[:, None].expand(-1, 3, 3)
+        block = forms[0].blocks[0]
+        columns = form.box[: block.columns, 0, :, 0]
+        middle = form.centre[0, :, 0] + torch.einsum("bkf,kf->bf", symbols_of_all, columns)
+        free = (form.slack + reach_of(form.box[block.columns :], form.blocks[1:]))[0, :, 0]
+        reached.append(float(((truth[..., 0] - middle).abs() / free).max()))
+    assert max(reached) <= 1
+    assert max(reached) > 0.5
 
 
 def test_scores_that_move_too_far_have_no_bound() -> None:
