@@ -229,6 +229,15 @@ def test_what_attention_makes_of_errors_is_bounded_and_felt(moved: str) -> None:
     assert max(reached) > 0.5
 
 
+def test_rounding_counts_where_one_weight_is_1() -> None:
+    """Scores so far apart that softmax is 1 at one token: its computed columns are still rounded."""
+    q, k, v = fibre_forms(((1, 3, 1),) * 3, 1e-9, 0, positive=True, boxed=False)
+    head = head_bounds(*(Operand.of(x) for x in (q.scale(torch.tensor(1e5).double()), k, v)), OWN)
+    assert float(head.weight.amax()) == 1.0
+    size = float((q.size[0] * 1e5 @ k.size[0].T).max())
+    assert float(head.error[head.weight == 1].min()) > 2.0**-52 * size / 1e3
+
+
 def test_scores_that_move_too_far_have_no_bound() -> None:
     q, k, v = fibre_forms(TOKENS, 1e3, 0, positive=False, boxed=False)
     with pytest.raises(Unbounded, match="scores"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from certcli.system.interpreter import run_isolated
+from tests.helpers.grids import EVERY
 
 PACKAGE = Path(__file__).parents[2] / "certcli"
 STARTING = {"subprocess", "multiprocessing", "pty"}
@@ -82,7 +83,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return drawn(tmp_path_factory.mktemp("clean"))
 
 
-@pytest.mark.parametrize("kind", ["latex", "bytes", "fifo"])
+@pytest.mark.parametrize("kind", ["latex", *["bytes", "fifo"] * EVERY])
 def test_the_folders_matplotlibrc_changes_no_figure(
     kind: str, clean: bytes, tmp_path: Path
 ) -> None:

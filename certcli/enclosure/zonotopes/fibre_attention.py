@@ -152,12 +152,10 @@ def head_bounds(q: Operand, k: Operand, v: Operand, blocks: Blocks) -> HeadBound
     middle = weight @ k.centre
     of_query = q.columns @ k.centre.T - (q.columns * middle).sum(-1, keepdim=True)
     of_key = (k.columns @ q.centre.T).mT
-    # |q_i . k_j| beyond its linear part, slack and rounding
     sizes = q.size @ k.size.T
+    # |q_i . k_j| beyond its linear part
     pairs = pairing(q.root()[:, None], k.root()[None])
-    beyond = up(
-        pairs + q.size @ k.slack.T + q.slack @ k.size.T + rounding_rate * sizes, 2 * width + 8
-    )
+    second_order = up(pairs + q.size @ k.slack.T + q.slack @ k.size.T, 2 * width + 8)
 
     def average(t: Tensor) -> Tensor:
         return up((weight * t).sum(-1, keepdim=True) * (1 + 2 * relative_error), tokens)
@@ -167,7 +165,9 @@ def head_bounds(q: Operand, k: Operand, v: Operand, blocks: Blocks) -> HeadBound
         others = average(t) * (1 + gamma(tokens + 16) + 4 * relative_error) - weight * t
         return up((1 - weight).clamp_min(0) * t + others.clamp_min(0))
 
-    beyond = relative_to_average(beyond)
+    # rounding does not cancel, as what all scores of a row share does
+    rounding = rounding_rate * (sizes + average(sizes))
+    beyond = up(relative_to_average(second_order) + rounding, 2 * width + 8)
     key = relative_to_average(reach_of(of_key, blocks))
     length = norm1(ball) if q.form.space.boxed else norm2(ball)
     linear = up(length + reach_of(of_query, blocks) + key)
