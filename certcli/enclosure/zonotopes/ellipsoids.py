@@ -1,6 +1,7 @@
 """Fibres of a form in ellipsoids {R f: |f|_2 <= 1}, for what a sum cancels: docs/local.md, 5."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +13,33 @@ from certcli.enclosure.zonotopes.symbols import Block, runs
 _SQUARINGS = 3
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
 
-Part = tuple[Tensor, int]
+
+class Gram(NamedTuple):
+    """One group by its sum of B B^T, (fibres, d, d), over `terms` columns."""
+
+    matrix: Tensor
+    terms: int
+
+    def scaled(self, factor: Tensor) -> "Gram":
+        """Return that of the columns times a number a fibre, (fibres, 1)."""
+        return Gram(self.matrix * (factor * factor)[..., None], self.terms)
+
+
+Part = tuple[Tensor, int] | Gram
 """Columns (k, fibres, d) in groups of a width: symbols with |n|_2 <= 1 for each group."""
 
 
 def ball_parts(x: Form) -> list[Part]:
     """Return the columns of a form's ball part: one group, or box symbols."""
-    return [(fibres(x.ball), 1 if x.space.boxed else x.space.ball)]
+    return [(fibres(x.ball), 1) if x.space.boxed else Gram(x.ball_gram, x.space.ball)]
+
+
+def scaled_parts(parts: list[Part], factor: Tensor) -> list[Part]:
+    """Return the parts of a form times a number a fibre, (fibres, 1)."""
+    return [
+        part.scaled(factor) if isinstance(part, Gram) else (part[0] * factor, part[1])
+        for part in parts
+    ]
 
 
 def rest_parts(x: Form) -> list[Part]:
@@ -41,7 +62,15 @@ def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
     gram = torch.diag_embed(slack)
     total = up(slack.sum(-1), slack.shape[-1])
     terms = slack.shape[-1]
-    for columns, width in parts:
+    for part in parts:
+        if isinstance(part, Gram):  # any length will do
+            matrix = part.matrix
+            length = matrix.diagonal(dim1=1, dim2=2).sum(-1).sqrt() + TINY
+            gram = gram + matrix / length[:, None, None]
+            total = up(total + length)
+            terms += part.terms
+            continue
+        columns, width = part
         grouped = columns.unflatten(0, (-1, width))
         # one axis after the other: five times as fast
         length = torch.linalg.vector_norm(grouped, dim=3).norm(dim=1)

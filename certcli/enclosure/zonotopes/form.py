@@ -127,6 +127,15 @@ class Form:
         return self._cache[name]
 
     @property
+    def ball_gram(self) -> Tensor:
+        """Return A A^T of each fibre, (fibres, d, d), as computed."""
+        return self._once("gram", self._ball_gram)
+
+    def _ball_gram(self) -> Tensor:
+        columns = self.ball.reshape(self.space.ball, -1, self.shape[-1]).movedim(0, -1)
+        return columns @ columns.mT
+
+    @property
     def ball_length(self) -> Tensor:
         """Return sup |A e| entry by entry, as if the image could move in all directions."""
         return self._once(

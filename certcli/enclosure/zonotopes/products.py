@@ -14,6 +14,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     pairing,
     rest_parts,
     root,
+    scaled_parts,
     spectral,
 )
 from certcli.enclosure.zonotopes.form import Form
@@ -96,10 +97,7 @@ def scaled(x: Form, y: Form) -> Form:
     x, y = Form.aligned([x, y])
     by_ball = fibres(y.rest_radius[None] if x.space.squares else y.radius[None])[0]
     by_rest = fibres(y.radius[None])[0]
-    parts = [
-        *((columns * by_ball, width) for columns, width in ball_parts(x)),
-        *((columns * by_rest, width) for columns, width in rest_parts(x)),
-    ]
+    parts = scaled_parts(ball_parts(x), by_ball) + scaled_parts(rest_parts(x), by_rest)
     slack = up(fibres(x.slack[None])[0] * by_rest)
     spread = root(parts, slack)
     # <|w|, this> is above what rounding moves |R^T w|_2 by
@@ -196,8 +194,7 @@ def squares(x: Form) -> Form:
         centre = centre + square / 2
         slack = slack + square / 2
     else:
-        columns = x.ball.movedim(0, -1)  # (*s, d, m)
-        gram = columns @ columns.mT
+        gram = x.ball_gram.view(*x.shape[:-1], width, width)
         square = (
             up(torch.linalg.matrix_norm(gram)[..., None], width * width + space.ball)
             + gamma(space.ball) * reach**2
