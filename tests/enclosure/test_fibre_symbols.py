@@ -101,7 +101,7 @@ def share(case: Case, size: float, boxed: bool, seed: int) -> float:
     # float64 evaluates the truth and the form: 200 roundings, relative to the terms of both
     noise = 200 * 2.0**-52 * (1 + truth.abs() + form.size)
     far = (truth.view(middle.shape) - middle).abs() - noise.view(middle.shape)
-    return float((far / free.clamp_min(1e-300)).max())
+    return float((far / free.clamp_min(1e-300)).detach().max())
 
 
 @pytest.mark.parametrize("boxed", [False, True], ids=["l2", "linf"])
