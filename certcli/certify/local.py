@@ -306,7 +306,9 @@ class LocalCertifier(ProvingCertifier):
                     "verified", f"radius {proven_radius(claim.radius)} is proven again"
                 )
             elif claim.rung != NORMS and (
-                self._zonotope is None or self.symbols < self.most_symbols
+                self._zonotope is None
+                or self.symbols < self.most_symbols
+                or self._chose_another_way(claim.rung)
             ):
                 confirmation = claim.checked(
                     "unverified", "memory does not last here for the enclosure that it states"
@@ -318,6 +320,11 @@ class LocalCertifier(ProvingCertifier):
                 )
             confirmations.append(confirmation)
         return confirmations
+
+    def _chose_another_way(self, rung: str) -> bool:
+        """Tell whether `auto` takes another enclosure here than a record's, for more or less memory."""
+        way = rung.partition(",")[0]
+        return self.effort == AUTO and way != self.walked and way in (ZONOTOPE, BACKWARD, TOKENS)
 
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
         """Tell whether one of the ways that `effort` allows proves this radius."""

@@ -371,6 +371,20 @@ def test_it_proves_nearly_what_many_symbols_prove_and_says_how() -> None:
     assert float((margins[0] / margins[1]).min()) > 0.99
 
 
+def test_auto_refutes_no_certificate_of_another_enclosure() -> None:
+    """What `auto` takes depends on memory: a record of another way is left unverified, no more."""
+    model = network("plain")
+    pixels = image()
+    certifier = LocalCertifier(model, SIZE, Local(), steps=0)
+    (row,) = certifier.batch([0], pixels, [int(model(pixels).argmax())])
+    statuses = {}
+    for rung in ("tokens", certifier.walked, "nothing"):
+        claim = replace(row, radius=10.0, rung=rung)
+        (outcome,) = certifier.confirm([claim], pixels, None)  # type: ignore[arg-type]
+        statuses[rung] = outcome.status
+    assert statuses == {"tokens": "unverified", certifier.walked: "refuted", "nothing": "refuted"}
+
+
 def test_what_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     local = LocalNetwork(network("plain"), SIZE)
     assert fits_by_fibres(local, 1e9)
