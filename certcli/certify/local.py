@@ -323,8 +323,9 @@ class LocalCertifier(ProvingCertifier):
 
     def _chose_another_way(self, rung: str) -> bool:
         """Tell whether `auto` takes another enclosure here than a record's, for more or less memory."""
-        way = rung.partition(",")[0]
-        return self.effort == AUTO and way != self.walked and way in (ZONOTOPE, BACKWARD, TOKENS)
+        enclosure = rung.partition(",")[0]
+        others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
+        return self.effort == AUTO and enclosure in others
 
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
         """Tell whether one of the ways that `effort` allows proves this radius."""
