@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import random
 import signal
@@ -94,6 +95,7 @@ def _surroundings() -> dict[str, Any]:
         ),
         "folder": os.getcwd(),
         "environment": {**os.environ._data, **UNWATCHED},  # undecoded: a twentieth of the time
+        "math": dict(vars(math)),  # torch.fx can leave them wrapped
         "arguments": list(sys.argv),
         "streams": (sys.stdout, sys.stderr) == (sys.__stdout__, sys.__stderr__),
         "timers": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
@@ -112,6 +114,7 @@ def _restore(before: dict[str, Any]) -> None:
         {os.fsdecode(name): os.fsdecode(text) for name, text in before["environment"].items()}
     )
     sys.argv[:] = before["arguments"]
+    vars(math).update(before["math"])
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

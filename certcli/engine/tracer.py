@@ -138,7 +138,9 @@ class Tracer(fx.Tracer):
     """Traces an image (1, c, h, w). `meta`: `path` (module, or the caller's), `shape`, `dtype`."""
 
     def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
-        super().__init__()
+        # no function of `math` is wrapped while it traces: an interrupted trace would leave each
+        # wrapped once more, and every later call of it slower
+        super().__init__(autowrap_modules=())
         self.example = example
         self.decide_leaf = is_leaf
         self.state = _State()

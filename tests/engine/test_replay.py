@@ -5,6 +5,7 @@ slope.
 import collections
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -406,11 +407,13 @@ def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(
     def rings(patch: object) -> None:
         raise KeyboardInterrupt
 
+    functions = dict(vars(math))
     with monkeypatch.context() as broken:
         broken.setattr("torch.fx._symbolic_trace._PatchedFnSetAttr.revert", rings)
         with pytest.raises(KeyboardInterrupt):
             bound_network(nn.Flatten().eval(), IMAGE, 4)
     assert pinned.patched() is None
+    assert vars(math) == functions
 
 
 def test_a_constant_that_is_overwritten_leaves_no_bound() -> None:
