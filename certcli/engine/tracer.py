@@ -140,7 +140,7 @@ class Tracer(fx.Tracer):
     def __init__(self, example: Tensor, is_leaf: Callable[[nn.Module], bool]) -> None:
         # no function of `math` is wrapped while it traces: an interrupted trace would leave each
         # wrapped once more, and every later call of it slower
-        super().__init__(autowrap_modules=())
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self.example = example
         self.decide_leaf = is_leaf
         self.state = _State()

@@ -101,7 +101,57 @@ def axes(net: nn.Module, x: Tensor) -> Tensor:
 
 def parts_of(net: nn.Module, x: Tensor) -> Tensor:
     y = x.narrow(dim=2, start=-3, length=2) * 3 + torch.narrow(x, -1, 1, 2)
+    y = y + x.narrow(2, -2, 2) + x[:, None, :, 2:4].flatten(0, 1)
     return torch.cat([y.flatten(1), torch.select(x, 1, -2), 2 * x.select(dim=2, index=1)], dim=-1)
+
+
+def slices(net: nn.Module, x: Tensor) -> Tensor:
+    """Parts of images whose fibres lie along each axis in turn, and of a map that waits along the
+    channels, with axes before, behind and between those that are chosen.
+    """
+    rows = functional.normalize(x.reshape(-1, 4, 2, 4), dim=2)
+    channels = functional.normalize(x.expand(-1, 2, -1, -1), dim=1)
+    wide = net.parts[0](x)
+    named = [
+        rows[:, ..., 1],
+        rows[..., -1, 1:3],
+        rows[:, :, None, 0],
+        channels[..., 1],
+        channels[:, ..., 0, None],
+        wide[..., 1],
+        wide[:, None, ..., :2],
+        wide[..., 2, :],
+        wide[:, 0],
+        wide[:, 1:][:, :, None],
+        wide.narrow(1, -1, 1),
+        rows.unbind(2)[1],
+        *wide.split(1, 3),
+        torch.chunk(wide, 2, 1)[1],
+        wide.split([1, 1], dim=1)[0],
+    ]
+    return torch.cat([part.flatten(1) for part in named], dim=1)
+
+
+def beside_constants(net: nn.Module, x: Tensor) -> Tensor:
+    """Tensors beside others and beside constants, along the axis of the rows and along another."""
+    rows = torch.cat([x, -x, 7 * net.row.expand(1, 4, -1)], -1)
+    return torch.stack([rows, 3 + torch.cat((rows, rows), 2)[..., 24:]], 2)
+
+
+def constant_branches(net: nn.Module, x: Tensor) -> Tensor:
+    """Branches of weight 0 are constants, which are added to a map that waits or taken from it."""
+    y = net.parts[0](x)
+    shift = functional.linear(x, net.zeros, net.row)
+    y = net.parts[0](torch.sub(y, shift, alpha=3)) - shift
+    weighed = functional.linear(functional.relu(x * 0.0 + net.row), net.diagonal, net.row)
+    return (shift - net.parts[0](y)) + (net.parts[0](weighed) - (y + weighed))
+
+
+def scores_alone(net: nn.Module, x: Tensor) -> Tensor:
+    """Scores that no softmax follows, shifted, masked, and with a tensor added."""
+    scores = x @ net.parts[0](x).transpose(1, 2)
+    shifted = torch.cat([scores + 50.0, scores.masked_fill(net.mask, 6e3)], 1)
+    return torch.cat([shifted, scores + 1e3 * net.parts[1](x)], 1)
 
 
 def torch_attention(net: nn.Module, x: Tensor) -> Tensor:

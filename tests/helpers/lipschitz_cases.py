@@ -354,6 +354,15 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "spellings": lambda: f(forwards.spellings),
     "axes": lambda: on_tokens(nn.Linear(8, 6), f(forwards.axes), nn.Linear(4, 3)),
     "parts": lambda: on_tokens(nn.Linear(8, 6), f(forwards.parts_of)),
+    "slices": lambda: f(forwards.slices, nn.BatchNorm2d(2)),
+    "side-by-side": lambda: on_tokens(f(forwards.beside_constants, row=torch.randn(8))),
+    "constant-branches": lambda: on_tokens(
+        f(forwards.constant_branches, nn.Linear(8, 8), zeros=torch.zeros(8, 8), diagonal=9 * torch.eye(8), row=torch.randn(8))
+    ),
+    "scores-alone": lambda: on_tokens(
+        nn.LayerNorm(8, eps=0.1),
+        f(forwards.scores_alone, nn.Linear(8, 8), nn.Linear(8, 4), mask=torch.ones(4, 4).tril() > 0)
+    ),
     "choice": lambda: on_tokens(f(forwards.choice, mask=torch.rand(4, 8) > 0.5, row=torch.randn(8))),
     "choice-of-scores": lambda: on_tokens(
         nn.LayerNorm(8, eps=0.1), f(forwards.choice_of_scores, *linears(), mask=torch.ones(4, 4).tril() > 0)

@@ -3,7 +3,10 @@ digit less would show.
 """
 
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +17,12 @@ from torch.nn import functional
 
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
+from certcli.lipschitz.rules.add_sub import _share
 from certcli.lipschitz.rules.shapes import _merge_gain, groups
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
 from certcli.models.pixels import PixelNormalize
+from certcli.nn.residual import ConvexResidual
 from tests.helpers.lipschitz_cases import f, replaced
 
 ONE = (1, 1, 1)
@@ -56,6 +61,9 @@ ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "linear": (lambda: ones(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), ONE),
     "constants": (lambda: ones(f(lambda m, x: torch.cat([x, 7 * m.t], 1) + m.t, t=torch.ones(1, 1, 1))), ONE),
+    "side by side": (lambda: ones(f(lambda m, x: torch.cat([x, x], -1))), ONE),
+    "beside a constant": (lambda: ones(f(lambda m, x: torch.cat([x, 7 * m.t], 1), t=torch.ones(1, 1, 1))), ONE),
+    "convex residual": (lambda: ones(f(lambda m, x: m.parts[0](x, m.parts[1](x)), ConvexResidual(), nn.Linear(1, 1))), ONE),
     "normalised": (lambda: plain(PixelNormalize((-0.5,), (0.5,)), nn.ReLU(), nn.BatchNorm2d(1, eps=0.0)), ONE),
     "convolution": (lambda: plain(nn.ReLU(), middle(nn.Conv2d(1, 1, 3, padding=1))), ONE),
     "convolution after a bias": (lambda: plain(nn.Conv2d(2, 1, 1), middle(nn.Conv2d(1, 1, 3, padding=1))), (2, 1, 1)),
@@ -108,3 +116,13 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
     assert merged.pending.bias is not None
     truth = times * Fraction(0.1) ** 2
     assert truth <= Fraction(merged.pending.bias.error) ** 2 <= truth * (1 + Fraction(1, 2**49))
+
+
+@pytest.mark.parametrize("theta", [-30.0, -1.0, 0.0, 0.3, 2.0, 36.0])
+def test_shares_of_a_convex_residual_are_no_smaller_than_they_are(theta: float) -> None:
+    context: Any = SimpleNamespace(arith=RigorousArithmetic())
+    rest, share = _share(context, torch.tensor(theta, dtype=torch.float64))
+    with localcontext(prec=50):
+        true_share = 1 / (1 + (-Decimal(theta)).exp())
+        assert Decimal(float(share)) > true_share
+        assert Decimal(float(rest)) > 1 - true_share

@@ -7,6 +7,7 @@ later run goes on.
 
 import argparse
 import builtins
+import functools
 import gc
 import hashlib
 import importlib
@@ -14,6 +15,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -115,6 +117,15 @@ def forked(work: Callable[[], Json], seconds: float) -> Json:
     return json.loads(text) if text else {"status": "killed", "by": "out of time or memory"}
 
 
+def forget() -> None:
+    """Empty the caches of functions: what an earlier test left there, a test would not run."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("tests", "certcli"):
+            for function in vars(module).values():
+                if isinstance(function, functools._lru_cache_wrapper):
+                    function.cache_clear()
+
+
 class Campaign:
     """A pytest plugin: in place of its loop over the collected tests come the mutants."""
 
@@ -172,6 +183,7 @@ class Campaign:
         signal.signal(signal.SIGVTALRM, too_long)
         self.timed = True
         for item, following in zip(items, [*items[1:], None], strict=True):
+            forget()
             self.lines.clear()
             self.failed, start = None, time.process_time()
             try:
@@ -209,6 +221,9 @@ class Campaign:
             files = sorted({file for name in alike for file in ROOMS[name].files()})
             mapped.write_text(json.dumps(forked(lambda: self.tracing(session.items, files), 3000)))
         ran = json.loads(mapped.read_text())
+        lines_run = Counter(
+            (line.rpartition(":")[0], name) for line, tests in ran.items() for name, _ in tests
+        )
         items = {item.nodeid: item for item in session.items}
         done = {row["key"]: row["status"] for row in answers(self.state)}
         deadline = time.monotonic() + self.seconds
@@ -227,7 +242,7 @@ class Campaign:
             tests = dict(ran.get(first, ran.get(second, [])))
             picked: list[pytest.Item] = []
             cost = 0.0
-            for name, seconds in in_turn(tests, mutant):
+            for name, seconds in in_turn(tests, mutant, lines_run):
                 if name in items and (not picked or cost + seconds <= options.tests):
                     picked.append(items[name])
                     cost += seconds
@@ -257,19 +272,29 @@ class Campaign:
         return True
 
 
-def in_turn(tests: dict[str, float], mutant: Mutant) -> list[tuple[str, float]]:
-    """Return one case of each test, the quickest first, then a second case of each, and so on.
+def in_turn(
+    tests: dict[str, float], mutant: Mutant, lines_run: Counter[tuple[str, str]]
+) -> list[tuple[str, float]]:
+    """Return one case of each test, then a second case of each, and so on: first those that run most
+    of the mutant's file, of equal ones the quickest.
 
     A case that names the mutant's file is about the rounding there: of a rounding it comes first.
+
+    Args:
+        tests: Name -> CPU seconds.
+        mutant: The mutant that they run.
+        lines_run: (file, test) -> how many lines of the file the test runs.
     """
     file = "/".join(mutant.path.parts[-2:])
+    path = str(mutant.path.relative_to(ROOT))
+    ranked = sorted((-lines_run[path, name], seconds, name) for name, seconds in tests.items())
     seen = Counter[str]()
     turns = []
-    for name, seconds in sorted(tests.items(), key=lambda test: test[1]):
+    for place, (_, seconds, name) in enumerate(ranked):
         seen[name.split("[")[0]] += 1
-        own = file in name and mutant.operator.startswith("rounding")
-        turns.append((0 if own else seen[name.split("[")[0]], seconds, name))
-    return [(name, seconds) for _, seconds, name in sorted(turns)]
+        about_rounding = file in name and mutant.operator.startswith("rounding")
+        turns.append((0 if about_rounding else seen[name.split("[")[0]], place, name, seconds))
+    return [(name, seconds) for _, _, name, seconds in sorted(turns)]
 
 
 def answers(state: Path) -> list[Json]:
