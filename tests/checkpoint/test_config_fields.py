@@ -6,6 +6,7 @@ import pytest
 
 from certcli.checkpoint.config_fields import decode_config, plain_names
 from certcli.checkpoint.record import InputSpec
+from certcli.system.errors import Refused
 
 
 def test_a_field_that_is_null_is_not_there() -> None:
@@ -44,3 +45,10 @@ def test_images_of_another_size_are_resized_to_the_networks() -> None:
     smaller = small.perturbed_at(16)
     assert (smaller.size, smaller.resized) == ((3, 16, 16), (224, 224))
     assert small.perturbed_at(224) == own
+
+
+@pytest.mark.parametrize("value", [[], "x", 3])
+def test_pixels_that_are_no_dictionary_are_refused(value: object) -> None:
+    text = json.dumps({"architecture": "vit_tiny_patch16_224", "pretrained_cfg": value})
+    with pytest.raises(Refused, match="pretrained_cfg is no dictionary"):
+        decode_config(text)

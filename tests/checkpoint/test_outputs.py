@@ -1,6 +1,7 @@
 """Before any work, the outputs of a command are compared with its inputs, with --force too."""
 
 import contextlib
+import fcntl
 import inspect
 import json
 import os
@@ -18,10 +19,11 @@ from certcli.checkpoint.outputs import (
     Outputs,
     discard_state,
     last_command,
+    orphans,
     read_metadata,
     require_own_state,
 )
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.shards import INDEX, PART_OF
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Reads, Writes
@@ -323,3 +325,31 @@ def test_metadata_of_other_files_is_empty(tmp_path: Path, data: bytes) -> None:
     assert read_metadata(path) == {}
     assert read_metadata(tmp_path) == {}
     assert read_metadata(tmp_path / "missing") == {}
+
+
+def test_orphans_are_a_killed_runs_files_and_nobody_elses(tmp_path: Path) -> None:
+    """Of its own index, in no other one, and only where no living run writes the index."""
+
+    def part(name: str, index: str) -> Path:
+        path = tmp_path / name
+        safetensors.torch.save_file({"x": torch.zeros(1)}, path, {PART_OF: index})
+        return path
+
+    killed = part("model-00001-of-00002.safetensors", INDEX)
+    part("model-00002-of-00002.safetensors", "other.safetensors.index.json")
+    part("photos-00001-of-00002.safetensors", INDEX)
+    index = tmp_path / INDEX
+    assert orphans(index) == [killed]
+    running = tmp_path / f".{INDEX}.abcdefgh.tmp"
+    running.mkdir()
+    number = os.open(running, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        assert orphans(index) == []
+    finally:
+        os.close(number)
+    assert orphans(index) == [killed]
+    assert not running.exists()
+    named = {"metadata": {}, "weight_map": {"x": killed.name}}
+    (tmp_path / "other.safetensors.index.json").write_text(json.dumps(named))
+    assert orphans(index) == []

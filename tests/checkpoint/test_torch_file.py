@@ -92,7 +92,21 @@ def flood() -> bytes:
     return file.getvalue()
 
 
+class Allocation:
+    """Pickles as a storage of so many bytes, which reading it would take."""
+
+    def __reduce__(self) -> tuple[Any, tuple[int]]:
+        return torch.UntypedStorage, (10**10,)
+
+
+def allocation() -> bytes:
+    file = io.BytesIO()
+    torch.save({**TENSORS, "x": Allocation()}, file)
+    return file.getvalue()
+
+
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "ten gigabytes by a storage": (allocation, "UntypedStorage"),
     "deflated by zipfile": (lambda: rewritten(zipfile.ZIP_DEFLATED), "is compressed"),
     "one record deflated": (two_networks, "is compressed"),
     "a size that is not the stored one": (lambda: other_size(saved(), 24, 96), "is compressed"),

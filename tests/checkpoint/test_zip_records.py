@@ -97,7 +97,15 @@ def test_records_lie_where_they_were_written(records: tuple[Written, ...], large
         assert [info.file_size for info in reader.infolist()] == [each.size for each in read]
 
 
+def encrypted(data: bytes, magic: bytes, flags: int) -> bytes:
+    """Return the archive with the flag set in its first header of this kind; flags: where they lie."""
+    place = data.index(magic) + flags
+    return data[:place] + b"\x01" + data[place + 1 :]
+
+
 REFUSED: dict[str, tuple[bytes, str]] = {
+    "encrypted by the directory": (encrypted(archive(FIRST), b"PK\x01\x02", 8), "is encrypted"),
+    "encrypted by its own header": (encrypted(archive(FIRST), b"PK\x03\x04", 6), "is not what"),
     "one number of three": (
         archive(Written(b"x", b"abc", wide=True, stated_length=8)),
         "lacks its size",
