@@ -176,6 +176,9 @@ def test_bounds_of_signs_cannot_be_turned_by_rounding() -> None:
         )
         tiny = descend(ascent.out, ascent.rows[:1], ascent.choices(signs[None] + sign, multipliers))
         assert float(least(tiny)) <= float(least(plain)) + 1e-12
+    for number, hinge in enumerate(ascent.all):  # a record's tree may name any number
+        assert ascent.sign_of(Unit(number, hinge.low.numel())) == 1.0
+    assert ascent.sign_of(Unit(len(ascent.all), 0)) == 1.0
 
 
 def test_trees_have_a_text() -> None:
