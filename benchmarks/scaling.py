@@ -16,6 +16,7 @@ import json
 import math
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,14 +121,27 @@ def memory(name: str) -> float:
 
 
 def apart(size: Mapping[str, int], work: str) -> tuple[float, float, int]:
-    """`measure` in a process that starts with little memory."""
+    """`measure` in a process that starts with little memory; RuntimeError if it dies."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    process = context.Process(target=measure, args=(size, work, there))
+    process = context.Process(target=_answered, args=(size, work, there))
     process.start()
-    result: tuple[float, float, int] = here.recv()
+    there.close()  # else the end of the process would not end the pipe
+    try:
+        result: tuple[float, float, int] | str = here.recv()
+    except EOFError:
+        result = "it was killed"
     process.join()
+    if isinstance(result, str):
+        raise RuntimeError(f"the process that measures {work} of {dict(size)}: {result}")
     return result
+
+
+def _answered(size: Mapping[str, int], work: str, answer: Any) -> None:
+    try:
+        measure(size, work, answer)
+    except BaseException:
+        answer.send(traceback.format_exc())
 
 
 def slope(points: list[tuple[float, float]]) -> float:
