@@ -82,11 +82,13 @@ UNWATCHED = {b"PYTEST_CURRENT_TEST": b"", b"TORCHINDUCTOR_CACHE_DIR": b""}
 def _surroundings() -> dict[str, Any]:
     """Return the things that a test must leave as it found them."""
     import torch
+    from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
     return {
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
+        "modes": (_len_torch_dispatch_stack(), _len_torch_function_stack()),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.cudnn.deterministic,
@@ -95,7 +97,7 @@ def _surroundings() -> dict[str, Any]:
         ),
         "folder": os.getcwd(),
         "environment": {**os.environ._data, **UNWATCHED},  # undecoded: a twentieth of the time
-        "math": dict(vars(math)),  # torch.fx can leave them wrapped
+        "math": {name: value for name, value in vars(math).items() if callable(value)},
         "arguments": list(sys.argv),
         "streams": (sys.stdout, sys.stderr) == (sys.__stdout__, sys.__stderr__),
         "timers": signal.getitimer(signal.ITIMER_REAL)[0] > 0,

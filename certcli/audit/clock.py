@@ -1,13 +1,13 @@
 """A time budget: the time left, a stage's share, and an end to stages that do not stop."""
 
-import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from certcli.system.processes import ALONE, Team
 
@@ -17,7 +17,7 @@ AGAIN = 5.0
 """Seconds between two rings: Python drops what is raised while it deletes an object, and with it the first one."""
 
 AFTER_AN_IMPORT = 0.05
-"""Seconds until the next ring, where one met an import."""
+"""Seconds until the next ring, where one met an import or the entry of a block."""
 
 
 class OutOfTime(BaseException):
@@ -67,30 +67,53 @@ class StageTime:
     def left(self) -> float:
         return self.seconds - self.spent
 
-    @contextlib.contextmanager
-    def ended(self) -> Iterator[None]:
-        """Break the block off by OutOfTime, by a signal: in the main thread alone."""
+    def ended(self) -> "Ending":
+        """Break a block off by OutOfTime, by a signal: in the main thread alone."""
         if self.left <= 0:
             raise OutOfTime
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+        return Ending(self)
 
-        around = _imports(sys._getframe())  # the audit itself may run inside an import
 
-        def ring(number: int, frame: FrameType | None) -> None:
-            if _imports(frame) > around:  # a module cut off in the middle would fail later
-                signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
-                return
-            raise OutOfTime
+class Ending:
+    """`with` this, a block ends with its stage's time, and torch's modes are as they were before.
 
-        before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(self.left, 1e-3), AGAIN)
-        try:
-            yield
-        finally:
+    No generator: a signal could end its exit before it is asked to go on.
+    """
+
+    def __init__(self, time: StageTime) -> None:
+        self.time = time
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        from certcli.system.torch_modes import RestoredModes
+
+        if self.in_main_thread:
+            self.modes = RestoredModes()
+            self.modes.__enter__()
+            # the audit itself may run inside an import
+            self.imports = _imports(sys._getframe())
+            self.handler = signal.signal(signal.SIGALRM, self._ring)
+            signal.setitimer(signal.ITIMER_REAL, max(self.time.left, 1e-3), AGAIN)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
+        if self.in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, self.handler)
+            if kind is OutOfTime:  # generators that it left open end here, not when collected
+                traceback.clear_frames(trace)
+            self.modes.__exit__(None, None, None)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        entering = frame is not None and frame.f_code is Ending.__enter__.__code__
+        if frame is not None and frame.f_code is Ending.__exit__.__code__:
+            return  # the block is over
+        if entering or _imports(frame) > self.imports:
+            # a module cut off in the middle would fail later
+            signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
+        else:
+            raise OutOfTime
 
 
 def _imports(frame: FrameType | None) -> int:

@@ -17,6 +17,7 @@ from certcli.engine.table import RuleTable
 from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, reason_of
 from certcli.models.build import own_name
 from certcli.models.foreign_tensors import foreign_tensor
+from certcli.system.torch_modes import RestoredModes
 
 
 class Step(NamedTuple):
@@ -99,7 +100,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     random_state = torch.get_rng_state()
     operations_mode = Moved([*root.parameters(), *root.buffers()])
     try:
-        with torch.no_grad(), _nothing_wrapped(), operations_mode:
+        with RestoredModes(), torch.no_grad(), _nothing_wrapped(), operations_mode:
             graph = tracer.trace(root)
     except Untraceable:
         raise
@@ -133,20 +134,14 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
 
 @contextmanager
 def _nothing_wrapped() -> Iterator[None]:
-    """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque.
-
-    A timer that rings while fx takes back its own patches would leave them, and every later trace
-    would be refused.
-    """
+    """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque."""
     wrapped = _symbolic_trace._wrapped_fns_to_patch
     saved = dict(wrapped)
-    methods = (nn.Module.__call__, nn.Module.__getattr__)
     wrapped.clear()
     try:
         yield
     finally:
         wrapped.update(saved)
-        nn.Module.__call__, nn.Module.__getattr__ = methods  # type: ignore[method-assign]
 
 
 def refuse_patched_library() -> None:

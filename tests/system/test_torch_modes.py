@@ -1,0 +1,79 @@
+"""A timer may ring in any line: in the entry of a mode, in its exit, while torch.fx takes back patches."""
+
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+
+from certcli.audit.clock import OutOfTime, StageTime
+from certcli.engine import pinned
+from certcli.lipschitz.network import bound_network
+
+WATCHED = (
+    "engine/trace.py",
+    "system/torch_modes.py",
+    "torch/utils/_python_dispatch.py",
+    "torch/autograd/grad_mode.py",
+    "torch/fx/_symbolic_trace.py",
+    "contextlib.py",
+)
+"""Files in whose lines the timer rings: those that enter and leave modes."""
+EVERY = 7
+"""Of so many lines one, in turn."""
+
+
+class Bell:
+    """Raises OutOfTime in the n-th line of `WATCHED` that runs, as a signal's handler would."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.lines = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(WATCHED):
+            return None
+        if event == "line" and signal.getitimer(signal.ITIMER_REAL)[0] > 0:
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise OutOfTime
+        return self
+
+
+def state() -> tuple[object, ...]:
+    return (
+        _len_torch_dispatch_stack(),
+        _len_torch_function_stack(),
+        torch.is_grad_enabled(),
+        nn.Module.__call__,
+        nn.Module.__getattr__,
+        pinned.patched(),
+    )
+
+
+@pytest.mark.parametrize("first", range(EVERY))
+def test_a_stage_that_is_broken_off_anywhere_leaves_torch_as_it_was(first: int) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
+    bound_network(net, (1, 2, 2), 3)  # what it imports is there then
+    before = state()
+    at = first + 1
+    rung = True
+    while rung:
+        bell = Bell(at)
+        watching = sys.gettrace()
+        try:
+            with StageTime(60.0).ended():
+                sys.settrace(bell)
+                bound_network(net, (1, 2, 2), 3)
+            rung = False
+        except OutOfTime:
+            at += EVERY
+        finally:
+            sys.settrace(watching)
+        assert state() == before
+    assert at > 100  # so many lines ran
