@@ -20,7 +20,7 @@ from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import CURVES, ROWS, build, f, on_tokens
 from tests.helpers.nodes import Claims, claims
 from tests.helpers.reached import Entry, title, without_a_row
-from tests.helpers.slopes import IMAGE, steepest, steepest_segment
+from tests.helpers.slopes import IMAGE, judge, steepest, steepest_segment
 from tests.helpers.spellings import SINGLE
 
 
@@ -248,3 +248,11 @@ def test_a_square_written_as_scores_has_its_slope() -> None:
         return entry @ entry.mT
 
     assert 2.0 <= float(bound_network(f(square).eval(), IMAGE, 3).upper) <= 2.0 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("weights", [(0.1, 3.0), (3.0, 0.1), (-0.2, -4.0)])
+def test_the_steepest_channel_of_a_prelu_counts(weights: tuple[float, float]) -> None:
+    module = nn.PReLU(2)
+    module.weight.data = torch.tensor(weights)
+    below_zero = f(lambda m, x: m.parts[0](x - 2.0).flatten(1), module).double().eval()
+    judge(below_zero, None)
