@@ -93,7 +93,7 @@ def flood() -> bytes:
 
 
 class Allocation:
-    """Pickles as a storage of so many bytes, which reading it would take."""
+    """Pickles as a call that would allocate ten gigabytes."""
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:
         return torch.UntypedStorage, (10**10,)

@@ -24,7 +24,7 @@ WATCHED = (
 )
 """Files in whose lines the timer rings: those that enter and leave modes."""
 EVERY = 7
-"""Of so many lines one, in turn."""
+"""Each case of the test rings in every seventh line."""
 
 
 class Bell:
@@ -76,4 +76,4 @@ def test_a_stage_that_is_broken_off_anywhere_leaves_torch_as_it_was(first: int) 
         finally:
             sys.settrace(watching)
         assert state() == before
-    assert at > 100  # so many lines ran
+    assert at > 100  # the timer rang in many lines, not in the first ones alone
