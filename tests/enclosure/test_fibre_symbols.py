@@ -100,7 +100,7 @@ def share(case: Case, size: float, boxed: bool, seed: int) -> float:
     middle, free = evaluate_fibres(form, e, n)
     # float64 evaluates the truth and the form: 200 roundings, relative to the terms of both
     noise = 200 * 2.0**-52 * (1 + truth.abs() + form.size)
-    far = (truth.view(middle.shape) - middle).abs() - noise.view(middle.shape)
+    far = case.excess(middle, truth.view(middle.shape)) - noise.view(middle.shape)
     return float((far / free.clamp_min(1e-300)).detach().max())
 
 

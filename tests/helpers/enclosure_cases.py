@@ -47,7 +47,7 @@ class Case:
     axis.
 
     positive: inputs above 1/2. order: of the first term that is left to the box when e e^T has
-        columns (3), or is linear (9).
+        columns (3), or is linear (9). below: the form only bounds the function from below.
     """
 
     name: str
@@ -56,6 +56,11 @@ class Case:
     run: Callable[..., Tensor]
     positive: bool = False
     order: int = 3
+    below: bool = False
+
+    def excess(self, middle: Tensor, truth: Tensor) -> Tensor:
+        """Return how far the truth is from the middle of the form, on a side that it bounds."""
+        return middle - truth if self.below else (truth - middle).abs()
 
 
 def _weight(*shape: int) -> Tensor:
@@ -126,6 +131,7 @@ CASES = (
         ((1, 1, 4),),
         lambda x: signs(x, Spread(1e-2), _W, _B, torch.zeros(5).double()),
         lambda x: centred_heads(x) + _B * (x.var(-1, unbiased=False, keepdim=True) + 1e-2).sqrt(),
+        below=True,
     ),
     Case("scores", (_HEADS, _HEADS), scores, lambda q, k: q @ (k - k.mean(-2, keepdim=True)).mT),
     Case("softmax", ((1, 2, 3, 4),), softmax, _softmax_rows),
