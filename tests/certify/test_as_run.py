@@ -85,6 +85,23 @@ class ByMeanElsewhere(ByMean):
         return torch.cat([super().forward(x)[:, :2], other - 1e3], 1)
 
 
+class ByPlace(Net):
+    """One logit of the last image of a large batch moves, to one side, in one precision."""
+
+    def __init__(self, move: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.move = move
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.fc(x.flatten(1))
+        if len(x) < 3 or x.dtype != self.dtype:
+            return logits
+        place = torch.zeros_like(logits)
+        place[-1, 0] = self.move
+        return logits + place
+
+
 def certificates(module: nn.Module, **options: Any) -> Any:
     opened = certvit.load(module, mean=0.0, std=1.0, input_size=SIZE)
     pixels = torch.rand(8, *SIZE, generator=torch.Generator().manual_seed(0))
@@ -103,6 +120,16 @@ def test_another_network_in_the_named_precision_is_refused(kind: type[Net]) -> N
 def test_logits_that_depend_on_the_batch_are_refused(kind: type[Net], options: Any) -> None:
     with pytest.raises(CertvitError, match=r"batch|images beside it"):
         certificates(kind(), **options)
+
+
+@pytest.mark.parametrize("move", [-1e-3, 1e-3])
+@pytest.mark.parametrize("arithmetic", ["float64", "float32"])
+def test_one_image_whose_logit_moves_to_one_side_refuses_the_batch(
+    arithmetic: str, move: float
+) -> None:
+    network = ByPlace(move, getattr(torch, arithmetic))
+    with pytest.raises(CertvitError, match="batch"):
+        certificates(network, method="lipschitz", arithmetic=arithmetic)
 
 
 @pytest.mark.parametrize("kind", [ByLargeBatch, ByInference])
