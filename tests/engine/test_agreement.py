@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from certcli.engine import curves, replay
 from certcli.engine.replay import _agrees_in_float64, close, movement, movement_of_margins
@@ -141,3 +142,16 @@ def test_last_places_are_those_of_the_entry(size: float) -> None:
 def test_two_images_are_enough_to_see_margins_move() -> None:
     assert movement_of_margins(numbers([0.0, 1.0], [3.0, 0.0])) > 0
     assert movement_of_margins(numbers([0.0, 1.0])) == 0.0
+
+
+@pytest.mark.parametrize("far", [0.9, 1e9])
+def test_logits_that_are_no_numbers_on_a_bright_image_leave_no_bound(far: float) -> None:
+    class Overflowing(nn.Flatten):
+        """NaN where a pixel is above `far`, the pixels below."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x + functional.relu(x - far) * 1e30 * 1e30 * 0.0
+
+    bound = bound_network(Overflowing().eval(), SIZE, 4).bound
+    assert ("not finite" in bound.why) is (far < 1)

@@ -334,6 +334,16 @@ def test_what_a_factor_lacks_counts_whole(lost: float, monkeypatch: pytest.Monke
     )
 
 
+def test_each_pair_counts_what_its_own_factor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, half = torch.ones(1, 1).double(), torch.full((1, 1), 0.5).double()
+    monkeypatch.setattr(
+        torch.linalg, "cholesky_ex", lambda grams: (torch.stack([whole, half]), torch.zeros(2))
+    )
+    unit = Matrix(torch.tensor([[1.0, 0.0]]).double())
+    _, second = RigorousArithmetic().sigma_products([(unit, unit), (unit, unit)], "pair")
+    assert float(second) >= 1
+
+
 def test_each_pair_counts_its_own_error() -> None:
     torch.manual_seed(1)
     a, b = torch.randn(3, 8).double(), torch.randn(3, 9).double()

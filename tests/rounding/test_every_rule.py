@@ -4,6 +4,8 @@ or there is no proof.
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional
 from certcli.checkpoint.record import InputSpec
 from certcli.engine.table import NoRule
 from certcli.models.pixels import PixelModel
-from certcli.rounding import PRECISIONS, NeighbourErrors
+from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
 from certcli.rounding.operation_errors import rules
 from tests.helpers.executions import require_within
 from tests.helpers.grids import EVERY
@@ -178,6 +180,14 @@ def test_no_execution_of_a_computed_constant_differs_by_more(
     bound = require_within(analysis, model, torch.rand(2, *IMAGE).double(), 0.5, arithmetic)
     precision = PRECISIONS[arithmetic]
     assert bound < 2.0**22 * max(precision.unit, precision.factor)  # it says something
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "tanh", "exp"])
+def test_a_function_of_an_exact_constant_is_rounded(name: str) -> None:
+    precision = PRECISIONS["float64"]
+    step: Any = SimpleNamespace(result=getattr(torch, name)(torch.zeros(2).double()))
+    error = computed_constants._RULES[name](precision, step, [0.0], [0.0])
+    assert error >= precision.function * float(step.result.max())
 
 
 @pytest.mark.parametrize("name", REFUSED)
