@@ -1,0 +1,75 @@
+"""LayerNorm's enclosure and both sides of its deviation beside 50 digits."""
+
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
+from certcli.enclosure.zonotopes.normalisation import _deviation, layer_norm
+from certcli.nn.norms import Spread
+
+ROWS = {
+    "a few": torch.tensor([1.0, -2.0, 3.5]),
+    "many": torch.randn(1024, generator=torch.Generator().manual_seed(0)),
+    "far from zero": 1e8 + torch.randn(64, generator=torch.Generator().manual_seed(1)).double(),
+    "short": 1e-12 * torch.randn(48, generator=torch.Generator().manual_seed(2)),
+    "zero": torch.zeros(5),
+    "one number": torch.tensor([0.0, 0.0, 7.0, 0.0]),
+}
+"""Rows of RMSNorm: nothing is subtracted from them."""
+EPS = (0.0, 1e-6, 1e-5, 40.0)
+STEPS = (-1.0, -0.5, 0.0, 1.0)
+
+
+def along_a_line(row: Tensor, size: float) -> Form:
+    """The row, moved by `size` times its length along a fixed direction."""
+    row = row.double()
+    column = torch.randn(len(row), generator=torch.Generator().manual_seed(3)).double()
+    column = column * (size * (row.norm() if row.any() else 1.0) / column.norm())
+    gens = torch.cat([column[None], torch.zeros(1, len(row)).double()])[:, None, None]
+    return Form(Space(1, True, 9), row[None, None], gens, torch.zeros(1, 1, len(row)).double())
+
+
+def moved(x: Form, step: float) -> list[Decimal]:
+    """Return the exact entries of centre + step * column."""
+    return [
+        Decimal(float(c)) + Decimal(step) * Decimal(float(g))
+        for c, g in zip(x.centre.flatten(), x.gens[0].flatten(), strict=True)
+    ]
+
+
+def deviation(row: list[Decimal], eps: float) -> Decimal:
+    """Return sqrt(|y|^2 / d + eps)."""
+    return (sum(y * y for y in row) / len(row) + Decimal(eps)).sqrt()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-15, 1e-8, 0.1])
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_exact_norm_lies_inside(name: str, eps: float, size: float) -> None:
+    x = along_a_line(ROWS[name], size)
+    if name == "zero" and eps == 0:
+        with pytest.raises(Unbounded):
+            layer_norm(x, Spread(eps), None, None, center=False)
+        return
+    low, high = layer_norm(x, Spread(eps), None, None, center=False).interval()
+    below, above = (part.interval()[side] for side, part in enumerate(_deviation(x, eps)))
+    with localcontext(prec=50):
+        for step in STEPS:
+            row = moved(x, step)
+            exact = deviation(row, eps)
+            assert Decimal(float(below)) <= exact <= Decimal(float(above))
+            for y, least, most in zip(row, low.flatten(), high.flatten(), strict=True):
+                assert Decimal(float(least)) <= y / exact <= Decimal(float(most))
+
+
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("name", ["a few", "many", "one number"])
+def test_a_row_that_stands_still_is_known_up_to_rounding(name: str, eps: float) -> None:
+    x = along_a_line(ROWS[name], 0.0)
+    form = layer_norm(x, Spread(eps), None, None, center=False)
+    assert float(form.radius.amax()) < 1e-10 * float(form.centre.norm())
+    below, above = _deviation(x, eps)
+    assert float(above.centre - below.centre) < 1e-12 * float(above.centre)
