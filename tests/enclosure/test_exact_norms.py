@@ -12,9 +12,9 @@ from certcli.nn.norms import Spread
 
 ROWS = {
     "a few": torch.tensor([1.0, -2.0, 3.5]),
-    "many": torch.randn(1024, generator=torch.Generator().manual_seed(0)),
-    "far from zero": 1e8 + torch.randn(64, generator=torch.Generator().manual_seed(1)).double(),
-    "short": 1e-12 * torch.randn(48, generator=torch.Generator().manual_seed(2)),
+    "many": torch.randn(96, generator=torch.Generator().manual_seed(0)),
+    "far from zero": 1e8 + torch.randn(32, generator=torch.Generator().manual_seed(1)).double(),
+    "short": 1e-12 * torch.randn(16, generator=torch.Generator().manual_seed(2)),
     "zero": torch.zeros(5),
     "one number": torch.tensor([0.0, 0.0, 7.0, 0.0]),
 }
@@ -45,7 +45,7 @@ def deviation(row: list[Decimal], eps: float) -> Decimal:
     return (sum(y * y for y in row) / len(row) + Decimal(eps)).sqrt()
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-15, 1e-8, 0.1])
+@pytest.mark.parametrize("size", [0.0, 1e-15, 0.1])
 @pytest.mark.parametrize("eps", EPS)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_exact_norm_lies_inside(name: str, eps: float, size: float) -> None:
