@@ -65,6 +65,14 @@ def test_the_exact_norm_lies_inside(name: str, eps: float, size: float) -> None:
                 assert Decimal(float(least)) <= y / exact <= Decimal(float(most))
 
 
+@pytest.mark.parametrize("length", [1e-170, 1e170])
+def test_a_row_whose_square_no_float_holds_is_refused(length: float) -> None:
+    x = along_a_line(length * ROWS["a few"].double(), 0.0)
+    for run in (lambda: layer_norm(x, Spread(0.0), None, None), lambda: _deviation(x, 0.0)):
+        with pytest.raises(Unbounded):
+            run()
+
+
 @pytest.mark.parametrize("eps", EPS)
 @pytest.mark.parametrize("name", ["a few", "many", "one number"])
 def test_a_row_that_stands_still_is_known_up_to_rounding(name: str, eps: float) -> None:

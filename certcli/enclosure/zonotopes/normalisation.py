@@ -14,7 +14,7 @@ from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.nn.norms import Spread
 
 _SHORTEST = 1e-100
-"""Of a vector whose direction is computed: its squares are far from underflow."""
+"""Of a vector whose direction is computed: its squares are far from underflow. The longest is its inverse."""
 
 
 def centred(x: Form) -> Form:
@@ -77,7 +77,7 @@ class Direction:
         kappa = math.sqrt(width * eps)
         length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)
         length = torch.sqrt(length * length + kappa * kappa)
-        if not bool((length > _SHORTEST).all()):  # also with NaN
+        if not bool(((length > _SHORTEST) & (length < 1 / _SHORTEST)).all()):  # also with NaN
             raise Unbounded("a LayerNorm whose variance may be 0")
         return cls(y.centre / length, kappa / length, length, kappa, 4 * gamma(width + 16))
 
