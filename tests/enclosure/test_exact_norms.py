@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.normalisation import _deviation, layer_norm
+from certcli.enclosure.zonotopes.normalisation import Direction, _deviation, layer_norm, signs
 from certcli.nn.norms import Spread
 
 ROWS = {
@@ -81,3 +81,22 @@ def test_a_row_that_stands_still_is_known_up_to_rounding(name: str, eps: float) 
     assert float(form.radius.amax()) < 1e-10 * float(form.centre.norm())
     below, above = _deviation(x, eps)
     assert float(above.centre - below.centre) < 1e-12 * float(above.centre)
+
+
+def test_inner_products_of_many_entries_lose_as_much_as_their_terms_say() -> None:
+    n = 4096
+    x = along_a_line(torch.ones(n), 0.0)
+    direction = Direction.of(x, 0.0)
+    lost = n * 2.0**-53 * n**0.5  # n u times u.x = sqrt(n)
+    assert direction.error >= 2 * n * 2.0**-53
+    assert float(direction.along(x).slack) >= lost
+    weight, bias = torch.ones(1, n).double(), torch.zeros(1).double()
+    heads = signs(x, Spread(0.0), weight, bias, bias, center=False)
+    assert float(heads.slack) >= n * 2.0**-53 * n
+
+
+def test_one_row_without_a_direction_refuses_all() -> None:
+    x = along_a_line(ROWS["a few"], 0.0)
+    both = x.linear(lambda t: torch.cat([t, 0 * t], -2))
+    with pytest.raises(Unbounded):
+        _deviation(both, 0.0)
