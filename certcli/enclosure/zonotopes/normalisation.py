@@ -130,12 +130,15 @@ def _by_direction(y: Form, eps: float) -> Form | None:
     if not bool((along.interval()[0] > 0).all()):  # also with NaN
         return None
     across = y + direction.times(along.scale(_number(-1.0, y)))
-    inverse = apply(RECIPROCAL, along).solid()
+    inverse = apply(RECIPROCAL, along)
     # |(u + h g, kappa h)|^2 = 1 + |h g|^2 + (kappa h - w)^2 up to the error of |(u, w)|^2
-    turned = product(squares(across), squares(inverse), TIMES, 1)
-    turned = turned + squares(inverse.scale(_number(direction.kappa, y)).shift(-direction.of_eps))
+    turned = product(squares(across), product(inverse, inverse, TIMES, 1), TIMES, 1)
+    if direction.kappa:
+        beyond = inverse.scale(_number(direction.kappa, y)).shift(-direction.of_eps)
+        turned = turned + product(beyond, beyond, TIMES, 1)
     size = _over_width(turned.shift(_number(1.0, y)).doubted(direction.error), width)
     smallest = torch.full_like(size.centre, (1 - direction.error) * (1 - 2.0**-50) / width)
+    # one symbol a token each, shared by all its features
     root = apply(RSQRT, size, smallest).solid()
     factor = product(inverse, root, TIMES, 1).solid()
     out = scaled(across, factor) + direction.times(root)

@@ -65,9 +65,15 @@ def lengths(columns: Tensor, width: int) -> Tensor:
 def reach_of(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
     """Return sup |B n| by entry, rounded up: the sum over groups of their columns' l2 norms."""
     total = columns.new_zeros(columns.shape[1:])
-    for block, part in runs(columns, blocks):
-        total += norm1(part if block.width == 1 else lengths(part, block.width))
-    return up(total, len(blocks))
+    # neighbours of one width at once: most blocks are a few symbols of width 1
+    alike = [
+        (width, sum(block.columns for block in group))
+        for width, group in itertools.groupby(blocks, key=lambda block: block.width)
+    ]
+    parts = columns.split([count for _, count in alike])
+    for (width, _), part in zip(alike, parts, strict=True):
+        total += norm1(part if width == 1 else lengths(part, width))
+    return up(total, len(alike))
 
 
 def reach_of_differences(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
