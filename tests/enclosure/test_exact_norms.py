@@ -83,6 +83,13 @@ def test_a_row_that_stands_still_is_known_up_to_rounding(name: str, eps: float) 
     assert float(above.centre - below.centre) < 1e-12 * float(above.centre)
 
 
+def test_an_eps_that_underflows_is_refused() -> None:
+    x = along_a_line(ROWS["a few"], 0.0)
+    assert Direction.of(x, 1e-190).kappa > 0
+    with pytest.raises(Unbounded):
+        Direction.of(x, 1e-322)
+
+
 def test_inner_products_of_many_entries_lose_as_much_as_their_terms_say() -> None:
     n = 512
     x = along_a_line(torch.ones(n), 0.0)

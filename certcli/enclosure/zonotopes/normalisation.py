@@ -77,7 +77,9 @@ class Direction:
         kappa = math.sqrt(width * eps)
         length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)
         length = torch.sqrt(length * length + kappa * kappa)
-        if not bool(((length > _SHORTEST) & (length < 1 / _SHORTEST)).all()):  # also with NaN
+        normal = (length > _SHORTEST) & (length < 1 / _SHORTEST)
+        # kappa^2 is eps up to rounding, where no product underflows
+        if not bool(normal.all()) or 0 < kappa < _SHORTEST:  # also with NaN
             raise Unbounded("a LayerNorm whose variance may be 0")
         return cls(y.centre / length, kappa / length, length, kappa, 4 * gamma(width + 16))
 
