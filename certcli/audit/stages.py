@@ -18,7 +18,7 @@ from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.certify.method_choice import USEFUL
+from certcli.certify.method_choice import is_useful, local_effort
 from certcli.certify.patch.certifier import defended
 from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.functions import Classifier, require_alone
@@ -26,7 +26,6 @@ from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.threat import Threat
 from certcli.evaluation.verdicts import FEWEST
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
@@ -36,9 +35,6 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
 
-LOCAL_PIXELS = 1024
-LOCAL_PARAMETERS = 500_000
-"""Networks that local certificates are tried on: beyond, one image takes minutes."""
 DRAWS_FIRST = 16
 DRAWS = 256
 """Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
@@ -109,9 +105,8 @@ class Stages:
         except NoBoundError as failure:
             self.findings.skip("lipschitz", failure.message)
             return False
-        rows = self._certify(certifier, 0.3, self.plan.certified_radii)[:FEWEST]
-        certified = sum(row.holds_at(Threat("l2", self.plan.least)) for row in rows)
-        return certified > USEFUL * sum(row.correct for row in rows)
+        rows = self._certify(certifier, 0.3, self.plan.certified_radii)
+        return is_useful(rows[:FEWEST], self.plan.least)
 
     def _refusal(self, proven: Proven | None) -> str | None:
         """Return why no certificate of the bound is tried."""
@@ -143,9 +138,8 @@ class Stages:
 
     def local(self) -> None:
         """Certify image by image a small network as it is, at the radii of the plan."""
-        pixels = self.images.fetch([0])[0].numel()
-        large = pixels > LOCAL_PIXELS or self.findings.parameters > LOCAL_PARAMETERS
-        if large and "local" not in self.plan.methods:
+        named = "local" in self.plan.methods
+        if not named and local_effort(self.model) == "norms":
             self.findings.skip(
                 "local", "only for small networks: one image would take minutes or more"
             )

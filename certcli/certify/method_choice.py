@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
+from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import lipschitz_certifier
 from certcli.certify.local import LocalCertifier
@@ -67,14 +67,29 @@ def choose_method(
     if useful:
         return MethodChoice("lipschitz", f"{bound}, with proof", ready=ready)
     alternatives = tuple(ready)
-    effort = "auto" if _largest(model) <= ENCLOSED else "norms"
-    local, share, seconds = _try_local(model, images, radius, effort, ready)
-    if share >= USEFUL:
+    effort = local_effort(model)
+    local, useful, seconds = _try_local(model, images, radius, effort, ready)
+    if useful:
         return MethodChoice("local", f"{bound}; {local}, with proof", alternatives, effort, ready)
     if seconds * len(images) <= BESIDE:
         alternatives = (*alternatives, "local")
     reason = f"{bound}; {local}; noise may certify more, with probability"
     return MethodChoice("smoothing", reason, alternatives, effort, ready)
+
+
+def is_useful(rows: Sequence[Certificate], radius: float) -> bool:
+    """Tell whether at least 1/10 of the correctly classified images, and one, are certified at `radius`."""
+    certified = _certified(rows, radius)
+    return certified > 0 and certified >= USEFUL * sum(row.correct for row in rows)
+
+
+def local_effort(model: PixelModel) -> str:
+    """Return what local certificates are tried by: "auto", or "norms" where an enclosure takes minutes an image."""
+    return "auto" if _largest(model) <= ENCLOSED else "norms"
+
+
+def _certified(rows: Sequence[Certificate], radius: float) -> int:
+    return sum(row.holds_at(Threat("l2", radius)) for row in rows)
 
 
 def _try_bound(
@@ -95,25 +110,20 @@ def _try_bound(
         return why, False
     ready["lipschitz"] = certifier
     sample = images.limit(TRIED)
-    accuracy = certified_accuracy(
-        [row for rows in certify(certifier, sample, batch_size) for row in rows],
-        [Threat("l2", radius)],
-    )
-    (share,) = accuracy.certified.values()
+    rows = [row for batch in certify(certifier, sample, batch_size) for row in batch]
     name = certifier.title.partition(",")[0]
-    certified = counted(round(share * len(sample)), len(sample), digits=1)
+    certified = counted(_certified(rows, radius), len(rows), digits=1)
     words = f"the {name} certifies {certified} at {proven_radius(radius)}"
-    return words, share > 0 and share >= USEFUL * accuracy.clean
+    return words, is_useful(rows, radius)
 
 
 def _try_local(
     model: PixelModel, images: Images, radius: float, effort: str, ready: dict[str, Certifier]
-) -> tuple[str, float, float]:
+) -> tuple[str, bool, float]:
     """Certify a few images locally.
 
     Returns:
-        The result in words, the share of the correct ones certified at `radius`, seconds an image
-        (infinite without any).
+        The result in words, whether it is worth having, seconds an image (infinite without any).
     """
     try:
         certifier = ready["local"] = LocalCertifier(model, model.input_size, Local(effort))
@@ -123,12 +133,15 @@ def _try_local(
             if time.perf_counter() - started > PATIENCE:
                 break
     except NoBoundError as failure:
-        return failure.message, 0.0, math.inf
+        return failure.message, False, math.inf
     seconds = (time.perf_counter() - started) / len(rows)
     right = [row for row in rows if row.correct]
-    hits = sum(row.holds_at(Threat("l2", radius)) for row in right)
-    words = f"local certificates hold at {proven_radius(radius)} for {hits} of {len(right)} images tried ({_radii(right)})"
-    return words, hits / max(1, len(right)), seconds
+    certified = _certified(rows, radius)
+    words = (
+        f"local certificates hold at {proven_radius(radius)} for {certified} of {len(right)} images tried"
+        f" ({_radii(right)})"
+    )
+    return words, is_useful(rows, radius), seconds
 
 
 def _radii(rows: Sequence[Certificate]) -> str:
