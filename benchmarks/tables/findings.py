@@ -261,7 +261,7 @@ COLUMNS = {
     **{("certvit", number): {"all": _SETTING} for number in range(4, 7)},
     ("certvit", 7): {"all": f"{_SETTING}; `certvit finetune --preset gloro-mnist` and three more"},
     ("certvit", 8): {
-        "all": f"{_SETTING}; `certvit finetune --preset local-lip-mnist` and two more"
+        "all": f"{_SETTING}; `certvit finetune --preset local-lip-mnist` and three more"
     },
     ("certvit", 9): {
         "all": f"{_SETTING}; `certvit finetune --preset certvit-mnist` and three more"

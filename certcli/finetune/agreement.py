@@ -68,6 +68,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "augment": (),
     "mixup": ("mix_probability",),
     "cutmix": ("mix_probability",),
+    "sparsity": (),
     "msvp": (),
     "enclosure_penalty": ("penalty_places",),
     "worst_weight": (),
@@ -97,6 +98,7 @@ OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
     "trades_beta": ("adversarial", ("trades",)),
     "stiefel_lr": ("optimiser", ("stiefel",)),
     "weight_decay": ("optimiser", ("adamw", "sgd")),
+    "sparsity": ("loss", tuple(sorted(NEEDS_CHAIN))),
     "worst_weight": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
     "enclosed": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
     "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
@@ -125,6 +127,10 @@ def require_ranges(settings: "FinetuneSettings") -> None:
             raise UsageError(f"{option_of(name)} must be at least 1, not {value}")
     if settings.msvp is not None and not all(0 <= weight < math.inf for weight in settings.msvp):
         raise UsageError(f"--msvp {settings.msvp} holds a number that is not finite and >= 0")
+    if not all(0 <= number < math.inf for number in settings.sparsity or ()):
+        raise UsageError(
+            f"--sparsity {settings.sparsity} holds a number that is not finite and >= 0"
+        )
     if not all(0 <= factor < math.inf for factor in settings.penalty_places or ()):
         raise UsageError(
             f"--penalty-places {settings.penalty_places} holds a number that is not finite and >= 0"

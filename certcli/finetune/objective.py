@@ -241,12 +241,15 @@ class Objective:
     def _through_chain(
         self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
     ) -> Tensor:
-        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises."""
-        slopes = chain.slopes(images, epsilon)
+        """Return a CE(z) + (1 - a) (CE(worst logits) + W sparsity); a falls to 0 as the radius rises."""
+        reach = chain.reach(images, epsilon)
+        slopes = chain.slopes(reach, epsilon)
         smoothing = self.settings.label_smoothing
         worst = self._mixed(
             batch, lambda labels: self.loss(logits, labels, slopes(labels), epsilon, smoothing)
         )
+        if self.settings.sparsity is not None:
+            worst = worst + self.settings.sparsity[0] * reach.sparsity
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
         if share == 1:
             return worst

@@ -69,10 +69,17 @@ class LinearLayer:
 
 @dataclass(frozen=True)
 class Activation:
-    """A monotone map of slope <= 1, by entry and in l2. pairs: it joins the last axis' halves."""
+    """A monotone map of slope <= 1, by entry and in l2.
+
+    Attributes:
+        pairs: It joins the last axis' halves.
+        low, high: Below and above, it is constant in an entry; None: nowhere.
+    """
 
     apply: Callable[[Tensor], Tensor]
     pairs: bool = False
+    low: float | None = None
+    high: float | Tensor | None = None
 
     def joined(self, x: Tensor) -> Tensor:
         """Return the larger one of the entries that are joined, at both places."""
@@ -133,18 +140,18 @@ def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
 @rules.module(nn.ReLU)
 @rules.function(torch.relu, F.relu)
 def relu(call: Call, *arguments: Any, inplace: bool = False) -> Chain:
-    return (*_chain(arguments), Activation(torch.relu))
+    return (*_chain(arguments), Activation(torch.relu, low=0.0))
 
 
 @rules.module(nn.ReLU6, nn.Hardtanh, when=lambda module: module.min_val < module.max_val)
 def clipped(call: Call, module: nn.Hardtanh, x: Chain) -> Chain:
     low, high = float(module.min_val), float(module.max_val)
-    return (*x, Activation(lambda t: t.clamp(low, high)))
+    return (*x, Activation(lambda t: t.clamp(low, high), low=low, high=high))
 
 
 @rules.module(ClippedReLU)
 def clipped_relu(call: Call, module: ClippedReLU, x: Chain) -> Chain:
-    return (*x, Activation(module.forward))
+    return (*x, Activation(module.forward, low=0.0, high=module.threshold))
 
 
 @rules.module(MaxMin)

@@ -394,6 +394,8 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"adaptive_sam": True},
         {"train_on_rest": True},
         {"ema": 1.0},
+        {"loss": "bcp", "sparsity": (0.1, -1.0)},
+        {"loss": "bcp", "sparsity": (math.nan, 0.1)},
         {"msvp": (1.0, -1.0, 0.0)},
         {"msvp": (1.0, math.nan, 0.0)},
         {"enclosure_penalty": -1.0},
