@@ -229,6 +229,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "batch statistics": (lambda: nn.BatchNorm2d(2, track_running_stats=False), "batch statistics"),
     "a number without axes": (lambda: Net(lambda m, x: x.mean()), "single number"),
+    "tokens filled with -inf": (
+        lambda: Net(lambda m, x: x.masked_fill(m.store > 0, -torch.inf).softmax(-1)),
+        "filling with -inf",
+    ),
     "scores of unknown size as logits": (
         lambda: Net(
             lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))

@@ -15,13 +15,16 @@ import pytest
 import torch
 from timm.layers import GELUTanh, LayerScale
 from timm.layers.attention import Attention
+from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
+from torch.nn import functional
 
 from certcli.engine.derived_constants import Moved
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention_weights import AttentionShape
+from certcli.nn.heads import L2Pool
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
@@ -150,6 +153,16 @@ class WithItself(Apply):
 
     def operands(self, x: Any) -> list[Any]:
         return [x, x]
+
+
+class Fused(Apply):
+    """Attention of one function, whose three operands are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(functional.scaled_dot_product_attention, scale=1e-4)
+
+    def operands(self, x: Any) -> list[Any]:
+        return [x, x, x]
 
 
 def followed(
@@ -283,6 +296,19 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "scores": (lambda: attention(20.0, 20.0), TOKENS, 15.0),
     "scores of L2 attention": (lambda: l2(20.0), TOKENS, 15.0),
     "lengths of cosine attention": (lambda: cosine(20.0), TOKENS, 15.0),
+    "the square of an RMSNorm": (lambda: given(nn.RMSNorm(WIDTH, eps=0.1)), TOKENS, 128.0),
+    "the square of a row of norm 1": (
+        lambda: Apply(functional.normalize, dim=-1, eps=1.0),
+        ROW,
+        128.0,
+    ),
+    "squares of windows": (lambda: L2Pool(2, 1), (1, 4, WIDTH), 64.0),
+    "squares of channels": (
+        lambda: given(GlobalResponseNorm(WIDTH, eps=0.5)),
+        (1, 3, 3, WIDTH),
+        64.0,
+    ),
+    "fused scores": (Fused, TOKENS, 100.0),
 }
 
 

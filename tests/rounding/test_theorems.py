@@ -492,3 +492,12 @@ def test_rows_that_are_close_have_their_distance() -> None:
     found = Head(LinearMap(weight, None, FLOAT64), weight).pairs(ONE, as_real(1e-3), ONE)
     assert bool((exact * (1 - 1e-9) <= found).all())
     assert bool((found <= exact * 1.001 + 1e-9).all())
+
+
+@pytest.mark.parametrize("place", range(2))
+def test_sizes_beyond_float64_leave_no_logit_a_bound(place: int) -> None:
+    """A weight of 0 times such a size would be no number, below which every margin lies."""
+    sizes = [ONE, ONE]
+    sizes[place] = Real(0.5, 2000)
+    head = Head(LinearMap(torch.zeros(3, 6).double(), None, P), torch.zeros(3, 6).double())
+    assert bool(head.pairs(*sizes, ONE).isinf().all())
