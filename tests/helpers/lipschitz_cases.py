@@ -85,6 +85,12 @@ def replaced(name: str, old: nn.Module) -> nn.Module:
     return REPLACEMENTS.load(name)(old)
 
 
+def shifted(module: nn.Module, by: float = 50.0) -> nn.Module:
+    """Return the module with its output map's biases far above everything else."""
+    nn.init.constant_(module.proj.bias, by)
+    return module
+
+
 def linears(width: int = D) -> tuple[nn.Module, nn.Module]:
     return nn.Linear(width, 3 * width), nn.Linear(width, width)
 
@@ -329,6 +335,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     ),
     "token-convolution-after-linear": lambda: on_tokens(
         nn.Linear(8, 6), replaced("conv-attention", timm_layers.Attention(6, 2, qkv_bias=True))
+    ),
+    "token-convolution-of-its-bias": lambda: on_tokens(
+        shifted(replaced("conv-attention", timm_layers.Attention(8, 2, qkv_bias=True))), scale=0.1
     ),
     "mix-orthogonal": lambda: on_tokens(OrthogonalMixing(4, 8, 4)),
     "mix-matrices": lambda: on_tokens(_matrices(OrthogonalMixing(4, 8, 2))),
