@@ -14,6 +14,8 @@ MARGIN_STEPS = 40
 AIMED = 5
 """Classes that the first run of `margin_pgd` takes in turn, at most; each gets `SHORTEST` steps or more."""
 SHORTEST = 5
+MOMENTUM = 0.5
+"""What is kept of the last direction in linf, where a step takes signs alone; docs/attack.md shows the choice."""
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """logits (b, k), labels (b,), logits of the run's first point (b, k) -> (b,): what the ascent raises."""
 
@@ -99,11 +101,14 @@ def ascend(
 ) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad loss)): (b, c, h, w), (b,) -> (b, c, h, w).
 
-    alpha_t is `settings.step`. `samples` gradients are averaged a step. `weights` (b, 1, h, w)
-    multiply the gradient before its steepest step is taken. Each row returns the point of its
-    largest loss in all stretches, or, with `stop_early` and one sample, the first judged success.
+    alpha_t is `settings.step`. In linf, where steps fall, the steepest direction is that of m_t =
+    m_{t-1} / 2 + gradient / mean |gradient| (Dong et al. 2018). `samples` gradients are averaged a
+    step. `weights` (b, 1, h, w) multiply the gradient before its steepest step is taken. Each row
+    returns the point of its largest loss in all stretches, or, with `stop_early` and one sample,
+    the first judged success.
     """
     generator = torch.Generator().manual_seed(settings.draw)
+    has_momentum = region.norm == "linf" and not settings.classical
 
     def climb(net: Watched, images: Tensor, labels: Tensor) -> Tensor:
         peak = images.clone()
@@ -111,6 +116,7 @@ def ascend(
         first: Tensor | None = None
         for stretch in stretches:
             point = region.random_start(images, generator) if random_start else images
+            momentum = torch.zeros_like(images)
             for turn in range(stretch.steps + 1):  # the last turn only values the last point
                 point = point.detach().requires_grad_(True)
                 value = torch.zeros_like(height)
@@ -128,6 +134,8 @@ def ascend(
                         gradient = gradient + torch.autograd.grad(raised.sum(), point)[0]
                 if weights is not None:
                     gradient = gradient * weights
+                if has_momentum:
+                    gradient = momentum = MOMENTUM * momentum + _unit_mean(gradient)
                 point = point.detach()
                 higher = value > height
                 peak = torch.where(along(higher, images), point, peak)
@@ -141,3 +149,10 @@ def ascend(
         return peak
 
     return craft_with(climb, model, images, labels, region, settings, watch=samples == 1)
+
+
+def _unit_mean(gradient: Tensor) -> Tensor:
+    """Return the gradient over the mean of its entries' size, 0 where it is 0: (b, c, h, w) -> same."""
+    size = gradient.abs().flatten(1).mean(dim=1)
+    usable = (size > 0) & size.isfinite()
+    return gradient / along(torch.where(usable, size, torch.ones_like(size)), gradient)
