@@ -99,7 +99,7 @@ def _pipeline(name: str, label: str, arch: str) -> Iterator[Row]:
     for stage, (what, command, net) in stages.items():
         steps = {"make": command} if command else {}
         steps |= {
-            "attack": f"certvit attack {net} {images} --split val -a pgd-20 -e 36/255 --limit 20 --no-checks",
+            "attack": f"certvit attack {net} {images} --split val -a pgd-20 -e 36/255 --limit 200 --no-checks",
             "bound": f"certvit lipschitz {net} --no-estimate",
         }
         columns = {
@@ -116,5 +116,5 @@ def _pipeline(name: str, label: str, arch: str) -> Iterator[Row]:
             steps,
             columns,
             after=(f"{root}/l2",) if stage in ("certvit", "spectral") else (),
-            note="20 images, PGD-20",
+            note="200 images, PGD-20",
         )
