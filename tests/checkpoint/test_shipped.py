@@ -42,6 +42,13 @@ def test_a_shipped_network_is_small_and_holds_the_bound_of_its_row(name):
     assert prove_checkpoint(open_checkpoint(name)).upper <= float(described()[name][BOUND])
 
 
+def test_what_its_file_states_is_verified_by_its_name():
+    words = ("verify", "certvit/digits", "--proven-only", "--sample", 2, "--dataset", "digits")
+    answer = attempt(*words)
+    assert answer.exception is None or answer.exit_code == 0
+    assert "verified    2 of a sample of 2 images" in answer.output
+
+
 def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = shipped_names()[0]

@@ -75,7 +75,10 @@ class VerifyOptions:
 
     @property
     def file(self) -> Path:
-        return self.files.file
+        """The file to check, also of a network that comes with the package."""
+        from certcli.checkpoint.shipped import shipped_path
+
+        return shipped_path(str(self.files.file)) or self.files.file
 
     def open(self, sink: Sink, *, features: bool = False) -> Checkpoint:
         """Return the network that a report or records are about. UsageError unless one is named."""
