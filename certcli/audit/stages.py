@@ -35,6 +35,8 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError, UsageError
 
+LOCAL_PARAMETERS = 500_000
+"""Of networks that local certificates are tried on: beyond, one image may take an audit's whole time."""
 DRAWS_FIRST = 16
 DRAWS = 256
 """Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
@@ -139,7 +141,8 @@ class Stages:
     def local(self) -> None:
         """Certify image by image a small network as it is, at the radii of the plan."""
         named = "local" in self.plan.methods
-        if not named and local_effort(self.model) == "norms":
+        large = self.findings.parameters > LOCAL_PARAMETERS
+        if not named and (large or local_effort(self.model) == "norms"):
             self.findings.skip(
                 "local", "only for small networks: one image would take minutes or more"
             )
