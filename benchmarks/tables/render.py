@@ -209,8 +209,8 @@ BEFORE_THEM = (
     "[soundness](soundness.md)):"
 )
 TEN_SENTENCES = (
-    "1. CertViT's step from pre-trained weights to weights of lower norm works: norms fall and outputs stay close; by itself it "
-    "certifies nothing.",
+    "1. CertViT's step from pre-trained weights to weights of lower norm works: norms fall and outputs stay close; by itself "
+    "it certifies nothing.",
     "2. Its L2 attention, as its authors' code computes it, is not Lipschitz; with the factor that they leave out it is.",
     "3. On digits its pipeline certifies as much as GloRo within the interval, is less accurate and withstands PGD less, "
     "and certifies more than BCP.",
