@@ -220,8 +220,8 @@ TEN_SENTENCES = (
     "of eta and of beta.",
     "6. SpecFormer's penalty lowers the bounds of attention's matrices; that it makes a network more robust or more "
     "accurate than a plain ViT was not decided in any of our runs.",
-    "7. Above the replaced attentions it lies on digits about as far as printed (two seeds), and so does the plain ViT; on "
-    "CIFAR-10 no such difference was seen.",
+    "7. Above the replaced attentions it lies on digits about as far as printed (one or two seeds, mostly not decided), and "
+    "so does the plain ViT; on CIFAR-10 no such difference was seen.",
     "8. Its Theorem 4.3 fails at the origin, and its Algorithm 1 as printed does not normalise.",
     "9. The Cauchy paper's observation comes out, attention ahead under FGSM and PGD-7 in linf (digits, AdamW), behind "
     "under CW in l2 (CIFAR-10, AdamW), but its strong attacks are all in l2: strength and norm are confounded.",

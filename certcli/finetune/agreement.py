@@ -131,6 +131,8 @@ def require_ranges(settings: "FinetuneSettings") -> None:
         raise UsageError(
             f"--sparsity {settings.sparsity} holds a number that is not finite and >= 0"
         )
+    if settings.sparsity is not None and settings.sparsity[0] == 0:
+        raise UsageError("--sparsity has a weight of 0", "a weight above 0, or leave it out")
     if not all(0 <= factor < math.inf for factor in settings.penalty_places or ()):
         raise UsageError(
             f"--penalty-places {settings.penalty_places} holds a number that is not finite and >= 0"

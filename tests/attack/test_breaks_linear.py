@@ -3,7 +3,10 @@
 One that is marked weak breaks some image there, so that an attack that does nothing is noticed.
 """
 
+import math
+
 import pytest
+import torch
 from torch import Tensor, nn
 
 import certvit
@@ -63,7 +66,18 @@ def test_momentum_breaks_more_where_gradients_jump(monkeypatch: pytest.MonkeyPat
         region, settings = Region("linf", 0.12), AttackSettings(steps=10)
         adversarial = margin.margin_pgd(model, images, labels, region, settings)
         left[momentum] = int((model(adversarial).argmax(1) == labels).sum())
-    assert left[0.5] < left[0.0]
+    assert left[margin.MOMENTUM] < left[0.0]
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 3e37, math.inf])
+def test_no_size_of_a_gradient_ends_the_momentum(scale: float) -> None:
+    """The sum of 784 entries of 3e37 is beyond float32."""
+    signs = torch.ones(2, 1, 28, 28)
+    signs[0, 0, ::2] = -1
+    scaled = margin._unit_mean(scale * signs)
+    assert bool(scaled.sign().equal(signs))
+    assert float((scaled.abs() - 1).abs().max()) < 1e-3
+    assert not margin._unit_mean(0 * signs).any()
 
 
 def test_steps_of_one_length_have_no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:

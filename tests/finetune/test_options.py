@@ -396,6 +396,7 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"ema": 1.0},
         {"loss": "bcp", "sparsity": (0.1, -1.0)},
         {"loss": "bcp", "sparsity": (math.nan, 0.1)},
+        {"loss": "bcp", "sparsity": (0.0, 0.1)},
         {"msvp": (1.0, -1.0, 0.0)},
         {"msvp": (1.0, math.nan, 0.0)},
         {"enclosure_penalty": -1.0},

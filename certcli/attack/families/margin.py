@@ -152,7 +152,14 @@ def ascend(
 
 
 def _unit_mean(gradient: Tensor) -> Tensor:
-    """Return the gradient over the mean of its entries' size, 0 where it is 0: (b, c, h, w) -> same."""
-    size = gradient.abs().flatten(1).mean(dim=1)
-    usable = (size > 0) & size.isfinite()
-    return gradient / along(torch.where(usable, size, torch.ones_like(size)), gradient)
+    """Return the gradient over the mean of its entries' size: (b, c, h, w) -> same.
+
+    A gradient of 0 stays 0. Of an infinite one the signs are taken. The largest entry is divided out
+    first: the sum of all could overflow.
+    """
+    largest = gradient.abs().flatten(1).amax(dim=1)
+    usable = (largest > 0) & largest.isfinite()
+    scaled = gradient / along(torch.where(usable, largest, torch.ones_like(largest)), gradient)
+    scaled = torch.where(along(largest.isinf(), gradient), gradient.sign(), scaled)
+    size = scaled.abs().flatten(1).mean(dim=1)
+    return scaled / along(torch.where(size > 0, size, torch.ones_like(size)), gradient)
