@@ -16,6 +16,7 @@ from certcli.evaluation.radii import Norm
 from certcli.models.in_memory import open_module
 from certcli.models.pixels import PixelModel
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
+from tests.helpers.grids import crossed
 
 KINDS = ("plain", "mean", "relu", "perceptron")
 RADII = (0.0, 0.02)
@@ -40,8 +41,7 @@ def neighbours(image: Tensor, radius: float, norm: Norm, count: int = 64) -> Ten
     return (image + moves).clamp(0, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize(("kind", "norm"), crossed(KINDS, ["l2", "linf"]))
 def test_no_neighbour_leaves_the_bounds(kind: str, norm: Norm) -> None:
     model = model_of(kind)
     exact = certvit.network(model, double=True)

@@ -19,6 +19,7 @@ from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.models.pixels import PixelModel
 from tests.enclosure.test_zonotope_networks import node_values
+from tests.helpers.grids import EVERY
 from tests.soundness.local_laws import share_of_form
 
 SIZE = (1, 8, 8)
@@ -47,8 +48,14 @@ def moves(count: int = 40) -> Tensor:
     return e / e.norm(dim=1, keepdim=True)
 
 
-@pytest.mark.parametrize("in_box", [False, True])
-@pytest.mark.parametrize(("act", "tape"), [(nn.GELU, False), (nn.ReLU, True)])
+@pytest.mark.parametrize(
+    ("act", "tape", "in_box"),
+    [
+        (nn.GELU, False, True),
+        (nn.ReLU, True, False),
+        *[(nn.GELU, False, False), (nn.ReLU, True, True)] * EVERY,
+    ],
+)
 def test_margins_are_those_of_the_pixels(act: type[nn.Module], tape: bool, in_box: bool) -> None:
     model = network(act)
     pixels = image()

@@ -196,13 +196,13 @@ def test_a_run_with_sparsity_leaves_fewer_units_that_move(loss: str) -> None:
     net = build.create("certvit_4c3f", {"img_size": 8}, initialise=False)
     checkpoint = build.initialise("certvit_4c3f", {"img_size": 8}, build.spec_of(net), 10, 0)
     train, val = (
-        datasets.load("digits", checkpoint.record.input, split).limit(64)
+        datasets.load("digits", checkpoint.record.input, split).limit(32)
         for split in ("train", "val")
     )
     moving = {}
     for sparsity in (None, (1.0, 0.1)):
         settings = FinetuneSettings(
-            loss=loss, epsilon=0.05, ramp=0, steps=12, batch_size=32, sparsity=sparsity, lr=3e-3
+            loss=loss, epsilon=0.05, ramp=0, steps=8, batch_size=16, sparsity=sparsity, lr=3e-3
         )
         run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
         list(run.run(train, val))

@@ -15,6 +15,7 @@ from tests.helpers.commands import attempt, certvit, document
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "certcli" / "embedded" / "photographs"
+QUICK = ("--method", "lipschitz", "--method", "smoothing")
 SMALL = ("img_size=32", "patch_size=8", "embed_dim=16", "depth=1", "num_heads=2", "num_classes=5")
 
 
@@ -49,7 +50,8 @@ def test_the_shipped_photographs_are_few_small_and_named() -> None:
 
 
 def test_an_audit_without_images_gives_a_first_answer(colour: Path) -> None:
-    audit = document("audit", colour, "-a", "fgsm", "-e", 0.1, "--quiet", "--time-budget", "10m")
+    words = ("-a", "fgsm", "-e", 0.1, "--quiet", "--time-budget", "10m", *QUICK)
+    audit = document("audit", colour, *words)
     assert audit["headline"].startswith(
         "A first answer, about the network's own answers on 12 photographs that come with certvit: "
     )
@@ -61,7 +63,7 @@ def test_an_audit_without_images_gives_a_first_answer(colour: Path) -> None:
 
 
 def test_accuracy_is_no_gate_without_labels(colour: Path, photos: Path) -> None:
-    words = ("audit", colour, "--dataset", photos, "-a", "fgsm", "-e", 0.1, "--quiet")
+    words = ("audit", colour, "--dataset", photos, "-a", "fgsm", "-e", 0.1, "--quiet", *QUICK)
     found = document(*words, "--fail-on", "clean<0.1", code=7)
     assert found["gate"]["judged"][0]["measured"] is None
 
@@ -69,7 +71,7 @@ def test_accuracy_is_no_gate_without_labels(colour: Path, photos: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("audit", "-a", "fgsm", "-e", "0.1", "--quiet"),
+        ("audit", "-a", "fgsm", "-e", "0.1", "--quiet", *QUICK),
         ("attack", "-a", "fgsm", "-e", "0.1", "--no-checks"),
         ("certify", "-e", "0.001"),
     ],

@@ -28,7 +28,8 @@ def place(workshop: Path, tmp_path: Path) -> Path:
     shim.chmod(0o755)
     (tmp_path / "model.safetensors").write_bytes((workshop / "certified.safetensors").read_bytes())
     (tmp_path / "certvit.toml").write_text(
-        '[audit]\nlimit = 8\ntime-budget = "10m"\nattack = ["fgsm"]\nepsilon = [0.05]\nfail-on = ["clean<=1", "clean<0.1"]\n'
+        '[audit]\nlimit = 8\ntime-budget = "10m"\n'
+        'attack = ["fgsm"]\nepsilon = [0.05]\nmethod = ["lipschitz"]\nfail-on = ["clean<=1", "clean<0.1"]\n'
     )
     return tmp_path
 

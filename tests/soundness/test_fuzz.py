@@ -74,7 +74,7 @@ def test_no_edit_of_records_makes_a_network_better(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with edited_records(workshop / "certified.safetensors") as case:
-        report = campaign(case, 60, seed=1)
+        report = campaign(case, 40, seed=1)
         assert report["findings"] == []
         assert 30 < ended(report, "refused") < 60
         # without this check, lies of both commands pass
@@ -87,7 +87,7 @@ def test_no_edit_of_records_makes_a_network_better(
 
 def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:
     with edited_evidence(lab) as case:
-        report = campaign(case, 60, seed=1)
+        report = campaign(case, 40, seed=1)
     assert report["findings"] == []
     assert min(ended(report, word) for word in ("refuted", "refused at the door", "true")) > 4
 
