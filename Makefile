@@ -87,7 +87,7 @@ gpu: install
 	$(BIN)/python -m pytest -m gpu -rx -rs -q
 	$(BIN)/python -m benchmarks.gpu --against-cpu
 
-# long campaigns beside the tests: hostile files, edited records, killed runs and full disks, random networks, local certificates
+# every row of the tests, and long campaigns beside them: hostile files, edited records, killed runs and full disks, random networks, local certificates
 soundness: install
 	$(BIN)/python -m tests.soundness.file_fuzz --count 100000
 	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000
@@ -98,9 +98,7 @@ soundness: install
 	$(BIN)/python -m tests.soundness.coverage_campaign --runs 10000000
 	$(BIN)/python -m tests.soundness.coverage_campaign --drawn --runs 200000
 	$(BIN)/python -m tests.soundness.attack_campaign --attacks 100000
-	CERTVIT_SOUNDNESS=1 $(BIN)/python -m pytest tests/rounding/test_neighbours.py tests/rounding/test_every_rule.py \
-		tests/rounding/test_every_operation.py tests/system/test_cuda_path.py \
-		tests/enclosure/test_zonotope_networks.py tests/enclosure/test_every_rule.py tests/attack/test_families.py tests/certify/test_box.py tests/soundness/test_faults.py
+	CERTVIT_SOUNDNESS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 	$(BIN)/python -m tests.soundness.local_campaign --seconds 600
 	$(BIN)/python -m tests.soundness.local_campaign --programs --nodes 100000
 	$(BIN)/python -m tests.soundness.local_campaign --programs --nodes 60000 --seed 1000000
