@@ -4,9 +4,11 @@ networks without attention are certified on the same images.
     python -m benchmarks.proven_vit proven-output/proven.safetensors [--limit 100] [--split test]
     python -m benchmarks.proven_vit mnist-output/proven.safetensors --dataset torch/mnist \
         --data-dir DATA --epochs 5 --batch-size 128 --attack-epsilon 0.8
+    python -m benchmarks.proven_vit four.safetensors --dataset FOLDER --radius 0.1 --radius 0.25 \
+        --hidden 128 --hidden 512 --augment warp --epochs 40
 
 Frozen: clean accuracy with the probabilities of each attention at their mean over the images. The
-controls, a linear classifier and an MLP of one layer of 128 GELU units, are trained on attacked
+controls, a linear classifier and an MLP of one layer of GELU units (128, or `--hidden`), are trained on attacked
 images (PGD of two steps, as long and as far as the options say), and are certified by `--method
 local` as the network is. Only the controls are certified here: `certvit certify` does it for the
 network. Intervals are Clopper-Pearson, 95 %.
@@ -29,8 +31,6 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 
-RADII = (0.25, 0.5)
-
 
 def controls(options: argparse.Namespace, load: Callable[[str], Images]) -> dict[str, PixelModel]:
     """Return the networks without attention, trained on attacked images.
@@ -41,21 +41,21 @@ def controls(options: argparse.Namespace, load: Callable[[str], Images]) -> dict
     torch.manual_seed(0)
     spec = certvit.load(options.network).record.input
     pixels = math.prod(spec.size)
-    nets = {
-        "linear": nn.Sequential(nn.Flatten(), nn.Linear(pixels, 10)),
-        "MLP of 128": nn.Sequential(
-            nn.Flatten(), nn.Linear(pixels, 128), nn.GELU(), nn.Linear(128, 10)
-        ),
-    }
+    nets = {"linear": nn.Sequential(nn.Flatten(), nn.Linear(pixels, 10))}
+    for units in options.hidden:
+        nets[f"MLP of {units}"] = nn.Sequential(
+            nn.Flatten(), nn.Linear(pixels, units), nn.GELU(), nn.Linear(units, 10)
+        )
     settings = FinetuneSettings(
         loss="ce",
-        lr=3e-3,
+        lr=options.lr,
         epochs=options.epochs,
         batch_size=options.batch_size,
         adversarial="pgd",
         attack_norm="l2",
         attack_epsilon=options.attack_epsilon,
         attack_steps=2,
+        augment=tuple(options.augment),
     )
     train = load("train")
     validation = load("val")
@@ -104,7 +104,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--attack-epsilon", type=float, default=0.35)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--augment", action="append", default=[])
+    parser.add_argument("--hidden", type=int, action="append", default=[])
+    parser.add_argument("--radius", type=float, action="append", default=[])
     options = parser.parse_args()
+    options.hidden = options.hidden or [128]
+    radii = options.radius or [0.25, 0.5]
     torch.set_num_threads(1)
 
     def load(split: str) -> Images:
@@ -126,14 +132,14 @@ def main() -> None:
         with torch.no_grad():
             right = control(few).argmax(1) == truth
             clean = control(images).argmax(1) == labels
-        certifier = LocalCertifier(control, control.input_size, Local(at=RADII))
-        radii = torch.tensor(
+        certifier = LocalCertifier(control, control.input_size, Local(at=tuple(radii)))
+        largest = torch.tensor(
             [
                 certifier.radius(image[None], int(label)) if hit else 0.0
                 for image, label, hit in zip(few, truth, right, strict=True)
             ]
         )
-        proven = (f"at {radius} {shown(radii > radius)}" for radius in RADII)
+        proven = (f"at {radius} {shown(largest > radius)}" for radius in radii)
         print(f"{name}: clean {shown(clean)}, certified", ", ".join(proven))
 
 
