@@ -4,8 +4,8 @@ networks without attention are certified on the same images.
     python -m benchmarks.proven_vit proven-output/proven.safetensors [--limit 100] [--split test]
     python -m benchmarks.proven_vit mnist-output/proven.safetensors --dataset torch/mnist \
         --data-dir DATA --epochs 5 --batch-size 128 --attack-epsilon 0.8
-    python -m benchmarks.proven_vit four.safetensors --dataset FOLDER --radius 0.1 --radius 0.25 \
-        --hidden 128 --hidden 512 --augment warp --epochs 40
+    python -m benchmarks.proven_vit four.safetensors --dataset FOLDER --radius 0.141 --radius 0.25 \
+        --augment warp --epochs 40 --attack-epsilon 0.3 --attack-ramp 0.5 --warmup 0.15 --clip-grad 1
 
 Frozen: clean accuracy with the probabilities of each attention at their mean over the images. The
 controls, a linear classifier and an MLP of one layer of GELU units (128, or `--hidden`), are trained on attacked
@@ -56,6 +56,9 @@ def controls(options: argparse.Namespace, load: Callable[[str], Images]) -> dict
         attack_epsilon=options.attack_epsilon,
         attack_steps=2,
         augment=tuple(options.augment),
+        attack_ramp=options.attack_ramp,
+        warmup=options.warmup,
+        clip_grad=options.clip_grad,
     )
     train = load("train")
     validation = load("val")
@@ -106,6 +109,9 @@ def main() -> None:
     parser.add_argument("--attack-epsilon", type=float, default=0.35)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--augment", action="append", default=[])
+    parser.add_argument("--attack-ramp", type=float, default=FinetuneSettings.attack_ramp)
+    parser.add_argument("--warmup", type=float, default=FinetuneSettings.warmup)
+    parser.add_argument("--clip-grad", type=float, default=FinetuneSettings.clip_grad)
     parser.add_argument("--hidden", type=int, action="append", default=[])
     parser.add_argument("--radius", type=float, action="append", default=[])
     options = parser.parse_args()

@@ -11,7 +11,7 @@ from certcli.models import hub
 from certcli.models.build import create
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError, CheckpointError
-from tests.helpers.commands import certvit
+from tests.helpers.commands import attempt, certvit
 
 
 def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
@@ -28,6 +28,20 @@ def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
             ask()
         assert "did you mean '" in refused.value.hint
         assert meant in refused.value.hint.split("?")[0] + "?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("certvit/mnst", "certvit/mnist"), ("reprot.json", "report.json")]
+)
+def test_verify_offers_the_file_that_was_probably_meant(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.json").write_text("{}")
+    refused = attempt("verify", typed).exception
+    assert isinstance(refused, CheckpointError)
+    assert refused.message == f"no file {typed}"
+    assert f"did you mean '{meant}'?" in refused.hint
 
 
 @pytest.mark.parametrize("source", ["hf-hub:nobody/nothing", "vit_base_patch8_224.dino"])

@@ -62,12 +62,23 @@ def _require_file(source: str) -> None:
     )
     if not looks or os.path.lexists(source) or shipped_path(source):
         return
-    candidates = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
+    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
+    raise missing_file(source, hint, ".safetensors")
+
+
+def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
+    """Return the error for a path that does not exist; it names one like it beside it, or that comes
+    with certvit.
+
+    Args:
+        endings: those of files that might be meant.
+    """
+    path = Path(source)
+    candidates = {file.name: str(file) for end in endings for file in path.parent.glob(f"*{end}")}
     candidates |= {name: name for name in shipped_names()}
     near = get_close_matches(path.name, candidates, 1) or get_close_matches(source, candidates, 1)
     meant = f"did you mean '{candidates[near[0]]}'? " if near else ""
-    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
-    raise CheckpointError(f"no file {source}", f"{meant}{hint}")
+    return CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
 def hints(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,11 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
     from certcli.checkpoint.shards import is_index
 
     file = options.file
+    if not os.path.lexists(file):
+        from certcli.cli.shared.inputs import missing_file
+
+        hint = "give a report (--json), records (.jsonl) or a checkpoint"
+        raise missing_file(str(file), hint, ".json", ".jsonl", ".safetensors")
     if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
         verify_checkpoints(options, sink)
         return
