@@ -39,13 +39,13 @@ class PatchTarget:
 
 @dataclass(frozen=True)
 class PatchRecord:
-    """One image, one size. found: the patched image's class (None: no patch); corner: its place."""
+    """One image, one size. patched_class: the patched image's class (None: no patch); corner: its place."""
 
     patch: Patch
     index: int
     label: int
     prediction: int | None
-    found: int | None = None
+    patched_class: int | None = None
     corner: Corner | None = None
     adversarial: Tensor | None = None
 
@@ -60,7 +60,9 @@ class PatchRecord:
             "kind": "patch",
             "patch": str(self.patch),
             "prediction": self.prediction,
-            "adversarial_prediction": self.prediction if self.corner is None else self.found,
+            "adversarial_prediction": self.prediction
+            if self.corner is None
+            else self.patched_class,
             "robust": {PATCH_ATTACK: self.withstood},
             "corner": None if self.corner is None else list(self.corner),
         }
@@ -118,7 +120,7 @@ def attack_patches(
         ):
             if covered and top != records[row].label:
                 records[row] = replace(
-                    records[row], found=top, corner=corner, adversarial=image.cpu()
+                    records[row], patched_class=top, corner=corner, adversarial=image.cpu()
                 )
 
     everything = list(range(len(records)))

@@ -165,7 +165,7 @@ class _Standing:
         with seeded(images, self.seed):
             self.prediction = predict(model, images, self.samples)
         self.correct = self.prediction == labels
-        self.adversarial, self.found = images.clone(), self.prediction.clone()
+        self.adversarial, self.adversarial_predictions = images.clone(), self.prediction.clone()
         self.norm = torch.where(self.correct, float("inf"), 0.0).double()
         self.broken_by: list[str | None] = [None] * len(images)
         self.outcome = {
@@ -259,7 +259,7 @@ class _Standing:
         nearer = (verdict.success & (verdict.norm < self.norm[rows])).nonzero().flatten()
         self.norm[rows[nearer]] = verdict.norm[nearer]
         self.adversarial[rows[nearer]] = verdict.adversarial[nearer]
-        self.found[rows[nearer]] = verdict.adversarial_prediction[nearer]
+        self.adversarial_predictions[rows[nearer]] = verdict.adversarial_prediction[nearer]
         self._judge_rounded(rows[nearer])
 
     def _judge_rounded(self, rows: Tensor) -> None:
@@ -277,7 +277,7 @@ class _Standing:
         radii = region.radii(self.images).tolist()
         labels = self.labels.tolist()
         predictions = self.prediction.tolist()
-        adversarial_predictions = self.found.tolist()
+        adversarial_predictions = self.adversarial_predictions.tolist()
         for row, index in enumerate(indices.tolist()):
             fallen = norms[row] < float("inf")
             yield AttackRecord(

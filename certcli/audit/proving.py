@@ -28,10 +28,10 @@ def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[GlobalBound
     started = time.perf_counter()
     with part.ended():
         proven = prove(model, classes)
-    return found(proven, time.perf_counter() - started), proven
+    return global_bound(proven, time.perf_counter() - started), proven
 
 
-def found(proven: NetworkBound, seconds: float) -> GlobalBound:
+def global_bound(proven: NetworkBound, seconds: float) -> GlobalBound:
     finite = proven.upper.finite
     return GlobalBound(
         **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),

@@ -77,7 +77,7 @@ class Domain(ABC):
         """Return a rule's result as it is kept; its shape is checked afterwards."""
         return value
 
-    def found(self, node: fx.Node, value: Any) -> None:  # noqa: B027 (a domain may keep nothing)
+    def observe(self, node: fx.Node, value: Any) -> None:  # noqa: B027 (a domain may keep nothing)
         """A node has its value; called in the order of execution."""
 
     def forget(self, node: fx.Node, value: Any) -> None:  # noqa: B027
@@ -103,7 +103,7 @@ def walk(traced: Trace, domain: Domain) -> Any:
         else:
             values[node] = _visit(traced, node, values, domain, precision)
             empty = False
-        domain.found(node, values[node])
+        domain.observe(node, values[node])
         # weights in float64 are large: release values after their last use
         for argument in node.all_input_nodes:
             if last_use[argument] is node:

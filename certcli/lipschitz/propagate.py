@@ -74,7 +74,7 @@ class GlobalDomain(Domain):
     def result(self, value: Any, call: Call) -> Any:
         return _arranged(value, call.shape)
 
-    def found(self, node: fx.Node, value: Any) -> None:
+    def observe(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, Value):
             self.bases[node] = value.base
 

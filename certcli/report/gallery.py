@@ -17,7 +17,7 @@ class AttackedImage:
     them.
 
     Attributes:
-        as_file: whether the found class is that of the image as an 8-bit file, too.
+        as_file: whether the adversarial class is that of the image as an 8-bit file, too.
     """
 
     image: Tensor
@@ -25,8 +25,8 @@ class AttackedImage:
     heading: str
     clean_class: str
     clean_right: bool
-    found_class: str
-    found_right: bool
+    adversarial_class: str
+    adversarial_right: bool
     norm: str
     file: str = ""
     as_file: bool = True
@@ -65,9 +65,9 @@ def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
     _caption(left, picture.clean_class, BLUE if picture.clean_right else VERMILION)
     _caption(middle, picture.norm, "#333333")
-    as_file = picture.found_right or picture.as_file
-    shown = picture.found_class if as_file else f"{picture.found_class} (not as 8 bits)"
-    _caption(right, shown, BLUE if picture.found_right else VERMILION)
+    as_file = picture.adversarial_right or picture.as_file
+    shown = picture.adversarial_class if as_file else f"{picture.adversarial_class} (not as 8 bits)"
+    _caption(right, shown, BLUE if picture.adversarial_right else VERMILION)
 
 
 def _show(axes: Any, image: Tensor) -> None:

@@ -11,7 +11,7 @@ from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma
 from certcli.engine import curves
 from certcli.engine.table import NoRule
 from certcli.rounding.algorithms import covers
-from certcli.rounding.running_error import ROUNDED, ExecutedOperation, Found, put_together, rule
+from certcli.rounding.running_error import ROUNDED, ExecutedOperation, WithError, put_together, rule
 from certcli.rounding.sums import UNIT, total
 
 
@@ -20,7 +20,7 @@ def _curve(*names: str, slope: float, rounding: Callable[[Tensor, Tensor, float]
 
     @rule(*names)
     @covers("function")
-    def passed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
+    def passed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> WithError:
         value = op.run()
         size = op.size(x)
         result = value[0] if isinstance(value, (tuple, list)) else value
@@ -60,7 +60,7 @@ _curve(
 
 @rule("leaky_relu")
 @covers("entries")
-def leaky_relu(op: ExecutedOperation, x: Tensor, negative_slope: float = 0.01) -> Found:
+def leaky_relu(op: ExecutedOperation, x: Tensor, negative_slope: float = 0.01) -> WithError:
     value = op.run()
     size = op.size(x)
     rounding_error = op.norm(value) * (2 * UNIT) + TINY
@@ -73,7 +73,7 @@ def leaky_relu(op: ExecutedOperation, x: Tensor, negative_slope: float = 0.01) -
 @covers("entries", "function")
 def elu(
     op: ExecutedOperation, x: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1
-) -> Found:
+) -> WithError:
     op.require(input_scale >= 0, "an exponential that grows below 0")
     value = op.run()
     size = op.size(x)
@@ -86,7 +86,7 @@ def elu(
 
 @rule("exp")
 @covers("function")
-def exponential(op: ExecutedOperation, x: Tensor) -> Found:
+def exponential(op: ExecutedOperation, x: Tensor) -> WithError:
     value = op.run()
     size = op.size(x)
     rounding_error = op.norm(value) * FUNCTION + TINY
@@ -97,7 +97,7 @@ def exponential(op: ExecutedOperation, x: Tensor) -> Found:
 
 @rule("sqrt", "rsqrt")
 @covers("function")
-def root(op: ExecutedOperation, x: Tensor) -> Found:
+def root(op: ExecutedOperation, x: Tensor) -> WithError:
     """Slope 1 / (2 sqrt t), of the inverse 1 / (2 t sqrt t), at t >= min x - e."""
     value = op.run()
     size = op.size(x)
@@ -135,7 +135,7 @@ def power(x: Any, exponent: Any) -> Any:
 
 @rule("_softmax", "_safe_softmax")
 @covers("softmax")
-def softmax(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
+def softmax(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> WithError:
     """Slope 1/2 a row, also for the rounding of x - max x; then that of exp and of the sum,
     relative to the result.
 
@@ -152,7 +152,7 @@ def softmax(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> F
 
 @rule("linalg_vector_norm")
 @covers("any order", "function")
-def length(op: ExecutedOperation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> Found:
+def length(op: ExecutedOperation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> WithError:
     """The length of the error, by the triangle inequality."""
     op.require(order == 2, f"a norm of order {order}")
     value = op.run()
@@ -183,7 +183,7 @@ def _normalised(op: ExecutedOperation, x: Tensor, size: Any, eps: float) -> tupl
 
 def _scaled(
     op: ExecutedOperation, x: Tensor, size: Tensor, weight: Any, bias: Any, shape: Any
-) -> Found:
+) -> WithError:
     op.require(
         op.size(weight) is None and op.size(bias) is None, "a norm whose weights were computed"
     )
@@ -201,7 +201,7 @@ def _scaled(
 @covers("two passes")
 def layer_norm(
     op: ExecutedOperation, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float
-) -> Found:
+) -> WithError:
     normalised, size = _normalised(op, x.flatten(-len(shape)), op.size(x), eps)
     return _scaled(op, normalised.view(x.shape), size, weight, bias, shape)
 
@@ -218,7 +218,7 @@ def group_norm(
     size: int,
     groups: int,
     eps: float,
-) -> Found:
+) -> WithError:
     shape = (-1, *[1] * (x.dim() - 2))
     normalised, error = _normalised(op, x.reshape(count, groups, -1), op.size(x), eps)
     return _scaled(op, normalised.view(x.shape), error, weight, bias, shape)

@@ -97,7 +97,7 @@ class EnclosedWalk:
         self.sizes: list[dict[int, Executed]] = [{} for _ in range(images)]
         self.holds = [True] * images
 
-    def found(self, node: str, parts: Sequence[Bounds]) -> None:
+    def observe(self, node: str, parts: Sequence[Bounds]) -> None:
         """Note the values of a node; "" is the image. What may overflow has no enclosure."""
         for place, bounds in zip(self.errors.places[node], parts, strict=True):
             box = self.errors.steps[place].box

@@ -11,9 +11,9 @@ from certcli.rounding.algorithms import covers
 from certcli.rounding.running_error import (
     Error,
     ExecutedOperation,
-    Found,
     Sorted,
     TensorPiece,
+    WithError,
     rule,
 )
 
@@ -35,7 +35,7 @@ def rooted(sizes: Sequence[Tensor]) -> Tensor | None:
     "diagonal", "tril", "triu", "lift_fresh", "constant_pad_nd", "diag_embed", "copy",
 )  # fmt: skip
 @covers("moves")
-def moved(op: ExecutedOperation, x: Tensor, *others: Any, **named: Any) -> Found:
+def moved(op: ExecutedOperation, x: Tensor, *others: Any, **named: Any) -> WithError:
     """Entries go to one place at most: a piece stays a piece. `copy` takes the second's."""
     value = op.run()
     note = op.note(x)
@@ -47,7 +47,7 @@ def moved(op: ExecutedOperation, x: Tensor, *others: Any, **named: Any) -> Found
 
 @rule("split", "split_with_sizes", "unbind")
 @covers("moves")
-def cut(op: ExecutedOperation, x: Tensor, *_: Any) -> Found:
+def cut(op: ExecutedOperation, x: Tensor, *_: Any) -> WithError:
     value = op.run()
     size = op.size(x)
     if size is None:
@@ -76,7 +76,7 @@ def _together(op: ExecutedOperation, tensors: Sequence[Tensor]) -> Tensor | None
 
 @rule("cat", "stack")
 @covers("moves")
-def joined(op: ExecutedOperation, tensors: Sequence[Tensor], *_: Any) -> Found:
+def joined(op: ExecutedOperation, tensors: Sequence[Tensor], *_: Any) -> WithError:
     """Of max(a, b) and min(a, b) the error of a and b: sorting has slope 1."""
     value = op.run()
     notes = [op.note(x) for x in tensors]
@@ -93,7 +93,7 @@ def joined(op: ExecutedOperation, tensors: Sequence[Tensor], *_: Any) -> Found:
 
 @rule("maximum", "minimum")
 @covers("moves")
-def larger(op: ExecutedOperation, a: Tensor, b: Tensor) -> Found:
+def larger(op: ExecutedOperation, a: Tensor, b: Tensor) -> WithError:
     value = op.run()
     if op.exact:
         return value, None
@@ -107,7 +107,7 @@ def larger(op: ExecutedOperation, a: Tensor, b: Tensor) -> Found:
 
 @rule("expand", "repeat")
 @covers("moves")
-def repeated(op: ExecutedOperation, x: Tensor, *counts: Any, **_: Any) -> Found:
+def repeated(op: ExecutedOperation, x: Tensor, *counts: Any, **_: Any) -> WithError:
     value = op.run()
     return value, spread(op, x, value.numel())
 
@@ -118,7 +118,7 @@ def repeated(op: ExecutedOperation, x: Tensor, *counts: Any, **_: Any) -> Found:
     "upsample_nearest3d", "embedding",
 )  # fmt: skip
 @covers("moves")
-def copied_to_places(op: ExecutedOperation, x: Tensor, *rest: Any, **named: Any) -> Found:
+def copied_to_places(op: ExecutedOperation, x: Tensor, *rest: Any, **named: Any) -> WithError:
     """sqrt of the most copies of an entry, counted by running it on the entries' numbers."""
     value = op.run()
     size = op.size(x)
@@ -134,7 +134,7 @@ def copied_to_places(op: ExecutedOperation, x: Tensor, *rest: Any, **named: Any)
 
 @rule("where", "masked_fill")
 @covers("moves")
-def chosen(op: ExecutedOperation, *tensors: Any) -> Found:
+def chosen(op: ExecutedOperation, *tensors: Any) -> WithError:
     """`where` keeps an entry of either, `masked_fill` an entry or number, by an exact mask."""
     mask = tensors[0] if op.name == "where" else tensors[1]
     op.require(op.size(mask) is None, "a choice by rounded numbers")
@@ -147,7 +147,7 @@ def chosen(op: ExecutedOperation, *tensors: Any) -> Found:
 
 @rule("_to_copy")
 @covers("moves")
-def copied(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
+def copied(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> WithError:
     """To a type that holds the numbers: floating point from integers, float64 from float32."""
     value = op.run()
     size = op.size(x)
@@ -163,7 +163,7 @@ def copied(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
 
 @rule("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 @covers("moves")
-def made_of_shape(op: ExecutedOperation, x: Tensor, *numbers: Any, **_: Any) -> Found:
+def made_of_shape(op: ExecutedOperation, x: Tensor, *numbers: Any, **_: Any) -> WithError:
     op.require(
         not any(isinstance(number, Tensor) for number in numbers), "a number that may be rounded"
     )
@@ -172,14 +172,14 @@ def made_of_shape(op: ExecutedOperation, x: Tensor, *numbers: Any, **_: Any) -> 
 
 @rule("_local_scalar_dense")
 @covers("moves")
-def read_back(op: ExecutedOperation, x: Tensor) -> Found:
+def read_back(op: ExecutedOperation, x: Tensor) -> WithError:
     op.require(op.size(x) is None, "a rounded number is read back into Python")
     return op.run(), None
 
 
 @rule("relu", "abs", "neg", "clamp", "clamp_min", "clamp_max", "hardtanh")
 @covers("moves")
-def passed_on(op: ExecutedOperation, x: Tensor, *limits: Any, **named: Any) -> Found:
+def passed_on(op: ExecutedOperation, x: Tensor, *limits: Any, **named: Any) -> WithError:
     """Slope 1 and no rounding."""
     value = op.run()
     op.require(
@@ -191,14 +191,14 @@ def passed_on(op: ExecutedOperation, x: Tensor, *limits: Any, **named: Any) -> F
 
 @rule("amax", "amin")
 @covers("moves")
-def largest(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
+def largest(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> WithError:
     return op.run(), op.size(x)
 
 
 @rule("max", "min", "sort", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool2d_with_indices",
       "max_pool3d_with_indices")  # fmt: skip
 @covers("moves")
-def with_places(op: ExecutedOperation, x: Tensor, *options: Any, **named: Any) -> Found:
+def with_places(op: ExecutedOperation, x: Tensor, *options: Any, **named: Any) -> WithError:
     """Result 2 is places, which rounding may change. An entry may lie in several windows."""
     value = op.run()
     size = op.size(x)

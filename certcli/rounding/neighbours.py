@@ -108,7 +108,7 @@ class _Stepwise(GlobalDomain):
     def result(self, value: Any, call: Call) -> Any:
         return value
 
-    def found(self, node: fx.Node, value: Any) -> None:
+    def observe(self, node: fx.Node, value: Any) -> None:
         return
 
     def forget(self, node: fx.Node, value: Any) -> None:

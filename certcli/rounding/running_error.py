@@ -42,16 +42,16 @@ from certcli.system.operations import OperationMode
 ROUNDED = 1 + 2.0**-20
 """Above (1 - u)^-n for n = 2^31 roundings."""
 
-Found = tuple[Any, Any]
+WithError = tuple[Any, Any]
 """An operation's result and its error: a size, an `Error`, or None where it is exact; of several results a list of each."""
-RULES: dict[str, Callable[..., Found]] = {}
+RULES: dict[str, Callable[..., WithError]] = {}
 PUT_TOGETHER: dict[str, Callable[..., Any]] = {}
 
 
-def rule(*names: str) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+def rule(*names: str) -> Callable[[Callable[..., WithError]], Callable[..., WithError]]:
     """Register how operations pass errors: a function of the op and the arguments."""
 
-    def register(function: Callable[..., Found]) -> Callable[..., Found]:
+    def register(function: Callable[..., WithError]) -> Callable[..., WithError]:
         RULES.update(dict.fromkeys(names, function))
         return function
 
@@ -173,12 +173,12 @@ class Running(OperationMode):
                     return PUT_TOGETHER[name](*args, **kwargs)
             if func._schema.is_mutable:
                 return self._in_place(name, func, args, kwargs)
-            return self._keep(*self._found(ExecutedOperation(name, func, args, kwargs, self)))
+            return self._keep(*self._executed(ExecutedOperation(name, func, args, kwargs, self)))
         except NoRule as reason:
             self.refused = self.refused or NoRule(f"{self._module()}: {reason}")
             raise self.refused from None
 
-    def _found(self, op: ExecutedOperation) -> Found:
+    def _executed(self, op: ExecutedOperation) -> WithError:
         """Return a result with its error; integers and truth values stay exact."""
         rule_of_name = RULES.get(op.name)
         if rule_of_name is not None:
@@ -207,7 +207,7 @@ class Running(OperationMode):
             return func(first.clone(), *rest, **named)
 
         op = ExecutedOperation(plain, on_copy, args, kwargs, self)
-        value, error = self._found(op) if plain != "fill" else (op.run(), op.size(args[1]))
+        value, error = self._executed(op) if plain != "fill" else (op.run(), op.size(args[1]))
         if value.shape != target.shape:
             raise NoRule(f"'{name}' changes a tensor's shape")
         for x, noted in list(self.errors.items()):  # what was noted speaks of the numbers before

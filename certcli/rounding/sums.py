@@ -14,9 +14,9 @@ from certcli.rounding.running_error import (
     ROUNDED,
     Error,
     ExecutedOperation,
-    Found,
     Mean,
     Square,
+    WithError,
     rule,
 )
 
@@ -70,7 +70,7 @@ def _reach(x: Any, like: Any) -> Any:
 
 @rule("add", "sub", "rsub")
 @covers("entries")
-def added(op: ExecutedOperation, a: Any, b: Any, *, alpha: Any = 1) -> Found:
+def added(op: ExecutedOperation, a: Any, b: Any, *, alpha: Any = 1) -> WithError:
     """e_a + |alpha| e_b, and the rounding of the result. Where an exact operand is -inf (a mask),
     so is the result.
 
@@ -111,7 +111,7 @@ def _unmasked(op: ExecutedOperation, value: Tensor, *operands: Any) -> Tensor:
 
 @rule("mul")
 @covers("entries")
-def multiplied(op: ExecutedOperation, a: Any, b: Any) -> Found:
+def multiplied(op: ExecutedOperation, a: Any, b: Any) -> WithError:
     """|a| e_b + |b| e_a + e_a e_b, and the rounding of the result."""
     value = op.run()
     if _unrounded(op, value):
@@ -133,7 +133,7 @@ def multiplied(op: ExecutedOperation, a: Any, b: Any) -> Found:
 
 @rule("div")
 @covers("entries")
-def divided(op: ExecutedOperation, a: Any, b: Any, **named: Any) -> Found:
+def divided(op: ExecutedOperation, a: Any, b: Any, **named: Any) -> WithError:
     """(e_a + |a / b| e_b) / (min |b| - e_b), and the result's rounding; inf where b may be 0."""
     jumps = named.get("rounding_mode") is not None
     op.require(not jumps or op.exact, "a division that jumps")
@@ -158,7 +158,7 @@ def divided(op: ExecutedOperation, a: Any, b: Any, **named: Any) -> Found:
 @covers("entries")
 def added_product(
     op: ExecutedOperation, x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1
-) -> Found:
+) -> WithError:
     result = op.run()
     product, error = multiplied(ExecutedOperation("mul", torch.mul, (a, b), {}, op.running), a, b)
     size = error.size if isinstance(error, Error) else error
@@ -206,7 +206,7 @@ def _norms(op: ExecutedOperation, x: Tensor) -> tuple[Any, Any]:
 
 @rule("mm", "bmm", "mv", "dot")
 @covers("any order")
-def matrices(op: ExecutedOperation, a: Tensor, b: Tensor) -> Found:
+def matrices(op: ExecutedOperation, a: Tensor, b: Tensor) -> WithError:
     return op.run(), _product(op, a, b, a.shape[-1])
 
 
@@ -242,7 +242,7 @@ def _same(op: ExecutedOperation, x: Tensor, view: Tensor) -> Tensor:
 @covers("any order")
 def matrices_and_bias(
     op: ExecutedOperation, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Found:
+) -> WithError:
     value = op.run()
     terms = a.shape[-1] + 4
     size = _product(op, a, b, terms) * (abs(alpha) * ROUNDED)
@@ -258,7 +258,7 @@ def _bias(op: ExecutedOperation, bias: Tensor, value: Tensor, terms: int) -> Ten
 @rule("convolution")
 @covers("any order")
 def convolution(op: ExecutedOperation, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
-                transposed: bool, *_: Any) -> Found:  # fmt: skip
+                transposed: bool, *_: Any) -> WithError:  # fmt: skip
     """sqrt(windows of an entry) |W|, W of a window; transposed the same: another's adjoint."""
     value = op.run()
     windows = math.sqrt(overlap(weight.shape[2:], stride, all(d == 1 for d in dilation)))
@@ -276,7 +276,7 @@ def convolution(op: ExecutedOperation, x: Tensor, weight: Tensor, bias: Any, str
 
 @rule("sum", "mean")
 @covers("any order")
-def summed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
+def summed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> WithError:
     """sqrt(n) times n terms' error, 1 / sqrt(n) of their mean; 2 |x| times it for sums of x^2."""
     value = op.run()
     if _unrounded(op, value):
@@ -310,7 +310,7 @@ def summed(op: ExecutedOperation, x: Tensor, *_: Any, **__: Any) -> Found:
 
 @rule("cumsum")
 @covers("any order")
-def running_sum(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> Found:
+def running_sum(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> WithError:
     value = op.run()
     if _unrounded(op, value):
         return value, None
@@ -322,7 +322,7 @@ def running_sum(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool2d", "avg_pool3d")
 @covers("any order")
-def pooled(op: ExecutedOperation, x: Tensor, sizes: Any, *options: Any, **named: Any) -> Found:
+def pooled(op: ExecutedOperation, x: Tensor, sizes: Any, *options: Any, **named: Any) -> WithError:
     """A mean has slope 1 at most, and an entry may lie in several windows."""
     op.require(len(options) < 5 or options[4] is None, "a divisor of its own")
     value = op.run()

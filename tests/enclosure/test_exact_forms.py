@@ -332,7 +332,7 @@ def test_every_value_is_shown_and_held_to_what_the_network_does() -> None:
     domain.runs = []
     domain.executed_as = None
     domain.start, domain.watch = form(torch.ones(1, 3).double()), lambda *told: seen.append(told)
-    domain.found(node, domain.start)
+    domain.observe(node, domain.start)
     assert seen == [(node, domain.start, None)]
     assert domain.image((1, 3)) is domain.start
     with pytest.raises(NoRule, match="images of shape"):

@@ -38,8 +38,8 @@ class _Noted(GlobalDomain):
         super().__init__(RigorousArithmetic())
         self.values: dict[fx.Node, Any] = {}
 
-    def found(self, node: fx.Node, value: Any) -> None:
-        super().found(node, value)
+    def observe(self, node: fx.Node, value: Any) -> None:
+        super().observe(node, value)
         self.values[node] = value
 
 

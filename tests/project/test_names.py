@@ -41,7 +41,7 @@ WORDS = "dialect words"
 LONG_LINES = "lines over 100 columns, per 10,000"
 TUPLES = "tuple assignments, per 10,000 lines"
 CEILINGS = {
-    "certcli": {FOUND: 4, WORDS: 47, LONG_LINES: 110, TUPLES: 20},
+    "certcli": {FOUND: 0, WORDS: 43, LONG_LINES: 110, TUPLES: 20},
     "check": {FOUND: 0, WORDS: 1, LONG_LINES: 60, TUPLES: 120},
 }
 """Lower a ceiling when the count falls; never raise one."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from certcli.rounding import curves, running_error, sums
 from certcli.rounding.precisions import PRECISIONS
-from certcli.rounding.running_error import RULES, ExecutedOperation, Found
+from certcli.rounding.running_error import RULES, ExecutedOperation, WithError
 from tests.helpers.grids import EVERY
 from tests.helpers.layouts import surroundings
 from tests.rounding.test_passing_on import ROWS, allowed, ascended, at, without_a_row
@@ -92,7 +92,7 @@ def test_no_two_executions_in_float64_differ_by_more_than_twice_it(name: str) ->
         assert not float((executed - plain).norm()) > 2 * most, title
 
 
-def steep(op: ExecutedOperation, x: Tensor) -> Found:
+def steep(op: ExecutedOperation, x: Tensor) -> WithError:
     """A curve that is taken for one of slope 1."""
     return op.run(), op.size(x)
 

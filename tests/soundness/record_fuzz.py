@@ -142,7 +142,7 @@ class Runs:
         (found,) = run_all(
             choice, CertifyTask(self.net, self.images, threats, demand), options, sink
         )
-        return [found.found.clean, *found.found.certified.values()]
+        return [found.accuracy.clean, *found.accuracy.certified.values()]
 
     def attack(self, share: float, every: bool) -> list[float]:
         """Return the clean share, and the robust share at each radius."""

@@ -75,7 +75,7 @@ def certify(
     if not results:  # a process that leads no others
         return
     first = results[0]
-    demand.check(first.found, gate)
+    demand.check(first.accuracy, gate)
     document = view.document(results, choice.reason or None, checkpoint.digest, images)
     sink.document({**document, "seen": shares_seen, "doubts": sink.doubts}, gate)
     view.table(results, images, attacked, sink)
@@ -83,7 +83,7 @@ def certify(
         "smoothing",
         "patch",
     ):  # whose network is another one: under noise, behind masks
-        inputs.doubt_accuracy(first.found.clean, images, checkpoint, sink)
+        inputs.doubt_accuracy(first.accuracy.clean, images, checkpoint, sink)
     if target.plot is not None:
         view.plot(
             results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink

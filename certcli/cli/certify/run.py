@@ -144,22 +144,24 @@ class Result:
 
     certifier: Certifier
     rows: Sequence[Certificate]
-    found: CertifiedAccuracy
+    accuracy: CertifiedAccuracy
     seconds: float | None
     resumed: Resumed | None = None
 
     def share(self, threat: Threat) -> str:
         return (
-            proven_percent(self.found.against(threat))
+            proven_percent(self.accuracy.against(threat))
             if self.certifier.searches(threat)
             else NOT_DRAWN_FOR
         )
 
     def to_json(self) -> dict[str, Any]:
         certifier = self.certifier
-        left_out = [threat.key for threat in self.found.threats if not certifier.searches(threat)]
+        left_out = [
+            threat.key for threat in self.accuracy.threats if not certifier.searches(threat)
+        ]
         return {
-            **self.found.to_json(),
+            **self.accuracy.to_json(),
             **({"not_drawn_for": left_out} if left_out else {}),
             **{
                 name: getattr(certifier, name)

@@ -87,7 +87,7 @@ def table(
 def _side_by_side(
     results: Sequence[Result], where: str, attacked: Mapping[Threat, float], sink: Sink
 ) -> None:
-    threats = results[0].found.threats
+    threats = results[0].accuracy.threats
     columns = [f"certified at {threat.proven()}" for threat in threats]
     untouched = next((share for threat, share in attacked.items() if threat.size == 0), None)
     above = (
@@ -107,9 +107,9 @@ def _side_by_side(
                 (
                     result.certifier.method,
                     result.certifier.promise,
-                    percent(result.found.clean),
+                    percent(result.accuracy.clean),
                     *(result.share(threat) for threat in threats),
-                    proven_radius(result.found.average_radius or 0.0, 4),
+                    proven_radius(result.accuracy.average_radius or 0.0, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
                 for result in results
@@ -123,7 +123,7 @@ def _side_by_side(
 
 
 def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
-    accuracy = result.found
+    accuracy = result.accuracy
 
     def row(
         name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True

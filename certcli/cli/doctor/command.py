@@ -2,7 +2,7 @@
 
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from certcli.attack.torchattacks_spec import INSTALL, PREFIX
@@ -20,9 +20,13 @@ class Finding:
     """A row of the report. broken: something fails because of it; remark: why, what to type."""
 
     part: str
-    found: str
+    state: str
     remark: str = ""
     broken: bool = False
+
+    def to_json(self) -> dict[str, str | bool]:
+        row = {"part": self.part, "found": self.state, "remark": self.remark}
+        return {**row, "broken": self.broken}
 
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
@@ -42,13 +46,13 @@ def doctor(talk: Talk = Talk()) -> None:
     ]
     for finding in findings:
         gate.demand(
-            not finding.broken, GateError(f"{finding.part} {finding.found}: broken", finding.remark)
+            not finding.broken, GateError(f"{finding.part} {finding.state}: broken", finding.remark)
         )
-    sink.document({"parts": [asdict(finding) for finding in findings]}, gate)
+    sink.document({"parts": [finding.to_json() for finding in findings]}, gate)
     sink.table(
         "This installation",
         ("part", "found"),
-        [(finding.part, finding.found) for finding in findings],
+        [(finding.part, finding.state) for finding in findings],
     )
     for finding in findings:
         if finding.remark and not finding.broken:

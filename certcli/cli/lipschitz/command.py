@@ -57,7 +57,7 @@ def lipschitz(
     report |= run.show_views(audited, chosen, sink)
     view.explain(audited, lower, report["attention_weight"], sink)
     gate = run.gate_of(audited, maximum)
-    sink.document({**report, "proof": audited.found.bound.to_json()}, gate)
+    sink.document({**report, "proof": audited.proven.bound.to_json()}, gate)
     if output.output is not None:
         result = {name: report[name] for name in EVIDENCE}
         about = {"images": data.limit if slope.estimate else 0}

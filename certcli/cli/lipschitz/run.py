@@ -140,9 +140,9 @@ def _jacobians(
 
 def gate_of(audited: Audited, maximum: float | None) -> Gate:
     gate = Gate()
-    upper = audited.found.upper
+    upper = audited.proven.upper
     if maximum is not None and not upper.finite:
-        why = f"no finite bound: {audited.found.bound.why}"
+        why = f"no finite bound: {audited.proven.bound.why}"
         hint = "" if audited.of_features else "certvit adapt makes a plain ViT Lipschitz"
         gate.demand(False, NoBoundError(why, hint))
     elif maximum is not None:

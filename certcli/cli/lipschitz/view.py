@@ -26,7 +26,7 @@ class Audited:
     name: str
     checkpoint: "Checkpoint"
     model: "PixelModel"
-    found: "NetworkBound"
+    proven: "NetworkBound"
 
     @property
     def of_features(self) -> bool:
@@ -37,7 +37,7 @@ class Audited:
 def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
     from certcli.nn.residual import attention_weight
 
-    bound = audited.found
+    bound = audited.proven
     model = audited.model
     return {
         "schema": 1,
@@ -67,7 +67,7 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
 
 def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
     """Show one row a block, or a layer; the largest constants first if `worst`."""
-    bound = audited.found
+    bound = audited.proven
     model = audited.model
     if not bound.charges:
         return
@@ -114,8 +114,8 @@ def weight_shape(model: Any, path: str) -> list[int] | None:
 
 def explain(audited: Audited, lower: float | None, share: float | None, sink: Sink) -> None:
     """Say both bounds in words, and the radius that they certify for a margin of 1."""
-    upper = audited.found.upper
-    why = audited.found.bound.why
+    upper = audited.proven.upper
+    why = audited.proven.bound.why
     of = " of the features" if audited.of_features else ""
     if upper.finite:
         sink.text(f"upper bound{of} (proven, l2, pixels in [0, 1]):  {upper}")
@@ -157,8 +157,8 @@ def draw(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
     from certcli.report.layers import draw_layers
 
     drawn = {
-        f"{label}: bound {network.found.upper}": [
-            (charge.path, log10_or_none(charge.constant)) for charge in network.found.charges
+        f"{label}: bound {network.proven.upper}": [
+            (charge.path, log10_or_none(charge.constant)) for charge in network.proven.charges
         ]
         for label, network in labelled(one, other).items()
     }
@@ -169,10 +169,10 @@ def draw(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
 def compare(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
     """Show two networks side by side, block by block; return the report's part."""
     blocks.side_by_side(
-        {label: network.found for label, network in labelled(one, other).items()}, sink
+        {label: network.proven for label, network in labelled(one, other).items()}, sink
     )
-    upper = other.found.upper
+    upper = other.proven.upper
     return {
         "other_log10_upper": upper.log10() if upper.finite else None,
-        "other_why": other.found.bound.why,
+        "other_why": other.proven.bound.why,
     }

@@ -50,7 +50,7 @@ def certify_page(
     verdict = list[str]()
     for result in results:
         certifier = result.certifier
-        certified = result.found
+        certified = result.accuracy
         count = len(result.rows)
         proof = certifier.promise == "proof"
         promise = "proven" if proof else certifier.promise

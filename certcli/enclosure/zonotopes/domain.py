@@ -84,7 +84,7 @@ class Enclosure(Domain):
         if shape != self.start.shape:
             raise NoRule(f"images of shape {shape}, not {self.start.shape}")
         if self.executed_as is not None:
-            self.executed_as.found("", [self.start.bounds()])
+            self.executed_as.observe("", [self.start.bounds()])
         return self.start
 
     def shape(self, value: Any) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class Enclosure(Domain):
             part.doubted(rounding.to(part.centre)) if bool(rounding.any()) else part
             for part, rounding in pairs
         ]
-        self.executed_as.found(node.name, [part.bounds() for part in parts])
+        self.executed_as.observe(node.name, [part.bounds() for part in parts])
         return parts if several else parts[0]
 
     def context(self, call: Call) -> Any:
@@ -145,7 +145,7 @@ class Enclosure(Domain):
             return Constant(value.tensor[:, read : read + 1]) if many else value
         return value.choose(read)
 
-    def found(self, node: fx.Node, value: Any) -> None:
+    def observe(self, node: fx.Node, value: Any) -> None:
         for place, run in self.runs:
             _, truth = next(run)
             if node in self.checked:

@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
 class ExecutedWalk(Protocol):
     """The rounding of one walk around some images."""
 
-    def found(self, node: str, parts: Sequence[Bounds]) -> None:
+    def observe(self, node: str, parts: Sequence[Bounds]) -> None:
         """Note the bounds of a node's values; "" is the image."""
 
     def lost(self, node: str) -> list[Tensor]:
