@@ -127,6 +127,28 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {after.get(name)}, before {value}"
 
 
+LAST = ["the first test"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Fail the test before which gradients are off: fixtures of a module and collected generators
+    work between the tests, and all later tests would run without gradients.
+    """
+    _require_gradients(f"after {LAST[0]}")
+    yield
+    _require_gradients(f"by the fixtures of {item.nodeid}")
+    LAST[0] = item.nodeid
+
+
+def _require_gradients(when: str) -> None:
+    import torch
+
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail(f"gradients were switched off {when}")
+
+
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """Fail the test that leaves the interpreter otherwise than it found it: the next one would run

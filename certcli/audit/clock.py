@@ -1,5 +1,6 @@
 """A time budget: the time left, a stage's share, and an end to stages that do not stop."""
 
+import gc
 import signal
 import sys
 import threading
@@ -101,8 +102,8 @@ class Ending:
         if self.in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self.handler)
-            if kind is OutOfTime:  # generators that it left open end here, not when collected
-                traceback.clear_frames(trace)
+            if kind is OutOfTime:
+                _close_generators(error)
             self.modes.__exit__(None, None, None)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
@@ -114,6 +115,16 @@ class Ending:
             signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
         else:
             raise OutOfTime
+
+
+def _close_generators(error: BaseException | None) -> None:
+    """End the generators that an exception left open: each restores its state, such as gradients
+    off, when it is collected, which could be in a later stage.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()  # some are parts of a cycle
 
 
 def _imports(frame: FrameType | None) -> int:

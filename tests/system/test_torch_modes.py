@@ -1,7 +1,9 @@
 """A timer may ring in any line: in the entry of a mode, in its exit, while torch.fx takes back patches."""
 
+import gc
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -58,6 +60,16 @@ def state() -> tuple[object, ...]:
     )
 
 
+@pytest.fixture
+def light_collections() -> Iterator[None]:
+    """A collection looks at what the test makes alone."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("light_collections")
 @pytest.mark.parametrize("first", FIRST)
 def test_a_stage_that_is_broken_off_anywhere_leaves_torch_as_it_was(first: int) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
@@ -79,3 +91,35 @@ def test_a_stage_that_is_broken_off_anywhere_leaves_torch_as_it_was(first: int) 
             sys.settrace(watching)
         assert state() == before
     assert at > 100  # the timer rang in many lines, not in the first ones alone
+
+
+@pytest.mark.usefixtures("light_collections")
+@pytest.mark.parametrize("handling", [False, True])
+def test_generators_that_are_left_open_end_with_the_block(handling: bool) -> None:
+    """Also those in a cycle, and of an exception that was being handled: collected later, they would
+    switch gradients off then.
+    """
+
+    def without_gradients() -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def leave_open() -> None:
+        with torch.no_grad():
+            generator = without_gradients()
+            next(generator)
+        cycle: list[Any] = [generator]
+        cycle.append(cycle)
+        raise ValueError if handling else OutOfTime
+
+    def work() -> None:
+        try:
+            leave_open()
+        except ValueError:
+            raise OutOfTime  # noqa: B904 (as a signal would)
+
+    with pytest.raises(OutOfTime), StageTime(60.0).ended():
+        work()
+    assert torch.is_grad_enabled()
+    gc.collect()
+    assert torch.is_grad_enabled()
