@@ -87,7 +87,7 @@ gpu: install
 	$(BIN)/python -m pytest -m gpu -rx -rs -q
 	$(BIN)/python -m benchmarks.gpu --against-cpu
 
-# every row of the tests, and long campaigns beside them: hostile files, edited records, killed runs and full disks, random networks, local certificates
+# every row of the tests, and long campaigns beside them: hostile files, edited records, killed runs, random networks
 soundness: install
 	$(BIN)/python -m tests.soundness.file_fuzz --count 100000
 	$(BIN)/python -m tests.soundness.evidence_fuzz --count 10000

@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=12_000)
     parser.add_argument("--others", type=int, default=600)
     options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} is there already")
     random = np.random.default_rng(0)
     for split, count in {
         "train": options.train,

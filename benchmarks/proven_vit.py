@@ -4,13 +4,13 @@ networks without attention are certified on the same images.
     python -m benchmarks.proven_vit proven-output/proven.safetensors [--limit 100] [--split test]
     python -m benchmarks.proven_vit mnist-output/proven.safetensors --dataset torch/mnist \
         --data-dir DATA --epochs 5 --batch-size 128 --attack-epsilon 0.8
-    python -m benchmarks.proven_vit four.safetensors --dataset FOLDER --radius 0.141 --radius 0.25 \
-        --augment warp --epochs 40 --attack-epsilon 0.3 --attack-ramp 0.5 --warmup 0.15 --clip-grad 1
+    python -m benchmarks.proven_vit four.safetensors --dataset FOLDER --radius 0.1 --radius 0.141 \
+        --augment warp --epochs 160 --attack-epsilon 0.3 --attack-ramp 0.5 --warmup 0.15 --clip-grad 1
 
 Frozen: clean accuracy with the probabilities of each attention at their mean over the images. The
-controls, a linear classifier and an MLP of one layer of GELU units (128, or `--hidden`), are trained on attacked
-images (PGD of two steps, as long and as far as the options say), and are certified by `--method
-local` as the network is. Only the controls are certified here: `certvit certify` does it for the
+controls, a linear classifier and an MLP of one layer of GELU units (128, or `--hidden`), are trained
+on attacked images (PGD of two steps, as long and as far as the options say), and are certified by
+`--method local` as the network is. Only the controls are certified here: `certvit certify` does it for the
 network. Intervals are Clopper-Pearson, 95 %.
 """
 

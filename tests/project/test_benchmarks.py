@@ -6,8 +6,12 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+from certcli.images import datasets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py"))
@@ -71,6 +75,31 @@ def test_the_benchmark_of_growth_runs(
     ]
     assert [row[0] for row in rows[2:]] == names
     assert {len(row) for row in rows} == {2 + 2 * len(few)}
+
+
+def test_the_class_of_four_digits_is_the_largest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four_digits = importlib.import_module("benchmarks.four_digits")
+    folder = tmp_path / "four"
+    words = ["four_digits.py", str(folder), "--train", "12", "--others", "6"]
+    monkeypatch.setattr(sys, "argv", words)
+    four_digits.main()
+    for split, count in {"train": 12, "val": 6, "test": 6}.items():
+        pixels, labels = datasets.load("digits", four_digits.SPEC, split).tensors()
+        values = dict(zip(map(quantised, pixels[:, 0]), labels.tolist(), strict=True))
+        files = sorted((folder / split).glob("*/*.png"))
+        assert len(files) == count
+        for file in files:
+            image = torch.from_numpy(np.array(Image.open(file)) / 255)
+            parts = [image[a : a + 8, b : b + 8] for a in (0, 8) for b in (0, 8)]
+            assert max(values[quantised(part)] for part in parts) == int(file.parent.name)
+    with pytest.raises(SystemExit):  # what is there is not added to
+        four_digits.main()
+
+
+def quantised(pixels: torch.Tensor) -> bytes:
+    return bytes((255 * pixels).round().to(torch.uint8).flatten().tolist())
 
 
 def test_growth_extrapolates_a_power_law_exactly() -> None:
