@@ -17,6 +17,7 @@ import torch
 
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.images import datasets
+from certcli.images.dead_leaves import drop_leaves
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 
@@ -80,7 +81,9 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
     scale = 2 if min(height, width) < _FINE else 1
     size = (channels, scale * height, scale * width)
     random = np.random.default_rng([seed, 0])
-    bank = [_noise(size, 1.0 + 0.6 * number / _TEXTURES, random) for number in range(_TEXTURES)]
+    bank = np.stack(
+        [_noise(size, 1.0 + 0.6 * number / _TEXTURES, random) for number in range(_TEXTURES)]
+    )
     pixels = np.empty((count, *spec.size), dtype=np.uint8)
     for number in range(count):
         random = np.random.default_rng([seed, 1, number])
@@ -88,7 +91,7 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
             image = _noise(size, 1.0 + 0.5 * random.random(), random)
         else:
             image = bank[int(random.integers(len(bank)))].copy()
-            _drop_leaves(image, bank, random)
+            drop_leaves(image, bank, random)
         image = _blurred(image, int(random.integers(3)))
         if scale > 1:
             image = image.reshape(channels, height, scale, width, scale).mean((2, 4))
@@ -142,45 +145,6 @@ def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator
     level = 0.45 + 0.1 * random.standard_normal((channels, 1, 1))
     image: Array = (level + 0.22 * mixed).clip(0.0, 1.0).astype(np.float32)
     return image
-
-
-def _drop_leaves(image: Array, bank: Sequence[Array], random: np.random.Generator) -> None:
-    """Draw ellipses and polygons on the image, the large ones first; radii follow a power law."""
-    channels, height, width = image.shape
-    side = min(height, width)
-    radii = np.sort(random.pareto(1.2, int(random.integers(20, 200))) + 0.3)[::-1] * (side / 24)
-    for radius in np.minimum(radii, 0.55 * side):
-        x = random.uniform(-0.08, 1.08) * width
-        y = random.uniform(-0.08, 1.08) * height
-        left = max(0, int(x - radius))
-        right = min(width, int(x + radius) + 2)
-        top = max(0, int(y - radius))
-        bottom = min(height, int(y + radius) + 2)
-        angle = random.uniform(0.0, 2.0 * np.pi)
-        tint = random.random((channels, 1, 1), dtype=np.float32)
-        grey = tint.mean()
-        tint = grey + np.float32(random.random()) * (tint - grey)  # most things are nearly grey
-        share = np.float32(random.uniform(0.2, 0.8))
-        flat = random.uniform(0.4, 1.0)
-        corners = int(random.integers(3, 8)) if random.random() < 0.5 else 0
-        leaf = bank[int(random.integers(len(bank)))]
-        if right <= left or bottom <= top:
-            continue
-        across = (np.arange(left, right, dtype=np.float32) - x)[None] / radius
-        down = (np.arange(top, bottom, dtype=np.float32) - y)[:, None] / radius
-        turned = np.cos(angle)
-        tilted = np.sin(angle)
-        along = across * turned + down * tilted
-        aside = down * turned - across * tilted
-        if corners:
-            turns = np.sort(random.uniform(0.0, 2.0 * np.pi, corners))[:, None, None]
-            sides = along * np.cos(turns) + aside * np.sin(turns) <= flat
-            inside = sides.all(0)
-            inside &= along * along + aside * aside <= 1.0
-        else:
-            inside = along * along + (aside / flat) ** 2 <= 1.0
-        window = (slice(None), slice(top, bottom), slice(left, right))
-        np.copyto(image[window], share * tint + (1 - share) * leaf[window], where=inside[None])
 
 
 def _blurred(image: Array, times: int) -> Array:
