@@ -9,10 +9,16 @@ from torch import Tensor
 ROWS = 1024
 """Rows of a layer's inputs that wait for one product, beside which its sum in float64 is cheap."""
 
+STRIPS = 8
+"""Strips of a sum, each computed from its diagonal on: 9 of 16 parts of the products and of the sums."""
+
 
 @dataclass
 class GramSums:
-    """The sums of one pass for one layer, and for each group the rows that are not in its sum yet."""
+    """The sums of one pass for one layer, and for each group the rows that are not in its sum yet.
+
+    Below the diagonal the sums are complete after `mirror` only.
+    """
 
     grams: Tensor
     conv: dict[str, Any] | None
@@ -22,24 +28,23 @@ class GramSums:
     def add(self, group: int, columns: Tensor) -> None:
         """Add X X^T of the rows (tokens, in), those below float64 ROWS at a time."""
         self.tokens[group] += len(columns)
-        if columns.dtype == torch.float64:
-            self.grams[group].addmm_(columns.mT, columns)
-            return
         self.waiting[group].append(columns)
-        if sum(map(len, self.waiting[group])) >= ROWS:
+        if columns.dtype == torch.float64 or sum(map(len, self.waiting[group])) >= ROWS:
             self.settle(group)
 
     def settle(self, group: int) -> None:
-        """Add the rows that wait. The product is symmetric: three of its four blocks are computed."""
+        """Add the rows that wait."""
         if not self.waiting[group]:
             return
         columns = torch.cat(self.waiting[group])
         self.waiting[group].clear()
-        first, second = columns.split([columns.shape[1] // 2, -(-columns.shape[1] // 2)], dim=1)
-        gram = self.grams[group]
-        half = first.shape[1]
-        across = first.mT @ second
-        gram[:half, :half] += first.mT @ first
-        gram[half:, half:] += second.mT @ second
-        gram[:half, half:] += across
-        gram[half:, :half] += across.mT
+        width = columns.shape[1]
+        step = -(-width // STRIPS)
+        for start in range(0, width, step):
+            strip = columns[:, start : start + step]
+            self.grams[group, start : start + step, start:] += strip.mT @ columns[:, start:]
+
+    def mirror(self) -> None:
+        """Copy what lies above the diagonal below it."""
+        for gram in self.grams:
+            gram.triu_().add_(gram.triu(1).mT)

@@ -348,6 +348,7 @@ def _ordinary(sums_of: dict[str, GramSums]) -> dict[str, GramSums]:
         with torch.inference_mode():
             for group in range(len(sums.waiting)):
                 sums.settle(group)
+            sums.mirror()
         require_finite(path, sums.grams.diagonal(dim1=1, dim2=2))
         sums_of[path] = replace(sums, grams=sums.grams.clone())
     return sums_of
