@@ -14,15 +14,15 @@ def compact(batches: Iterable[Tensor]) -> Tensor:
     whole: list[Tensor] = []
     small = True
     for batch in batches:
-        rounded = (batch * 255).round()
-        small = small and bool((rounded / 255 == batch).all())
-        whole.append(rounded.to(torch.uint8) if small else batch)
+        rounded = (batch * 255).round_().to(torch.uint8)
+        small = small and bool((as_pixels(rounded) == batch).all())
+        whole.append(rounded if small else batch)
     return torch.cat([part if small else as_pixels(part) for part in whole])
 
 
 def as_pixels(images: Tensor) -> Tensor:
     """Return float32 pixels in [0, 1]."""
-    return images.float() / 255 if images.dtype == torch.uint8 else images
+    return images.float().div_(255) if images.dtype == torch.uint8 else images
 
 
 def photograph_sized(images: Tensor) -> bool:

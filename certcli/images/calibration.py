@@ -99,7 +99,7 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
     stored = torch.from_numpy(pixels)
 
     def fetch(positions: Sequence[int]) -> torch.Tensor:
-        return stored[list(positions)].float() / 255
+        return stored[list(positions)].float().div_(255)
 
     return Images(
         name=PHOTOGRAPHS,

@@ -219,8 +219,10 @@ class Images:
             indices, labels, pixels.cpu().contiguous().numpy(), strict=True
         ):
             head = f"{row.dtype.str}\0{row.shape}\0".encode()
-            texts = [f"{label}\0".encode() + head + row.tobytes(), head + row.tobytes()]
-            labelled, alone = (hashlib.sha256(text).hexdigest()[:16] for text in texts)
+            sums = [hashlib.sha256(before + head) for before in (f"{label}\0".encode(), b"")]
+            for each in sums:
+                each.update(row)  # in place: an image has megabytes
+            labelled, alone = (each.hexdigest()[:16] for each in sums)
             digests.append((index, labelled, alone))
         return digests
 
