@@ -153,6 +153,8 @@ class Penalty:
     """A norm L with its prox, its value and its dual |Y|* = sup {<Y, W> : L(W) <= 1}.
 
     Args:
+        parts: what both norms of a matrix follow from, by `value_of` and `dual_of`: singular values
+            or magnitudes.
         right_invariant: L(W V) = L(W) for orthogonal V: Douglas-Rachford can run in the eigenbasis
             of the Gram matrix, where the projection scales columns.
         left_invariant: L(U W) = L(W) for orthogonal U: it can run in the column space of W0.
@@ -162,12 +164,19 @@ class Penalty:
     """
 
     prox: Callable[[Tensor, float], Tensor]
-    value: Callable[[Tensor], Tensor]
-    dual: Callable[[Tensor], Tensor]
+    parts: Callable[[Tensor], Tensor]
+    value_of: Callable[[Tensor], Tensor]
+    dual_of: Callable[[Tensor], Tensor]
     right_invariant: bool
     left_invariant: bool
     pace: float
     sequence: Callable[[], Callable[[Tensor, float], Tensor]] | None = None
+
+    def value(self, matrix: Tensor) -> Tensor:
+        return self.value_of(self.parts(matrix))
+
+    def dual(self, matrix: Tensor) -> Tensor:
+        return self.dual_of(self.parts(matrix))
 
     def blockwise(self, blocks: int) -> "Penalty":
         """Return the sum of this norm over `blocks` equal row blocks: the heads of q, k and v."""
@@ -178,8 +187,7 @@ class Penalty:
             prox=lambda matrix, strength: self.prox(per_head(matrix, blocks), strength).reshape(
                 matrix.shape
             ),
-            value=lambda matrix: self.value(per_head(matrix, blocks)),
-            dual=lambda matrix: self.dual(per_head(matrix, blocks)),
+            parts=lambda matrix: self.parts(per_head(matrix, blocks)),
             left_invariant=False,
             sequence=None,
         )
@@ -191,8 +199,9 @@ class Penalty:
 
 SPECTRAL = Penalty(
     spectral,
-    value=lambda matrix: singular_values(matrix)[..., 0].sum(),
-    dual=lambda matrix: singular_values(matrix).sum(-1).max(),
+    singular_values,
+    value_of=lambda values: values[..., 0].sum(),
+    dual_of=lambda values: values.sum(-1).max(),
     right_invariant=True,
     left_invariant=True,
     pace=2.0,
@@ -200,16 +209,18 @@ SPECTRAL = Penalty(
 )
 NUCLEAR = Penalty(
     nuclear,
-    value=lambda matrix: singular_values(matrix).sum(),
-    dual=lambda matrix: singular_values(matrix).max(),
+    singular_values,
+    value_of=lambda values: values.sum(),
+    dual_of=lambda values: values.max(),
     right_invariant=True,
     left_invariant=True,
     pace=5.0,
 )
 L1 = Penalty(
     l1,
-    value=lambda matrix: matrix.abs().sum(),
-    dual=lambda matrix: matrix.abs().max(),
+    torch.abs,
+    value_of=lambda values: values.sum(),
+    dual_of=lambda values: values.max(),
     right_invariant=False,
     left_invariant=False,
     pace=8.0,

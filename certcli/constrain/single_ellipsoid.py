@@ -248,9 +248,14 @@ class _Ellipsoid:
         return float(((displacement * displacement).sum(0) * self.basis.values).sum())
 
     @cached_property
+    def parts(self) -> Tensor:
+        """Return what the norms of W0 follow from: a decomposition, so it is computed once."""
+        return self.penalty.parts(self.back(self.centre))
+
+    @cached_property
     def whole(self) -> float:
         """Return L(W0)."""
-        return float(self.penalty.value(self.back(self.centre)))
+        return float(self.penalty.value_of(self.parts))
 
     def strength(self, prox: Callable[[Tensor, float], Tensor]) -> float:
         """Return the strength, up to `_NEAR`, at which prox(W0) has (PACE beta)^2 of the error.
@@ -276,11 +281,7 @@ class _Ellipsoid:
     @cached_property
     def ceiling(self) -> float:
         """Return the largest strength: see `Penalty.pace`."""
-        return (
-            self.settings.beta
-            * self.penalty.pace
-            * float(self.penalty.dual(self.back(self.centre)))
-        )
+        return self.settings.beta * self.penalty.pace * float(self.penalty.dual_of(self.parts))
 
     def step(
         self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]
