@@ -11,9 +11,9 @@ from certcli.lipschitz.network import bound_network
 IMAGE = (2, 4, 4)
 
 
-def slope(net: nn.Module, image: Tensor) -> tuple[float, Tensor | None]:
+def slope(net: nn.Module, image: Tensor, last: bool = False) -> tuple[float, Tensor | None]:
     """Return the largest singular value of the Jacobian J at one image, and its gradient, None
-    where it has none.
+    where it has none or nobody ascends from this one, the last.
 
     d sigma = u^T dJ v for the leading singular vectors u and v, so that only one product with J is
     differentiated.
@@ -28,6 +28,8 @@ def slope(net: nn.Module, image: Tensor) -> tuple[float, Tensor | None]:
             result, image, identity, retain_graph=True, is_grads_batched=True
         )
         left, values, right = torch.linalg.svd(rows.flatten(1), full_matrices=False)
+        if last:
+            return float(values[0]), None
         (pulled,) = torch.autograd.grad(result, image, left[:, 0], create_graph=True)
         gradient = None
         if pulled.requires_grad:
@@ -48,8 +50,8 @@ def steepest(
     noise = torch.rand(shape, generator=generator, dtype=torch.float64)
     steepest_slope = 0.0
     for image in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):
-        for _ in range(steps):
-            value, gradient = slope(net, image)
+        for step in range(1, steps + 1):
+            value, gradient = slope(net, image, last=step == steps)
             steepest_slope = max(steepest_slope, value)
             if gradient is None or not gradient.isfinite().all() or not gradient.any():
                 break
