@@ -61,12 +61,11 @@ def state() -> tuple[object, ...]:
 
 
 @pytest.fixture
-def light_collections() -> Iterator[None]:
-    """A collection looks at what the test makes alone."""
-    gc.collect()
+def light_collections() -> None:
+    """A collection looks at what the test makes alone. What is frozen stays so: afterwards each
+    collection of an audit would walk over all of torch again.
+    """
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("light_collections")
