@@ -4,7 +4,7 @@ forgery is found.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 from tests.certify.test_smoothing import CPU, Plane
 from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.proven import proofs_made_once
 
 Row = dict[str, Any]
 SMOOTHING = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 100, "-e", 0.05)
@@ -60,6 +61,13 @@ def made(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             file,
         )
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def proven_once() -> Iterator[None]:
+    """What is tested are records: a network's proof stays the same."""
+    with proofs_made_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

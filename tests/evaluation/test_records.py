@@ -26,6 +26,8 @@ from certcli.system.errors import CertvitError, DataError, OutputError, UsageErr
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.grids import EVERY
 
+pytestmark = pytest.mark.usefixtures("proven_once")
+
 
 def tail(trials: int, least: int, p: Fraction) -> Fraction:
     """P[Binomial(trials, p) >= least], exactly."""

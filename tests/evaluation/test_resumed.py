@@ -15,6 +15,8 @@ from certcli.evaluation import resumed
 from certcli.evaluation.evidence_schema import OPTIONS
 from tests.helpers.commands import attempt, document
 
+pytestmark = pytest.mark.usefixtures("proven_once")
+
 
 @pytest.mark.parametrize(
     ("hits", "gate", "every", "repeated"),

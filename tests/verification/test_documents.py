@@ -12,6 +12,8 @@ from certcli.system.errors import Refused
 from certcli.verification.documents import entries_of, kind_of
 from tests.helpers.commands import attempt, certvit, document
 
+pytestmark = pytest.mark.usefixtures("proven_once")
+
 Raw = dict[str, Any]
 CERTIFY = ("--dataset", "digits", "--limit", 12, "-e", 0.1, "-e", 0.3)
 

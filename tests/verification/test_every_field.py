@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from certcli.certify import methods
 from tests.helpers.commands import console, document
 from tests.helpers.grids import EVERY
 
@@ -67,34 +66,9 @@ def put(report: Any, path: Place, value: Any) -> Any:
     return changed
 
 
-@pytest.fixture(scope="module")
-def once() -> Iterator[None]:
-    """Make each method ready once, and certify by it once."""
-    ready: dict[Any, Any] = {}
-    prepared = methods.prepare
-    certified = methods.certify
-
-    def prepare(method: str, checkpoint: Any, device: Any, options: Any = None) -> Any:
-        key = method, checkpoint.digest, repr(options)
-        ready[key] = ready.get(key) or prepared(method, checkpoint, device, options)
-        return ready[key]
-
-    def certify(certifier: Any, images: Any, *rest: Any, **others: Any) -> Any:
-        if len(rest) > 1 or others:
-            return certified(certifier, images, *rest, **others)
-        key = id(certifier), images.digest
-        ready[key] = ready.get(key) or list(certified(certifier, images, *rest))
-        return ready[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "prepare", prepare)
-        patch.setattr(methods, "certify", certify)
-        yield
-
-
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_an_edited_field_is_refuted_or_named(
-    kind: str, workshop: Path, tmp_path: Path, once: None, proven_once: None
+    kind: str, workshop: Path, tmp_path: Path, proven_once: None
 ) -> None:
     network = workshop / "certified.safetensors"
     command, *words = COMMANDS[kind]
