@@ -12,6 +12,7 @@ from certcli.lipschitz.heads import MAPS
 from certcli.report import heads
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.workshop import shape
 
 KEYS = {
     "--heads": "heads",
@@ -24,7 +25,7 @@ KEYS = {
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("views") / "m.safetensors"
-    certvit("init", "certvit_vit_digits", "--arch-arg", "depth=1", "-o", path)
+    certvit("init", "certvit_vit_digits", *shape(), "-o", path)
     return path
 
 

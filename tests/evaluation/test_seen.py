@@ -23,12 +23,12 @@ from tests.helpers.workshop import shape
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A flat folder of ten classes of twelve images: training takes 108, and leaves 12 out."""
+    """A flat folder of ten classes of five images: training takes 45, and leaves 5 out."""
     root = tmp_path_factory.mktemp("images") / "flat"
     generator = torch.Generator().manual_seed(0)
     for label in range(10):
         (root / str(label)).mkdir(parents=True)
-        for number in range(12):
+        for number in range(5):
             pixels = torch.randint(256, (8, 8), generator=generator, dtype=torch.uint8)
             Image.fromarray(pixels.numpy()).save(root / str(label) / f"{number}.png")
     return root
@@ -59,9 +59,9 @@ def test_what_training_left_out_is_judged_and_else_the_share_is_said(
     net: Path, folder: Path, command: str
 ) -> None:
     found = judged(command, net, "--dataset", folder)
-    assert (found["dataset"]["split"], found["dataset"]["images"]) == ("val", 12)
+    assert (found["dataset"]["split"], found["dataset"]["images"]) == ("val", 5)
     assert not any("training image" in line for line in found["doubts"])
-    for split, count, of in (("all", 108, 120), ("train", 108, 108)):
+    for split, count, of in (("all", 45, 50), ("train", 45, 45)):
         found = judged(command, net, "--dataset", folder, "--split", split)
         assert found["dataset"]["images"] == of
         told = f"{count} of these {of} images are training images"
@@ -101,7 +101,7 @@ def test_calibration_images_are_said(net: Path, folder: Path, tmp_path: Path, co
     kept = Checkpoint.read(made).record.lineage[-1].parameters[SEEN]
     found = judged("attack", made, "--dataset", folder, "--split", "all")
     assert found["seen"]["calibration"] == {"images": kept["images"], "exact": True}
-    assert found["seen"]["training"] == {"images": 108, "exact": True}
+    assert found["seen"]["training"] == {"images": 45, "exact": True}
 
 
 def spoilt(step: LineageStep, kept: object) -> LineageStep:
@@ -128,10 +128,10 @@ def test_a_lineage_without_readable_digests(
     record = replace(checkpoint.record, lineage=(*before, UNREADABLE[kind](last)))
     replace(checkpoint, record=record).write(tmp_path / "old.safetensors")
     found = judged("attack", tmp_path / "old.safetensors", "--dataset", folder)
-    assert (found["dataset"]["images"], found["doubts"]) == (12, [])
+    assert (found["dataset"]["images"], found["doubts"]) == (5, [])
     found = judged("attack", tmp_path / "old.safetensors", "--dataset", folder, "--split", "all")
     assert (found["seen"], len(found["doubts"])) == ({}, 1)
-    assert "was trained on 108 images of flat" in found["doubts"][0]
+    assert "was trained on 45 images of flat" in found["doubts"][0]
 
 
 def test_built_in_splits_are_judged_as_before(workshop: Path) -> None:

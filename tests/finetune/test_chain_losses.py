@@ -202,7 +202,7 @@ def test_a_run_with_sparsity_leaves_fewer_units_that_move(loss: str) -> None:
     moving = {}
     for sparsity in (None, (1.0, 0.1)):
         settings = FinetuneSettings(
-            loss=loss, epsilon=0.05, ramp=0, steps=8, batch_size=16, sparsity=sparsity, lr=3e-3
+            loss=loss, epsilon=0.05, ramp=0, steps=4, batch_size=16, sparsity=sparsity, lr=3e-3
         )
         run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
         list(run.run(train, val))

@@ -147,7 +147,7 @@ def _plain() -> nn.Module:
 def test_commands_take_images_of_that_size(tmp_path: Path) -> None:
     """A written checkpoint keeps the size; records are of the network at their size alone."""
     digits = ("--dataset", "digits")
-    few = (*digits, "--limit", "10")
+    few = (*digits, "--limit", "3")
     written = tmp_path / "at12.safetensors"
     result = command("certify", DIGITS, "--image-size", 12, *few, "-e", 0.2, "-o", written)
     assert "resized to 8x8 by the first layer" in result.output

@@ -1,6 +1,7 @@
 """What certvit starts and imports is not decided by the folder it runs in."""
 
 import ast
+import contextlib
 import os
 import subprocess
 import sys
@@ -80,7 +81,11 @@ def drawn(folder: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return drawn(tmp_path_factory.mktemp("clean"))
+    """As the process of the tests draws it: it began in a folder without such a file."""
+    folder = tmp_path_factory.mktemp("clean")
+    with contextlib.chdir(folder):
+        exec(FIGURE, {})
+    return (folder / "x.svg").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["latex", *["bytes", "fifo"] * EVERY])
