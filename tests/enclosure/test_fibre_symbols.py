@@ -107,12 +107,11 @@ def share(case: Case, size: float, boxed: bool, seed: int) -> float:
 @pytest.mark.parametrize("boxed", [False, True], ids=["l2", "linf"])
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
 def test_nothing_leaves_a_form_of_fibres(case: Case, boxed: bool) -> None:
-    for size in SIZES:
-        for seed in range(3):
-            try:
-                assert share(case, size, boxed, seed) <= 1, (size, seed)
-            except Unbounded:
-                assert size >= 0.1
+    for size, seed in crossed(SIZES, range(3)):
+        try:
+            assert share(case, size, boxed, seed) <= 1, (size, seed)
+        except Unbounded:
+            assert size >= 0.1
 
 
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)

@@ -58,6 +58,8 @@ IMAGES = 6
 PLACES = 20
 """Of a patch, at most: all of them on the images of twenty pixels."""
 NORMS = ("l2", "linf")
+BRANCHING = 3.0
+"""Seconds that branch and bound may take for an image."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,12 @@ def proving(method: str, arithmetic: str) -> Callable[[PixelModel], Certifier]:
 
 
 def local(effort: str, norm: Any, arithmetic: str) -> Callable[[PixelModel], Certifier]:
-    seconds = 3.0 if effort == BRANCH else None
-    options = Local(effort, norm, arithmetic=arithmetic, seconds=seconds)
-    return lambda model: LocalCertifier(model, model.input_size, options, symbols=300, steps=2)
+    def make(model: PixelModel) -> Certifier:
+        seconds = BRANCHING if effort == BRANCH else None
+        options = Local(effort, norm, arithmetic=arithmetic, seconds=seconds)
+        return LocalCertifier(model, model.input_size, options, symbols=300, steps=2)
+
+    return make
 
 
 def against_patches(procedure: str, size: str) -> Callable[[PixelModel], Certifier]:
