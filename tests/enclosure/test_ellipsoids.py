@@ -8,7 +8,14 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes import ellipsoids, reduction, symbols
 from certcli.enclosure.zonotopes.backward import lower
-from certcli.enclosure.zonotopes.ellipsoids import factor, pairing, root, spectral
+from certcli.enclosure.zonotopes.ellipsoids import (
+    Gram,
+    factor,
+    of_products,
+    pairing,
+    root,
+    spectral,
+)
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import crossing, scaled, squares
@@ -161,6 +168,23 @@ def test_going_back_over_a_group_is_attained() -> None:
         bound = float(lower(out.node, w.view(1, *out.shape)))
         truth = -along * (0.5 * 0.1 + 0.5 * 0.5 * 0.6)  # w.u < 0: at e = 1; else the bound is below
         assert truth * (1 + 1e-6) <= bound * (1 - 1e-14) <= truth
+
+
+def test_products_of_two_ellipsoids_lie_in_one() -> None:
+    """For u, sup u.(s y z) = |S^T diag(u s) T|_2; where one of S and T has rank one, that is attained."""
+    first, second, scale = draw(3, 5, 4), draw(3, 5, 2, seed=1), draw(3, 5, seed=2)
+    made = of_products(Gram(first @ first.mT, 4), Gram(second @ second.mT, 2), scale)
+    thin = of_products(
+        Gram(first @ first.mT, 4), Gram(second[..., :1] @ second[..., :1].mT, 1), scale
+    )
+    for u in draw(40, 3, 5, seed=3):
+        weighted = first.mT * (u * scale)[:, None]
+        exact = torch.linalg.matrix_norm(weighted @ second, 2)
+        assert (exact <= (made.mT @ u[..., None]).norm(dim=(1, 2)) * (1 + 1e-14)).all()
+        of_one = (weighted @ second[..., :1]).norm(dim=(1, 2))
+        reached = (thin.mT @ u[..., None]).norm(dim=(1, 2))
+        assert (of_one <= reached * (1 + 1e-14)).all()
+        assert (reached <= of_one * (1 + 1e-4) + 1e-6).all()
 
 
 def test_spectra_are_above_and_near() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.direction import Direction, by_interval, share_bounds
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.normalisation import Direction, _deviation, layer_norm, signs
+from certcli.enclosure.zonotopes.normalisation import _deviation, layer_norm, signs
 from certcli.nn.norms import Spread
 
 ROWS = {
@@ -107,3 +108,37 @@ def test_one_row_without_a_direction_refuses_all() -> None:
     both = x.linear(lambda t: torch.cat([t, 0 * t], -2))
     with pytest.raises(Unbounded):
         _deviation(both, 0.0)
+
+
+@pytest.mark.parametrize("turn", [0.0, 1e-9, 0.3, 40.0])
+@pytest.mark.parametrize("reach", [0.0, 1e-6, 0.3, 0.9])
+def test_the_inverse_of_a_length_lies_inside(reach: float, turn: float) -> None:
+    """sqrt(d) / |Y| and sqrt(d) b / |Y| for each b, and |Y|^2 from b^2 to b^2 + turn."""
+    row = torch.tensor([3.0, 4.0, 0.0]).double()
+    gens = torch.cat([reach * row[None], torch.zeros(1, 3).double()])[:, None, None]
+    y = Form(Space(1, True, 9), row[None, None], gens, torch.zeros(1, 1, 3).double())
+    direction = Direction.of(y, 0.0)
+    along = direction.along(y)
+    longest = torch.full((1, 1, 1), turn).double()
+    form = by_interval(direction, along, longest)
+    least, most = (Decimal(float(bound)) for bound in share_bounds(direction, along, longest))
+    slack = Decimal(float(form.slack))
+    with localcontext(prec=50):
+        for step in [k / 20 - 1 for k in range(41)]:
+            b = 5 * (1 + Decimal(reach) * Decimal(step))
+            line = Decimal(float(form.centre)) + Decimal(step) * Decimal(float(form.gens[0]))
+            for share in (0, Decimal(turn) / 3, Decimal(turn)):
+                inverse = (3 / (b * b + share)).sqrt()
+                assert abs(inverse - line) <= slack
+                assert least <= inverse * b <= most
+
+
+def test_a_line_beside_the_inverse_of_a_length_is_near_it() -> None:
+    """Its error is at most a little more than half of what the turn alone leaves open."""
+    row = torch.tensor([3.0, 4.0, 0.0]).double()
+    gens = torch.cat([0.01 * row[None], torch.zeros(1, 3).double()])[:, None, None]
+    y = Form(Space(1, True, 9), row[None, None], gens, torch.zeros(1, 1, 3).double())
+    direction = Direction.of(y, 0.0)
+    form = by_interval(direction, direction.along(y), torch.full((1, 1, 1), 5.0).double())
+    open_at_centre = 3**0.5 * (1 / 5 - 1 / 30**0.5)
+    assert open_at_centre / 2 < float(form.slack) < 0.55 * open_at_centre

@@ -320,7 +320,7 @@ def plain() -> tuple[dict[str, Numbers], dict[tuple[str, Site], list[str]]]:
     return numbers, rows
 
 
-CHOSEN = "zonotopes/attention.py"
+CHOSEN = ("zonotopes/attention.py", "zonotopes/direction.py")
 """Of two enclosures the narrower one is taken: the other may have less slack."""
 FITTED = "rows of length 1, wide"
 """At a floor the fit of less error is taken: the other may be narrower elsewhere."""

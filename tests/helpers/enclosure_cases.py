@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.functions import (
@@ -68,6 +69,7 @@ def _weight(*shape: int) -> Tensor:
 
 
 _W, _B, _G = _weight(5, 4), _weight(5), _weight(4)
+_MANY = _weight(5, 48)
 _CLIPPED = ClippedReLU((3, 4)).double()
 _CLIPPED.threshold.data = _weight(3, 4)
 _CENTRED = CenterNorm(4).double().requires_grad_(False)
@@ -233,6 +235,13 @@ CASES = (
         lambda x: signs(x, _FLOOR, _W, _B, torch.zeros(5).double()),
         lambda x: centred_heads(x) + _B * _deviation(x),
         order=1,
+    ),
+    Case("GELU of many", ((1, 3, 48),), lambda x: activation(GELU, x), F.gelu),
+    Case(
+        "SiLU, mixed",
+        ((1, 3, 48),),
+        lambda x: affine(activation(SILU, x), _MANY, None),
+        lambda x: F.linear(F.silu(x), _MANY),
     ),
 )
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.backward import BACK
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import EXP, LOG
-from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.pointwise import apply, capped
 from certcli.enclosure.zonotopes.products import Bilinear, crossing, product
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.enclosure.zonotopes.symbols import distances, reach_of_differences
@@ -101,29 +100,6 @@ def _bounds(x: Form) -> tuple[Tensor, Tensor]:
     smallest = (distance - reach).exp().sum(-1) * (1 - gamma(terms)) - gamma(4)
     largest = (distance + reach).exp().sum(-1) * (1 + gamma(terms))
     return (1 - gamma(4)) / largest, up(1 / smallest.clamp_min(1.0), 4).clamp_max(1.0)
-
-
-def capped(x: Form, low: Tensor, high: Tensor) -> Form:
-    """x, or the middle of [low, high] with nothing but slack where that is narrower."""
-    half = up((high - low) / 2, 2) + gamma(4) * high.abs()
-    # what the ball part says is shared with other entries and stays worth more
-    narrower = half < x.rest_radius
-    zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
-    unchanged = (~narrower).to(x.centre)
-    node = x.then(
-        x.shape,
-        lambda rows: (rows * unchanged,),
-        (low + high) / 2 * (1 - unchanged),
-        half * (1 - unchanged) + gamma(BACK) * x.size,
-    )
-    return Form(
-        x.space,
-        torch.where(narrower, (low + high) / 2, x.centre),
-        torch.where(narrower, zero, x.gens),
-        torch.where(narrower, half, x.slack),
-        x.blocks,
-        node,
-    )
 
 
 def _distances(columns: Tensor, x: Form) -> Tensor:

@@ -54,7 +54,14 @@ def fibres(columns: Tensor) -> Tensor:
 
 
 def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
-    """Return R (fibres, d, d) with {sum of the parts + t: |t| <= slack} inside {R f: |f|_2 <= 1}.
+    """Return R (fibres, d, d) with {sum of the parts + t: |t| <= slack} inside {R f: |f|_2 <= 1}."""
+    return factor(*enclosing(parts, slack))
+
+
+def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
+    """Return a computed G with (u.z)^2 <= u^T G u for all z = sum of the parts + t, |t| <= slack.
+
+    Its entry ij is off by what an inner product of `terms` terms loses: gamma sqrt(G_ii G_jj).
 
     Args:
         slack: (fibres, d). For any l_g > 0, (sum_g |B_g^T u|)^2 <= sum l_g * sum |B_g^T u|^2 / l_g.
@@ -81,8 +88,17 @@ def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
         gram = gram + scaled @ scaled.mT
         total = total + norm1(length)
         terms += len(columns)
-    gram = total[:, None, None] * gram
-    return factor(gram, terms + 16)
+    return Gram(total[:, None, None] * gram, terms + 16)
+
+
+def of_products(first: Gram, second: Gram, scale: Tensor) -> Tensor:
+    """Return R with {scale * y * z entry by entry} inside {R f: |f|_2 <= 1}, scale (fibres, d).
+
+    For y = S f, z = T f': sum_i u_i y_i z_i = f^T S^T diag(u) T f' <= |S^T diag(u) T|_F, whose square is
+    u^T (S S^T * T T^T) u, * entry by entry (Schur's product).
+    """
+    matrix = first.matrix * second.matrix * (scale[..., None] * scale[..., None, :])
+    return factor(matrix, 2 * (first.terms + second.terms))
 
 
 def factor(gram: Tensor, terms: int) -> Tensor:
@@ -127,17 +143,24 @@ def spectral(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
     return torch.minimum(up(further.sqrt(), 4), size)
 
 
-def grouped(x: Form, root: Tensor) -> Form:
-    """Return x + R f, for a group of symbols f a fibre: R (fibres, d, d)."""
+def grouped(x: Form, root: Tensor, places: Tensor | None = None) -> Form:
+    """Return x + R f, for a group of symbols f a fibre: R (fibres, d, d).
+
+    Args:
+        places: of R's fibres among those of x; None: they are all.
+    """
     width = root.shape[-1]
-    count = len(root)
+    count = x.centre.numel() // width
+    if places is None:
+        places = torch.arange(count, device=root.device)
     if x.space.by_fibres:
+        root = root.new_zeros(count, width, width).index_copy(0, places, root)
         columns = root.permute(2, 0, 1).reshape(width, *x.shape)
         blocks = (*x.blocks, Block.fresh(width, width, of_fibres=True))
         return Form(x.space, x.centre, torch.cat([x.gens, columns]), x.slack, blocks)
-    gens = x.gens.new_zeros(len(x.gens) + count * width, *x.shape)
+    gens = x.gens.new_zeros(len(x.gens) + len(root) * width, *x.shape)
     gens[: len(x.gens)] = x.gens
-    rows = gens[len(x.gens) :].view(count, width, count, width)
-    rows.diagonal(dim1=0, dim2=2).copy_(root.permute(2, 1, 0))
-    blocks = (*x.blocks, Block.fresh(count * width, width))
+    rows = gens[len(x.gens) :].view(len(root), width, count, width)
+    rows[torch.arange(len(root), device=root.device), :, places] = root.mT
+    blocks = (*x.blocks, Block.fresh(len(root) * width, width))
     return Form(x.space, x.centre, gens, x.slack, blocks)

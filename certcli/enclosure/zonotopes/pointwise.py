@@ -111,17 +111,26 @@ def chosen(flat: Fit, bent: Fit, ball: Tensor, rest: Tensor) -> Fit:
     parabola_error = bent.error + bent.curve.abs() * (2 * ball + rest / 2) * rest
     # the columns of e e^T widen the form as well, though later maps can cancel them
     use = parabola_error + 0.15 * bent.curve.abs() * ball * ball < flat.error
-    pick = [
-        torch.where(use, getattr(bent, name), getattr(flat, name))
-        for name in Fit.__dataclass_fields__
-    ]
-    return Fit(*pick)
+    return either(use, bent, flat)
 
 
-def apply_fit(x: Form, fit: Fit) -> Form:
+def either(use: Tensor, fit: Fit, other: Fit) -> Fit:
+    """Return, entry by entry, `fit` where `use` says so and else `other`."""
+    return Fit(
+        *(
+            torch.where(use, getattr(fit, name), getattr(other, name))
+            for name in Fit.__dataclass_fields__
+        )
+    )
+
+
+def apply_fit(x: Form, fit: Fit, elsewhere: Tensor | None = None) -> Form:
     """constant + slope d + curve d^2 +- error, d = x - c: the square's ball part is e e^T's.
 
     d = a + r, |a| <= ball, |r| <= rest: d^2 = a^2 + [0, rest^2] +- 2 ball rest.
+
+    Args:
+        elsewhere: entries at which the caller adds what of curve d^2 is not in columns on e e^T.
     """
     gens = x.gens * fit.slope
     centre = fit.constant
@@ -130,6 +139,8 @@ def apply_fit(x: Form, fit: Fit) -> Form:
     if x.space.squares:
         ball = x.ball_radius
         rest = x.rest_radius
+        spread = up(spread + fit.curve.abs() * (ball * ball + rest * rest))
+        rest = rest if elsewhere is None else torch.where(elsewhere, 0.0, rest)
         bend = fit.curve.abs()
         first, second = pairs(x.space.ball)
         weight = weights(
@@ -139,7 +150,6 @@ def apply_fit(x: Form, fit: Fit) -> Form:
         gens[x.space.ball : x.fixed] += columns
         centre = centre + fit.curve * (rest * rest) / 2
         slack = up(slack + bend * (2 * ball * rest + rest * rest / 2), 6)
-        spread = up(spread + bend * (ball * ball + rest * rest))
     return Form(x.space, centre, gens, up(slack + gamma(8) * spread), x.blocks, _fitted(x, fit))
 
 
@@ -160,10 +170,49 @@ def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None =
     high = above if high is None else torch.minimum(high, above)
     if not bool((low <= high).all()) or (f.relative and not bool((low > 0).all())):  # also with NaN
         raise Unbounded(f"{f.name} of something without bounds")
-    fit = best_fit(f, x, low, high)
-    if not bool(torch.isfinite(fit.error).all()):  # 1/x of an interval whose grid rounds to 0
+    return apply_fit(x, finite(f, best_fit(f, x, low, high)))
+
+
+def finite(f: Function, fit: Fit) -> Fit:
+    """Return the fit. Unbounded where its error is no number."""
+    # also of NaN, and for 1/x of an interval whose grid rounds to 0
+    if not bool(torch.isfinite(fit.error).all()):
         raise Unbounded(f"{f.name} of too wide an interval")
-    return apply_fit(x, fit)
+    return fit
+
+
+def capped(x: Form, low: Tensor, high: Tensor) -> Form:
+    """x, or the middle of [low, high] with nothing but slack where that is narrower."""
+    half = up((high - low) / 2, 2) + gamma(4) * high.abs()
+    # what the columns of the image say is shared with other entries and stays worth more
+    narrower = half < x.box_radius
+    zero = torch.zeros((), dtype=x.centre.dtype, device=x.centre.device)
+    unchanged = (~narrower).to(x.centre)
+    node = x.then(
+        x.shape,
+        lambda rows: (rows * unchanged,),
+        (low + high) / 2 * (1 - unchanged),
+        half * (1 - unchanged) + gamma(BACK) * x.size,
+    )
+    return Form(
+        x.space,
+        torch.where(narrower, (low + high) / 2, x.centre),
+        torch.where(narrower, zero, x.gens),
+        torch.where(narrower, half, x.slack),
+        x.blocks,
+        node,
+    )
+
+
+def narrower(x: Form, y: Form) -> Form:
+    """Return of two forms of a tensor, entry by entry, the one with less beside its ball part."""
+    x, y = Form.aligned([x, y])
+    pick = y.rest_radius < x.rest_radius
+    centre, gens, slack = (
+        torch.where(pick, getattr(y, name), getattr(x, name))
+        for name in ("centre", "gens", "slack")
+    )
+    return Form(x.space, centre, gens, slack, x.blocks)
 
 
 def apply_above(f: Function, x: Form, low: Tensor, high: Tensor, minimum: float) -> Form:
@@ -176,16 +225,7 @@ def apply_above(f: Function, x: Form, low: Tensor, high: Tensor, minimum: float)
     inner = (low.clamp_min(minimum), high.clamp_min(minimum))
     smooth = best_fit(f, x, *inner)
     kinked = _kinked_fit(f, x.centre, low, high, minimum)
-    kinks = low < minimum
-    fit = Fit(
-        *(
-            torch.where(kinks, getattr(kinked, name), getattr(smooth, name))
-            for name in Fit.__dataclass_fields__
-        )
-    )
-    if not bool(torch.isfinite(fit.error).all()):  # also of NaN
-        raise Unbounded(f"{f.name} of something without bounds")
-    return apply_fit(x, fit)
+    return apply_fit(x, finite(f, either(low < minimum, kinked, smooth)))
 
 
 def _kinked_fit(f: Function, centre: Tensor, low: Tensor, high: Tensor, minimum: float) -> Fit:

@@ -11,6 +11,7 @@ from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.attention import attend
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, fitting
@@ -22,7 +23,7 @@ from certcli.enclosure.zonotopes.functions import (
     TANH,
 )
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
-from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.reduction import by_fibres
 from certcli.enclosure.zonotopes.rounding import gamma
 from certcli.enclosure.zonotopes.rules.arithmetic import negative
@@ -182,24 +183,24 @@ def rms_norm(
 
 @rules.function(F.gelu)
 def gelu(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
-    return apply(GELU if approximate == "none" else GELU_TANH, x)
+    return activation(GELU if approximate == "none" else GELU_TANH, x)
 
 
 @rules.function(F.silu)
 def silu(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
-    return apply(SILU, x)
+    return activation(SILU, x)
 
 
 @rules.function(torch.sigmoid)
 @rules.method("sigmoid")
 def sigmoid(ctx: ZonotopeContext, x: Form) -> Form:
-    return apply(SIGMOID, x)
+    return activation(SIGMOID, x)
 
 
 @rules.function(torch.tanh)
 @rules.method("tanh")
 def tanh(ctx: ZonotopeContext, x: Form) -> Form:
-    return apply(TANH, x)
+    return activation(TANH, x)
 
 
 @rules.function(F.relu, torch.relu)

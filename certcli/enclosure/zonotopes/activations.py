@@ -1,0 +1,94 @@
+"""Activations, with errors of second order in one ellipsoid a fibre. Proofs: docs/local.md, section 3."""
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.ellipsoids import (
+    Gram,
+    Part,
+    ball_parts,
+    enclosing,
+    fibres,
+    grouped,
+    of_products,
+    rest_parts,
+    scaled_parts,
+)
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.functions import Function
+from certcli.enclosure.zonotopes.pointwise import (
+    Fit,
+    apply,
+    apply_fit,
+    chosen,
+    either,
+    finite,
+    fits,
+)
+
+_LONGER = 2.0
+"""An ellipsoid's entries are up to so many times as large as those that it is made for."""
+_NEAR = 0.5
+"""Of the ball part, the size of the rest up to which columns on e e^T make ellipsoids needless."""
+
+
+def activation(f: Function, x: Form) -> Form:
+    """f(x) entry by entry, for fibres whose entries later maps sum.
+
+    With x = c + a + r: curve (x - c)^2 = curve a^2 + curve r (2 a + r), and the last product lies in an
+    ellipsoid a fibre; so does all of curve (a + r)^2 where e e^T has no columns.
+    """
+    if x.node is not None or not x.space.limit or x.shape[-1] == 1:
+        return apply(f, x)
+    low, high = x.interval()
+    if not bool((low <= high).all()):  # also with NaN
+        raise Unbounded(f"{f.name} of something without bounds")
+    flat, bent = (finite(f, fit) for fit in fits(f, x.centre, low, high))
+    fit = chosen(flat, bent, x.ball_radius, x.rest_radius) if x.space.squares else flat
+    places = _places(x, fit, bent)
+    if not len(places):
+        return apply_fit(x, fit)
+    together = torch.zeros_like(x.centre, dtype=torch.bool)
+    together.view(-1, x.shape[-1])[places] = True
+    first, second = _factors(x, places)
+    root = of_products(first, second, fibres(bent.curve[None])[0, places])
+    return grouped(apply_fit(x, either(together, bent, fit), together), root, places)
+
+
+def _places(x: Form, fit: Fit, bent: Fit) -> Tensor:
+    """Return the fibres where an ellipsoid leaves less than symbols of single entries."""
+    ball, rest, curve = x.ball_radius, x.rest_radius, bent.curve.abs()
+    singly = fit.error
+    beyond = curve * (ball + rest) ** 2
+    if x.space.squares:
+        singly = singly + fit.curve.abs() * (2 * ball + rest / 2) * rest
+        beyond = curve * (2 * ball + rest) * rest
+    singly, beyond, error, ball, rest = (
+        fibres(part[None])[0] for part in (singly, beyond, bent.error, ball, rest)
+    )
+    together = _LONGER * torch.linalg.vector_norm(beyond, dim=-1) + error.sum(-1)
+    worth = together < singly.sum(-1)
+    if x.space.squares:
+        worth &= rest.sum(-1) > _NEAR * ball.sum(-1)
+    return worth.nonzero()[:, 0]
+
+
+def _factors(x: Form, places: Tensor) -> tuple[Gram, Gram]:
+    """Return r and 2 a + r of some fibres; a + r twice where e e^T has no columns."""
+    rest = _at(rest_parts(x), places)
+    ball = _at(ball_parts(x), places)
+    slack = fibres(x.slack[None])[0, places]
+    if not x.space.squares:
+        whole = enclosing([*ball, *rest], slack)
+        return whole, whole
+    twice = scaled_parts(ball, slack.new_full((len(places), 1), 2.0))
+    return enclosing(rest, slack), enclosing([*twice, *rest], slack)
+
+
+def _at(parts: list[Part], places: Tensor) -> list[Part]:
+    return [
+        Gram(part.matrix[places], part.terms)
+        if isinstance(part, Gram)
+        else (part[0][:, places], part[1])
+        for part in parts
+    ]

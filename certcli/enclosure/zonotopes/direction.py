@@ -1,0 +1,121 @@
+"""Rows along and across the direction of their centre: what LayerNorm is made of. docs/local.md, 6."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from certcli.enclosure.zonotopes.ellipsoids import ball_parts, fibres, rest_parts, root, spectral
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.pointwise import Fit, apply_fit
+from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, up
+
+_CELLS = 256
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the chord of 1 / b in the slope of a line near sqrt(d) / |Y|, the rest is its lower bound's."""
+_SHORTEST = 1e-100
+"""Of a vector whose direction is computed: its squares are far from underflow. The longest is its inverse."""
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Numbers (u, w), |(u, w)|^2 = 1 +- error, near (c, kappa) / length: kappa^2 = d eps.
+
+    Attributes:
+        of_row: u, the shape of the rows.
+        of_eps: w, (.., 1), as `length` = |(c, kappa)|.
+    """
+
+    of_row: Tensor
+    of_eps: Tensor
+    length: Tensor
+    kappa: float
+    error: float
+
+    @classmethod
+    def of(cls, y: Form, eps: float) -> "Direction":
+        """Return the direction of a form's centre. Unbounded where it has none."""
+        width = y.shape[-1]
+        kappa = math.sqrt(width * eps)
+        length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)
+        length = torch.sqrt(length * length + kappa * kappa)
+        normal = (length > _SHORTEST) & (length < 1 / _SHORTEST)
+        # kappa^2 is eps up to rounding, where no product underflows
+        if not bool(normal.all()) or 0 < kappa < _SHORTEST:  # also with NaN
+            raise Unbounded("a LayerNorm whose variance may be 0")
+        return cls(y.centre / length, kappa / length, length, kappa, 4 * gamma(width + 16))
+
+    def along(self, y: Form) -> Form:
+        """Return u.y + w kappa: (.., d) -> (.., 1)."""
+        width = y.shape[-1]
+        product = self.of_eps * self.kappa
+        along = y.linear(
+            lambda t: (t * self.of_row).sum(-1, keepdim=True),
+            lambda t: (t * self.of_row.abs()).sum(-1, keepdim=True),
+            width + 4,
+            lambda r: r * self.of_row,
+        )
+        return along.shift(product).doubted(gamma(4) * product)
+
+    def times(self, x: Form) -> Form:
+        """Return u x for one number x a row: (.., 1) -> (.., d)."""
+        return x.linear(
+            lambda t: t * self.of_row,
+            lambda t: t * self.of_row.abs(),
+            4,
+            lambda r: (r * self.of_row).sum(-1, keepdim=True),
+        )
+
+
+def largest_turn(direction: Direction, along: Form, across: Form, square: Form) -> Tensor:
+    """Return sup |g|^2 + (kappa - w b)^2, b = u.y + w kappa: (.., 1)."""
+    whole = root([*ball_parts(across), *rest_parts(across)], fibres(across.slack[None])[0])
+    reach = spectral(whole).view_as(along.centre)
+    turn = torch.minimum(up(reach * reach), square.interval()[1].clamp_min(0))
+    if not direction.kappa:
+        return turn
+    low, high = along.interval()
+    ends = [(direction.kappa - direction.of_eps * end).abs() for end in (low, high)]
+    of_eps = up(torch.maximum(*ends) + gamma(4) * direction.kappa, 4)
+    return up(turn + of_eps * of_eps, 4)
+
+
+def share_bounds(direction: Direction, along: Form, turn: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bounds of sqrt(d) b / |Y| for b^2 <= |Y|^2 <= b^2 + turn, up to |U|^2's error."""
+    low, _ = along.interval()
+    room = direction.error + FUNCTION
+    whole = torch.full_like(low, math.sqrt(direction.of_row.shape[-1]))
+    return whole * (1 + turn / (low * low)).rsqrt() * (1 - room), whole * (1 + room)
+
+
+def by_interval(direction: Direction, along: Form, turn: Tensor) -> Form:
+    """Return sqrt(d) / |Y| as slope b + constant +- error, for b^2 <= |Y|^2 <= b^2 + turn.
+
+    Slopes are at most 0: 1 / b - slope b is convex, and on a cell of b the least of (b^2 + turn)^-1/2 -
+    slope b is above what its first term has at the cell's upper end and its second at the lower.
+    """
+    low, high = along.interval()
+    whole = math.sqrt(direction.of_row.shape[-1])
+    t = torch.linspace(0, 1, _CELLS + 1, dtype=low.dtype, device=low.device)
+    b = low + (high - low) * t.view(-1, *[1] * low.dim())
+    b[-1] = high
+    above = whole / b
+    below = whole * (b * b + turn).rsqrt()
+    chords = [(f[-1] - f[0]) / (high - low).clamp_min(TINY) for f in (above, below)]
+    slopes = torch.stack([share * chords[0] + (1 - share) * chords[1] for share in _SHARES])
+    slopes = slopes.clamp(-whole / low.square(), torch.zeros_like(low))
+    top = torch.maximum(above[0] - slopes * low, above[-1] - slopes * high)
+    bottom = (below[1:] - slopes[:, None] * b[:-1]).amin(1)
+    room = (direction.error + 4 * FUNCTION) * (above[0] - slopes * high)
+    error = up((top - bottom) / 2 + room, 8)
+    narrowest = (error - slopes * along.rest_radius).argmin(0, keepdim=True)
+    slope, middle, error = (
+        part.gather(0, narrowest)[0] for part in (slopes, (top + bottom) / 2, error)
+    )
+    constant = middle + slope * along.centre
+    return apply_fit(along, Fit(constant, slope, torch.zeros_like(slope), error))
+
+
+def number(value: float, like: Form) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.centre.device)

@@ -1,0 +1,102 @@
+"""Activations of many units: what of their second order lies in one ellipsoid a fibre."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from certcli.enclosure.zonotopes import activations
+from certcli.enclosure.zonotopes.activations import activation
+from certcli.enclosure.zonotopes.ellipsoids import Gram, enclosing, of_products
+from certcli.enclosure.zonotopes.form import Form, Space
+from certcli.enclosure.zonotopes.functions import SILU
+from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.rules.layers import affine
+from certcli.enclosure.zonotopes.symbols import Block
+from tests.helpers.enclosure_cases import CASES, forms
+
+UNITS = 48
+SIZES = (0.02, 0.01, 0.03)
+"""Of e, of e^2 and of a symbol: so small that terms of third order are nearly nothing."""
+
+
+def along(squares_on: bool, fibres: int = 1) -> Form:
+    """u (a e + b e^2 + g n), one direction u of 48 units a fibre, and one symbol n for all."""
+    u = torch.randn(1, fibres, UNITS, generator=torch.Generator().manual_seed(5)).double()
+    sizes = SIZES if squares_on else (SIZES[0], SIZES[1] + SIZES[2])
+    gens = torch.tensor(sizes).double()[:, None, None, None] * u
+    return Form(Space(1, squares_on, 999), 0 * u, gens, 0 * u, (Block.fresh(1),))
+
+
+def excess(x: Form) -> tuple[Tensor, Tensor]:
+    """Return how far f lies beyond the ellipsoid along that very distance, and its own length, at e = n = 1."""
+    form = activation(SILU, x)
+    known = len(x.gens)
+    group = form.gens[known:, 0]
+    beyond = (functional.silu(x.gens.sum(0)) - form.centre - form.gens[:known].sum(0))[0]
+    reach = group.new_zeros(len(beyond))
+    for symbols in group.split(UNITS):
+        reach = reach + (symbols * beyond).sum(-1).norm(dim=0)
+    room = (beyond.abs() * form.slack[0]).sum(-1)
+    return ((beyond * beyond).sum(-1) - reach - room), (beyond * beyond).sum(-1)
+
+
+@pytest.mark.parametrize("squares_on", [True, False])
+def test_what_is_beyond_the_ball_part_is_attained(squares_on: bool) -> None:
+    further, whole = excess(along(squares_on))
+    assert (further <= 0).all()
+    assert (further > -0.1 * whole).all()
+
+
+@pytest.mark.parametrize("squares_on", [True, False])
+def test_errors_of_many_units_cancel_in_a_sum(squares_on: bool) -> None:
+    """As symbols of single units they would add up."""
+    x = along(squares_on, 3)
+    weight = torch.randn(2, UNITS, generator=torch.Generator().manual_seed(6)).double()
+    together, singly = (
+        affine(form, weight, None).box_radius - affine(x, weight, None).box_radius / 2
+        for form in (activation(SILU, x), apply(SILU, x))
+    )
+    assert (together < 0.8 * singly).all()
+
+
+def test_only_fibres_that_gain_have_an_ellipsoid() -> None:
+    """Two of three fibres stand still; with a tape, or without symbols, there is none."""
+    x = along(True, 3)
+    moving = torch.tensor([0.0, 1.0, 0.0]).double()[:, None]
+    form = activation(SILU, x.scale(moving))
+    assert len(form.gens) == len(x.gens) + UNITS
+    assert form.consistent
+    assert not form.gens[len(x.gens) :, :, [0, 2]].any()
+    (plain,) = forms(next(case for case in CASES if case.name == "linear"), 0.5, True, 0)
+    assert len(activation(SILU, plain).gens) == len(plain.gens)
+
+
+def first_twice(first: Gram, second: Gram, scale: Tensor) -> Tensor:
+    return of_products(first, first, scale)
+
+
+def in_one_ball(parts: object, slack: Tensor) -> Gram:
+    """As if all groups shared one ball."""
+    gram = enclosing(parts, slack)  # type: ignore[arg-type]
+    return Gram(gram.matrix / 2, gram.terms)
+
+
+def without_symbols(x: Form, *_: Tensor) -> Form:
+    return x
+
+
+PLANTED: dict[str, Callable[..., object]] = {
+    "of_products": first_twice,
+    "enclosing": in_one_ball,
+    "grouped": without_symbols,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_ellipsoid_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, name, PLANTED[name])
+    further, _ = excess(along(True))
+    assert (further > 0).any()
