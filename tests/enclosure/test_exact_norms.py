@@ -6,9 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.direction import Direction, by_interval, share_bounds
+from certcli.enclosure.zonotopes.direction import (
+    Direction,
+    by_interval,
+    largest_turn,
+    number,
+    share_bounds,
+)
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.normalisation import _deviation, layer_norm, signs
+from certcli.enclosure.zonotopes.products import squares
+from certcli.enclosure.zonotopes.symbols import Block
 from certcli.nn.norms import Spread
 
 ROWS = {
@@ -142,3 +150,34 @@ def test_a_line_beside_the_inverse_of_a_length_is_near_it() -> None:
     form = by_interval(direction, direction.along(y), torch.full((1, 1, 1), 5.0).double())
     open_at_centre = 3**0.5 * (1 / 5 - 1 / 30**0.5)
     assert open_at_centre / 2 < float(form.slack) < 0.55 * open_at_centre
+
+
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("place", range(3))
+def test_no_point_turns_further_than_the_largest_turn(place: int, eps: float) -> None:
+    """Where the ball, a group of two, or slack moves the row across or along its direction."""
+    generator = torch.Generator().manual_seed(place)
+    row = torch.tensor([3.0, -4.0, 1.0, 2.0]).double()
+    sizes = torch.full((3,), 0.01).double()
+    sizes[place] = 0.4
+    columns = torch.randn(4, 4, generator=generator).double()
+    columns[0] *= sizes[0]
+    columns[1] = 0  # of e^2
+    columns[2:] *= sizes[1]
+    slack = torch.rand(4, generator=generator).double() * sizes[2]
+    gens = columns[:, None, None]
+    x = Form(Space(1, True, 9), row[None, None], gens, slack[None, None], (Block.fresh(2, 2),))
+    direction = Direction.of(x, eps)
+    along = direction.along(x)
+    across = x + direction.times(along.scale(number(-1.0, x)))
+    turn = float(largest_turn(direction, along, across, squares(across)))
+
+    e, n = (torch.randn(4000, k, generator=generator).double() for k in (1, 2))
+    t = torch.randint(0, 2, (4000, 4), generator=generator) * 2 - 1
+    points = (
+        row + e.sign() * columns[0] + (n / n.norm(dim=1, keepdim=True)) @ columns[2:] + t * slack
+    )
+    b = points @ direction.of_row[0, 0] + direction.of_eps.flatten() * direction.kappa
+    g = points - b[:, None] * direction.of_row[0, 0]
+    turns = (g * g).sum(1) + (direction.kappa - direction.of_eps.flatten() * b).square()
+    assert float(turns.max()) <= turn <= 4 * float(turns.max())

@@ -71,6 +71,10 @@ def network(name: str, offset: float = 0.0) -> PixelModel:
     return PixelModel(InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2), flat).double().eval()
 
 
+STEEP = ("attention-windows-cosine", "slices")
+"""Rows that divide fibres of zeros by their eps: the slope is 1e12 there."""
+
+
 @pytest.mark.parametrize("arithmetic", PRECISIONS if EVERY else ["float32"])
 @pytest.mark.parametrize(
     "name", [name for name in ROWS if name not in WITHOUT_ROUNDING] if EVERY else QUICK
@@ -95,9 +99,7 @@ def test_no_execution_of_a_rule_differs_by_more_than_is_proven(
     pixels = torch.cat([noise, noise[:1].round(), torch.zeros_like(noise[:1])])
     parts = pixels.split(1) if name in OTHER_BATCHES else [pixels]
     bound = max(require_within(analysis, model, part, 0.5, arithmetic) for part in parts)
-    if (
-        arithmetic in ("float64", "float32") and not offset and name != "attention-windows-cosine"
-    ):  # whose slope is 1 / eps = 1e12
+    if arithmetic in ("float64", "float32") and not offset and name not in STEEP:
         assert bound < 2.0**34 * PRECISIONS[arithmetic].unit  # it says something
 
 

@@ -20,6 +20,9 @@ from certcli.enclosure.zonotopes.trees import Unit
 RATE = 0.25
 DECAY = 0.93
 """Of Adam, and its fall from step to step."""
+FALL = 30
+"""Steps after which it has fallen as far as it does: a longer ascent falls as far in all its steps, so
+that multipliers of a domain that is nearly empty can grow."""
 _NEGLIGIBLE = 1e-9
 """Of the largest error of a node: what rounding may cost, which ascent need not see."""
 _MOST_ENTRIES = 3e7
@@ -133,6 +136,7 @@ class Ascent:
             torch.zeros_like(numbers),
             torch.zeros_like(numbers),
         )
+        fall = DECAY ** min(1.0, FALL / steps)
         for step in range(steps):
             (rising,) = (~(best > 0)).nonzero(as_tuple=True)
             if not len(rising):
@@ -151,7 +155,7 @@ class Ascent:
             square[rising] = 0.999 * square[rising] + 0.001 * slope * slope
             size = (square[rising] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12
             move = mean[rising] / (1 - 0.9 ** (step + 1)) / size
-            numbers[rising] = self._inside(at.detach() + RATE * DECAY**step * move)
+            numbers[rising] = self._inside(at.detach() + RATE * fall**step * move)
         return self._proven(margins, signs, chosen, best), chosen, scores
 
     def _inside(self, numbers: Tensor) -> Tensor:

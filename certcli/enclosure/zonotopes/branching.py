@@ -28,7 +28,7 @@ BATCH = 24
 """Domains that are split together, fewer where tensors are large."""
 FIRST_STEPS = 30
 STEPS = 6
-LAST_STEPS = 100
+LAST_STEPS = 400
 """Of ascent, at a whole neighbourhood, at a half, and at a domain in which there is nothing left to split."""
 CANDIDATES = 16
 """Units of a domain whose halves are bounded before it is split at one of them."""
