@@ -1,6 +1,7 @@
 """Activations of many units: what of their second order lies in one ellipsoid a fibre."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,12 +31,18 @@ def along(squares_on: bool, fibres: int = 1) -> Form:
     return Form(Space(1, squares_on, 999), 0 * u, gens, 0 * u, (Block.fresh(1),))
 
 
+def without_symbol(x: Form) -> Form:
+    """The same set of values, with slack in place of the symbol."""
+    return Form(x.space, x.centre, x.gens[:-1], x.gens[-1].abs())
+
+
 def excess(x: Form) -> tuple[Tensor, Tensor]:
     """Return how far f lies beyond the ellipsoid along that very distance, and its own length, at e = n = 1."""
     form = activation(SILU, x)
     known = len(x.gens)
     group = form.gens[known:, 0]
-    beyond = (functional.silu(x.gens.sum(0)) - form.centre - form.gens[:known].sum(0))[0]
+    far = x.gens.sum(0) + x.slack * x.gens[0].sign()
+    beyond = (functional.silu(far) - form.centre - form.gens[:known].sum(0))[0]
     reach = group.new_zeros(len(beyond))
     for symbols in group.split(UNITS):
         reach = reach + (symbols * beyond).sum(-1).norm(dim=0)
@@ -48,6 +55,12 @@ def test_what_is_beyond_the_ball_part_is_attained(squares_on: bool) -> None:
     further, whole = excess(along(squares_on))
     assert (further <= 0).all()
     assert (further > -0.1 * whole).all()
+
+
+@pytest.mark.parametrize("squares_on", [True, False])
+def test_slack_is_in_the_ellipsoid(squares_on: bool) -> None:
+    further, _ = excess(without_symbol(along(squares_on)))
+    assert (further <= 0).all()
 
 
 @pytest.mark.parametrize("squares_on", [True, False])
@@ -70,6 +83,8 @@ def test_only_fibres_that_gain_have_an_ellipsoid() -> None:
     assert len(form.gens) == len(x.gens) + UNITS
     assert form.consistent
     assert not form.gens[len(x.gens) :, :, [0, 2]].any()
+    none = Form(replace(x.space, limit=0), x.centre, x.gens, x.slack, x.blocks)
+    assert len(activation(SILU, none).gens) == len(x.gens)
     (plain,) = forms(next(case for case in CASES if case.name == "linear"), 0.5, True, 0)
     assert len(activation(SILU, plain).gens) == len(plain.gens)
 
