@@ -12,12 +12,15 @@ from certcli.enclosure.zonotopes import activations
 from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.ellipsoids import Gram, enclosing, of_products
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.functions import SILU
+from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH, SIGMOID, SILU, TANH, Function
 from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.symbols import Block
-from tests.helpers.enclosure_cases import CASES, forms
+from tests.enclosure.test_zonotopes import outside, symbols
+from tests.helpers.enclosure_cases import CASES, Case, forms
+from tests.soundness.local_laws import all_fibres
 
+FUNCTIONS = (GELU, GELU_TANH, SILU, SIGMOID, TANH)
 UNITS = 48
 SIZES = (0.02, 0.01, 0.03)
 """Of e, of e^2 and of a symbol: so small that terms of third order are nearly nothing."""
@@ -44,8 +47,8 @@ def excess(x: Form) -> tuple[Tensor, Tensor]:
     far = x.gens.sum(0) + x.slack * x.gens[0].sign()
     beyond = (functional.silu(far) - form.centre - form.gens[:known].sum(0))[0]
     reach = group.new_zeros(len(beyond))
-    for symbols in group.split(UNITS):
-        reach = reach + (symbols * beyond).sum(-1).norm(dim=0)
+    for part in group.split(UNITS):
+        reach = reach + (part * beyond).sum(-1).norm(dim=0)
     room = (beyond.abs() * form.slack[0]).sum(-1)
     return ((beyond * beyond).sum(-1) - reach - room), (beyond * beyond).sum(-1)
 
@@ -73,6 +76,27 @@ def test_errors_of_many_units_cancel_in_a_sum(squares_on: bool) -> None:
         for form in (activation(SILU, x), apply(SILU, x))
     )
     assert (together < 0.8 * singly).all()
+
+
+@pytest.mark.parametrize("squares_on", [True, False])
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.name)
+def test_nothing_leaves_an_ellipsoid_wherever_it_is_taken(
+    f: Function, squares_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "_places", all_fibres)
+    weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(7)).double()
+    case = Case(
+        f.name,
+        ((1, 3, 6),),
+        lambda x: affine(activation(f, x), weight, None),
+        lambda x: functional.linear(f.value(x), weight),
+    )
+    for size, seed in ((1e-9, 0), (1e-3, 1), (0.1, 2), (0.5, 3), (0.5, 4)):
+        far, free = outside(
+            case, forms(case, size, squares_on, seed, seed > 1), *symbols(200, seed)
+        )
+        assert torch.isfinite(free).all()
+        assert (far <= free).all()
 
 
 def test_only_fibres_that_gain_have_an_ellipsoid() -> None:

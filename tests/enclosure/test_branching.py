@@ -4,6 +4,7 @@ records, and interrupted.
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from certcli.certify.local import NOTHING_OPEN, LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.enclosure.zonotopes.ascent import Ascent
 from certcli.enclosure.zonotopes.backward import Node, descend, least
-from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
+from certcli.enclosure.zonotopes.branching import LAST_STEPS, BranchDomain, BranchSearch, Limit
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.margins import Further
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
@@ -107,6 +108,30 @@ def test_the_tree_is_below_the_true_minimum_and_reaches_it(seed: int) -> None:
         assert found
         assert bound <= gap
         assert (bound > 0) == (gap > 0)
+
+
+def test_a_long_ascent_ends_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first step, which a bound needs."""
+    steps = []
+    counted = Ascent.estimates
+
+    def estimates(self: Ascent, *arguments: Any) -> Any:
+        steps.append(arguments)
+        return counted(self, *arguments)
+
+    monkeypatch.setattr(Ascent, "estimates", estimates)
+
+    def further(node: Node, rows: Tensor) -> Tensor:
+        search = BranchSearch(node, rows, Limit(until=0.0))
+        sign, numbers = search.ascent.start()
+        steps.clear()
+        search.climbed([BranchDomain(0, Tree(), sign, numbers)], LAST_STEPS)
+        return rows.new_full((len(rows),), -1.0)
+
+    model, pixels = small(3)
+    start = linf_ball(pixels, 0.4, limit=99, tape=True)
+    LocalNetwork(moved(model, -9.0), SIZE).margins(start, 0, None, further)
+    assert len(steps) == 1
 
 
 @pytest.mark.parametrize("boxed", [True, False])

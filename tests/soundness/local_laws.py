@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +18,7 @@ from certcli.certify.local_options import BRANCH, NORMS, TOKENS, ZONOTOPE, Local
 from certcli.certify.proof_options import REAL
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes import activations
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
@@ -222,8 +224,21 @@ def check_certificate(
             found.broken.append(f"{name}: margin {least:.3g} within {row.radius:.3g}")
 
 
+def all_fibres(x: Form, *_: Any) -> Tensor:
+    """Return every fibre: an ellipsoid holds wherever it is taken, and small networks take none."""
+    return torch.arange(x.centre.numel() // x.shape[-1])
+
+
 def check(seed: int, found: Found) -> None:
-    """All laws for the program of this seed."""
+    """All laws for the program of this seed, for every third one with all ellipsoids."""
+    if seed % 3 == 2:
+        with mock.patch.object(activations, "_places", all_fibres):
+            _check(seed, found)
+    else:
+        _check(seed, found)
+
+
+def _check(seed: int, found: Found) -> None:
     model = program(seed)
     laws = Found()
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()

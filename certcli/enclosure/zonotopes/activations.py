@@ -27,9 +27,9 @@ from certcli.enclosure.zonotopes.pointwise import (
 )
 
 _LONGER = 2.0
-"""An ellipsoid's entries are up to so many times as large as those that it is made for."""
+"""Assumed ratio of an ellipsoid's size to that of the products: (1.2) widens groups and slack."""
 _NEAR = 0.5
-"""Of the ball part, the size of the rest up to which columns on e e^T make ellipsoids needless."""
+"""Ratio of the rest to the ball part up to which columns on e e^T suffice."""
 
 
 def activation(f: Function, x: Form) -> Form:

@@ -1,5 +1,8 @@
 """Bounds of domains by ascent over all that is chosen on the way back: docs/local.md, 9."""
 
+import math
+import time
+
 import torch
 from torch import Tensor
 
@@ -21,8 +24,8 @@ RATE = 0.25
 DECAY = 0.93
 """Of Adam, and its fall from step to step."""
 FALL = 30
-"""Steps after which it has fallen as far as it does: a longer ascent falls as far in all its steps, so
-that multipliers of a domain that is nearly empty can grow."""
+"""An ascent of more steps ends at the same rate, DECAY^FALL: its multipliers can grow further, which a
+nearly empty domain needs."""
 _NEGLIGIBLE = 1e-9
 """Of the largest error of a node: what rounding may cost, which ascent need not see."""
 _MOST_ENTRIES = 3e7
@@ -123,10 +126,18 @@ class Ascent:
         return value, descent
 
     def climb(
-        self, margins: list[int], signs: Tensor, numbers: Tensor, steps: int
+        self,
+        margins: list[int],
+        signs: Tensor,
+        numbers: Tensor,
+        steps: int,
+        until: float = math.inf,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the bounds (b,) that ascent found, proven; the numbers that give them; scores of
         open units (b, units).
+
+        Args:
+            until: the time (time.monotonic) after which no further step begins.
         """
         best = torch.full((len(margins),), -torch.inf, dtype=numbers.dtype, device=numbers.device)
         chosen = numbers.clone()
@@ -139,7 +150,7 @@ class Ascent:
         fall = DECAY ** min(1.0, FALL / steps)
         for step in range(steps):
             (rising,) = (~(best > 0)).nonzero(as_tuple=True)
-            if not len(rising):
+            if not len(rising) or (step and time.monotonic() >= until):
                 break
             at = numbers[rising].requires_grad_(True)
             with torch.enable_grad():

@@ -143,7 +143,8 @@ class BranchSearch:
         margins = [domain.margin for domain in domains]
         signs = torch.stack([domain.sign for domain in domains])
         numbers = torch.stack([domain.numbers for domain in domains])
-        bounds, chosen, scores = self.ascent.climb(margins, signs, numbers, steps)
+        until = self.limit.until if steps == LAST_STEPS else math.inf
+        bounds, chosen, scores = self.ascent.climb(margins, signs, numbers, steps, until)
         for i, domain in enumerate(domains):
             domain.bound = bounds[i].item()
             domain.numbers = chosen[i]

@@ -13,7 +13,7 @@ from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, up
 
 _CELLS = 256
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the chord of 1 / b in the slope of a line near sqrt(d) / |Y|, the rest is its lower bound's."""
+"""Weights of the chord of sqrt(d) / b in a line's slope; the lower bound's chord has the rest."""
 _SHORTEST = 1e-100
 """Of a vector whose direction is computed: its squares are far from underflow. The longest is its inverse."""
 
@@ -118,4 +118,5 @@ def by_interval(direction: Direction, along: Form, turn: Tensor) -> Form:
 
 
 def number(value: float, like: Form) -> Tensor:
+    """Return a float64 scalar on the device of a form."""
     return torch.tensor(value, dtype=torch.float64, device=like.centre.device)

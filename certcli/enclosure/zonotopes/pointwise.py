@@ -130,7 +130,7 @@ def apply_fit(x: Form, fit: Fit, elsewhere: Tensor | None = None) -> Form:
     d = a + r, |a| <= ball, |r| <= rest: d^2 = a^2 + [0, rest^2] +- 2 ball rest.
 
     Args:
-        elsewhere: entries at which the caller adds what of curve d^2 is not in columns on e e^T.
+        elsewhere: entries whose curve (d^2 - a^2) the caller adds.
     """
     gens = x.gens * fit.slope
     centre = fit.constant
