@@ -173,7 +173,7 @@ class Recorded(Tensor):
 
 
 _KINDS = frozenset((Tensor, nn.Parameter, Recorded))
-"""Of tensors, beside which no other kind asks to see an operation first."""
+"""Types of tensors; torch would ask any other type before or beside `Recorded`."""
 
 
 def _inner(x: Any) -> Any:
