@@ -10,7 +10,10 @@ from certcli.enclosure.zonotopes import ellipsoids, reduction, symbols
 from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
+    enclosing,
     factor,
+    narrowed,
+    of_matrix_products,
     of_products,
     pairing,
     root,
@@ -19,6 +22,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import crossing, scaled, squares
+from certcli.enclosure.zonotopes.rounding import gamma
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.symbols import Block, lengths, reach_of, reach_of_differences
 from tests.enclosure.test_zonotopes import outside
@@ -276,3 +280,53 @@ def test_a_row_whose_entries_may_be_equal_has_no_deviation() -> None:
     apart = torch.tensor([[[[0.1, 0.9]]]]).double()
     least = float(l2_ball(apart, 0.1, squares_up_to=0, limit=9).bounds().deviation)
     assert 0 < least <= 0.4 - 0.1 / 2**0.5
+
+
+def test_matrix_products_of_two_ellipsoids_lie_in_one() -> None:
+    """For u, sup u.(y z) = |X|_2, X = sum u_bij S_bik^T T_bkj; where T has rank one, that is attained."""
+    batch, rows, inner, columns = shape = (2, 3, 4, 2)
+    first, second = draw(24, 5), draw(16, 3, seed=1)
+    thin = second[:, :1]
+    made, of_one = (
+        of_matrix_products(
+            Gram(first @ first.mT[None], 5), Gram(other @ other.mT[None], len(other.T)), shape
+        )
+        for other in (second, thin)
+    )
+    y = first.view(batch, rows, inner, 5)
+    for u in draw(40, batch, rows, columns, seed=3):
+        for other, gram in ((second, made), (thin, of_one)):
+            z = other.view(batch, inner, columns, -1)
+            exact = torch.einsum("bij,bikf,bkjg->fg", u, y, z)
+            reached = (factor(*gram)[0].mT @ u.flatten()).norm()
+            truth = torch.linalg.matrix_norm(exact, 2)
+            assert truth <= reached * (1 + 1e-14)
+            assert other is second or reached <= truth * (1 + 1e-4) + 1e-6
+
+
+def test_a_matrix_of_products_counts_what_cancels_in_it() -> None:
+    """1 * 1 + (1 + 1e-9) * -1: the Gram matrix is all but 0, its error is of the size of 4."""
+    y = torch.tensor([[1.0], [1.0 + 1e-9]]).double()
+    z = torch.tensor([[1.0], [-1.0]]).double()
+    grams = [Gram(part @ part.mT[None], 1) for part in (y, z)]
+    made = of_matrix_products(*grams, (1, 1, 2, 1))
+    assert float(made.matrix.abs()) < 1e-15
+    assert float(made.extra) >= 4
+    assert float(factor(*made)) >= gamma(made.terms) ** 0.5 * 2
+    assert float(factor(*enclosing([made, made], torch.zeros(1, 1).double()))) >= 2e-9
+    assert float(factor(*made.scaled(torch.full((1, 1), 3.0).double()))) >= 6 * gamma(9) ** 0.5
+
+
+def test_groups_of_more_symbols_than_entries_become_smaller_ones() -> None:
+    """No direction is reached less far, and none further but by rounding."""
+    space = Space(2, False, 99)
+    blocks = (Block.fresh(2), Block.fresh(14, 7), Block.fresh(3, 3))
+    x = Form(space, draw(3, seed=1), draw(21, 3), torch.zeros(3).double(), blocks)
+    y = narrowed(x)
+    assert [block.columns for block in y.blocks] == [2, 6, 3]
+    assert y.consistent
+    assert y.blocks[1].name != blocks[1].name
+    assert torch.equal(y.gens[:4], x.gens[:4])
+    for u in draw(40, 3, seed=2):
+        before, after = (float(reach_of((part.box @ u)[:, None], part.blocks)) for part in (x, y))
+        assert before <= after * (1 + 1e-14) <= before * (1 + 1e-5)

@@ -223,13 +223,13 @@ def test_logarithms_of_probabilities_lie_between_their_bounds(
 ) -> None:
     """Scores that stand still: e^-20, of 16 digits more than float64 has."""
     asked: list[tuple[Tensor, Tensor]] = []
-    known = attention.apply
+    known = attention.joint_activation
 
-    def apply(f: Function, x: Form, low: Any = None, high: Any = None) -> Form:
+    def activation(f: Function, x: Form, low: Any = None, high: Any = None) -> Form:
         asked.extend([(low, high)] * (high is not None))
         return known(f, x, low, high)
 
-    monkeypatch.setattr(attention, "apply", apply)
+    monkeypatch.setattr(attention, "joint_activation", activation)
     scores = [0.0, -20.0, -25.5, 1.0]
     still = form(torch.tensor([[scores]]).double())
     attention.softmax(still)

@@ -9,6 +9,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.direction import (
     Direction,
     by_interval,
+    largest_square,
     largest_turn,
     number,
     share_bounds,
@@ -170,7 +171,8 @@ def test_no_point_turns_further_than_the_largest_turn(place: int, eps: float) ->
     direction = Direction.of(x, eps)
     along = direction.along(x)
     across = x + direction.times(along.scale(number(-1.0, x)))
-    turn = float(largest_turn(direction, along, across, squares(across)))
+    largest = largest_square(across, squares(across))
+    turn = float(largest_turn(direction, along, largest))
 
     e, n = (torch.randn(4000, k, generator=generator).double() for k in (1, 2))
     t = torch.randint(0, 2, (4000, 4), generator=generator) * 2 - 1

@@ -6,20 +6,23 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     Part,
+    as_fibre,
     ball_parts,
     enclosing,
     fibres,
     grouped,
+    may_join,
     of_products,
     rest_parts,
     scaled_parts,
 )
-from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.functions import Function
 from certcli.enclosure.zonotopes.pointwise import (
     Fit,
     apply,
     apply_fit,
+    bounds,
     chosen,
     either,
     finite,
@@ -28,21 +31,17 @@ from certcli.enclosure.zonotopes.pointwise import (
 
 _LONGER = 2.0
 """Assumed ratio of an ellipsoid's size to that of the products: (1.2) widens groups and slack."""
-_NEAR = 0.5
-"""Ratio of the rest to the ball part up to which columns on e e^T suffice."""
 
 
-def activation(f: Function, x: Form) -> Form:
-    """f(x) entry by entry, for fibres whose entries later maps sum.
+def activation(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
+    """f(x) entry by entry, for fibres whose entries later maps sum; low, high: as in `apply`.
 
     With x = c + a + r: curve (x - c)^2 = curve a^2 + curve r (2 a + r), and the last product lies in an
     ellipsoid a fibre; so does all of curve (a + r)^2 where e e^T has no columns.
     """
     if x.node is not None or not x.space.limit or x.shape[-1] == 1:
-        return apply(f, x)
-    low, high = x.interval()
-    if not bool((low <= high).all()):  # also with NaN
-        raise Unbounded(f"{f.name} of something without bounds")
+        return apply(f, x, low, high)
+    low, high = bounds(f, x, low, high)
     flat, bent = (finite(f, fit) for fit in fits(f, x.centre, low, high))
     fit = chosen(flat, bent, x.ball_radius, x.rest_radius) if x.space.squares else flat
     places = _places(x, fit, bent)
@@ -55,6 +54,17 @@ def activation(f: Function, x: Form) -> Form:
     return grouped(apply_fit(x, either(together, bent, fit), together), root, places)
 
 
+def joint_activation(
+    f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None
+) -> Form:
+    """f(x) with errors of second order in one ellipsoid over all entries, where it is small enough."""
+    if x.node is not None or x.space.by_fibres or not may_join(x.shape):
+        return apply(f, x, low, high)
+    bounds_of_all = (None if bound is None else bound.reshape(1, -1) for bound in (low, high))
+    form = activation(f, as_fibre(x), *bounds_of_all)
+    return form.linear(lambda t: t.reshape(len(t), *x.shape))
+
+
 def _places(x: Form, fit: Fit, bent: Fit) -> Tensor:
     """Return the fibres where an ellipsoid leaves less than symbols of single entries."""
     ball, rest, curve = x.ball_radius, x.rest_radius, bent.curve.abs()
@@ -63,14 +73,9 @@ def _places(x: Form, fit: Fit, bent: Fit) -> Tensor:
     if x.space.squares:
         singly = singly + fit.curve.abs() * (2 * ball + rest / 2) * rest
         beyond = curve * (2 * ball + rest) * rest
-    singly, beyond, error, ball, rest = (
-        fibres(part[None])[0] for part in (singly, beyond, bent.error, ball, rest)
-    )
+    singly, beyond, error = (fibres(part[None])[0] for part in (singly, beyond, bent.error))
     together = _LONGER * torch.linalg.vector_norm(beyond, dim=-1) + error.sum(-1)
-    worth = together < singly.sum(-1)
-    if x.space.squares:
-        worth &= rest.sum(-1) > _NEAR * ball.sum(-1)
-    return worth.nonzero()[:, 0]
+    return (together < singly.sum(-1)).nonzero()[:, 0]
 
 
 def _factors(x: Form, places: Tensor) -> tuple[Gram, Gram]:

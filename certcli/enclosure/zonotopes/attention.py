@@ -5,12 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.activations import activation, joint_activation
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import EXP, LOG
 from certcli.enclosure.zonotopes.pointwise import apply, capped
-from certcli.enclosure.zonotopes.products import Bilinear, crossing, product
+from certcli.enclosure.zonotopes.products import Bilinear, crossing, matrix_product, product
 from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.symbols import distances, reach_of_differences
+from certcli.enclosure.zonotopes.symbols import distances, reach_of, reach_of_differences
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
@@ -32,7 +33,8 @@ def scores(q: Form, k: Form) -> Form:
         tokens + 4,
         lambda r: r - r.mean(-2, keepdim=True),
     )
-    return product(q, k, SCORES, width, _score_square, crossing)
+    joint = matrix_product(q, k, SCORES, keyed=True)
+    return product(q, k, SCORES, width, _score_square, crossing) if joint is None else joint
 
 
 def _score_square(a: Tensor, b: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def softmax(x: Form) -> Form:
     At w = p the sum does not move to first order, so that its logarithm costs next to nothing.
     Differences of scores give bounds beside it: p_j = 1 / sum_k exp(x_k - x_j).
     """
-    x = x.solid()
+    x = x.worked()
     low, high = _bounds(x)
     weight = x.centre.softmax(-1)
     z = x.linear(
@@ -71,12 +73,13 @@ def softmax(x: Form) -> Form:
     # exp is convex: the sum of its chords is no larger than that of its values above
     below, _ = z.interval()
     smallest_sum = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
-    total = apply(EXP, z).linear(
+    total = activation(EXP, z).linear(
         lambda t: t.sum(-1, keepdim=True),
         lambda t: t.sum(-1, keepdim=True),
         x.shape[-1],
         lambda r: r.expand(*r.shape[:-1], x.shape[-1]),
     )
+    total = _loosened(total, len(z.blocks))
     level = apply(LOG, total, smallest_sum).solid()  # one symbol a row, shared by its probabilities
     share = z + level.linear(
         lambda t: -t.expand(*t.shape[:-1], x.shape[-1]),
@@ -85,8 +88,17 @@ def softmax(x: Form) -> Form:
     )
     bottom = low.log() - 2.0**-40 * (1 + low.log().abs())
     top = high.log() + 2.0**-40 * (1 + high.log().abs())
-    probabilities = capped(apply(EXP, share, bottom, top.clamp_max(0.0)), low, high)
+    probabilities = capped(joint_activation(EXP, share, bottom, top.clamp_max(0.0)), low, high)
     return replace(probabilities, row_sum_error=x.centre.new_zeros(()))
+
+
+def _loosened(x: Form, count: int) -> Form:
+    """Return x with the symbols of all blocks but the first `count` as slack: no other form has them."""
+    if len(x.blocks) == count:
+        return x
+    end = x.fixed + sum(block.columns for block in x.blocks[:count])
+    slack = up(x.slack + reach_of(x.gens[end:], x.blocks[count:]))
+    return Form(x.space, x.centre, x.gens[:end], slack, x.blocks[:count])
 
 
 def _bounds(x: Form) -> tuple[Tensor, Tensor]:
@@ -141,14 +153,7 @@ def average(p: Form, v: Form) -> Form:
         tokens + 4,
         lambda r: r - common.mT @ r.sum(-2, keepdim=True),
     )
-    out = product(
-        spread,
-        ones,
-        AVERAGES,
-        tokens,
-        _average_square,
-        lambda p, v: crossing(p, v.linear(lambda t: t.mT)),
-    )
+    out = _multiplied(spread, ones)
     out = out + middle.linear(lambda t: t.expand(*t.shape[:-2], out.shape[-2], t.shape[-1]))
     if row_sum_error is None or not bool(row_sum_error > 0):
         return out
@@ -159,9 +164,16 @@ def matmul(x: Form, y: Form) -> Form:
     """x y: (.., i, j) x (.., j, e) -> (.., i, e); averages where the rows of x are probabilities."""
     if x.row_sum_error is not None:
         return average(x, y)
+    return _multiplied(x.worked(), y.worked())
+
+
+def _multiplied(x: Form, y: Form) -> Form:
+    joint = matrix_product(x, y, AVERAGES, keyed=False)
+    if joint is not None:
+        return joint
     return product(
-        x.worked(),
-        y.worked(),
+        x,
+        y,
         AVERAGES,
         x.shape[-1],
         _average_square,

@@ -68,11 +68,25 @@ class Direction:
         )
 
 
-def largest_turn(direction: Direction, along: Form, across: Form, square: Form) -> Tensor:
-    """Return sup |g|^2 + (kappa - w b)^2, b = u.y + w kappa: (.., 1)."""
+def largest_square(across: Form, square: Form) -> Tensor:
+    """Return sup |g|^2 for g and the form of |g|^2: (.., d), (.., 1) -> (.., 1)."""
     whole = root([*ball_parts(across), *rest_parts(across)], fibres(across.slack[None])[0])
-    reach = spectral(whole).view_as(along.centre)
-    turn = torch.minimum(up(reach * reach), square.interval()[1].clamp_min(0))
+    reach = spectral(whole).view_as(square.centre)
+    return torch.minimum(up(reach * reach), square.interval()[1].clamp_min(0))
+
+
+def divided(square: Form, inverse: Form, largest: Tensor) -> Form:
+    """Return |g|^2 h^2 for |g|^2 <= t and the form of h^2: |g|^2 c + (t/2) (h^2 - c) and an error.
+
+    The error (|g|^2 - t/2) (h^2 - c) is half of what one of |g|^2 (h^2 - c) would be.
+    """
+    middle = inverse.centre
+    product = square.scale(middle) + inverse.shift(-middle).scale(largest / 2)
+    return product.doubted(up(largest / 2 * (inverse.radius + gamma(4) * inverse.size)))
+
+
+def largest_turn(direction: Direction, along: Form, turn: Tensor) -> Tensor:
+    """Return sup |g|^2 + (kappa - w b)^2, b = u.y + w kappa, from that of |g|^2: (.., 1)."""
     if not direction.kappa:
         return turn
     low, high = along.interval()

@@ -1,6 +1,8 @@
 """Fibres of a form in ellipsoids {R f: |f|_2 <= 1}, for what a sum cancels: docs/local.md, 5."""
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,16 +15,31 @@ from certcli.enclosure.zonotopes.symbols import Block, runs
 _SQUARINGS = 3
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
 
+_STRIP = 192
+"""Rows of a product with its own transpose that are computed at once."""
+_JOINED = 1536
+"""Entries of a tensor up to which its errors are one group: 2^21 numbers a matrix."""
+
 
 class Gram(NamedTuple):
-    """One group by its sum of B B^T, (fibres, d, d), over `terms` columns."""
+    """One group by its sum of B B^T, (fibres, d, d), over `terms` columns.
+
+    Attributes:
+        extra: (fibres,): the entries are off by gamma of at most trace + extra, in Frobenius norm.
+    """
 
     matrix: Tensor
     terms: int
+    extra: Tensor | float = 0.0
+
+    @property
+    def trace(self) -> Tensor:
+        return self.matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
 
     def scaled(self, factor: Tensor) -> "Gram":
         """Return that of the columns times a number a fibre, (fibres, 1)."""
-        return Gram(self.matrix * (factor * factor)[..., None], self.terms)
+        square = factor * factor
+        return Gram(self.matrix * square[..., None], self.terms, self.extra * square[..., 0])
 
 
 Part = tuple[Tensor, int] | Gram
@@ -42,9 +59,19 @@ def scaled_parts(parts: list[Part], factor: Tensor) -> list[Part]:
     ]
 
 
+def as_fibre(x: Form) -> Form:
+    """Return x with all its entries in one fibre, (1, N)."""
+    return x.linear(lambda t: t.reshape(len(t), 1, -1))
+
+
+def may_join(*shapes: tuple[int, ...]) -> bool:
+    """Tell whether tensors are small enough for a matrix of all pairs of their entries."""
+    return all(math.prod(shape) <= _JOINED for shape in shapes)
+
+
 def rest_parts(x: Form) -> list[Part]:
     """Return the columns of all of a form that is not its ball part; slack is `root`'s."""
-    parts = [(fibres(part), block.width) for block, part in runs(x.box, x.blocks)]
+    parts: list[Part] = [(fibres(part), block.width) for block, part in runs(x.box, x.blocks)]
     return [(fibres(x.square), x.space.square), *parts] if x.space.squares else parts
 
 
@@ -61,7 +88,7 @@ def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
 def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
     """Return a computed G with (u.z)^2 <= u^T G u for all z = sum of the parts + t, |t| <= slack.
 
-    Its entry ij is off by what an inner product of `terms` terms loses: gamma sqrt(G_ii G_jj).
+    Of columns its entry ij is off by what an inner product of `terms` terms loses, gamma sqrt(G_ii G_jj).
 
     Args:
         slack: (fibres, d). For any l_g > 0, (sum_g |B_g^T u|)^2 <= sum l_g * sum |B_g^T u|^2 / l_g.
@@ -69,11 +96,12 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
     gram = torch.diag_embed(slack)
     total = up(slack.sum(-1), slack.shape[-1])
     terms = slack.shape[-1]
+    extra: Tensor | float = 0.0
     for part in parts:
         if isinstance(part, Gram):  # any length will do
-            matrix = part.matrix
-            length = matrix.diagonal(dim1=1, dim2=2).sum(-1).sqrt() + TINY
-            gram = gram + matrix / length[:, None, None]
+            length = part.trace.clamp_min(0).sqrt() + TINY
+            gram = gram + part.matrix / length[:, None, None]
+            extra = extra + part.extra / length if isinstance(part.extra, Tensor) else extra
             total = up(total + length)
             terms += part.terms
             continue
@@ -85,10 +113,23 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
             continue
         length = length + TINY
         scaled = (grouped / length.sqrt()[:, None, :, None]).flatten(0, 1).movedim(0, -1)
-        gram = gram + scaled @ scaled.mT
+        gram = gram + _outer(scaled)
         total = total + norm1(length)
         terms += len(columns)
-    return Gram(total[:, None, None] * gram, terms + 16)
+    extra = total * extra if isinstance(extra, Tensor) else extra
+    return Gram(total[:, None, None] * gram, terms + 16, extra)
+
+
+def _outer(matrix: Tensor) -> Tensor:
+    """Return X X^T, (.., d, k) -> (.., d, d), from strips above its diagonal."""
+    width = matrix.shape[-2]
+    out = matrix.new_empty(*matrix.shape[:-1], width)
+    for start in range(0, width, _STRIP):
+        end = min(start + _STRIP, width)
+        strip = matrix[..., start:end, :] @ matrix[..., start:, :].mT
+        out[..., start:end, start:] = strip
+        out[..., end:, start:end] = strip[..., end - start :].mT
+    return out
 
 
 def of_products(first: Gram, second: Gram, scale: Tensor) -> Tensor:
@@ -101,15 +142,43 @@ def of_products(first: Gram, second: Gram, scale: Tensor) -> Tensor:
     return factor(matrix, 2 * (first.terms + second.terms))
 
 
-def factor(gram: Tensor, terms: int) -> Tensor:
+def of_matrix_products(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
+    """Return G with (sum u_bij y_bik z_bkj)^2 <= u^T G u, for y and z of the two: (1, b i j, b i j).
+
+    For y = S f, z = T f' the sum is f^T X f', X = sum u_bij S_bik^T T_bkj, and |X|_F^2 = u^T G u for
+    G_bij,b'i'j' = sum_kk' (S S^T)_bik,b'i'k' (T T^T)_bkj,b'k'j'.
+
+    Args:
+        shape: b, i, k, j; y is (b, i, k) and z (b, k, j), each as one fibre.
+    """
+    batch, rows, inner, columns = shape
+    y = first.matrix.view(batch, rows, inner, batch, rows, inner).permute(0, 3, 1, 4, 2, 5)
+    z = second.matrix.view(batch, inner, columns, batch, inner, columns).permute(0, 3, 1, 4, 2, 5)
+    blocks = y.reshape(batch**2, rows**2, inner**2) @ z.reshape(batch**2, inner**2, columns**2)
+    blocks = blocks.view(batch, batch, rows, rows, columns, columns)
+    matrix = blocks.permute(0, 2, 4, 1, 3, 5).reshape(1, batch * rows * columns, -1)
+    assert not isinstance(first.extra, Tensor)
+    assert not isinstance(second.extra, Tensor)
+    # an entry is off by gamma (sum_k s_bik t_bkj) (sum_k s_b'ik t_b'kj), s and t the square roots of diagonals
+    lengths = [part.matrix[0].diagonal().clamp_min(0).sqrt() for part in (first, second)]
+    sizes = lengths[0].view(batch, rows, inner) @ lengths[1].view(batch, inner, columns)
+    terms = 2 * (first.terms + second.terms) + inner * inner
+    return Gram(matrix, terms, up(sizes.square().sum().view(1), matrix.shape[-1]))
+
+
+def factor(gram: Tensor, terms: int, extra: Tensor | float = 0.0) -> Tensor:
     """Return R with G <= R R^T for all symmetric G >= 0 that differ from `gram` by the rounding of
     inner products of `terms` terms, entry by entry.
 
     R is a Cholesky factor of gram + room, proven by its residue; or sqrt(trace) where that fails.
+
+    Args:
+        extra: (fibres,), as in `Gram`.
     """
     width = gram.shape[-1]
     eye = torch.eye(width, dtype=gram.dtype, device=gram.device)
-    trace = up(gram.diagonal(dim1=-2, dim2=-1).sum(-1), terms + width)[..., None, None]
+    diagonal = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    trace = up(diagonal.clamp_min(0) + extra, terms + width)[..., None, None]
     rounding = gamma(terms) * trace  # the Frobenius norm of what gram may be off by
     room = 2 * rounding + 16 * gamma(width) * trace
     raised = gram + room * eye
@@ -164,3 +233,19 @@ def grouped(x: Form, root: Tensor, places: Tensor | None = None) -> Form:
     rows[torch.arange(len(root), device=root.device), :, places] = root.mT
     blocks = (*x.blocks, Block.fresh(len(root) * width, width))
     return Form(x.space, x.centre, gens, x.slack, blocks)
+
+
+def narrowed(x: Form) -> Form:
+    """Return x with groups of more symbols than x has entries as new ones of as many: (1.2)."""
+    entries = x.centre.numel()
+    columns = [x.gens[: x.fixed]]
+    blocks = []
+    for block, part in runs(x.box, x.blocks):
+        if block.width > entries and not block.of_fibres:
+            groups = part.reshape(-1, block.width, entries).mT
+            roots = factor(groups @ groups.mT, block.width)
+            part = roots.mT.reshape(-1, *x.shape)
+            block = Block.fresh(len(part), entries)
+        columns.append(part)
+        blocks.append(block)
+    return replace(x, gens=torch.cat(columns), blocks=tuple(blocks), _cache={})

@@ -6,6 +6,8 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.direction import (
     Direction,
     by_interval,
+    divided,
+    largest_square,
     largest_turn,
     number,
     share_bounds,
@@ -82,7 +84,12 @@ def _by_direction(y: Form, eps: float) -> Form | None:
     inverse = apply(RECIPROCAL, along)
     # |(u + h g, kappa h)|^2 = 1 + |h g|^2 + (kappa h - w)^2 up to the error of |(u, w)|^2
     square = squares(across)
-    turned = product(square, product(inverse, inverse, TIMES, 1), TIMES, 1)
+    second = product(inverse, inverse, TIMES, 1)
+    if y.node is None:
+        turn = largest_square(across, square)
+        turned = divided(square, second, turn)
+    else:
+        turned = product(square, second, TIMES, 1)
     if direction.kappa:
         beyond = inverse.scale(number(direction.kappa, y)).shift(-direction.of_eps)
         turned = turned + product(beyond, beyond, TIMES, 1)
@@ -91,7 +98,7 @@ def _by_direction(y: Form, eps: float) -> Form | None:
     share = apply(RSQRT, size, smallest)
     factor = product(inverse, share, TIMES, 1)
     if y.node is None:
-        turn = largest_turn(direction, along, across, square)
+        turn = largest_turn(direction, along, turn)
         factor = narrower(factor, by_interval(direction, along, turn))
         share = capped(share, *share_bounds(direction, along, turn))
     # one symbol a token each, shared by all its features

@@ -165,12 +165,17 @@ def _fitted(x: Form, fit: Fit) -> Node | None:
 
 def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
     """f(x) entry by entry; low, high: bounds on x that are known beside the form's own."""
+    return apply_fit(x, finite(f, best_fit(f, x, *bounds(f, x, low, high))))
+
+
+def bounds(f: Function, x: Form, low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return bounds on x, from those known and its own. Unbounded where f has none between them."""
     below, above = x.interval()
     low = below if low is None else torch.maximum(low, below)
     high = above if high is None else torch.minimum(high, above)
     if not bool((low <= high).all()) or (f.relative and not bool((low > 0).all())):  # also with NaN
         raise Unbounded(f"{f.name} of something without bounds")
-    return apply_fit(x, finite(f, best_fit(f, x, low, high)))
+    return low, high
 
 
 def finite(f: Function, fit: Fit) -> Fit:

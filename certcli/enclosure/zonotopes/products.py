@@ -1,5 +1,6 @@
 """Products of enclosures: exact to second order, bounded beyond. Proofs: docs/local.md, 5."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -8,9 +9,15 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.ellipsoids import (
+    Gram,
+    as_fibre,
     ball_parts,
+    enclosing,
+    factor,
     fibres,
     grouped,
+    may_join,
+    of_matrix_products,
     pairing,
     rest_parts,
     root,
@@ -105,6 +112,49 @@ def scaled(x: Form, y: Form) -> Form:
     node = _paired(x, y, TIMES, 1, rounding)
     node = None if node is None else replace(node, spread=spread)
     return grouped(_up_to_rest(x, y, TIMES, 1), spread).known_as(node)
+
+
+def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form | None:
+    """Return x y, (*b, i, k) x (*b, k, j), its last bracket in one ellipsoid over all of (*b, i, j).
+
+    None where that has no symbols or too many, or a way back is kept. keyed: y is (*b, j, k).
+    """
+    *batch, rows, inner = x.shape
+    columns = y.shape[-2 if keyed else -1]
+    shape = (math.prod(batch), rows, inner, columns)
+    allowed = x.space.limit and x.space.squares and not x.space.by_fibres
+    if not allowed or x.node is not None or tuple(batch) != y.shape[:-2]:
+        return None
+    if not may_join(x.shape, y.shape, (shape[0], rows, columns)) or columns == 1:
+        return None
+    x, y = Form.aligned([x, y])
+    ball, rest, _ = _joint_grams(x)
+    _, other_rest, other = (
+        _with_columns_last(gram, shape) if keyed else gram for gram in _joint_grams(y)
+    )
+    parts = [
+        of_matrix_products(ball, other_rest, shape),
+        of_matrix_products(rest, other, shape),
+    ]
+    form = _up_to_rest(x, y, contract, inner)
+    zero = form.slack.new_zeros(1, form.slack.numel())
+    return grouped(form, factor(*enclosing(parts, zero)))
+
+
+def _joint_grams(x: Form) -> tuple[Gram, Gram, Gram]:
+    """Return matrices (1.2) of a, r and a + r over all entries."""
+    flat = as_fibre(x)
+    (ball,) = ball_parts(flat)
+    assert isinstance(ball, Gram)
+    rest = enclosing(rest_parts(flat), flat.slack)
+    return ball, rest, enclosing([ball, rest], torch.zeros_like(flat.slack))
+
+
+def _with_columns_last(gram: Gram, shape: tuple[int, int, int, int]) -> Gram:
+    """Return the matrix of (b, k, j) from that of (b, j, k)."""
+    batch, _, inner, columns = shape
+    pairs = gram.matrix.view(batch, columns, inner, batch, columns, inner)
+    return Gram(pairs.permute(0, 2, 1, 3, 5, 4).reshape_as(gram.matrix), gram.terms)
 
 
 def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None) -> Tensor:

@@ -59,7 +59,7 @@ def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor]
     keep[order[widths[order].cumsum(0) <= capacity]] = True
     blocks = []
     columns = []
-    dropped = []
+    dropped: list[Part] = []
     for (groups, width), chosen in zip(
         places, keep.split([len(groups) for groups, _ in places]), strict=True
     ):
