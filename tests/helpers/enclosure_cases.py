@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
+from certcli.enclosure.zonotopes.direction import divided
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.functions import (
     EXP,
@@ -242,6 +243,13 @@ CASES = (
         ((1, 3, 48),),
         lambda x: affine(activation(SILU, x), _MANY, None),
         lambda x: F.linear(F.silu(x), _MANY),
+    ),
+    Case(
+        "square times a number",
+        ((1, 3, 4), (1, 3, 1)),
+        lambda x, h: divided(squares(x), h, squares(x).interval()[1]),
+        lambda x, h: (x * x).sum(-1, keepdim=True) * h,
+        order=1,
     ),
 )
 
