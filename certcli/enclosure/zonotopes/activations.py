@@ -5,16 +5,15 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
-    Part,
     as_fibre,
-    ball_parts,
+    ball_gram,
     enclosing,
     fibres,
     grouped,
     may_join,
     of_products,
-    rest_parts,
-    scaled_parts,
+    rest_gram,
+    whole_gram,
 )
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.functions import Function
@@ -80,20 +79,15 @@ def _places(x: Form, fit: Fit, bent: Fit) -> Tensor:
 
 def _factors(x: Form, places: Tensor) -> tuple[Gram, Gram]:
     """Return r and 2 a + r of some fibres; a + r twice where e e^T has no columns."""
-    rest = _at(rest_parts(x), places)
-    ball = _at(ball_parts(x), places)
-    slack = fibres(x.slack[None])[0, places]
     if not x.space.squares:
-        whole = enclosing([*ball, *rest], slack)
+        whole = _at(whole_gram(x), places)
         return whole, whole
-    twice = scaled_parts(ball, slack.new_full((len(places), 1), 2.0))
-    return enclosing(rest, slack), enclosing([*twice, *rest], slack)
+    rest = _at(rest_gram(x), places)
+    zero = torch.zeros_like(rest.lengths)
+    twice = _at(ball_gram(x), places).scaled(zero.new_full((len(places), 1), 2.0))
+    return rest, enclosing([twice, rest], zero)
 
 
-def _at(parts: list[Part], places: Tensor) -> list[Part]:
-    return [
-        Gram(part.matrix[places], part.terms)
-        if isinstance(part, Gram)
-        else (part[0][:, places], part[1])
-        for part in parts
-    ]
+def _at(gram: Gram, places: Tensor) -> Gram:
+    sizes = None if gram.sizes is None else gram.sizes[places]
+    return Gram(gram.matrix[places], gram.terms, sizes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.ellipsoids import ball_parts, fibres, rest_parts, root, spectral
+from certcli.enclosure.zonotopes.ellipsoids import factor, spectral, whole_gram
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.pointwise import Fit, apply_fit
 from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, up
@@ -70,8 +70,7 @@ class Direction:
 
 def largest_square(across: Form, square: Form) -> Tensor:
     """Return sup |g|^2 for g and the form of |g|^2: (.., d), (.., 1) -> (.., 1)."""
-    whole = root([*ball_parts(across), *rest_parts(across)], fibres(across.slack[None])[0])
-    reach = spectral(whole).view_as(square.centre)
+    reach = spectral(factor(whole_gram(across))).view_as(square.centre)
     return torch.minimum(up(reach * reach), square.interval()[1].clamp_min(0))
 
 

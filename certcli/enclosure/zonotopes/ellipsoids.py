@@ -2,44 +2,52 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.form import JOINED, Form, Linear
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm1, up
 from certcli.enclosure.zonotopes.symbols import Block, runs
 
 _SQUARINGS = 3
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
 
+_ROUNDING = 2.0**-40
+"""Of sizes, in the weight of a matrix that may cancel to 0."""
 _STRIP = 192
 """Rows of a product with its own transpose that are computed at once."""
-_JOINED = 1536
-"""Entries of a tensor up to which its errors are one group: 2^21 numbers a matrix."""
 
 
 class Gram(NamedTuple):
     """One group by its sum of B B^T, (fibres, d, d), over `terms` columns.
 
     Attributes:
-        extra: (fibres,): the entries are off by gamma of at most trace + extra, in Frobenius norm.
+        sizes: s, (fibres, d): entry ij is off by at most gamma s_i s_j, and G_ii is at most s_i^2;
+            None: s_i^2 = G_ii.
     """
 
     matrix: Tensor
     terms: int
-    extra: Tensor | float = 0.0
+    sizes: Tensor | None = None
 
     @property
-    def trace(self) -> Tensor:
-        return self.matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+    def lengths(self) -> Tensor:
+        """Return s, (fibres, d)."""
+        diagonal = self.matrix.diagonal(dim1=-2, dim2=-1)
+        return diagonal.clamp_min(0).sqrt() if self.sizes is None else self.sizes
+
+    @property
+    def length(self) -> Tensor:
+        """Return about sqrt(trace), a weight in (1.2): (fibres,), above 0."""
+        trace = self.matrix.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
+        return (trace + _ROUNDING * self.lengths.square().sum(-1)).sqrt() + TINY
 
     def scaled(self, factor: Tensor) -> "Gram":
         """Return that of the columns times a number a fibre, (fibres, 1)."""
-        square = factor * factor
-        return Gram(self.matrix * square[..., None], self.terms, self.extra * square[..., 0])
+        sizes = None if self.sizes is None else up(self.sizes * factor.abs())
+        return Gram(self.matrix * (factor * factor)[..., None], self.terms, sizes)
 
 
 Part = tuple[Tensor, int] | Gram
@@ -66,7 +74,7 @@ def as_fibre(x: Form) -> Form:
 
 def may_join(*shapes: tuple[int, ...]) -> bool:
     """Tell whether tensors are small enough for a matrix of all pairs of their entries."""
-    return all(math.prod(shape) <= _JOINED for shape in shapes)
+    return all(math.prod(shape) <= JOINED for shape in shapes)
 
 
 def rest_parts(x: Form) -> list[Part]:
@@ -80,15 +88,75 @@ def fibres(columns: Tensor) -> Tensor:
     return columns.reshape(len(columns), -1, columns.shape[-1])
 
 
+def rest_gram(x: Form) -> Gram:
+    """Return (1.2) of all of a form that is not its ball part, computed once."""
+    return x.once("rest gram", lambda: _rest_gram(x))
+
+
+def _rest_gram(x: Form) -> Gram:
+    slack = fibres(x.slack[None])[0]
+    origin = x.origin
+    if origin is None or not origin.fibrewise:
+        return enclosing(rest_parts(x), slack)
+    source = origin.source
+    gram = rest_gram(source)
+    absolute = origin.absolute(gram.lengths.view(1, *source.shape))
+
+    def apply(matrix: Tensor) -> Tensor:
+        """(fibres, e, d) -> (fibres, e, out), the map on the last axis."""
+        rows = matrix.transpose(0, 1).reshape(-1, *source.shape)
+        return fibres(origin.apply(rows)).transpose(0, 1)
+
+    return enclosing([_mapped(gram, apply, fibres(absolute)[0], origin.terms)], slack)
+
+
+def _mapped(gram: Gram, apply: Linear, sizes: Tensor, terms: int) -> Gram:
+    """Return L G L^T of a map L on last axes. sizes: |L| s; terms: of its longest inner product."""
+    matrix = apply(apply(gram.matrix).mT)
+    return Gram((matrix + matrix.mT) / 2, 2 * (gram.terms + 2 * terms), up(sizes, terms))
+
+
+def joint_rest(x: Form) -> Gram:
+    """Return (1.2) of all but the ball part with all entries in one fibre, computed once."""
+    return x.once("joint rest", lambda: _joint_rest(x))
+
+
+def _joint_rest(x: Form) -> Gram:
+    slack = x.slack.reshape(1, -1)
+    origin = x.origin
+    if origin is None or not slack.numel() <= origin.source.centre.numel() <= 2 * slack.numel():
+        return enclosing(rest_parts(as_fibre(x)), slack)
+    gram = joint_rest(origin.source)
+
+    def apply(matrix: Tensor) -> Tensor:
+        rows = matrix[0].reshape(-1, *origin.source.shape)
+        return origin.apply(rows).flatten(1)[None]
+
+    sizes = origin.absolute(gram.lengths.view(1, *origin.source.shape)).flatten(1)
+    return enclosing([_mapped(gram, apply, sizes, origin.terms)], slack)
+
+
+def whole_gram(x: Form) -> Gram:
+    """Return (1.2) of all of a form that is not its centre."""
+    rest = rest_gram(x)
+    return enclosing([*ball_parts(x), rest], torch.zeros_like(rest.lengths))
+
+
+def ball_gram(x: Form) -> Gram:
+    """Return (1.2) of a form's ball part."""
+    (part,) = ball_parts(x)
+    if isinstance(part, Gram):
+        return part
+    return enclosing([part], part[0].new_zeros(part[0].shape[1:]))
+
+
 def root(parts: Iterable[Part], slack: Tensor) -> Tensor:
     """Return R (fibres, d, d) with {sum of the parts + t: |t| <= slack} inside {R f: |f|_2 <= 1}."""
-    return factor(*enclosing(parts, slack))
+    return factor(enclosing(parts, slack))
 
 
 def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
     """Return a computed G with (u.z)^2 <= u^T G u for all z = sum of the parts + t, |t| <= slack.
-
-    Of columns its entry ij is off by what an inner product of `terms` terms loses, gamma sqrt(G_ii G_jj).
 
     Args:
         slack: (fibres, d). For any l_g > 0, (sum_g |B_g^T u|)^2 <= sum l_g * sum |B_g^T u|^2 / l_g.
@@ -96,12 +164,14 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
     gram = torch.diag_embed(slack)
     total = up(slack.sum(-1), slack.shape[-1])
     terms = slack.shape[-1]
-    extra: Tensor | float = 0.0
+    squares = None  # of sizes: by Cauchy and Schwarz their squares add up as the matrices do
     for part in parts:
         if isinstance(part, Gram):  # any length will do
-            length = part.trace.clamp_min(0).sqrt() + TINY
+            length = part.length
             gram = gram + part.matrix / length[:, None, None]
-            extra = extra + part.extra / length if isinstance(part.extra, Tensor) else extra
+            if part.sizes is not None:
+                square = part.sizes.square() / length[:, None]
+                squares = square if squares is None else squares + square
             total = up(total + length)
             terms += part.terms
             continue
@@ -116,8 +186,11 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
         gram = gram + _outer(scaled)
         total = total + norm1(length)
         terms += len(columns)
-    extra = total * extra if isinstance(extra, Tensor) else extra
-    return Gram(total[:, None, None] * gram, terms + 16, extra)
+    result = Gram(total[:, None, None] * gram, terms + 16)
+    if squares is None:
+        return result
+    # the diagonal has what all other parts add
+    return result._replace(sizes=up((result.lengths.square() + total[:, None] * squares).sqrt(), 8))
 
 
 def _outer(matrix: Tensor) -> Tensor:
@@ -139,7 +212,8 @@ def of_products(first: Gram, second: Gram, scale: Tensor) -> Tensor:
     u^T (S S^T * T T^T) u, * entry by entry (Schur's product).
     """
     matrix = first.matrix * second.matrix * (scale[..., None] * scale[..., None, :])
-    return factor(matrix, 2 * (first.terms + second.terms))
+    sizes = up(first.lengths * second.lengths * scale.abs(), 8)
+    return factor(Gram(matrix, 2 * (first.terms + second.terms), sizes))
 
 
 def of_matrix_products(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
@@ -157,31 +231,25 @@ def of_matrix_products(first: Gram, second: Gram, shape: tuple[int, int, int, in
     blocks = y.reshape(batch**2, rows**2, inner**2) @ z.reshape(batch**2, inner**2, columns**2)
     blocks = blocks.view(batch, batch, rows, rows, columns, columns)
     matrix = blocks.permute(0, 2, 4, 1, 3, 5).reshape(1, batch * rows * columns, -1)
-    assert not isinstance(first.extra, Tensor)
-    assert not isinstance(second.extra, Tensor)
-    # an entry is off by gamma (sum_k s_bik t_bkj) (sum_k s_b'ik t_b'kj), s and t the square roots of diagonals
-    lengths = [part.matrix[0].diagonal().clamp_min(0).sqrt() for part in (first, second)]
-    sizes = lengths[0].view(batch, rows, inner) @ lengths[1].view(batch, inner, columns)
+    lengths = first.lengths.view(batch, rows, inner) @ second.lengths.view(batch, inner, columns)
     terms = 2 * (first.terms + second.terms) + inner * inner
-    return Gram(matrix, terms, up(sizes.square().sum().view(1), matrix.shape[-1]))
+    return Gram(matrix, terms, up(lengths.view(1, -1), inner))
 
 
-def factor(gram: Tensor, terms: int, extra: Tensor | float = 0.0) -> Tensor:
-    """Return R with G <= R R^T for all symmetric G >= 0 that differ from `gram` by the rounding of
-    inner products of `terms` terms, entry by entry.
+def factor(gram: Gram) -> Tensor:
+    """Return R with G <= R R^T for all symmetric G >= 0 that differ from `gram` by what it may be off
+    by, entry by entry.
 
     R is a Cholesky factor of gram + room, proven by its residue; or sqrt(trace) where that fails.
-
-    Args:
-        extra: (fibres,), as in `Gram`.
     """
-    width = gram.shape[-1]
-    eye = torch.eye(width, dtype=gram.dtype, device=gram.device)
-    diagonal = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    trace = up(diagonal.clamp_min(0) + extra, terms + width)[..., None, None]
-    rounding = gamma(terms) * trace  # the Frobenius norm of what gram may be off by
+    matrix = gram.matrix
+    width = matrix.shape[-1]
+    eye = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
+    # trace of G, above the computed one; and of the matrix of sizes, which is no less
+    trace = up(gram.lengths.square().sum(-1), gram.terms + width)[..., None, None]
+    rounding = gamma(gram.terms) * trace  # the Frobenius norm of what the matrix may be off by
     room = 2 * rounding + 16 * gamma(width) * trace
-    raised = gram + room * eye
+    raised = matrix + room * eye
     lower, failed = torch.linalg.cholesky_ex(raised)
     residue = torch.linalg.matrix_norm(raised - lower @ lower.mT)[..., None, None]
     lost_in_factor = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
@@ -233,19 +301,3 @@ def grouped(x: Form, root: Tensor, places: Tensor | None = None) -> Form:
     rows[torch.arange(len(root), device=root.device), :, places] = root.mT
     blocks = (*x.blocks, Block.fresh(len(root) * width, width))
     return Form(x.space, x.centre, gens, x.slack, blocks)
-
-
-def narrowed(x: Form) -> Form:
-    """Return x with groups of more symbols than x has entries as new ones of as many: (1.2)."""
-    entries = x.centre.numel()
-    columns = [x.gens[: x.fixed]]
-    blocks = []
-    for block, part in runs(x.box, x.blocks):
-        if block.width > entries and not block.of_fibres:
-            groups = part.reshape(-1, block.width, entries).mT
-            roots = factor(groups @ groups.mT, block.width)
-            part = roots.mT.reshape(-1, *x.shape)
-            block = Block.fresh(len(part), entries)
-        columns.append(part)
-        blocks.append(block)
-    return replace(x, gens=torch.cat(columns), blocks=tuple(blocks), _cache={})

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.ellipsoids import (
     Part,
-    ball_parts,
-    fibres,
+    factor,
     grouped,
     pairing,
-    rest_parts,
     root,
+    whole_gram,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm1, norm2, up
@@ -48,8 +47,7 @@ class Operand:
 
     def root(self) -> Tensor:
         """Return R, (n, e, e): what is not the centre lies in {R f: |f|_2 <= 1}."""
-        parts = [*ball_parts(self.form), *rest_parts(self.form)]
-        return root(parts, fibres(self.form.slack[None])[0])
+        return factor(whole_gram(self.form))
 
 
 @dataclass(frozen=True)

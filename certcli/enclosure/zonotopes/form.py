@@ -10,6 +10,7 @@ et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
+JOINED = 1536
+"""Entries of a tensor up to which all pairs of them have a number each."""
 _LARGEST = 2**27
 """Entries of the columns that one operation may make of the symbols of single fibres: a gigabyte."""
 
@@ -49,12 +52,30 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """A tensor as a linear map of another: L x, up to a constant and to slack.
+
+    Attributes:
+        apply, absolute: L and |L| on (k, *s).
+        terms: the longest inner product in L.
+        fibrewise: whether L acts on the last axis alone, the same for each fibre.
+    """
+
+    source: "Form"
+    apply: Linear
+    absolute: Linear
+    terms: int
+    fibrewise: bool
+
+
+@dataclass(frozen=True)
 class Form:
     """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of box and groups.
 
     Attributes:
         node: what the tensor is in terms of those before it, where a tape is kept.
         row_sum_error: how far the sums of rows (last axis) are from 1, (); None: unknown.
+        origin: what the form is a linear map of, where that saves time.
     """
 
     space: Space
@@ -64,7 +85,8 @@ class Form:
     blocks: Blocks = ()
     node: Node | None = None
     row_sum_error: Tensor | None = None
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    origin: Origin | None = field(default=None, repr=False, compare=False)
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,7 +143,8 @@ class Form:
     def box(self) -> Tensor:
         return self.gens[self.fixed :]
 
-    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` did when it was first asked for by this name."""
         if name not in self._cache:
             self._cache[name] = compute()
         return self._cache[name]
@@ -129,7 +152,7 @@ class Form:
     @property
     def ball_gram(self) -> Tensor:
         """Return A A^T of each fibre, (fibres, d, d), as computed."""
-        return self._once("gram", self._ball_gram)
+        return self.once("gram", self._ball_gram)
 
     def _ball_gram(self) -> Tensor:
         columns = self.ball.reshape(self.space.ball, -1, self.shape[-1]).movedim(0, -1)
@@ -138,7 +161,7 @@ class Form:
     @property
     def ball_length(self) -> Tensor:
         """Return sup |A e| entry by entry, as if the image could move in all directions."""
-        return self._once(
+        return self.once(
             "length", lambda: norm1(self.ball) if self.space.boxed else norm2(self.ball)
         )
 
@@ -146,7 +169,7 @@ class Form:
     def ball_rise(self) -> Tensor:
         """Return sup A e entry by entry."""
         reach = self.space.reach
-        return self.ball_length if reach is None else self._once("rise", lambda: self._moved(reach))
+        return self.ball_length if reach is None else self.once("rise", lambda: self._moved(reach))
 
     @property
     def ball_fall(self) -> Tensor:
@@ -155,7 +178,7 @@ class Form:
         return (
             self.ball_length
             if reach is None
-            else self._once("fall", lambda: self._moved(reach[::-1]))
+            else self.once("fall", lambda: self._moved(reach[::-1]))
         )
 
     def _moved(self, reach: Reach) -> Tensor:
@@ -170,7 +193,7 @@ class Form:
     @property
     def ball_radius(self) -> Tensor:
         """Return sup |A e| entry by entry."""
-        return self._once("ball", lambda: torch.maximum(self.ball_rise, self.ball_fall))
+        return self.once("ball", lambda: torch.maximum(self.ball_rise, self.ball_fall))
 
     @property
     def square(self) -> Tensor:
@@ -179,23 +202,23 @@ class Form:
     @property
     def box_radius(self) -> Tensor:
         """Return sup |B n + s| entry by entry."""
-        return self._once("box", lambda: up(reach_of(self.box, self.blocks) + self.slack))
+        return self.once("box", lambda: up(reach_of(self.box, self.blocks) + self.slack))
 
     @property
     def rest_radius(self) -> Tensor:
         """Return sup |Q vec(e e^T) + B n + s| entry by entry."""
-        return self._once(
+        return self.once(
             "rest", lambda: up(quadratic_radius(self.square, self.space.ball) + self.box_radius)
         )
 
     @property
     def radius(self) -> Tensor:
-        return self._once("radius", lambda: up(self.ball_radius + self.rest_radius))
+        return self.once("radius", lambda: up(self.ball_radius + self.rest_radius))
 
     @property
     def size(self) -> Tensor:
         """Return an upper bound of |c| + sum |columns|, to which rounding errors are relative."""
-        return self._once(
+        return self.once(
             "size",
             lambda: up(self.centre.abs() + self.ball_length + norm2(self.square) + self.box_radius),
         )
@@ -225,6 +248,7 @@ class Form:
         absolute: Linear | None = None,
         terms: int = 0,
         transposed: Linear | None = None,
+        fibrewise: bool = False,
     ) -> "Form":
         """Return the form of L x, for linear L and (no selection) |L| on (k, *s) -> (k, *t).
 
@@ -233,12 +257,17 @@ class Form:
                 (|L| = L, no rounding).
             transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is
                 not given.
+            fibrewise: L acts on the last axis alone, the same for each fibre.
         """
         centre = apply(self.centre[None])[0]
         gens = apply(self.gens)
+        origin = self._origin(
+            apply, absolute, terms, fibrewise and centre.shape[-1] > self.shape[-1]
+        )
         if absolute is None:
             node = self.arranged(apply, centre)
-            return Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks, node)
+            slack = apply(self.slack[None])[0]
+            return Form(self.space, centre, gens, slack, self.blocks, node, origin=origin)
         error = self.slack + gamma(terms) * self.size
         node = None
         if self.node is not None:  # going back sums over the results, at most all of them
@@ -247,9 +276,16 @@ class Form:
             )
             pull = adjoint(apply, self.shape) if transposed is None else transposing(transposed)
             node = self.then(tuple(centre.shape), pull, error=rounding)
-        return Form(
-            self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node
-        )
+        slack = up(absolute(error[None])[0], terms)
+        return Form(self.space, centre, gens, slack, self.blocks, node, origin=origin)
+
+    def _origin(
+        self, apply: Linear, absolute: Linear | None, terms: int, widening: bool
+    ) -> Origin | None:
+        """Return the origin of L x, kept alive where it is small, or the tensor before a wider one."""
+        if not widening and self.centre.numel() > JOINED:
+            return None
+        return Origin(self, apply, apply if absolute is None else absolute, terms, widening)
 
     def then(
         self,
@@ -336,7 +372,8 @@ class Form:
             node = self.then(
                 self.shape, lambda rows: (rows,), whole, up(gamma(BACK) * (self.size + whole.abs()))
             )
-        return Form(self.space, self.centre + constant, self.gens, slack, self.blocks, node)
+        centre = self.centre + constant
+        return Form(self.space, centre, self.gens, slack, self.blocks, node, origin=self.origin)
 
     def scale(self, factor: Tensor) -> "Form":
         """Return factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
@@ -344,7 +381,9 @@ class Form:
         slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
         rounding = up(factor.abs() * gamma(BACK) * self.size)
         node = self.then(self.shape, lambda rows: (rows * factor,), None, rounding)
-        return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
+        origin = self._origin(lambda t: t * factor, lambda t: t * factor.abs(), 1, widening=False)
+        centre, gens = self.centre * factor, self.gens * factor
+        return Form(self.space, centre, gens, slack, self.blocks, node, origin=origin)
 
     def __add__(self, other: "Form") -> "Form":
         x, y = Form.aligned([self, other])

@@ -11,18 +11,21 @@ from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
+    ball_gram,
     ball_parts,
     enclosing,
     factor,
     fibres,
     grouped,
+    joint_rest,
     may_join,
     of_matrix_products,
     pairing,
-    rest_parts,
+    rest_gram,
     root,
     scaled_parts,
     spectral,
+    whole_gram,
 )
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.quadratic import folded
@@ -104,9 +107,8 @@ def scaled(x: Form, y: Form) -> Form:
     x, y = Form.aligned([x, y])
     by_ball = fibres(y.rest_radius[None] if x.space.squares else y.radius[None])[0]
     by_rest = fibres(y.radius[None])[0]
-    parts = scaled_parts(ball_parts(x), by_ball) + scaled_parts(rest_parts(x), by_rest)
-    slack = up(fibres(x.slack[None])[0] * by_rest)
-    spread = root(parts, slack)
+    parts = [*scaled_parts(ball_parts(x), by_ball), rest_gram(x).scaled(by_rest)]
+    spread = root(parts, torch.zeros_like(fibres(x.slack[None])[0]))
     # <|w|, this> is above what rounding moves |R^T w|_2 by
     rounding = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
     node = _paired(x, y, TIMES, 1, rounding)
@@ -138,23 +140,22 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
     ]
     form = _up_to_rest(x, y, contract, inner)
     zero = form.slack.new_zeros(1, form.slack.numel())
-    return grouped(form, factor(*enclosing(parts, zero)))
+    return grouped(form, root(parts, zero))
 
 
 def _joint_grams(x: Form) -> tuple[Gram, Gram, Gram]:
     """Return matrices (1.2) of a, r and a + r over all entries."""
-    flat = as_fibre(x)
-    (ball,) = ball_parts(flat)
-    assert isinstance(ball, Gram)
-    rest = enclosing(rest_parts(flat), flat.slack)
-    return ball, rest, enclosing([ball, rest], torch.zeros_like(flat.slack))
+    ball = ball_gram(as_fibre(x))
+    rest = joint_rest(x)
+    return ball, rest, enclosing([ball, rest], torch.zeros_like(rest.lengths))
 
 
 def _with_columns_last(gram: Gram, shape: tuple[int, int, int, int]) -> Gram:
     """Return the matrix of (b, k, j) from that of (b, j, k)."""
     batch, _, inner, columns = shape
     pairs = gram.matrix.view(batch, columns, inner, batch, columns, inner)
-    return Gram(pairs.permute(0, 2, 1, 3, 5, 4).reshape_as(gram.matrix), gram.terms)
+    lengths = gram.lengths.view(batch, columns, inner).mT.reshape(1, -1)
+    return Gram(pairs.permute(0, 2, 1, 3, 5, 4).reshape_as(gram.matrix), gram.terms, lengths)
 
 
 def _both(x: Form, y: Form, contract: Bilinear, terms: int, frobenius: Contract | None) -> Tensor:
@@ -195,10 +196,9 @@ def crossing(x: Form, y: Form) -> Tensor:
     """Above |a r' + r a' + r r'| for inner products of the fibres of x with those of y: (.., i, d) x
     (.., j, d) -> (.., i, j).
     """
-    slack = fibres(y.slack[None])[0]
     ball, rest = (_lined_up(part, x) for part in _ball_and_rest(x))
-    other_rest = _lined_up(root(rest_parts(y), slack), y)
-    other = _lined_up(root([*ball_parts(y), *rest_parts(y)], slack), y)
+    other_rest = _lined_up(factor(rest_gram(y)), y)
+    other = _lined_up(factor(whole_gram(y)), y)
     rows = [
         pairing(ball[..., i : i + 1, :, :], other_rest) + pairing(rest[..., i : i + 1, :, :], other)
         for i in range(x.shape[-2])
@@ -208,8 +208,7 @@ def crossing(x: Form, y: Form) -> Tensor:
 
 def _ball_and_rest(x: Form) -> tuple[Tensor, Tensor]:
     """Return roots of the ellipsoids of a and of r, for each fibre."""
-    slack = fibres(x.slack[None])[0]
-    return root(ball_parts(x), torch.zeros_like(slack)), root(rest_parts(x), slack)
+    return factor(ball_gram(x)), factor(rest_gram(x))
 
 
 def _lined_up(root: Tensor, x: Form) -> Tensor:

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.ellipsoids import (
     Part,
+    factor,
     fibres,
     grouped,
-    rest_parts,
+    rest_gram,
     root,
 )
 from certcli.enclosure.zonotopes.form import Form
@@ -38,7 +39,7 @@ def by_fibres(x: Form) -> Form:
     """Return x with all but its ball part in one ellipsoid a fibre, of the fibre's own symbols."""
     if not x.blocks and not bool(x.slack.any()):
         return x
-    ellipsoids = root(rest_parts(x), fibres(x.slack[None])[0])
+    ellipsoids = factor(rest_gram(x))
     bare = Form(x.space, x.centre, x.gens[: x.fixed], torch.zeros_like(x.slack))
     return grouped(bare, ellipsoids).known_as(x.node)
 

@@ -91,7 +91,11 @@ def stored(value: Any, like: Tensor) -> Tensor:
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """W x + b on the last axis; single entries' errors become symbols that W can cancel."""
     out = x.worked().linear(
-        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
+        lambda t: t @ weight.T,
+        lambda t: t @ weight.abs().T,
+        weight.shape[1],
+        lambda r: r @ weight,
+        fibrewise=True,
     )
     return out if bias is None else out.shift(bias)
 
