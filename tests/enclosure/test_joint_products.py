@@ -1,21 +1,27 @@
 """Products of matrices and functions of whole tensors, with all errors in one ellipsoid."""
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from certcli.enclosure.zonotopes import activations, ellipsoids, products
 from certcli.enclosure.zonotopes.activations import joint_activation
 from certcli.enclosure.zonotopes.attention import AVERAGES, SCORES, attend, softmax
 from certcli.enclosure.zonotopes.direction import divided
+from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.functions import EXP
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import matrix_product
 from certcli.enclosure.zonotopes.symbols import Block, reach_of
+from tests.enclosure.test_zonotope_networks import SIZE, image
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import Case, forms
 from tests.soundness.local_laws import all_fibres
@@ -181,3 +187,55 @@ def test_a_square_times_an_inverse_misses_by_half_of_what_they_move(size: float)
         middle = form.centre + e * form.ball[0] + e * e * form.square[0]
         assert float((exact - middle).abs()) <= float(form.slack) * (1 + 1e-14)
     assert float(form.slack) <= 0.15 * size * size * (1 + 1e-12)
+
+
+class AfterActivation(nn.Module):
+    """Tokens through GELU, by what `mix` does to them, summed over their features and normalised."""
+
+    def __init__(self, mix: Callable[[AfterActivation, Tensor], Tensor], width: int) -> None:
+        super().__init__()
+        self.mix = mix
+        self.first = nn.Sequential(nn.Linear(4, 6), nn.GELU())
+        self.nothing = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Sequential(nn.Linear(width, 3), nn.LayerNorm(3))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.mix(self, self.first(x[:, 0]))).mean(1))
+
+
+AFTER: dict[str, tuple[Callable[[AfterActivation, Tensor], Tensor], int]] = {
+    "summed": (lambda m, x: x, 6),
+    "dropped out": (lambda m, x: m.nothing(x), 6),
+    "normalised": (lambda m, x: m.norm(x), 6),
+    "squared": (lambda m, x: x * x, 6),
+    "added": (lambda m, x: x + x, 6),
+    "transposed": (lambda m, x: x.transpose(1, 2), 4),
+    "joined": (lambda m, x: torch.cat([x, x[:, [1, 0, 3, 2]]], 1), 6),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "_places", all_fibres)
+    torch.manual_seed(0)
+    model = AfterActivation(*AFTER[name]).double().eval().requires_grad_(False)
+    values: dict[str, Form] = {}
+
+    def watch(node: fx.Node, value: object, token: int | None) -> None:
+        if isinstance(value, Form):
+            values[node.name] = value
+
+    margins = []
+    for entries in (2**15, 0):
+        monkeypatch.setattr(activations, "_APART", entries)
+        start = l2_ball(image(), 0.1, squares_up_to=128, limit=999)
+        margins.append(LocalNetwork(model, SIZE).margins(start, 0, watch))
+        own = {node for node, form in values.items() if form.has_fibres_own}
+        allowed = {"first_1", "nothing"} if entries else set()
+        assert ("first_1" in own) == (entries > 0)
+        assert own <= allowed
+    torch.testing.assert_close(*margins, rtol=1e-5, atol=1e-7)

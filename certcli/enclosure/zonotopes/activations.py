@@ -31,12 +31,16 @@ from certcli.enclosure.zonotopes.pointwise import (
 _LONGER = 2.0
 """Assumed ratio of an ellipsoid's size to that of the products: (1.2) widens groups and slack."""
 
+_APART = 2**15
+"""Entries of a tensor up to which symbols of single fibres can be written side by side again."""
+
 
 def activation(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
     """f(x) entry by entry, for fibres whose entries later maps sum; low, high: as in `apply`.
 
     With x = c + a + r: curve (x - c)^2 = curve a^2 + curve r (2 a + r), and the last product lies in an
-    ellipsoid a fibre; so does all of curve (a + r)^2 where e e^T has no columns.
+    ellipsoid a fibre; so does all of curve (a + r)^2 where e e^T has no columns. Errors of many fibres
+    of one image are symbols of these alone, if sums over a fibre follow.
     """
     if x.node is not None or not x.space.limit or x.shape[-1] == 1:
         return apply(f, x, low, high)
@@ -50,7 +54,8 @@ def activation(f: Function, x: Form, low: Tensor | None = None, high: Tensor | N
     together.view(-1, x.shape[-1])[places] = True
     first, second = _factors(x, places)
     root = of_products(first, second, fibres(bent.curve[None])[0, places])
-    return grouped(apply_fit(x, either(together, bent, fit), together), root, places)
+    apart = len(x.shape) == 3 and x.shape[1] > 1 == x.shape[0] and x.centre.numel() <= _APART
+    return grouped(apply_fit(x, either(together, bent, fit), together), root, places, apart=apart)
 
 
 def joint_activation(

@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.activations import activation, joint_activation
+from certcli.enclosure.zonotopes.activations import joint_activation
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.functions import EXP, LOG
 from certcli.enclosure.zonotopes.pointwise import apply, capped
 from certcli.enclosure.zonotopes.products import Bilinear, crossing, matrix_product, product
 from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.symbols import distances, reach_of, reach_of_differences
+from certcli.enclosure.zonotopes.symbols import distances, reach_of_differences
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
@@ -73,13 +73,12 @@ def softmax(x: Form) -> Form:
     # exp is convex: the sum of its chords is no larger than that of its values above
     below, _ = z.interval()
     smallest_sum = below.exp().sum(-1, keepdim=True) * (1 - gamma(x.shape[-1] + 256))
-    total = activation(EXP, z).linear(
+    total = apply(EXP, z).linear(
         lambda t: t.sum(-1, keepdim=True),
         lambda t: t.sum(-1, keepdim=True),
         x.shape[-1],
         lambda r: r.expand(*r.shape[:-1], x.shape[-1]),
     )
-    total = _loosened(total, len(z.blocks))
     level = apply(LOG, total, smallest_sum).solid()  # one symbol a row, shared by its probabilities
     share = z + level.linear(
         lambda t: -t.expand(*t.shape[:-1], x.shape[-1]),
@@ -90,15 +89,6 @@ def softmax(x: Form) -> Form:
     top = high.log() + 2.0**-40 * (1 + high.log().abs())
     probabilities = capped(joint_activation(EXP, share, bottom, top.clamp_max(0.0)), low, high)
     return replace(probabilities, row_sum_error=x.centre.new_zeros(()))
-
-
-def _loosened(x: Form, count: int) -> Form:
-    """Return x with the symbols of all blocks but the first `count` as slack: no other form has them."""
-    if len(x.blocks) == count:
-        return x
-    end = x.fixed + sum(block.columns for block in x.blocks[:count])
-    slack = up(x.slack + reach_of(x.gens[end:], x.blocks[count:]))
-    return Form(x.space, x.centre, x.gens[:end], slack, x.blocks[:count])
 
 
 def _bounds(x: Form) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
     FIBREWISE_FUNCTIONS,
     NORMS,
     QUERIES,
+    SUMMING,
     TOKENWISE,
 )
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
@@ -126,7 +127,15 @@ class Enclosure(Domain):
         if self.by_fibres and not self._fibrewise(node):
             # a rule that mixes fibres makes no symbols of single ones
             return with_space(value, by_fibres=False, limit=0)
+        if not self.by_fibres and isinstance(value, Form) and not self._sums(node):
+            return value.with_common_symbols()
         return value
+
+    def _sums(self, node: fx.Node) -> bool:
+        """Tell whether the rule of a node reads symbols of single fibres in any walk."""
+        if node.op != "call_module":
+            return False
+        return type(self.ending.trace.root.get_submodule(str(node.target))) in SUMMING
 
     def _fibrewise(self, node: fx.Node) -> bool:
         """Tell whether the rule of a node keeps the symbols of each fibre its own."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -280,17 +281,18 @@ def spectral(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
     return torch.minimum(up(further.sqrt(), 4), size)
 
 
-def grouped(x: Form, root: Tensor, places: Tensor | None = None) -> Form:
+def grouped(x: Form, root: Tensor, places: Tensor | None = None, *, apart: bool = False) -> Form:
     """Return x + R f, for a group of symbols f a fibre: R (fibres, d, d).
 
     Args:
         places: of R's fibres among those of x; None: they are all.
+        apart: as symbols of single fibres.
     """
     width = root.shape[-1]
     count = x.centre.numel() // width
     if places is None:
         places = torch.arange(count, device=root.device)
-    if x.space.by_fibres:
+    if apart or x.space.by_fibres:
         root = root.new_zeros(count, width, width).index_copy(0, places, root)
         columns = root.permute(2, 0, 1).reshape(width, *x.shape)
         blocks = (*x.blocks, Block.fresh(width, width, of_fibres=True))
@@ -301,3 +303,21 @@ def grouped(x: Form, root: Tensor, places: Tensor | None = None) -> Form:
     rows[torch.arange(len(root), device=root.device), :, places] = root.mT
     blocks = (*x.blocks, Block.fresh(len(root) * width, width))
     return Form(x.space, x.centre, gens, x.slack, blocks)
+
+
+def narrowed(x: Form) -> Form:
+    """Return x with groups of one fibre's own symbols as groups of no more than it has entries."""
+    width = x.shape[-1]
+    columns = [x.gens[: x.fixed]]
+    blocks = []
+    for block, part in runs(x.box, x.blocks):
+        if block.of_fibres and block.width > width:
+            groups = fibres(part).unflatten(0, (-1, block.width)).permute(0, 2, 3, 1).flatten(0, 1)
+            roots = factor(Gram(_outer(groups), block.width)).unflatten(
+                0, (-1, fibres(part).shape[1])
+            )
+            part = roots.permute(0, 3, 1, 2).reshape(-1, *x.shape)
+            block = Block.fresh(len(part), width, of_fibres=True)
+        columns.append(part)
+        blocks.append(block)
+    return replace(x, gens=torch.cat(columns), blocks=tuple(blocks), _cache={})

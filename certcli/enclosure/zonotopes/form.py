@@ -400,7 +400,7 @@ class Form:
         """Make each entry's slack a box symbol, where allowed: later maps can cancel it."""
         if not self.space.limit:
             return self
-        by_fibres = self.space.by_fibres
+        by_fibres = self.space.by_fibres or self.has_fibres_own
         count = self.shape[-1] if by_fibres else self.centre.numel()
         gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
         gens[: len(self.gens)] = self.gens

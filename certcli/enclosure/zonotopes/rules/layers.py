@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.attention import attend
+from certcli.enclosure.zonotopes.ellipsoids import narrowed
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.functions import (
@@ -58,6 +59,8 @@ TOKENWISE = (
 QUERIES = (Attention,)
 FIBREWISE = (*TOKENWISE, MaxMin, ClippedReLU)
 """Modules whose rules keep the symbols of a fibre (the entries along the last axis) its own."""
+SUMMING = (nn.Linear, *_NOTHING)
+"""Modules that read an activation's errors as symbols of single fibres in any walk."""
 FIBREWISE_FUNCTIONS = (
     operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.neg,
     torch.add, torch.sub, torch.mul, torch.neg, torch.relu, torch.sigmoid, torch.tanh,
@@ -97,6 +100,8 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
         lambda r: r @ weight,
         fibrewise=True,
     )
+    if not x.space.by_fibres and out.has_fibres_own:
+        out = narrowed(out).with_common_symbols()
     return out if bias is None else out.shift(bias)
 
 
