@@ -124,7 +124,7 @@ def in_one_ball(parts: object, slack: Tensor) -> Gram:
     return Gram(gram.matrix / 2, gram.terms)
 
 
-def without_symbols(x: Form, *_: Tensor, apart: bool) -> Form:
+def without_symbols(x: Form, *_: Tensor, of_fibres: bool) -> Form:
     return x
 
 

@@ -54,8 +54,10 @@ def activation(f: Function, x: Form, low: Tensor | None = None, high: Tensor | N
     together.view(-1, x.shape[-1])[places] = True
     first, second = _factors(x, places)
     root = of_products(first, second, fibres(bent.curve[None])[0, places])
-    apart = len(x.shape) == 3 and x.shape[1] > 1 == x.shape[0] and x.centre.numel() <= _APART
-    return grouped(apply_fit(x, either(together, bent, fit), together), root, places, apart=apart)
+    of_fibres = len(x.shape) == 3 and x.shape[1] > 1 == x.shape[0] and x.centre.numel() <= _APART
+    return grouped(
+        apply_fit(x, either(together, bent, fit), together), root, places, of_fibres=of_fibres
+    )
 
 
 def joint_activation(

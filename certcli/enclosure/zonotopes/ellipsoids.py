@@ -281,18 +281,20 @@ def spectral(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
     return torch.minimum(up(further.sqrt(), 4), size)
 
 
-def grouped(x: Form, root: Tensor, places: Tensor | None = None, *, apart: bool = False) -> Form:
+def grouped(
+    x: Form, root: Tensor, places: Tensor | None = None, *, of_fibres: bool = False
+) -> Form:
     """Return x + R f, for a group of symbols f a fibre: R (fibres, d, d).
 
     Args:
         places: of R's fibres among those of x; None: they are all.
-        apart: as symbols of single fibres.
+        of_fibres: as symbols of single fibres.
     """
     width = root.shape[-1]
     count = x.centre.numel() // width
     if places is None:
         places = torch.arange(count, device=root.device)
-    if apart or x.space.by_fibres:
+    if of_fibres or x.space.by_fibres:
         root = root.new_zeros(count, width, width).index_copy(0, places, root)
         columns = root.permute(2, 0, 1).reshape(width, *x.shape)
         blocks = (*x.blocks, Block.fresh(width, width, of_fibres=True))
