@@ -282,6 +282,14 @@ def test_a_row_whose_entries_may_be_equal_has_no_deviation() -> None:
     assert 0 < least <= 0.4 - 0.1 / 2**0.5
 
 
+def test_products_count_what_cancelled_in_a_factor() -> None:
+    """A matrix of zeros that is off by as much as one of length 3, times one of length 2."""
+    nothing = Gram(torch.zeros(1, 1, 1).double(), 5, torch.full((1, 1), 3.0).double())
+    other = Gram(torch.full((1, 1, 1), 4.0).double(), 5)
+    made = of_products(nothing, other, torch.full((1, 1), 0.5).double())
+    assert float(made) >= 3 * gamma(20) ** 0.5
+
+
 def test_matrix_products_of_two_ellipsoids_lie_in_one() -> None:
     """For u, sup u.(y z) = |X|_2, X = sum u_bij S_bik^T T_bkj; where T has rank one, that is attained."""
     batch, rows, inner, columns = shape = (2, 3, 4, 2)
@@ -319,13 +327,14 @@ def test_a_matrix_of_products_counts_what_cancels_in_it() -> None:
 
 def test_symbols_of_single_fibres_narrow_to_as_many_as_entries() -> None:
     space = Space(2, False, 99)
-    blocks = (Block.fresh(2), Block.fresh(14, 7, of_fibres=True), Block.fresh(3, 3))
-    x = Form(space, draw(1, 4, 3), draw(21, 1, 4, 3), torch.zeros(1, 4, 3).double(), blocks)
+    blocks = (Block.fresh(2), Block.fresh(14, 7, of_fibres=True), Block.fresh(5, 5))
+    x = Form(space, draw(1, 4, 3), draw(23, 1, 4, 3), torch.zeros(1, 4, 3).double(), blocks)
     y = narrowed(x)
-    assert [block.columns for block in y.blocks] == [2, 6, 3]
+    assert [block.columns for block in y.blocks] == [2, 6, 5]
     assert [block.of_fibres for block in y.blocks] == [False, True, False]
     assert y.consistent
     assert y.blocks[1].name != blocks[1].name
+    assert y.blocks[2] == blocks[2]
     assert torch.equal(y.gens[:4], x.gens[:4])
     for u in draw(40, 3, seed=2):
         before, after = (reach_of(part.box @ u, part.blocks) for part in (x, y))

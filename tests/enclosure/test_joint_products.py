@@ -97,13 +97,23 @@ def test_an_ellipsoid_of_half_the_size_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert (further > 0).any()
 
 
-def test_keys_are_read_as_the_transposed_values() -> None:
+def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    grams: list[Gram] = []
+
+    def watched(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
+        grams.extend((first, second))
+        return exact_gram(first, second, shape)
+
+    monkeypatch.setattr(products, "of_matrix_products", watched)
     x, y = factors(3)
     keys = y.linear(lambda t: t.mT)
     pair = (
         matrix_product(x, y, AVERAGES, keyed=False),
         matrix_product(x, keys, SCORES, keyed=True),
     )
+    for gram in grams:
+        square = gram.matrix.diagonal(dim1=1, dim2=2)
+        assert (gram.lengths.square() >= square * (1 - 1e-12)).all()
     rows = draw(30, BATCH * ROWS * COLUMNS, seed=8)
     reaches = []
     for form in pair:
@@ -119,6 +129,8 @@ def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = factors(0)
     for space in (replace(x.space, limit=0), replace(x.space, by_fibres=True)):
         assert matrix_product(replace(x, space=space), y, AVERAGES, keyed=False) is None
+        form = replace(x, space=space, gens=x.gens / 9)
+        assert joint_activation(EXP, form).blocks == x.blocks
     plain = replace(x.space, squares=False)
     bare = replace(x, space=plain, gens=torch.cat([x.ball, x.box]))
     assert matrix_product(bare, y, AVERAGES, keyed=False) is None
@@ -174,17 +186,22 @@ def test_sums_over_all_entries_hold(
 
 @pytest.mark.parametrize("size", [1e-3, 0.3, 2.0])
 def test_a_square_times_an_inverse_misses_by_half_of_what_they_move(size: float) -> None:
-    """(size e)^2 (1 + .3 e), |e| <= 1: attained at both ends."""
-    space = Space(1, True, 9)
+    """(size e)^2 (1 + .2 e + .1 n), |e| <= 1 and |n| <= 1: attained at e = n = 1, and at e = 0."""
     zero = torch.zeros(1, 1, 1).double()
     square, inverse = (
-        Form(space, zero + centre, torch.tensor(gens, dtype=torch.float64).view(2, 1, 1, 1), zero)
-        for centre, gens in ((0, [0.0, size * size]), (1, [0.3, 0.0]))
+        Form(
+            Space(1, True, 9),
+            zero + centre,
+            torch.tensor(gens, dtype=torch.float64).view(3, 1, 1, 1),
+            zero,
+            (Block(-1, 1),),
+        )
+        for centre, gens in ((0, [0.0, size * size, 0.0]), (1, [0.2, 0.0, 0.1]))
     )
     form = divided(square, inverse, zero + size * size)
-    for e in (-1.0, -0.4, 0.0, 0.9, 1.0):
-        exact = size * size * e * e * (1 + 0.3 * e)
-        middle = form.centre + e * form.ball[0] + e * e * form.square[0]
+    for e, n in itertools.product((-1.0, -0.4, 0.0, 0.9, 1.0), (-1.0, 0.3, 1.0)):
+        exact = size * size * e * e * (1 + 0.2 * e + 0.1 * n)
+        middle = form.centre + e * form.ball[0] + e * e * form.square[0] + n * form.box[0]
         assert float((exact - middle).abs()) <= float(form.slack) * (1 + 1e-14)
     assert float(form.slack) <= 0.15 * size * size * (1 + 1e-12)
 
