@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.form import JOINED, Form, Linear
+from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm1, up
 from certcli.enclosure.zonotopes.symbols import Block, runs
 
 _SQUARINGS = 3
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
 
+JOINED = 1536
+"""Entries of a tensor up to which all pairs of them have a number each."""
 _ROUNDING = 2.0**-40
 """Of sizes, in the weight of a matrix that may cancel to 0."""
 _STRIP = 192
@@ -49,6 +51,13 @@ class Gram(NamedTuple):
         """Return that of the columns times a number a fibre, (fibres, 1)."""
         sizes = None if self.sizes is None else up(self.sizes * factor.abs())
         return Gram(self.matrix * (factor * factor)[..., None], self.terms, sizes)
+
+    def mapped(self, weight: Tensor) -> "Gram":
+        """Return that of W times the columns, W (e, d)."""
+        width = weight.shape[1]
+        matrix = weight @ (weight @ self.matrix).mT
+        sizes = up(self.lengths @ weight.abs().T, width)
+        return Gram((matrix + matrix.mT) / 2, 2 * (self.terms + 2 * width), sizes)
 
 
 Part = tuple[Tensor, int] | Gram
@@ -96,45 +105,10 @@ def rest_gram(x: Form) -> Gram:
 
 def _rest_gram(x: Form) -> Gram:
     slack = fibres(x.slack[None])[0]
-    origin = x.origin
-    if origin is None or not origin.fibrewise:
+    if x.image_of is None:
         return enclosing(rest_parts(x), slack)
-    source = origin.source
-    gram = rest_gram(source)
-    absolute = origin.absolute(gram.lengths.view(1, *source.shape))
-
-    def apply(matrix: Tensor) -> Tensor:
-        """(fibres, e, d) -> (fibres, e, out), the map on the last axis."""
-        rows = matrix.transpose(0, 1).reshape(-1, *source.shape)
-        return fibres(origin.apply(rows)).transpose(0, 1)
-
-    return enclosing([_mapped(gram, apply, fibres(absolute)[0], origin.terms)], slack)
-
-
-def _mapped(gram: Gram, apply: Linear, sizes: Tensor, terms: int) -> Gram:
-    """Return L G L^T of a map L on last axes. sizes: |L| s; terms: of its longest inner product."""
-    matrix = apply(apply(gram.matrix).mT)
-    return Gram((matrix + matrix.mT) / 2, 2 * (gram.terms + 2 * terms), up(sizes, terms))
-
-
-def joint_rest(x: Form) -> Gram:
-    """Return (1.2) of all but the ball part with all entries in one fibre, computed once."""
-    return x.once("joint rest", lambda: _joint_rest(x))
-
-
-def _joint_rest(x: Form) -> Gram:
-    slack = x.slack.reshape(1, -1)
-    origin = x.origin
-    if origin is None or not slack.numel() <= origin.source.centre.numel() <= 2 * slack.numel():
-        return enclosing(rest_parts(as_fibre(x)), slack)
-    gram = joint_rest(origin.source)
-
-    def apply(matrix: Tensor) -> Tensor:
-        rows = matrix[0].reshape(-1, *origin.source.shape)
-        return origin.apply(rows).flatten(1)[None]
-
-    sizes = origin.absolute(gram.lengths.view(1, *origin.source.shape)).flatten(1)
-    return enclosing([_mapped(gram, apply, sizes, origin.terms)], slack)
+    source, weight = x.image_of
+    return enclosing([rest_gram(source).mapped(weight)], slack)
 
 
 def whole_gram(x: Form) -> Gram:
@@ -322,4 +296,4 @@ def narrowed(x: Form) -> Form:
             block = Block.fresh(len(part), width, of_fibres=True)
         columns.append(part)
         blocks.append(block)
-    return replace(x, gens=torch.cat(columns), blocks=tuple(blocks), _cache={})
+    return replace(x, gens=torch.cat(columns), blocks=tuple(blocks), image_of=None, _cache={})

@@ -31,8 +31,6 @@ from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
-JOINED = 1536
-"""Entries of a tensor up to which all pairs of them have a number each."""
 _LARGEST = 2**27
 """Entries of the columns that one operation may make of the symbols of single fibres: a gigabyte."""
 
@@ -52,30 +50,13 @@ def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A tensor as a linear map of another: L x, up to a constant and to slack.
-
-    Attributes:
-        apply, absolute: L and |L| on (k, *s).
-        terms: the longest inner product in L.
-        fibrewise: whether L acts on the last axis alone, the same for each fibre.
-    """
-
-    source: "Form"
-    apply: Linear
-    absolute: Linear
-    terms: int
-    fibrewise: bool
-
-
-@dataclass(frozen=True)
 class Form:
     """centre (*s); gens (ball + square + box, *s); slack (*s) >= 0; blocks: of box and groups.
 
     Attributes:
         node: what the tensor is in terms of those before it, where a tape is kept.
         row_sum_error: how far the sums of rows (last axis) are from 1, (); None: unknown.
-        origin: what the form is a linear map of, where that saves time.
+        image_of: x and W where the form is W x on the last axis, up to a constant and to slack.
     """
 
     space: Space
@@ -85,7 +66,7 @@ class Form:
     blocks: Blocks = ()
     node: Node | None = None
     row_sum_error: Tensor | None = None
-    origin: Origin | None = field(default=None, repr=False, compare=False)
+    image_of: "tuple[Form, Tensor] | None" = field(default=None, repr=False, compare=False)
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -248,7 +229,6 @@ class Form:
         absolute: Linear | None = None,
         terms: int = 0,
         transposed: Linear | None = None,
-        fibrewise: bool = False,
     ) -> "Form":
         """Return the form of L x, for linear L and (no selection) |L| on (k, *s) -> (k, *t).
 
@@ -257,17 +237,12 @@ class Form:
                 (|L| = L, no rounding).
             transposed: L^T, (k, *t) -> (k, *s); it is found by differentiation, slower, where it is
                 not given.
-            fibrewise: L acts on the last axis alone, the same for each fibre.
         """
         centre = apply(self.centre[None])[0]
         gens = apply(self.gens)
-        origin = self._origin(
-            apply, absolute, terms, fibrewise and centre.shape[-1] > self.shape[-1]
-        )
         if absolute is None:
             node = self.arranged(apply, centre)
-            slack = apply(self.slack[None])[0]
-            return Form(self.space, centre, gens, slack, self.blocks, node, origin=origin)
+            return Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks, node)
         error = self.slack + gamma(terms) * self.size
         node = None
         if self.node is not None:  # going back sums over the results, at most all of them
@@ -276,16 +251,9 @@ class Form:
             )
             pull = adjoint(apply, self.shape) if transposed is None else transposing(transposed)
             node = self.then(tuple(centre.shape), pull, error=rounding)
-        slack = up(absolute(error[None])[0], terms)
-        return Form(self.space, centre, gens, slack, self.blocks, node, origin=origin)
-
-    def _origin(
-        self, apply: Linear, absolute: Linear | None, terms: int, widening: bool
-    ) -> Origin | None:
-        """Return the origin of L x, kept alive where it is small, or the tensor before a wider one."""
-        if not widening and self.centre.numel() > JOINED:
-            return None
-        return Origin(self, apply, apply if absolute is None else absolute, terms, widening)
+        return Form(
+            self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node
+        )
 
     def then(
         self,
@@ -372,8 +340,7 @@ class Form:
             node = self.then(
                 self.shape, lambda rows: (rows,), whole, up(gamma(BACK) * (self.size + whole.abs()))
             )
-        centre = self.centre + constant
-        return Form(self.space, centre, self.gens, slack, self.blocks, node, origin=self.origin)
+        return Form(self.space, self.centre + constant, self.gens, slack, self.blocks, node)
 
     def scale(self, factor: Tensor) -> "Form":
         """Return factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
@@ -381,9 +348,7 @@ class Form:
         slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
         rounding = up(factor.abs() * gamma(BACK) * self.size)
         node = self.then(self.shape, lambda rows: (rows * factor,), None, rounding)
-        origin = self._origin(lambda t: t * factor, lambda t: t * factor.abs(), 1, widening=False)
-        centre, gens = self.centre * factor, self.gens * factor
-        return Form(self.space, centre, gens, slack, self.blocks, node, origin=origin)
+        return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
 
     def __add__(self, other: "Form") -> "Form":
         x, y = Form.aligned([self, other])

@@ -17,7 +17,6 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     factor,
     fibres,
     grouped,
-    joint_rest,
     may_join,
     of_matrix_products,
     pairing,
@@ -145,8 +144,8 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
 
 def _joint_grams(x: Form) -> tuple[Gram, Gram, Gram]:
     """Return matrices (1.2) of a, r and a + r over all entries."""
-    ball = ball_gram(as_fibre(x))
-    rest = joint_rest(x)
+    flat = as_fibre(x)
+    ball, rest = ball_gram(flat), rest_gram(flat)
     return ball, rest, enclosing([ball, rest], torch.zeros_like(rest.lengths))
 
 

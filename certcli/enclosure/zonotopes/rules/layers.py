@@ -2,6 +2,7 @@
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,16 +94,15 @@ def stored(value: Any, like: Tensor) -> Tensor:
 
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """W x + b on the last axis; single entries' errors become symbols that W can cancel."""
-    out = x.worked().linear(
-        lambda t: t @ weight.T,
-        lambda t: t @ weight.abs().T,
-        weight.shape[1],
-        lambda r: r @ weight,
-        fibrewise=True,
+    x = x.worked()
+    out = x.linear(
+        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
     )
     if not x.space.by_fibres and out.has_fibres_own:
         out = narrowed(out).with_common_symbols()
-    return out if bias is None else out.shift(bias)
+    if bias is not None:
+        out = out.shift(bias)
+    return replace(out, image_of=(x, weight)) if len(weight) > weight.shape[1] else out
 
 
 @rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
