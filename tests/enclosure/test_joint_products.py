@@ -215,6 +215,7 @@ class AfterActivation(nn.Module):
         self.first = nn.Sequential(nn.Linear(4, 6), nn.GELU())
         self.nothing = nn.Dropout(0.1)
         self.norm = nn.LayerNorm(6)
+        self.wider = nn.Linear(6, 9)
         self.last = nn.Sequential(nn.Linear(width, 3), nn.LayerNorm(3))
         self.head = nn.Linear(3, 3)
 
@@ -229,6 +230,7 @@ AFTER: dict[str, tuple[Callable[[AfterActivation, Tensor], Tensor], int]] = {
     "squared": (lambda m, x: x * x, 6),
     "added": (lambda m, x: x + x, 6),
     "transposed": (lambda m, x: x.transpose(1, 2), 4),
+    "wider": (lambda m, x: m.wider(x), 9),
     "joined": (lambda m, x: torch.cat([x, x[:, [1, 0, 3, 2]]], 1), 6),
 }
 
@@ -247,7 +249,7 @@ def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
             values[node.name] = value
 
     margins = []
-    for entries in (2**15, 0):
+    for entries in (2**13, 0):
         monkeypatch.setattr(activations, "_APART", entries)
         start = l2_ball(image(), 0.1, squares_up_to=128, limit=999)
         margins.append(LocalNetwork(model, SIZE).margins(start, 0, watch))

@@ -94,6 +94,9 @@ def stored(value: Any, like: Tensor) -> Tensor:
 
 def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """W x + b on the last axis; single entries' errors become symbols that W can cancel."""
+    wider = len(weight) > weight.shape[1]
+    if wider and not x.space.by_fibres:
+        x = x.with_common_symbols()
     x = x.worked()
     out = x.linear(
         lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
@@ -102,7 +105,7 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
         out = narrowed(out).with_common_symbols()
     if bias is not None:
         out = out.shift(bias)
-    return replace(out, image_of=(x, weight)) if len(weight) > weight.shape[1] else out
+    return replace(out, image_of=(x, weight)) if wider else out
 
 
 @rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
