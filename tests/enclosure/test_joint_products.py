@@ -126,6 +126,7 @@ def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch)
 
 def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without symbols, without columns for e e^T, of too many entries, or of one number a row."""
+    monkeypatch.setattr(activations, "_places", all_fibres)
     x, y = factors(0)
     for space in (replace(x.space, limit=0), replace(x.space, by_fibres=True)):
         assert matrix_product(replace(x, space=space), y, AVERAGES, keyed=False) is None
