@@ -137,9 +137,9 @@ def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix_product(bare, y, AVERAGES, keyed=False) is None
     assert matrix_product(x, y.linear(lambda t: t[..., :1]), AVERAGES, keyed=False) is None
     assert matrix_product(x, y.linear(lambda t: t[:, :1]), AVERAGES, keyed=False) is None
-    monkeypatch.setattr(ellipsoids, "JOINED", BATCH * INNER * COLUMNS)
+    monkeypatch.setattr(ellipsoids, "_JOINED", BATCH * INNER * COLUMNS)
     assert matrix_product(x, y, AVERAGES, keyed=False) is not None
-    monkeypatch.setattr(ellipsoids, "JOINED", BATCH * INNER * COLUMNS - 1)
+    monkeypatch.setattr(ellipsoids, "_JOINED", BATCH * INNER * COLUMNS - 1)
     assert matrix_product(x, y, AVERAGES, keyed=False) is None
 
 

@@ -124,24 +124,19 @@ class Enclosure(Domain):
 
     def read(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
         value = self._needed_of(node, argument, value)
-        if self.by_fibres and not self._fibrewise(node):
-            # a rule that mixes fibres makes no symbols of single ones
+        if self._keeps_fibres(node):
+            return value
+        if self.by_fibres:  # a rule that mixes fibres makes no symbols of single ones
             return with_space(value, by_fibres=False, limit=0)
-        if not self.by_fibres and isinstance(value, Form) and not self._sums(node):
-            return value.with_common_symbols()
-        return value
+        return value.with_common_symbols() if isinstance(value, Form) else value
 
-    def _sums(self, node: fx.Node) -> bool:
-        """Tell whether the rule of a node reads symbols of single fibres in any walk."""
-        if node.op != "call_module":
-            return False
-        return type(self.ending.trace.root.get_submodule(str(node.target))) in SUMMING
-
-    def _fibrewise(self, node: fx.Node) -> bool:
+    def _keeps_fibres(self, node: fx.Node) -> bool:
         """Tell whether the rule of a node keeps the symbols of each fibre its own."""
         if node.op != "call_module":
-            return node.target in FIBREWISE_FUNCTIONS
+            return self.by_fibres and node.target in FIBREWISE_FUNCTIONS
         module = type(self.ending.trace.root.get_submodule(str(node.target)))
+        if not self.by_fibres:
+            return module in SUMMING
         shape = node.meta["shape"]
         return module in FIBREWISE or (module in QUERIES and len(shape) == 3 and shape[0] == 1)
 

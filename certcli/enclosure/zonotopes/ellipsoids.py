@@ -15,7 +15,7 @@ from certcli.enclosure.zonotopes.symbols import Block, runs
 _SQUARINGS = 3
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
 
-JOINED = 1536
+_JOINED = 1536
 """Entries of a tensor up to which all pairs of them have a number each."""
 _ROUNDING = 2.0**-40
 """Of sizes, in the weight of a matrix that may cancel to 0."""
@@ -84,7 +84,7 @@ def as_fibre(x: Form) -> Form:
 
 def may_join(*shapes: tuple[int, ...]) -> bool:
     """Tell whether tensors are small enough for a matrix of all pairs of their entries."""
-    return all(math.prod(shape) <= JOINED for shape in shapes)
+    return all(math.prod(shape) <= _JOINED for shape in shapes)
 
 
 def rest_parts(x: Form) -> list[Part]:

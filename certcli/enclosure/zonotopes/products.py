@@ -13,7 +13,6 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     as_fibre,
     ball_gram,
     ball_parts,
-    enclosing,
     factor,
     fibres,
     grouped,
@@ -129,24 +128,17 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
     if not may_join(x.shape, y.shape, (shape[0], rows, columns)) or columns == 1:
         return None
     x, y = Form.aligned([x, y])
-    ball, rest, _ = _joint_grams(x)
-    _, other_rest, other = (
-        _with_columns_last(gram, shape) if keyed else gram for gram in _joint_grams(y)
+    first, second = as_fibre(x), as_fibre(y)
+    other_rest, other = (
+        _with_columns_last(gram, shape) if keyed else gram
+        for gram in (rest_gram(second), whole_gram(second))
     )
     parts = [
-        of_matrix_products(ball, other_rest, shape),
-        of_matrix_products(rest, other, shape),
+        of_matrix_products(ball_gram(first), other_rest, shape),
+        of_matrix_products(rest_gram(first), other, shape),
     ]
     form = _up_to_rest(x, y, contract, inner)
-    zero = form.slack.new_zeros(1, form.slack.numel())
-    return grouped(form, root(parts, zero))
-
-
-def _joint_grams(x: Form) -> tuple[Gram, Gram, Gram]:
-    """Return matrices (1.2) of a, r and a + r over all entries."""
-    flat = as_fibre(x)
-    ball, rest = ball_gram(flat), rest_gram(flat)
-    return ball, rest, enclosing([ball, rest], torch.zeros_like(rest.lengths))
+    return grouped(form, root(parts, form.slack.new_zeros(1, form.slack.numel())))
 
 
 def _with_columns_last(gram: Gram, shape: tuple[int, int, int, int]) -> Gram:
