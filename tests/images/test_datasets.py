@@ -235,3 +235,28 @@ def test_small_images_are_decoded_once_and_stay_as_they_are(tmp_path: Path) -> N
         assert torch.equal(images.fetch(order), datasets.load(str(folder), spec).fetch(order))
         Image.new("RGB", (20, 24), (255, 255, 255)).save(folder / "a" / "0.png")
         assert torch.equal(images.fetch([0, 5, 2]), first)
+
+
+@pytest.mark.parametrize(
+    "name", ["valid", "Dev", "eval", "validate", "Val", "hold-out", "Testing", "unseen_2"]
+)
+def test_no_training_image_is_judged_beside_another_split(tmp_path: Path, name: str) -> None:
+    """Whatever the other is called: its folders are of the same classes."""
+    for split, count in (("train", 10), (name, 3)):
+        make_folder(tmp_path / split, {"a": count, "b": count})
+    images = datasets.load(str(tmp_path), COLOUR)
+    assert {Path(file).parts[0] for file in images.file_of.values()} == {name}
+    assert len(datasets.load(str(tmp_path), COLOUR, name)) == 6
+
+
+def test_what_is_judged_of_folders_that_are_no_splits_is_said(tmp_path: Path) -> None:
+    make_folder(tmp_path / "one" / "train", {"a": 10, "b": 10})
+    make_folder(tmp_path / "one" / "held", {"c": 2})
+    note = datasets.load(str(tmp_path / "one"), COLOUR).note
+    assert "training images are judged" in note
+    assert "held beside train is no split that is known" in note
+    make_folder(tmp_path / "classes", {"train": 1, "bus": 1})
+    assert datasets.load(str(tmp_path / "classes"), COLOUR).classes == ("bus", "train")
+    for split in ("valid", "eval"):
+        make_folder(tmp_path / "two" / split, {"a": 1, "b": 1})
+    assert "--split names another" in datasets.load(str(tmp_path / "two"), COLOUR).note
