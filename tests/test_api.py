@@ -113,11 +113,23 @@ def test_images_that_do_not_fit_are_refused(certified: Checkpoint) -> None:
         (images[:, :, :4], [0, 1], "do not fit a network"),
         (images, None, "without labels"),
         (images, [0], "labels of shape"),
-        (images, [0, 10], "10 classes"),
+        (images, [0, 10], "label 10 is no class of the network, which has 10 classes"),
+        (images, [0, -1], "label -1 is no class"),
+        (images, [0, 0.5], "label 0.5 is no whole number"),
+        ([(image, 0, "a.png") for image in images], None, "an item of 3 parts"),
+        ([{"left": images, "right": images}], None, "a dictionary of left, right"),
         (images / 0 * 0, [0, 1], r"\[0, 1\]"),
     ):
         with pytest.raises(DataError, match=message):
             api.certify(certified, pixels, labels)
+
+
+def test_loaders_of_dictionaries_and_of_foreign_bytes_are_read(certified: Checkpoint) -> None:
+    images = torch.rand(2, 1, 8, 8)
+    expected = api.certify(certified, images, [0, 1])
+    swapped = images.numpy().astype(">f4")
+    for data in ({"pixel_values": images, "labels": [0, 1]}, [{"image": swapped, "label": [0, 1]}]):
+        assert api.certify(certified, data) == expected
 
 
 def perceptron(width: int = 8, classes: int = 3) -> nn.Sequential:

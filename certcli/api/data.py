@@ -10,11 +10,13 @@ from torch import Tensor
 from certcli.api.arguments import shown
 from certcli.checkpoint.record import Record
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError
+from certcli.system.errors import DataError, one_line
 from certcli.system.memory import free_bytes
 
 _MEMORY = 0.5
 """Share of the free memory that images from a generator may take."""
+_IMAGE_KEYS = ("pixel_values", "image", "images", "img")
+_LABEL_KEYS = ("labels", "label", "target", "targets")
 _KNOWN = "an array or tensor (n, c, h, w), batches of (images, labels), or the name of a dataset"
 
 
@@ -55,7 +57,8 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
         return _array(data, "images"), labels
     if _is_pair(data) and labels is None and _dimensions(data[0]) == 4:
         return _array(data[0], "images"), data[1]
-    if isinstance(data, (str, bytes, Mapping)) or not _iterable(data):
+    data = [data] if isinstance(data, Mapping) else data
+    if isinstance(data, (str, bytes)) or not _iterable(data):
         raise DataError(f"{shown(data)} holds no images", _KNOWN)
     batches: list[Tensor] = []
     answers: list[Tensor] = []
@@ -86,14 +89,41 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
 def _parts(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield images (b, c, h, w) and labels (b,) of each item."""
     for item in _items(batches):
-        pair = _is_pair(item) and _dimensions(item[0]) is not None
-        pixels = _array(item[0] if pair else item, "images")
+        image, label = _image_and_label(item)
+        pixels = _array(image, "images")
         single = pixels.dim() == 3
-        answers = _array(item[1], "labels") if pair else None
+        answers = None if label is None else _array(label, "labels")
         if single:
             pixels = pixels[None]
             answers = None if answers is None else answers.reshape(1, -1).squeeze(1)
         yield pixels, answers
+
+
+def _image_and_label(item: Any) -> tuple[Any, Any]:
+    """Return image and label of an item of a loader, None where it has no label.
+
+    A dictionary (of `datasets`, transformers) has one entry of each kind, or is refused.
+    """
+    if isinstance(item, Mapping):
+        images, labels = ([k for k in item if k in keys] for keys in (_IMAGE_KEYS, _LABEL_KEYS))
+        if len(images) != 1 or len(labels) > 1:
+            names = one_line(", ".join(map(str, item)))[:120]
+            raise DataError(
+                f"a dictionary of {names} is no pair of images and labels",
+                "pass pairs: ((batch['pixel_values'], batch['labels']) for batch in loader)",
+            )
+        return item[images[0]], item[labels[0]] if labels else None
+    first = item[0] if isinstance(item, (tuple, list)) and item else None
+    is_image = (_dimensions(first) or 0) >= 3 or type(first).__module__.startswith("PIL.")
+    if not is_image or (len(item) == 1 and _dimensions(first) is None):
+        is_pair = _is_pair(item) and _dimensions(first) is not None
+        return (item[0], item[1]) if is_pair else (item, None)
+    if len(item) > 2:
+        raise DataError(
+            f"an item of {len(item)} parts is no pair of images and labels",
+            "pass pairs: ((item[0], item[1]) for item in loader), if these are images and labels",
+        )
+    return first, item[1] if len(item) == 2 else None
 
 
 def _items(data: Any) -> Iterator[Any]:
@@ -129,7 +159,8 @@ def _array(value: Any, what: str) -> Tensor:
         hint = "transform=torchvision.transforms.ToTensor()" if what == "images" else "integers"
         raise DataError(f"{what} are a tensor or an array, not {shown(value)}", hint)
     try:
-        return torch.as_tensor(np.ascontiguousarray(value))
+        array = np.ascontiguousarray(value)
+        return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError, RuntimeError) as failure:
         raise DataError(f"{what} are a tensor or an array, not {shown(value)}", _KNOWN) from failure
 
@@ -147,19 +178,28 @@ def _fitting(pixels: Tensor, size: tuple[int, ...]) -> Tensor:
         raise DataError(f"pixels of type {str(pixels.dtype).removeprefix('torch.')}", hint)
     pixels = pixels.float()
     if not bool(((pixels >= 0) & (pixels <= 1)).all()):
-        hint = "divide by 255; the network normalises them itself"
+        normalised = bool((pixels < 0).any()) and bool((pixels.abs() < 20).all())
+        hint = "leave Normalize out" if normalised else "divide by 255"
+        hint = f"{hint}: the network normalises them itself"
         raise DataError("pixels must lie in [0, 1]", hint)
     return pixels
 
 
 def _fitting_labels(labels: Tensor, count: int, classes: int) -> Tensor:
     """Return int64 labels (n,), each a class of the network."""
-    fits = tuple(labels.shape) == (count,) and not labels.is_complex()
-    whole = labels.long() if fits else labels
-    if not fits or not bool(((whole == labels) & (whole >= 0) & (whole < classes)).all()):
+    if tuple(labels.shape) != (count,):
         one_hot = tuple(labels.shape) == (count, classes)
         raise DataError(
             f"labels of shape {tuple(labels.shape)} do not fit {count} images and {classes} classes",
-            "y.argmax(1) of one-hot labels" if one_hot else f"(n,), whole numbers below {classes}",
+            "y.argmax(1) of one-hot labels" if one_hot else f"({count},), one label an image",
+        )
+    whole = labels.real.long()
+    wrong = (whole != labels) | (whole < 0) | (whole >= classes)
+    if bool(wrong.any()):
+        first = labels[wrong][0].item()
+        cause = "is no whole number" if whole[wrong][0] != first else "is no class"
+        raise DataError(
+            f"label {first} {cause} of the network, which has {classes} classes",
+            f"whole numbers from 0 to {classes - 1}",
         )
     return whole

@@ -44,6 +44,7 @@ _PIXELS = frozenset(
 )
 _HARMLESS = frozenset(
     (
+        "problem_type",  # judged by other_problem
         # where the weights came from
         *("url", "file", "hf_hub", "hf_hub_id", "hf_hub_filename", "source", "tag", "custom_load"),
         # what was written about them
@@ -100,6 +101,8 @@ class ConfigFields(Struct):
 def decode_config(text: str | bytes) -> ConfigFields:
     """Decode timm's config.json, or raise Refused."""
     raw = decode(text, Json)
+    if (judged_otherwise := other_problem(raw)) is not None:
+        raise Refused(judged_otherwise)
     flat = not isinstance(raw.get(_NESTED), dict)
     if flat and raw.get(_NESTED) is not None:
         raise Refused(f"{_NESTED} is no dictionary")
@@ -135,12 +138,21 @@ def _unknown(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
     )
     if fields.get("model_type") == "timm_wrapper":
         strange = [key for key in strange if key != "model_type"]
-    if fields.get("problem_type") == "single_label_classification":
-        strange = [key for key in strange if key != "problem_type"]
     if not strange:
         return []
     names = one_line(", ".join(strange))[:160]
     return [f"config.json says {names}, which certvit does not know and leaves out"]
+
+
+def other_problem(fields: Mapping[str, Any]) -> str | None:
+    """Return why a network is not judged by its largest logit, None where it is."""
+    stated = fields.get("problem_type")
+    if stated in (None, "", "single_label_classification"):
+        return None
+    return (
+        f"its problem_type is {one_line(str(stated))[:80]}: such a network does not decide by its largest logit, and every "
+        "accuracy, attack and certificate here is of this decision"
+    )
 
 
 def _contradictions(config: ConfigFields, about: Mapping[str, Any]) -> list[str]:

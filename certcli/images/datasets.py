@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from certcli.checkpoint.record import InputSpec
-from certcli.images.folders import load_folder, unlabelled
+from certcli.images.folders import load_folder, order_note, unlabelled
 from certcli.images.labelled import Images, require_split, split_training
 from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, require_named
 from certcli.system.errors import DataError, one_line
@@ -79,10 +79,14 @@ def require_classes(
     if len(images.classes) != classes:
         raise DataError(
             f"dataset '{images.name}' has {len(images.classes)} classes, the checkpoint's network has {classes}",
-            "use the dataset it was trained for, or one with the same classes",
+            next(
+                (part for part in images.note.split("; ") if "is not read" in part),
+                "use the dataset it was trained for, or one with the same classes",
+            ),
         )
     if not class_names or all(name.isdigit() for name in images.classes):
-        return images
+        notes = filter(None, (images.note, order_note(images.classes)))
+        return replace(images, note="; ".join(notes))
     return _by_name(images, class_names)
 
 

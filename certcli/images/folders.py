@@ -32,6 +32,12 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 
+DATA_SUFFIXES = frozenset(
+    (".csv", ".tsv", ".json", ".jsonl", ".txt", ".xml", ".parquet", ".xlsx", ".mat", ".npy")
+)
+"""Of files that may state labels."""
+
+
 def _is_image(name: str) -> bool:
     """Return whether a file's name is an image's; "._a.png" is what macOS writes beside "a.png"."""
     return Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
@@ -164,12 +170,16 @@ def _unused(folder: Path, splits: Mapping[str, Path], split: str | None, chosen:
 def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> Images:
     listing = folder / "labels.csv"
     loose = sorted(path for path in folder.iterdir() if _is_image(path.name))
+    # a table beside one folder, such as images/, names the images in it
+    listed = listing.is_file() and len(_folders_in(folder)) <= 1
     if loose and not listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
         images = unlabelled(folder.name, "all", loose, spec)
         no_images = [path.name for path in folder.iterdir() if not _is_image(path.name)]
-        notes = filter(None, (_left_out(no_images, loose), images.note))
+        notes = filter(
+            None, (_left_out(no_images, loose), _unread(dataset, folder, None), images.note)
+        )
         return replace(images, note="; ".join(notes))
-    if listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
+    if listed:
         paths, labels, classes = _listed(folder, listing)
         others: list[str] = []
     else:
@@ -181,7 +191,16 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
 
     ahead = Ahead(lambda position: decode(paths[position]))
     positions = torch.arange(len(paths))
-    note = "; ".join(filter(None, (_left_out(others, paths), _sizes(paths, spec), _order(classes))))
+    note = "; ".join(
+        filter(
+            None,
+            (
+                _left_out(others, paths),
+                _unread(dataset, folder, listing if listed else None),
+                _sizes(paths, spec),
+            ),
+        )
+    )
 
     def file(position: int) -> str:
         return _printable(paths[position].relative_to(dataset))
@@ -236,11 +255,25 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
     return ""
 
 
-def _order(classes: Sequence[str]) -> str:
-    """Return a note where torchvision would number the classes otherwise."""
-    if list(classes) == sorted(classes):
+def order_note(classes: Sequence[str]) -> str:
+    """Return a note where torchvision and timm number the classes differently, with the order taken."""
+    if sorted(classes) == sorted(classes, key=_natural):
         return ""
-    return "class folders named by numbers come in the order of the numbers (2 before 10), as timm has them"
+    taken = "in the order of the numbers (2 before 10), as timm has them"
+    if list(classes) == sorted(classes):
+        taken = "by name, capitals first, as torchvision has them (timm counts no case, and numbers as numbers)"
+    shown = one_line(", ".join(classes[:6]))[:120]
+    return f"classes are numbered {taken}: {shown}{', ...' * (len(classes) > 6)}; folders named 0, 1, ... fix another order"
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """timm's natural_key: without case, and each number by its size.
+
+    By length first: Python refuses to read a hostile number of many thousand digits."""
+    parts = (
+        part.lstrip("0") if part.isdigit() else part for part in re.split(r"([0-9]+)", name.lower())
+    )
+    return tuple((len(part) * (place % 2), part) for place, part in enumerate(parts))
 
 
 def _left_out(others: Sequence[str], images: Sequence[Path]) -> str:
@@ -250,6 +283,22 @@ def _left_out(others: Sequence[str], images: Sequence[Path]) -> str:
     total = len(others) + len(images)
     example = one_line(min(others))
     return f"{len(images)} of {total} files are images (left out: {example}{', ...' * (len(others) > 1)})"
+
+
+_LABELS_FROM = "labels come from class folders, or from labels.csv (columns file and class)"
+
+
+def _unread(dataset: Path, folder: Path, listing: Path | None) -> str:
+    """Return a note on the files of data beside the images that are not read."""
+    inside = [path for each in sorted({dataset, folder}) for path in sorted(each.iterdir())]
+    data = [path.name for path in inside if path != listing and _is_data(path.name)]
+    if not data:
+        return ""
+    return f"{one_line(data[0])}{', ...' * (len(data) > 1)} is not read: {_LABELS_FROM}"
+
+
+def _is_data(name: str) -> bool:
+    return Path(name).suffix.lower() in DATA_SUFFIXES and not name.lower().startswith("readme")
 
 
 def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]]:
@@ -268,7 +317,9 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]
         if not files:
             raise DataError(
                 f"class folder {folder / name} holds no images",
-                "remove it, or put its images there",
+                f"{one_line(min(others))} is not read: {_LABELS_FROM}"
+                if any(map(_is_data, others))
+                else "remove it, or put its images there",
             )
         paths += files
         labels += [label] * len(files)
@@ -280,8 +331,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     estimates = list(names)
     if not all(name.isascii() and name.isdigit() for name in estimates):
         return sorted(estimates)
-    # by length first: Python refuses to read a hostile number of many thousand digits
-    return sorted(estimates, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
+    return sorted(estimates, key=lambda name: (_natural(name), name))
 
 
 def _images_below(folder: Path, others: list[str]) -> Iterator[Path]:

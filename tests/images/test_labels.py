@@ -37,7 +37,21 @@ def test_folders_named_by_numbers_are_those_classes(count: int, tmp_path: Path) 
     images = folders(tmp_path, [str(number) for number in range(count)])
     assert levels(datasets.require_classes(images, count)) == list(range(count))
     assert images.classes == tuple(map(str, range(count)))
-    assert ("order of the numbers" in images.note) == (count > 10)
+    note = datasets.require_classes(images, count).note
+    assert ("order of the numbers" in note) == (count > 10)
+
+
+@pytest.mark.parametrize(
+    ("names", "differ"),
+    [(["benign", "Malignant"], True), (["c1", "c2", "c10"], True), (["Cat", "Dog"], False)],
+)
+def test_the_order_taken_is_said_where_timm_and_torchvision_differ(
+    names: list[str], differ: bool, tmp_path: Path
+) -> None:
+    images = folders(tmp_path, names)
+    note = datasets.require_classes(images, len(names)).note
+    assert ("as torchvision has them" in note and ", ".join(sorted(names)) in note) == differ
+    assert "as torchvision" not in datasets.require_classes(images, len(names), tuple(names)).note
 
 
 @pytest.mark.parametrize(

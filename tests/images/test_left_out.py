@@ -33,3 +33,21 @@ def test_files_left_out_are_counted(tmp_path: Path, classes: tuple[str, ...]) ->
 def test_a_folder_of_images_alone_says_nothing(tmp_path: Path) -> None:
     Image.new("L", (8, 8), 100).save(tmp_path / "1.png")
     assert load_folder(tmp_path, SPEC, None).note == ""
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "train.json", "list.TXT", "x.parquet"])
+@pytest.mark.parametrize("where", [".", "images"])
+def test_files_that_may_state_labels_are_named(tmp_path: Path, name: str, where: str) -> None:
+    (tmp_path / where).mkdir(exist_ok=True)
+    Image.new("L", (8, 8), 100).save(tmp_path / where / "1.png")
+    (tmp_path / name).write_text("1.png,0")
+    note = load_folder(tmp_path, SPEC, None).note
+    assert f"{name} is not read: labels come from class folders, or from labels.csv" in note
+
+
+def test_a_table_beside_a_folder_of_images_is_read(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    Image.new("L", (8, 8), 100).save(tmp_path / "images" / "1.png")
+    (tmp_path / "labels.csv").write_text("file,class\nimages/1.png,cat\n")
+    images = load_folder(tmp_path, SPEC, None)
+    assert (images.classes, images.note) == (("cat",), "")

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields
 
 from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
+from certcli.checkpoint.config_fields import other_problem
 from certcli.checkpoint.record import InputSpec
 from certcli.checkpoint.schema import (
     MOST_CLASSES,
@@ -142,6 +143,7 @@ _HARMLESS_PIXELS = frozenset(
 )
 _HARMLESS_CONFIG = frozenset(
     (
+        "problem_type",  # judged by other_problem
         # training, and the pretext tasks before it
         *("attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate", "dropout"),
         *("attention_dropout", "classifier_dropout", "initializer_range", "initializer_factor"),
@@ -222,8 +224,10 @@ def unknown(path: Path, struct: type[Struct]) -> list[str]:
     raw = decoded(path, Json)
     used = {field.name for field in fields(struct)} | harmless
     strange = sorted(key for key, value in raw.items() if key not in used and value not in _EMPTY)
-    if raw.get("problem_type") == "single_label_classification":
-        strange.remove("problem_type")
+    if (judged_otherwise := other_problem(raw)) is not None:
+        raise ArchitectureError(
+            f"{path.name}: {judged_otherwise}", "delete problem_type to judge the largest logit"
+        )
     if not strange:
         return []
     names = one_line(", ".join(strange))[:160]
