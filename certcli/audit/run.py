@@ -13,7 +13,12 @@ from certcli.audit.stages import Stages
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.image_doubts import better_statistics, chance_doubt, order_doubt
+from certcli.evaluation.image_doubts import (
+    better_statistics,
+    chance_doubt,
+    order_doubt,
+    permutation_doubt,
+)
 from certcli.evaluation.verdicts import FEWEST, Sample
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import NetworkBound
@@ -171,8 +176,12 @@ def _classify(
     for index, label, prediction in zip(indices, labels, predictions):
         findings.row(index, label)["prediction"] = prediction
     chance = chance_doubt(sum(right), len(right), checkpoint.record.classes)
+    permuted = None
+    if not images.unlabelled and len(images.classes) == checkpoint.record.classes:
+        permuted = permutation_doubt(images, predictions, checkpoint.record.classes)
+    findings.doubts += filter(None, [permuted])
     # a file of certvit is read as it was trained
-    if checkpoint.record.foreign and clock.team.leads:
+    if permuted is None and checkpoint.record.foreign and clock.team.leads:
         # about chance, no stage follows that would need the time
         share = 0.1 if chance is None else 0.5
         with contextlib.suppress(OutOfTime), StageTime(share * clock.left).ended():

@@ -24,6 +24,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import understood
 from certcli.evaluation.intervals import chance_level, share_interval
 from certcli.images.labelled import Images, sent
+from certcli.system.errors import one_line
 
 _LOOKED_AT = 8
 _UNSURE = 2 / 3
@@ -31,9 +32,9 @@ _UNSURE = 2 / 3
 _LEVEL = 1e-3
 """Chance at most that a network read as it was trained is asked about all the same, were both readings equally good."""
 _STATISTICS = {
-    "ImageNet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
-    "Inception": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
-    "CLIP": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+    "ImageNet's": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+    "Inception's": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
+    "CLIP's": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
     "no": ((0.0,) * 3, (1.0,) * 3),
 }
 """(mean, std) in common use, as timm names them."""
@@ -73,6 +74,11 @@ def chance_doubt(right: int, count: int, classes: int) -> str | None:
     """Return a doubt about an accuracy that is about that of guessing."""
     if not chance_level(right, count, classes):
         return None
+    if share_interval(right, count)[1] < 1 / classes:
+        return (
+            f"the network is right on {right} of {count} images, fewer than by chance: are the classes numbered in the order "
+            "of its training? Folders named 0, 1, ... fix an order"
+        )
     return (
         f"the network is right on {right} of {count} images, about chance: are these its classes, its mean and std, and is "
         "it the network it is taken for?"
@@ -101,6 +107,39 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
         for command, clean in accuracies
         if high < clean - _FAR
     ][:1]
+
+
+def permutation_doubt(images: Images, predictions: Sequence[int], classes: int) -> str | None:
+    """Whether another numbering of the classes makes the network right on significantly more images.
+
+    The numbering that agrees with most answers is chosen on every second image of each class, and
+    judged on the others, by a sign test: on the same ones it would always seem better.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    labels = images.labels[: len(predictions)]
+    answers = torch.tensor(predictions)
+    chosen = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        chosen[(labels == label).nonzero().flatten()[::2]] = True
+    counts = torch.zeros(classes, classes)
+    counts.index_put_((labels[chosen], answers[chosen]), torch.tensor(1.0), accumulate=True)
+    # a class without answers stays where it is
+    weights = counts * (classes + 1) + torch.eye(classes)
+    number = torch.from_numpy(linear_sum_assignment(weights.numpy(), maximize=True)[1])
+    right = (labels == answers)[~chosen].tolist()
+    renumbered = (number[labels] == answers)[~chosen].tolist()
+    if not right or sum(right) >= _UNSURE * len(right) or sum(renumbered) < len(right) / 2:
+        return None
+    if not _significantly_better(right, renumbered, _LEVEL):
+        return None
+    moved = [label for label in labels.unique().tolist() if number[label] != label]
+    names = one_line(", ".join(f"{images.classes[k]} {int(number[k])}" for k in moved[:6]))[:160]
+    return (
+        f"the network is right on {sum(right)} of {len(right)} images, and on {sum(renumbered)} if the classes are numbered "
+        f"in another order ({names}{', ...' * (len(moved) > 6)}): name the folders, or the classes in labels.csv, by the numbers "
+        "of the network's training"
+    )
 
 
 def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | None:
@@ -161,7 +200,7 @@ def better_statistics(
             best = sum(correct)
             options = ["--mean", _typed(statistics[0]), "--std", _typed(statistics[1])]
             yield (
-                f"with {name}'s pixel statistics the network is right on {best} of {len(correct)} images, as it is read on "
+                f"with {name} pixel statistics the network is right on {best} of {len(correct)} images, as it is read on "
                 f"{sum(right)}: its mean and std seem to be wrong (try {' '.join(options)})",
                 options,
             )

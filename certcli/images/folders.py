@@ -292,9 +292,13 @@ def _unread(dataset: Path, folder: Path, listing: Path | None) -> str:
     """Return a note on the files of data beside the images that are not read."""
     inside = [path for each in sorted({dataset, folder}) for path in sorted(each.iterdir())]
     data = [path.name for path in inside if path != listing and _is_data(path.name)]
-    if not data:
-        return ""
-    return f"{one_line(data[0])}{', ...' * (len(data) > 1)} is not read: {_LABELS_FROM}"
+    notes = []
+    if listing is not None and (folders := _folders_in(folder)):
+        notes.append(f"the labels of {', '.join(folders)} are those of {listing.name}")
+    if data:
+        several = ", ..." * (len(data) > 1)
+        notes.append(f"{one_line(data[0])}{several} is not read: {_LABELS_FROM}")
+    return "; ".join(notes)
 
 
 def _is_data(name: str) -> bool:

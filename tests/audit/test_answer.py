@@ -15,7 +15,7 @@ from certcli.audit.findings import AuditFindings
 from certcli.audit.headline import grey_levels, headline, scale
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.audit.summary_text import magnitude, next_steps, verdict
-from certcli.evaluation.image_doubts import better_statistics
+from certcli.evaluation.image_doubts import better_statistics, permutation_doubt
 from certcli.images.labelled import OWN, Images
 from certcli.models.pixels import PixelNormalize
 from certcli.report.document import (
@@ -364,3 +364,14 @@ def test_who_may_not_retrain_is_told_of_a_denoiser_first(
     said = summary_text.DENOISER in summary_text.verdict(findings, plan)
     first = next_steps(findings, plan, Typed("net", dataset="d"))[0]
     assert said == (f"--denoiser {summary_text.UNET}" in first) == wanted
+
+
+@pytest.mark.parametrize(("classes", "shift"), [(2, 1), (3, 1), (5, 2), (2, 0)])
+def test_classes_in_another_order_are_told_from_chance(classes: int, shift: int) -> None:
+    labels = torch.arange(30 * classes) % classes
+    names = tuple("abcde"[:classes])
+    images = Images("made", "all", names, labels, torch.arange(len(labels)), lambda _: labels)
+    said = permutation_doubt(images, ((labels + shift) % classes).tolist(), classes)
+    assert (said is not None and f"a {shift}, b {(1 + shift) % classes}" in said) == (shift > 0)
+    guesses = torch.randint(classes, labels.shape, generator=torch.Generator().manual_seed(0))
+    assert permutation_doubt(images, guesses.tolist(), classes) is None

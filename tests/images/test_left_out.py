@@ -50,4 +50,5 @@ def test_a_table_beside_a_folder_of_images_is_read(tmp_path: Path) -> None:
     Image.new("L", (8, 8), 100).save(tmp_path / "images" / "1.png")
     (tmp_path / "labels.csv").write_text("file,class\nimages/1.png,cat\n")
     images = load_folder(tmp_path, SPEC, None)
-    assert (images.classes, images.note) == (("cat",), "")
+    assert images.classes == ("cat",)
+    assert images.note == "the labels of images are those of labels.csv"
