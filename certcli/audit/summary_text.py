@@ -201,6 +201,8 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
     longer = f"certvit audit {ckpt}{images} --time-budget {5 * plan.budget:.0f}s"
     if findings.dataset is None or findings.own:
         return [f"certvit audit {ckpt} {typed.labelled}"]
+    if findings.failing in findings.doubts and not findings.statistics:  # it says its cause
+        return [f"certvit audit {ckpt} --dataset FOLDER"]
     if findings.failing is not None:
         network = shlex.join(typed.without("--mean", "--std"))
         better = shlex.join(findings.statistics)
