@@ -112,23 +112,23 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
 def permutation_doubt(images: Images, predictions: Sequence[int], classes: int) -> str | None:
     """Whether another numbering of the classes makes the network right on significantly more images.
 
-    The numbering that agrees with most answers is chosen on every second image of each class, and
+    The numbering that agrees with most answers is fitted on every second image of each class, and
     judged on the others, by a sign test: on the same ones it would always seem better.
     """
     from scipy.optimize import linear_sum_assignment
 
     labels = images.labels[: len(predictions)]
     answers = torch.tensor(predictions)
-    chosen = torch.zeros(len(labels), dtype=torch.bool)
+    fitted = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
-        chosen[(labels == label).nonzero().flatten()[::2]] = True
+        fitted[(labels == label).nonzero().flatten()[::2]] = True
     counts = torch.zeros(classes, classes)
-    counts.index_put_((labels[chosen], answers[chosen]), torch.tensor(1.0), accumulate=True)
+    counts.index_put_((labels[fitted], answers[fitted]), torch.tensor(1.0), accumulate=True)
     # a class without answers stays where it is
     weights = counts * (classes + 1) + torch.eye(classes)
     number = torch.from_numpy(linear_sum_assignment(weights.numpy(), maximize=True)[1])
-    right = (labels == answers)[~chosen].tolist()
-    renumbered = (number[labels] == answers)[~chosen].tolist()
+    right = (labels == answers)[~fitted].tolist()
+    renumbered = (number[labels] == answers)[~fitted].tolist()
     if not right or sum(right) >= _UNSURE * len(right) or sum(renumbered) < len(right) / 2:
         return None
     if not _significantly_better(right, renumbered, _LEVEL):

@@ -259,11 +259,11 @@ def order_note(classes: Sequence[str]) -> str:
     """Return a note where torchvision and timm number the classes differently, with the order taken."""
     if sorted(classes) == sorted(classes, key=_natural):
         return ""
-    taken = "in the order of the numbers (2 before 10), as timm has them"
+    order = "in the order of the numbers (2 before 10), as timm has them"
     if list(classes) == sorted(classes):
-        taken = "by name, capitals first, as torchvision has them (timm counts no case, and numbers as numbers)"
+        order = "by name, capitals first, as torchvision has them (timm counts no case, and numbers as numbers)"
     shown = one_line(", ".join(classes[:6]))[:120]
-    return f"classes are numbered {taken}: {shown}{', ...' * (len(classes) > 6)}; folders named 0, 1, ... fix another order"
+    return f"classes are numbered {order}: {shown}{', ...' * (len(classes) > 6)}; folders named 0, 1, ... fix another order"
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
