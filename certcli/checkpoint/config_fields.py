@@ -146,11 +146,11 @@ def _unknown(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
 
 def other_problem(fields: Mapping[str, Any]) -> str | None:
     """Return why a network is not judged by its largest logit, None where it is."""
-    stated = fields.get("problem_type")
-    if stated in (None, "", "single_label_classification"):
+    problem = fields.get("problem_type")
+    if problem in (None, "", "single_label_classification"):
         return None
     return (
-        f"its problem_type is {one_line(str(stated))[:80]}: such a network does not decide by its largest logit, and every "
+        f"its problem_type is {one_line(str(problem))[:80]}: such a network does not decide by its largest logit, and every "
         "accuracy, attack and certificate here is of this decision"
     )
 

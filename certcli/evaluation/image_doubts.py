@@ -133,12 +133,12 @@ def permutation_doubt(images: Images, predictions: Sequence[int], classes: int) 
         return None
     if not _significantly_better(right, renumbered, _LEVEL):
         return None
-    moved = [label for label in labels.unique().tolist() if number[label] != label]
-    names = one_line(", ".join(f"{images.classes[k]} {int(number[k])}" for k in moved[:6]))[:160]
+    changed = [label for label in labels.unique().tolist() if number[label] != label]
+    names = one_line(", ".join(f"{images.classes[k]} {int(number[k])}" for k in changed[:6]))[:160]
     return (
         f"the network is right on {int((labels == answers).sum())} of {len(labels)} images, and on "
         f"{int((number[labels] == answers).sum())} if the classes are numbered in another order ({names}"
-        f"{', ...' * (len(moved) > 6)}): name the folders, or the classes in labels.csv, by the numbers of its training"
+        f"{', ...' * (len(changed) > 6)}): name the folders, or the classes in labels.csv, by the numbers of its training"
     )
 
 
