@@ -81,7 +81,7 @@ class Predictor:
         predictions = self.defended.predict(pixels)
         if not prove:
             return [Prediction(top) for top in predictions]
-        rows = self.defended.batch(
+        rows = self.defended.certificates(
             range(len(predictions)), pixels, [-1 if top is None else top for top in predictions]
         )
         return [Prediction(top, row.proven) for top, row in zip(predictions, rows, strict=True)]
