@@ -17,7 +17,8 @@ R = TypeVar("R")
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
     """Read the arguments of a function, reword its errors, and add the hint to what a traceback
-    shows; torch's settings are those that are stated. A mapped checkpoint that another program wrote to meanwhile is an error.
+    shows; torch's settings are those that are stated. A mapped checkpoint that another program
+    wrote to meanwhile is an error.
     """
     signature = inspect.signature(function)
     variable = {name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD}

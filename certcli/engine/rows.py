@@ -20,7 +20,8 @@ from certcli.engine.watched_run import followed
 FAITHFUL = frozenset(
     """
     abs add add_ sub sub_ rsub mul mul_ div div_ neg reciprocal square sqrt rsqrt pow exp log sin cos
-    tanh erf sigmoid silu silu_ mish gelu relu relu_ hardsigmoid hardswish hardswish_ hardtanh dropout leaky_relu elu softplus maximum minimum clamp clamp_min
+    tanh erf sigmoid silu silu_ mish gelu relu relu_ hardsigmoid hardswish hardswish_ hardtanh
+    dropout leaky_relu elu softplus maximum minimum clamp clamp_min
     softmax _softmax log_softmax _log_softmax sum mean amax amin var var_mean std linalg_vector_norm
     addmm mm bmm baddbmm matmul linear einsum convolution conv1d conv2d _convolution
     layer_norm native_layer_norm group_norm native_group_norm rms_norm _fused_rms_norm batch_norm
@@ -34,7 +35,7 @@ FAITHFUL = frozenset(
     unfold permute transpose t numpy_T movedim alias expand expand_as squeeze unsqueeze cat stack split
     split_with_sizes chunk tensor_split unbind select slice narrow index index_select clone
     contiguous detach copy_ _to_copy to type_as float lift_fresh roll flip repeat where masked_fill
-    """.split()
+    """.split()  # noqa: SIM905
 )
 """Operations of which a NaN comes out wherever that input has an influence. A condition of `where`
 cannot depend on the images: that would take an operation that is not named here."""
