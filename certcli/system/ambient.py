@@ -43,7 +43,7 @@ SETTINGS = {
     ),
     "oneDNN": Setting(
         torch._C._get_mkldnn_enabled,
-        torch._C._set_mkldnn_enabled,  # type: ignore[attr-defined]
+        torch._C._set_mkldnn_enabled,
         True,
     ),
     "TF32 in cuDNN": _attribute(torch.backends.cudnn, "allow_tf32", False),
