@@ -58,8 +58,7 @@ class Classifier(nn.Module):
             return self.logits(prepared)
         if size not in self._apart:
             self._apart[size] = rows_are_apart(self.logits, prepared)
-            if self._apart[size]:  # then a difference is of rounding
-                self._require_alone(prepared, self.logits(prepared))
+            self._require_alone(prepared, self.logits(prepared))
         if self._apart[size]:
             return self.logits(prepared)
         return torch.cat([self.logits(row[None]) for row in prepared])
