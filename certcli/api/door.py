@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from certcli.api.arguments import READERS
 from certcli.api.errors import in_python
+from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError
 from certcli.system.watched import require_unchanged
 
@@ -16,7 +17,8 @@ R = TypeVar("R")
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
     """Read the arguments of a function, reword its errors, and add the hint to what a traceback
-    shows. A mapped checkpoint that another program wrote to meanwhile is an error.
+    shows; torch's settings are those that are stated. A mapped checkpoint that another program
+    wrote to meanwhile is an error.
     """
     signature = inspect.signature(function)
     variable = {name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD}
@@ -29,7 +31,8 @@ def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
                 default = signature.parameters[name].default
                 if name not in variable and (value is not None or default is not None):
                     bound.arguments[name] = READERS[name](name, value)
-            result = function(*bound.args, **bound.kwargs)
+            with as_stated():
+                result = function(*bound.args, **bound.kwargs)
             require_unchanged()
             return result
         except CertvitError as failure:

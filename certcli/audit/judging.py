@@ -148,7 +148,7 @@ class Certifying:
                 return []
             indices = self.images.indices[positions].tolist()
             labels = self.images.labels[positions].tolist()
-            return self.certifier.batch(indices, self.images.fetch(positions), labels)
+            return self.certifier.certificates(indices, self.images.fetch(positions), labels)
 
         unpack = partial(unpacked, self.certifier.certificate)
         broken = False

@@ -10,10 +10,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from certcli.engine.state import differs, state_of
 from certcli.evaluation.claim import Claim, Status
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.radii import proven_radius
 from certcli.evaluation.threat import Kind, Threat, one_norm
+from certcli.system.ambient import as_stated
 from certcli.system.errors import DataError, NoBoundError, one_line
 
 AGAIN = 1e-6
@@ -128,6 +130,7 @@ class Certifier(ABC):
     statement: str = ""
     reading: str = ""
     remark: str = ""
+    _state: Sequence[dict[str, Any]] = ()
 
     def searches(self, threat: Threat) -> bool:
         """Tell whether the method looks for a certificate against this threat."""
@@ -147,6 +150,36 @@ class Certifier(ABC):
     ) -> list[Certificate]:
         """A certificate an image: pixels (b, c, h, w) in [0, 1]. DataError: NaN there."""
 
+    @property
+    def networks(self) -> Sequence[nn.Module]:
+        """What runs; its state is the same after each batch."""
+        return [self.attacked]
+
+    def certificates(
+        self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
+    ) -> list[Certificate]:
+        """`batch`, guarded: torch's settings are those that are stated, and no network changes.
+
+        A cache that a first batch fills is not there in the second, which then counts.
+
+        Raises:
+            NoBoundError: a network's state after the batch is another one.
+        """
+        with as_stated():
+            self._state = self._state or self._states()
+            changed = None
+            for _ in range(2):
+                rows = self.batch(indices, pixels, labels)
+                before, self._state = self._state, self._states()
+                names = (differs(*states) for states in zip(before, self._state, strict=True))
+                changed = next((name for name in names if name is not None), None)
+                if changed is None:
+                    return rows
+            raise NoBoundError(f"no certificate: {changed} changes while the network runs")
+
+    def _states(self) -> list[dict[str, Any]]:
+        return [state_of(network) for network in self.networks]
+
     def expected(self, images: int, size: Sequence[int]) -> str:
         """Say how long this number of images (c, h, w) will take, from a measurement; "" without one."""
         return ""
@@ -164,7 +197,7 @@ class Certifier(ABC):
         A bound on rounding is shared by the images of a batch: what falls short there is looked at
         alone.
         """
-        certificates = self.batch(
+        certificates = self.certificates(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
         confirmed = [
@@ -174,7 +207,7 @@ class Certifier(ABC):
         for row, claim in enumerate(claims):
             if confirmed[row].status == "refuted":
                 confirmed[row] = _compare(
-                    claim, *self.batch([claim.index], pixels[row : row + 1], [claim.label])
+                    claim, *self.certificates([claim.index], pixels[row : row + 1], [claim.label])
                 )
         return confirmed
 

@@ -129,7 +129,7 @@ def _try_local(
         certifier = ready["local"] = LocalCertifier(model, model.input_size, Local(effort))
         sample, rows, started = images.limit(TRIED_LOCAL), list[Certificate](), time.perf_counter()
         for indices, pixels, labels in sample.batches(1):
-            rows += certifier.batch(indices.tolist(), pixels, labels.tolist())
+            rows += certifier.certificates(indices.tolist(), pixels, labels.tolist())
             if time.perf_counter() - started > PATIENCE:
                 break
     except NoBoundError as failure:

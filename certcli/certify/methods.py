@@ -15,6 +15,7 @@ from certcli.certify.record_check import require_possible
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.records import RecordFile, Run
 from certcli.images.labelled import Images
+from certcli.system.ambient import as_stated
 from certcli.system.processes import ALONE, Team
 from certcli.system.registry import Entry, Registry
 
@@ -78,7 +79,9 @@ def prepare(
         NoBoundError: the method can say nothing about this network.
     """
     made_ready: Callable[..., Certifier] = METHODS.load(method)
-    return made_ready(checkpoint, device, options_of(method, {}) if options is None else options)
+    chosen = options_of(method, {}) if options is None else options
+    with as_stated():
+        return made_ready(checkpoint, device, chosen)
 
 
 def options_of(method: str, values: Mapping[str, Any]) -> CertifierOptions:
@@ -136,7 +139,7 @@ def certify(
         pixels = images.fetch(positions)
         # the next piece, if each process takes one in turn
         images.expect_at(positions[0] + team.size * step, step)
-        return certifier.batch(indices, pixels, labels)
+        return certifier.certificates(indices, pixels, labels)
 
     def pack(rows: list[Certificate]) -> list[dict[str, Any]]:
         return [row.to_json() for row in rows]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certcli.certify.patch.certifier import AT_ONCE, METHOD, PatchCertifier
+from certcli.certify.patch.certifier import AT_ONCE, METHOD, PatchCertificate, PatchCertifier
 from certcli.certify.patch.certifier import prepare as prepare_patch
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
@@ -81,10 +81,11 @@ class Predictor:
         predictions = self.defended.predict(pixels)
         if not prove:
             return [Prediction(top) for top in predictions]
-        rows = self.defended.batch(
+        rows = self.defended.certificates(
             range(len(predictions)), pixels, [-1 if top is None else top for top in predictions]
         )
-        return [Prediction(top, row.proven) for top, row in zip(predictions, rows, strict=True)]
+        proven = [row.proven if isinstance(row, PatchCertificate) else () for row in rows]
+        return [Prediction(top, its) for top, its in zip(predictions, proven, strict=True)]
 
     def _likely(self, logits: Tensor) -> Prediction:
         """Return the most likely classes: logits (k,)."""

@@ -1,4 +1,4 @@
-"""Is the traced graph the network? It runs beside the model; all that could hide is looked at.
+"""Is the traced graph the network? It runs beside the model, and what differs is looked at.
 
 The bound is one of the graph. It is the network's if the network runs that graph on every image, so
 here it is *run*. Each run has its own task:
@@ -13,9 +13,7 @@ here it is *run*. Each run has its own task:
   here than in the trace,
 - the model on both images in one batch: each image's logits are those of its single run, so they
   depend neither on the batch's size, nor on the place in it, nor on the other image,
-- the model on the noise alone, as the graph,
-- the model once more on the saturated image, of a kind without memory (`shadowed`): nothing but
-  operations reads it.
+- the model on the noise alone, as the graph.
 
 Before and after, the state of the model (tensors by their content, attributes, training mode,
 hooks, the globals of code that is no library's) and the generators of random numbers are the same.
@@ -36,14 +34,12 @@ from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
 from certcli.engine.tracer import Untraceable, reason_of
-from certcli.engine.watched_run import Operation, first_difference, followed, shadowed
+from certcli.engine.watched_run import Operation, first_difference, followed
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0
 """Units of the last place of how far logits move: the same kernels on the same numbers, of which reductions may be split
 over threads in another way. In all runs seen the difference was 0."""
-
-Watch = Callable[[Callable[[Tensor], Any], Tensor], tuple[Any, list[Operation]]]
 
 
 @contextmanager
@@ -54,7 +50,7 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
             found = walk(traced, domain)
 
     Untraceable says what differs, but only where the body had no reason of its own to refuse: that
-    one names a module. Costs one run of the graph and three of the model besides the trace, one of
+    one names a module. Costs one run of the graph and two of the model besides the trace, one of
     two images, and reading the state three times.
     """
     with torch.no_grad(), _random_states_saved():
@@ -107,12 +103,8 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
     replay, steps = _run(lambda x: result_of(traced, x), saturated)
     same = _SameRun(replay, steps, movement(alone))
     same.require(logits, operations)
-    result, run = _run(model, saturated, shadowed)
-    if run != steps:  # torch takes other operations on tensors of other kinds: x + b for x.add_(b)
-        same = replace(same, steps=_run(lambda x: result_of(traced, x), saturated, shadowed)[1])
-    same.require(result, run)
     _require_same_in_a_batch(model, images, alone)
-    replace(same, steps=steps, logits=traced.result).require(*_run(model, noise))
+    replace(same, logits=traced.result).require(*_run(model, noise))
 
 
 @dataclass(frozen=True)
@@ -160,11 +152,9 @@ def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Ten
     return torch.rand(example.shape, generator=generator, dtype=torch.float64).to(example)
 
 
-def _run(
-    function: Callable[[Tensor], Any], image: Tensor, watch: Watch = followed
-) -> tuple[Tensor, list[Operation]]:
+def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, list[Operation]]:
     try:
-        result, operations = watch(function, image)
+        result, operations = followed(function, image)
     except Untraceable:
         raise
     except Exception as failure:

@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from inspect import getgeneratorlocals
 from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
@@ -84,7 +84,7 @@ def _described(value: Any, described: dict[int, Any], depth: int) -> Any:
     if id(value) in described or depth == 0:
         return kind if kind in _CONTAINERS or kind is range else id(value)  # which may be made here
     described[id(value)] = value
-    if isinstance(value, (tuple, list, set, frozenset)):
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
         items = [_described(item, described, depth - 1) for item in value]
         return sorted(map(repr, items)) if isinstance(value, (set, frozenset)) else items
     if isinstance(value, dict):

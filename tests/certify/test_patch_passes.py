@@ -78,7 +78,7 @@ def test_hidden_pixels_do_not_enter(hide: str) -> None:
 
 
 class Company(nn.Module):
-    """Logits that depend on the other images of the batch."""
+    """Logits that depend on the place in the batch, as those of a kernel may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Company(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.head(x.flatten(1))
-        return found + 1e-6 * found.mean(dim=0)
+        return found + 1e-6 * torch.arange(len(x))[:, None]
 
 
 def test_passes_that_depend_on_their_company_need_a_lead() -> None:

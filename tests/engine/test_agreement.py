@@ -83,41 +83,6 @@ def test_slopes_that_float64_does_not_hold_are_rounded_up() -> None:
     assert Fraction(curves.ERF.slope) ** 2 * PI_BELOW >= 4
 
 
-def test_the_run_on_an_image_without_memory_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
-    run = replay.shadowed
-
-    def shifted(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Any]:
-        result, operations = run(function, image)
-        return result + 1, operations
-
-    assert bound_network(net, SIZE, 2).upper.finite
-    monkeypatch.setattr(replay, "shadowed", shifted)
-    assert not bound_network(net, SIZE, 2).upper.finite
-
-
-def test_operations_that_torch_takes_without_memory_are_those_of_graph_and_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Torch may take others than of an ordinary image: of both, or it is another network."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
-    run = replay.shadowed
-
-    def longer(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, Any]:
-        result, operations = run(function, image)
-        return result, [*operations, operations[-1]]
-
-    def longer_of_the_network(
-        function: Callable[[Tensor], Any], image: Tensor
-    ) -> tuple[Tensor, Any]:
-        return (longer if function is net else run)(function, image)
-
-    monkeypatch.setattr(replay, "shadowed", longer)
-    assert bound_network(net, SIZE, 2).upper.finite
-    monkeypatch.setattr(replay, "shadowed", longer_of_the_network)
-    assert not bound_network(net, SIZE, 2).upper.finite
-
-
 def test_noise_is_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the batch its logits may be those of the graph, and another network's alone."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()

@@ -9,11 +9,13 @@ size. That rows then do not depend on place and company is found out.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from certcli.engine.replay import close, movement_of_margins
+from certcli.engine.replay import close, movement_of_margins, noise_like
+from certcli.engine.rows import rows_are_apart
 from certcli.images.labelled import sent
 from certcli.models.visible_part import SeenPart
 from certcli.system.errors import UsageError
@@ -86,6 +88,9 @@ class MaskedPasses:
         self.device = weight.device
         self._views = views.to(self.device)
         self.determinism = self._compare()
+        if rows > 1 and not self._are_apart():
+            self.rows = 1
+            self.determinism = self._compare()
         self.executed = 0
 
     def answers(self, pixels: Tensor, queries: Sequence[tuple[int, int]]) -> list[Answer]:
@@ -124,6 +129,16 @@ class MaskedPasses:
         images = [image for image, _ in full]
         views = [view for _, view in full]
         return self.part(pixels[images], self._views[views])
+
+    def _are_apart(self) -> bool:
+        """Tell whether a pass is proven to see its own image alone, for each kind."""
+        pixels = noise_like(torch.empty(self.rows, *self.part.model.input_size, device=self.device))
+        firsts = [self.kinds.index(kind) for kind in set(self.kinds)]
+        with torch.no_grad():
+            return all(
+                rows_are_apart(partial(self.part, views=self._views[[v] * self.rows]), pixels)
+                for v in firsts
+            )
 
     def _compare(self) -> Determinism:
         """Each kind twice: elsewhere in its batch, other images and views in between."""

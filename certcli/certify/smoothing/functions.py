@@ -7,6 +7,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import agree, close, movement_of_margins, noise_like
+from certcli.engine.rows import rows_are_apart
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
@@ -34,7 +35,7 @@ class Classifier(nn.Module):
         if self.denoiser is not None and self.denoiser.channels_last:
             # two thirds of the time on a CPU
             self.denoiser.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._compared: set[int] = set()
+        self._apart: dict[int, bool] = {}
         self.eval()
 
     def forward(self, noisy: Tensor) -> Tensor:
@@ -51,16 +52,20 @@ class Classifier(nn.Module):
         return normalised
 
     def run(self, prepared: Tensor) -> Tensor:
-        """Prepared pixels -> logits; compare each size's first batch with rows run alone."""
-        logits = self.logits(prepared)
-        if (
-            len(prepared) > 1
-            and len(prepared) not in self._compared
-            and not torch.is_grad_enabled()
-        ):
-            self._require_alone(prepared, logits)
-            self._compared.add(len(prepared))
-        return logits
+        """Prepared pixels -> logits, one at a time unless rows are proven apart at this size."""
+        size = len(prepared)
+        if size < 2 or torch.is_grad_enabled():  # an attack's gradients are no votes
+            return self.logits(prepared)
+        if size not in self._apart:
+            self._apart[size] = rows_are_apart(self.logits, prepared)
+            self._require_alone(prepared, self.logits(prepared))
+        if self._apart[size]:
+            return self.logits(prepared)
+        return torch.cat([self.logits(row[None]) for row in prepared])
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        return [self.net] if self.denoiser is None else [self.net, self.denoiser]
 
     def _require_alone(self, prepared: Tensor, logits: Tensor) -> None:
         """UsageError where a row's logits depend on its batch, or on torch's inference mode.

@@ -187,6 +187,12 @@ class SmoothingCertifier(Certifier):
         return seconds_a_draw(run, self._batch_size)
 
     @property
+    def networks(self) -> Sequence[nn.Module]:
+        return (
+            self._classify.networks if isinstance(self._classify, Classifier) else [self._classify]
+        )
+
+    @property
     def attacked(self) -> nn.Module:
         return Smoothed(self._classify, self.settings.deviation, self.settings.seed)
 
@@ -223,7 +229,7 @@ class SmoothingCertifier(Certifier):
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
         """Repeat the run's draws: the record's radius and class, but for ties (`TIES`)."""
         confirmations = []
-        recomputed = self.batch(
+        recomputed = self.certificates(
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
         for claim, now in zip(claims, recomputed, strict=True):
@@ -294,7 +300,7 @@ class SmoothingCertifier(Certifier):
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         start = 0
         while start < len(rows):
-            part = rows[start : start + self._batch_size]
+            part = rows[start : start + _whole(len(rows) - start, self._batch_size)]
             which = [image for image, _ in part]
             samples = [sample for _, sample in part]
             names = [indices[image] for image in which]
@@ -337,6 +343,11 @@ class SmoothingCertifier(Certifier):
             )
             raise DataError("the network gives NaN or infinite logits on noisy images", hint)
         return counts.view(len(indices), self._classes).cpu()
+
+
+def _whole(left: int, batch_size: int) -> int:
+    """Return a batch's size: of the last ones powers of two, since each size is looked at once."""
+    return batch_size if left >= batch_size else 1 << left.bit_length() - 1
 
 
 def _chance_of_so_few(hits: int, draws: int, p: float) -> float:

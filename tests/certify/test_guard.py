@@ -1,0 +1,223 @@
+"""Laws of every certificate method: rows of a batch stand alone, torch's settings are those that are
+stated, and no network changes while it is certified.
+"""
+
+import warnings
+from collections.abc import Callable
+from itertools import permutations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import certvit
+from certcli.api import _images
+from certcli.api.arguments import options_of as read_options
+from certcli.certify.certificate import Certifier
+from certcli.certify.methods import METHODS, certify, options_of, prepare
+from certcli.certify.patch.ablation import stays, winner
+from certcli.certify.smoothing import noise
+from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.options import Smoothing
+from certcli.engine.rows import FAITHFUL, rows_are_apart
+from certcli.images.labelled import Images
+from certcli.system.ambient import SETTINGS
+from certcli.system.errors import NoBoundError
+
+SIZE = (1, 4, 4)
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("lipschitz", "box", "local", "local-lip", "bcp")},
+    "smoothing": {"sigma": 0.25, "samples": 200, "n0": 20},
+    "patch": {"patches": ["1"], "hide": "pixels"},
+}
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+
+
+def ready(method: str, net: nn.Module) -> tuple[Certifier, Images]:
+    checkpoint = certvit.load(net, mean=0.0, std=1.0, input_size=SIZE)
+    kind = type(options_of(method, {}))
+    options = read_options(kind, OPTIONS[method], method)
+    pixels = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(1))
+    labels = net(pixels).argmax(1)
+    return prepare(method, checkpoint, torch.device("cpu"), options), _images(
+        checkpoint, pixels, labels
+    )
+
+
+def test_every_method_is_under_these_laws() -> None:
+    assert set(OPTIONS) == set(METHODS.names())
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_network_that_changes_while_it_is_certified_has_no_certificate(method: str) -> None:
+    certifier, images = ready(method, chain())
+    network = certifier.networks[0]
+    network.register_buffer("runs", torch.zeros(()))
+    batch = certifier.batch
+
+    def counts(*args: Any) -> Any:
+        network.runs += 1
+        return batch(*args)
+
+    certifier.batch = counts  # type: ignore[method-assign]
+    with pytest.raises(NoBoundError, match=r"'runs' changes|weights were changed"):
+        list(certify(certifier, images, 2))
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_method_runs_under_the_settings_that_are_stated(method: str) -> None:
+    certifier, images = ready(method, chain())
+    batch = certifier.batch
+    seen: list[dict[str, Any]] = []
+
+    def watched(*args: Any) -> Any:
+        seen.append({name: setting.read() for name, setting in SETTINGS.items()})
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        return batch(*args)
+
+    certifier.batch = watched  # type: ignore[method-assign]
+    others = {
+        "torch.autocast('cpu')": True, "the default dtype": torch.float64, "oneDNN": False,
+        "the precision of float32 products": "medium",
+    }  # fmt: skip
+    before = {name: setting.read() for name, setting in SETTINGS.items()}
+    try:
+        for name, value in others.items():
+            SETTINGS[name].write(value)
+        with torch.inference_mode(), pytest.warns(UserWarning, match=r"autocast.*yours: True"):
+            list(certify(certifier, images, 2))
+        assert {name: SETTINGS[name].read() for name in others} == others
+    finally:
+        for name, value in before.items():
+            SETTINGS[name].write(value)
+    assert seen
+    assert all(one == {name: setting.value for name, setting in SETTINGS.items()} for one in seen)
+
+
+def test_a_caller_of_python_is_told_once_and_an_ordinary_one_nothing() -> None:
+    net, pixels = chain(), torch.rand(1, *SIZE)
+    checkpoint = certvit.load(net, mean=0.0, std=1.0, input_size=SIZE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = certvit.predict(checkpoint, pixels)
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast") as told:
+        again = certvit.predict(checkpoint, pixels)
+    assert len(told) == 1
+    assert again == plain
+
+
+def expert(x: Tensor) -> Tensor:
+    """At most two rows of a batch are served."""
+    served = x.flatten(1).sum(1) > 0
+    return x * (served & (served.cumsum(0) <= 2)).view(-1, 1, 1, 1)
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a capacity": expert,
+    "a branch": lambda x: x * 2 if x.mean() > 0 else x,
+    "a list": lambda x: x * x.flatten().tolist()[0],
+    "a mean": lambda x: x + 1e-9 * x.mean(0),
+    "the next": lambda x: x + x.roll(1, 0),
+    "sorted": lambda x: x.sort(0).values,
+    "swallowed": lambda x: x + torch.nan_to_num(x.sum(0)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_are_mixed_are_not_proven_apart(name: str) -> None:
+    assert not rows_are_apart(MIXED[name], torch.rand(6, *SIZE))
+
+
+@pytest.mark.parametrize(("source", "target"), permutations(range(5), 2))
+def test_no_row_moves_any_other_unseen(source: int, target: int) -> None:
+    def moved(x: Tensor) -> Tensor:
+        return torch.cat([x[:target], x[target : target + 1] + x[source], x[target + 1 :]])
+
+    assert not rows_are_apart(moved, torch.rand(5, *SIZE))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 128])
+def test_rows_of_an_ordinary_network_are_proven_apart(rows: int) -> None:
+    assert rows_are_apart(chain(), torch.rand(rows, *SIZE))
+
+
+def test_not_a_number_goes_through_every_function_of_one_tensor() -> None:
+    names = [name for name in FAITHFUL if hasattr(nn.functional, name) or hasattr(torch, name)]
+    gone = []
+    for name in names:
+        function = getattr(torch, name, None) or getattr(nn.functional, name)
+        try:
+            result = function(torch.full((2, 2), torch.nan))
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            continue  # it takes more than a tensor
+        if isinstance(result, Tensor) and not result.isnan().all():
+            gone.append(name)
+    assert not gone
+
+
+class Crowded(nn.Module):
+    """Class 0, but for rows beyond the second of a batch whose mean pixel is high."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 2)
+        self.head.weight.data.zero_()
+        self.head.bias.data = torch.tensor([1.0, 0.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = x.mean((1, 2, 3)) > 0.7
+        dropped = high & (high.cumsum(0) > 2)
+        return self.head(x.flatten(1)) + dropped[:, None] * torch.tensor([-2.0, 2.0])
+
+
+CROWDED = {"smoothing": [0.2] * 7 + [0.95] * 7, "patch": [0.2, 0.95, 0.95]}
+"""The first batches serve all rows, as a comparison of one batch sees them."""
+
+
+@pytest.mark.parametrize("method", CROWDED)
+def test_no_certificate_of_a_class_that_single_images_do_not_have(method: str) -> None:
+    checkpoint = certvit.load(Crowded().eval(), mean=0.0, std=1.0, input_size=SIZE)
+    pixels = torch.stack([torch.full(SIZE, value) for value in CROWDED[method]])
+    labels = torch.zeros(len(pixels), dtype=torch.int64)
+    rows = certvit.certify(checkpoint, pixels, labels, method=method, **OPTIONS[method])
+    assert [row.prediction for row in rows] == [0] * len(pixels)
+
+
+class Drawn(nn.Module):
+    """The number of the draw -> class 0 for those that choose the class, class 1 for all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = (x.flatten(1)[:, :1] < 20).float()
+        return torch.cat([first, 1 - first], dim=1)
+
+
+def test_draws_that_chose_the_class_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbered(
+        pixels: Tensor, sigma: float, seed: int, names: Any, samples: Any, *rest: Any
+    ) -> Any:
+        return torch.tensor(list(samples), dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, *SIZE)
+
+    monkeypatch.setattr(noise, "noisy", numbered)
+    settings = Smoothing(sigma=0.25, samples=21, n0=20, alpha=0.5)
+    certifier = SmoothingCertifier(Drawn(), 2, settings, torch.device("cpu"))
+    (row,) = certifier.batch([0], torch.zeros(1, *SIZE), [0])
+    assert row.radius == 0
+    assert row.prediction is None
+
+
+def test_votes_stay_exactly_where_no_band_can_change_the_class() -> None:
+    """Of 4 bands and 3 classes all votes, each band met by the patch: ties go to the smaller class."""
+    for votes, touched in product(product(range(3), repeat=4), range(4)):
+        met = torch.zeros(1, 4, dtype=torch.bool)
+        met[0, touched] = True
+        changed = [[*votes[:touched], vote, *votes[touched + 1 :]] for vote in range(3)]
+        top = winner(votes, 3)
+        assert top == min(range(3), key=lambda cls: (-votes.count(cls), cls))
+        exact = all(winner(others, 3) == top for others in changed)
+        assert stays(top, votes, [True] * 4, met, 3) == exact
