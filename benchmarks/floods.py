@@ -6,6 +6,7 @@ child's peak memory and its seconds. The row `nothing` is a command on a sound f
 as the others without a flood.
 """
 
+import argparse
 import gzip
 import json
 import os
@@ -274,7 +275,11 @@ def _on_disk(folder: Path) -> int:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or list(FLOODS)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("floods", nargs="*", metavar="FLOOD", help=f"of: {', '.join(FLOODS)}")
+    wanted = parser.parse_args().floods or list(FLOODS)
+    if unknown := set(wanted) - set(FLOODS):
+        parser.error(f"no such flood: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as name:
         sound = Path(name) / "sound.safetensors"
         command = [sys.executable, "-m", "certcli", "init", "certvit_lip_mnist", "-o", str(sound)]

@@ -5,9 +5,9 @@ They are evaluated as printed, on the checkpoint's own matrices, with float64 si
 results have a type of their own, so that no bound can be built on them.
 """
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,9 +222,13 @@ def _layer_of(path: str, module: Any, x: Tensor) -> AttentionLayer:
 
 
 def main() -> None:
-    """Print the value of formula NAME for the network of CKPT, as JSON: NAME CKPT."""
-    checkpoint = open_checkpoint(sys.argv[2])
-    value = formula_value(sys.argv[1], load(checkpoint), checkpoint.record.input.size)
+    """Print the value of formula NAME for the network of CKPT, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=FORMULAS)
+    parser.add_argument("checkpoint", metavar="CKPT")
+    options = parser.parse_args()
+    checkpoint = open_checkpoint(options.checkpoint)
+    value = formula_value(options.name, load(checkpoint), checkpoint.record.input.size)
     total = {"log10_total": value.log10_total, "layers": value.layers, "flaw": value.flaw}
     print(json.dumps(total))
 

@@ -77,19 +77,23 @@ def ratio(method: str, attacked: bool, batch: int, rounds: int) -> float:
     return statistics.median(other() / plain() for _ in range(rounds))
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--method", choices=("specformer", *ATTENTION), default="specformer")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     print(
         json.dumps(
             {
-                "standard": ratio(given.method, False, given.batch_size, given.rounds),
-                "adversarial": ratio(given.method, True, given.batch_size, 3),
-                "rounds": given.rounds,
+                "standard": ratio(options.method, False, options.batch_size, options.rounds),
+                "adversarial": ratio(options.method, True, options.batch_size, 3),
+                "rounds": options.rounds,
             }
         )
     )
+
+
+if __name__ == "__main__":
+    main()

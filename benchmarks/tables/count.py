@@ -2,6 +2,7 @@
 
 python -m benchmarks.tables.count vit_tiny_patch16_224 --epochs 50
 python -m benchmarks.tables.count certvit_l2_vit_cifar10 --arch-arg depth=6      parameters alone, one by one
+python -m benchmarks.tables.count vit_tiny_patch16_224 --tied --printed 6.4e16           FLOPs, as epochs
 """
 
 import argparse
@@ -51,16 +52,54 @@ def count_parameters(arch: str, arguments: dict[str, Any]) -> dict[str, int]:
     return {"parameters": sum(parameter.numel() for parameter in net.parameters())}
 
 
+def linear_macs(arch: str, shape: tuple[int, ...], tied: bool) -> int:
+    """Multiply-adds of convolutions and linear maps, of one image of `shape`.
+
+    Args:
+        tied: keys cost nothing, as where W_K = W_Q: a third of each qkv projection.
+    """
+    import torch
+
+    with torch.device("meta"):
+        net = build.create(arch, {}, initialise=False)
+    total = 0
+
+    def add(module: Any, _: Any, output: Any) -> None:
+        nonlocal total
+        macs = output.numel() * module.weight[0].numel()
+        total += macs * 2 // 3 if tied and module in projections else macs
+
+    projections = {module.qkv for module in net.modules() if hasattr(module, "qkv")}
+    for module in net.modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)):
+            module.register_forward_hook(add)
+    with torch.no_grad():
+        net(torch.empty(1, *shape, device="meta"))
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("arch")
     parser.add_argument("--epochs", type=int, help="of the adaptation; none: parameters alone")
     parser.add_argument("--arch-arg", action="append", default=[], metavar="NAME=NUMBER")
+    parser.add_argument("--printed", type=float, help="FLOPs of a table, to be told as epochs")
+    parser.add_argument("--then", type=float, help="further FLOPs, as a ratio to those printed")
+    parser.add_argument("--shape", default="3x224x224", help="of an image")
+    parser.add_argument("--images", type=int, default=IMAGENET, help="of an epoch")
+    parser.add_argument("--tied", action="store_true", help="queries and keys are one matrix")
     arguments = parser.parse_args()
+    if arguments.printed is not None:
+        shape = tuple(int(length) for length in arguments.shape.split("x"))
+        macs = linear_macs(arguments.arch, shape, arguments.tied)
+        epochs = arguments.printed / (macs * arguments.images)
+        then = {} if arguments.then is None else {"ratio": arguments.then / arguments.printed}
+        print(json.dumps({"epochs": epochs, **then}))
+        return
     if arguments.epochs is None:
         pairs = (entry.partition("=") for entry in arguments.arch_arg)
-        shape = {name: int(number) for name, _, number in pairs}
-        print(json.dumps(count_parameters(arguments.arch, shape)))
+        numbers = {name: int(number) for name, _, number in pairs}
+        print(json.dumps(count_parameters(arguments.arch, numbers)))
         return
     print(json.dumps(count(arguments.arch, arguments.epochs)))
 

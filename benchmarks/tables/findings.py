@@ -54,8 +54,8 @@ FINDINGS = (
         "certvit",
         4,
         "the computational cost aspects of training a robust transformer from scratch",
-        "not here",
-        "needs A100 GPUs; what the FLOPs count is not said",
+        "contradicts itself",
+        "decoded, its FLOPs make other epochs than its Tables 7 to 10 print (`certvit-1f/*`, `certvit-10/*`)",
     ),
     Finding(
         "certvit",
@@ -108,6 +108,27 @@ FINDINGS = (
         "reduced Lipscthiz, leading to increased PGD accuracy",
         "not here",
         "needs ImageNet-1k; it compares with the L2 networks, at 3.8 to 5.9 points less clean accuracy",
+    ),
+    Finding(
+        "certvit",
+        0,
+        "Algorithm 1: CertViT: Constraining a Layer",
+        "false",
+        "with the sign as printed it diverges ([why](soundness.md#certvit-algorithms-1-and-2)); with the other it converges",
+    ),
+    Finding(
+        "certvit",
+        0,
+        "Algorithm 2: Mini-batch algorithm for computing",
+        "false",
+        "its first step divides 0 by 0 ([why](soundness.md#certvit-algorithms-1-and-2)); built with Combettes' signs",
+    ),
+    Finding(
+        "cauchy",
+        0,
+        "is shown in Equation (5) (see detail in Appendix)",
+        "false",
+        "one of its products stands in the wrong order ([why](soundness.md#cauchy-paper-equation-5))",
     ),
     Finding(
         "specformer",
@@ -244,13 +265,13 @@ COLUMNS = {
         "PGD": "certvit-1/attacked",
         "Cert.": "certvit-1/certified",
         "Lip.": "certvit-1/upper",
-        "FLOPs": "not here: what is counted is not said",
+        "FLOPs": "certvit-1f/epochs",
     },
     ("certvit", 2): {
         "DP Params": "certvit-2/parameters",
         "L2 Params": "certvit-2/tied",
         "L2 FLOPs": "certvit-2/adapt",
-        "CertViT FLOPs": "not here: the number of passes is not given",
+        "CertViT FLOPs": "certvit-10/ratio",
     },
     ("certvit", 3): {
         "Clean": "certvit-3/clean",
@@ -266,7 +287,7 @@ COLUMNS = {
     ("certvit", 9): {
         "all": f"{_SETTING}; `certvit finetune --preset certvit-mnist` and three more"
     },
-    ("certvit", 10): {"all": f"{_SETTING}; `certvit constrain --preset certvit-paper-tables`"},
+    ("certvit", 10): {"all": "certvit-10/epochs"},
     ("specformer", 1): {
         "CIFAR-10 Standard": "specformer-1/clean",
         "CIFAR-10 FGSM": "specformer-1/fgsm",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from certcli.constrain.projection import Eigenbasis, pull_to, shrinkage
 from certcli.constrain.prox import Penalty
-from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.settings import BETA, ConstrainSettings
 
 CHECK_EVERY = 10
 """Iterations between two float64 judgements, by Q and Y = -(Q - W0) G as well, of a run whose limits have not met."""
@@ -182,7 +182,9 @@ def _iterates(
         step = inside.step(current, strength, prox)
         yield iteration, current, strength, step
         factor = (
-            balance(step.pull, step.moved, _BALANCE * settings.beta) if iteration in TURNS else 1.0
+            balance(step.pull, step.moved, _BALANCE * (settings.beta or BETA))
+            if iteration in TURNS
+            else 1.0
         )
         factor = min(factor, inside.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
@@ -263,7 +265,7 @@ class _Ellipsoid:
         The aim is at most a quarter of the squared error of W = 0.
         """
         everything = self.energy(self.centre)
-        aim = min((PACE * self.settings.beta) ** 2 * self.radius, everything / 4)
+        aim = min((PACE * (self.settings.beta or BETA)) ** 2 * self.radius, everything / 4)
         # a first guess from |W0|^2 / L(W0) <= |W0|*; on layers of ViT-Tiny it is right up to a
         # factor of four
         strength = float(self.centre.square().sum()) / self.whole * (aim / everything) ** 0.75
@@ -281,7 +283,11 @@ class _Ellipsoid:
     @cached_property
     def ceiling(self) -> float:
         """Return the largest strength: see `Penalty.pace`."""
-        return self.settings.beta * self.penalty.pace * float(self.penalty.dual_of(self.parts))
+        return (
+            (self.settings.beta or BETA)
+            * self.penalty.pace
+            * float(self.penalty.dual_of(self.parts))
+        )
 
     def step(
         self, state: Tensor, strength: float, prox: Callable[[Tensor, float], Tensor]

@@ -18,6 +18,7 @@ from benchmarks.formulas import (
     lnformer,
     specformer,
 )
+from certcli.constrain.prox import l1
 from certcli.engine import curves
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
@@ -242,3 +243,49 @@ def test_smaller_singular_values_of_blocks_order_no_networks(
         row = (torch.eye(2) + block)[0]  # the class is the sign of row @ image - threshold
         distances[name] = float(abs(row @ image - threshold) / torch.linalg.vector_norm(row))
     assert (distances["f"] > distances["g"]) == f_is_more_robust
+
+
+def test_certvits_algorithm_1_diverges_as_printed() -> None:
+    """The least sum of magnitudes on a ball of radius 2, which an exact projection meets."""
+    centre = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sums = {}
+    for sign in (1.0, -1.0):  # Douglas-Rachford's, the printed one
+        state = centre
+        for _ in range(40):
+            near = l1(state, 0.1)
+            away = 2 * near - state - centre
+            projected = centre + away * min(1.0, 2.0 / float(away.norm()))
+            state = state + 1.2 * sign * (projected - near)
+        sums[sign] = float(near.abs().sum())
+    # a soft threshold of the least t with |W - W0| = 2 is the solution
+    assert sums[1.0] == pytest.approx(26.501, abs=1e-3)
+    assert sums[-1.0] > 1e12
+
+
+def test_certvits_algorithm_2_divides_nothing_by_nothing() -> None:
+    """At W = W0, for any cut: both conditions before the last case fail."""
+    away = torch.zeros(3, 3, dtype=torch.float64)
+    cut = torch.ones(3, 3, dtype=torch.float64)
+    pi, mu, nu = (away * cut).sum(), away.square().sum(), cut.square().sum()
+    zeta = mu * nu - pi * pi
+    assert not (zeta == 0 and pi > 0)
+    assert not (zeta > 0 and pi * nu > zeta)
+    assert (nu / zeta * (pi * away - mu * cut)).isnan().all()
+
+
+def test_the_cauchy_papers_jacobian_has_a_product_in_the_wrong_order() -> None:
+    """Equation (5), a = 1, five tokens: P diag(z) diag(mu) for diag(z) diag(mu) P."""
+    ratios = []
+    for seed in range(40):
+        z = torch.randn(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        weights = torch.outer(z, z).softmax(-1)
+        mean = weights @ z
+        rest = z[:, None] * weights * z + torch.diag(weights @ z**2 - mean**2) + weights
+        true = torch.autograd.functional.jacobian(lambda z: torch.outer(z, z).softmax(-1) @ z, z)
+        torch.testing.assert_close(rest - (z * mean)[:, None] * weights, true)
+        printed = rest - weights * (z * mean)
+        ratios.append(
+            float(torch.linalg.matrix_norm(printed, 2) / torch.linalg.matrix_norm(true, 2))
+        )
+    assert min(ratios) < 0.9
+    assert max(ratios) > 1.5

@@ -8,7 +8,7 @@ from certcli.cli.shared import fidelity, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk
 from certcli.cli.shared.inputs import say_wider, size_in_bytes
-from certcli.constrain.settings import ConstrainSettings, preset_of
+from certcli.constrain.settings import BETA, ConstrainSettings, preset_of
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 from certcli.system.processes import team
@@ -29,8 +29,8 @@ class Aim:
     preset: str | None = option(
         None,
         "certvit-paper: the paper's problem in its own units (l1, absolute eta 0.1, all "
-        "tokens, no ridge); certvit-paper-tables: eta 0.01 and beta 0.1, as its Tables 9 "
-        "and 10 have.",
+        "tokens, no ridge), 10 iterations; certvit-paper-tables: eta 0.01 and beta 0.1, as its "
+        "Tables 9 and 10 have. Either takes --beta and --relaxation.",
     )
     target: float | None = option(
         None, "Lower the network's proven bound to this, at the smallest output error.", min=0
@@ -47,15 +47,16 @@ class Aim:
 
 
 def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
-    """Return the preset's settings; UsageError where an option says something else."""
+    """Return the preset's, with beta and lambda as typed; UsageError where another option differs."""
     assert aim.preset is not None
-    settled = aim.keep is not None or aim.eta is not None or aim.target is not None
-    if settled or settings != ConstrainSettings():
+    free = ConstrainSettings(beta=settings.beta, relaxation=settings.relaxation)
+    if (aim.keep, aim.eta, aim.target) != (None, None, None) or settings != free:
         raise UsageError(
             "--preset sets the method and the error",
-            "leave out --eta, --keep, --target and the options under Method, or --preset",
+            "of --eta, --keep, --target and Method it takes --beta and --relaxation alone",
         )
-    return preset_of(aim.preset)
+    preset = preset_of(aim.preset)
+    return replace(preset, beta=settings.beta or preset.beta, relaxation=settings.relaxation)
 
 
 @group("Layers")
@@ -107,7 +108,11 @@ def constrain(
     if aim.preset is not None:
         settings = preset_settings(aim, settings)
         aim = replace(aim, tokens=0)
-    settings = replace(settings, eta=START if aim.eta is None else aim.eta)
+    elif settings.beta is not None:
+        sink.note("beta sets the pace; --keep, --eta or --target the strength")
+    settings = replace(
+        settings, eta=START if aim.eta is None else aim.eta, beta=settings.beta or BETA
+    )
     if aim.keep is not None:
         check_keep(aim.keep)
     memory = None if layers.memory is None else size_in_bytes("--memory", layers.memory)
