@@ -75,6 +75,8 @@ def pad(
         "padding with something other than a number",
     )
     ctx.require(value is None or math.isfinite(value), f"padding with {value}")
+    if not any(padding):
+        return x  # what waits goes on waiting
     if mode != "constant":
         return _mirrored(ctx, ctx.settle(x), padding, mode)
     if (
