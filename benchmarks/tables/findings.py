@@ -206,7 +206,8 @@ FINDINGS = (
         0,
         "is actually bounded by the right-hand-side of Equation (15)",
         "in part",
-        "to first order, as the paper says: an estimate of the growth of a perturbation, and no order of two networks follows from it ([why](soundness.md#cauchy-paper-theorem-2))",
+        "to first order, as the paper says: an estimate of the growth of a perturbation, and no order of two networks "
+        "follows from it ([why](soundness.md#cauchy-paper-theorem-2))",
     ),
     Finding(
         "cauchy",
