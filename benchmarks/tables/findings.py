@@ -181,6 +181,35 @@ FINDINGS = (
         "grows or vanishes. `--msvp` normalises them",
     ),
     Finding(
+        "specformer",
+        0,
+        "adeptly realigns the corrupted samples with their original true classes",
+        "not here",
+        "Figures 2b and 2c, t-SNE of their networks: not drawn, a picture whose distances mean nothing across clusters",
+    ),
+    Finding(
+        "specformer",
+        0,
+        "which quantifies the similarity between two distributions",
+        "not here",
+        "the distance of Figures 2b and 2c is printed for networks that are not published; not computed for ours",
+    ),
+    Finding(
+        "cauchy",
+        0,
+        "Error Bound for Forward Euler approximation",
+        "not here",
+        "a bound between a network and an equation that nobody runs; no certificate follows from it",
+    ),
+    Finding(
+        "cauchy",
+        0,
+        "is actually bounded by the right-hand-side of Equation (15)",
+        "in part",
+        "to first order, as the paper says: an estimate of the growth of a perturbation, and no order of two networks "
+        "follows from it ([why](soundness.md#cauchy-paper-theorem-2))",
+    ),
+    Finding(
         "cauchy",
         1,
         "the first work to formally bridge the gap",

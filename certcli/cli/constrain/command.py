@@ -49,14 +49,18 @@ class Aim:
 def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
     """Return the preset's, with beta and lambda as typed; UsageError where another option differs."""
     assert aim.preset is not None
-    free = ConstrainSettings(beta=settings.beta, relaxation=settings.relaxation)
-    if (aim.keep, aim.eta, aim.target) != (None, None, None) or settings != free:
+    if (aim.keep, aim.eta, aim.target) != (None, None, None) or settings != ConstrainSettings(
+        beta=settings.beta, relaxation=settings.relaxation
+    ):
         raise UsageError(
             "--preset sets the method and the error",
             "of --eta, --keep, --target and Method it takes --beta and --relaxation alone",
         )
-    preset = preset_of(aim.preset)
-    return replace(preset, beta=settings.beta or preset.beta, relaxation=settings.relaxation)
+    return replace(
+        preset_of(aim.preset),
+        beta=settings.beta or preset_of(aim.preset).beta,
+        relaxation=settings.relaxation,
+    )
 
 
 @group("Layers")
@@ -181,13 +185,12 @@ def constrain(
     say_wider(checkpoint, derived, sink)
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     if layers.plot is not None:
-        network_name = Path(source.ckpt).stem
         where = f"{number_of(len(used))} of {images.name} ({images.split})"
         view.plot(
             curves_of,
             results,
             layers.plot,
-            f"{network_name}: norm against output error on {where}",
+            f"{Path(source.ckpt).stem}: norm against output error on {where}",
             sink,
         )
     sink.document(view.document(path, before, after, end_to_end, results))

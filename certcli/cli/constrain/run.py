@@ -49,8 +49,7 @@ class Job:
             for result in network.constrain_to(self.calibration, self.settings):
                 results.append(result)
                 bar.advance(remark=result.path)
-        weights = {result.path: result.weight for result in results}
-        network.write(self.calibration.model, weights)
+        network.write(self.calibration.model, {r.path: r.weight for r in results})
         return results
 
     def to_agreement(self, share: float, reference: Any) -> tuple[list[Any], Any]:
