@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.certify import forecast
 from certcli.certify.branched import Branched, replay
 from certcli.certify.certificate import (
     AGAIN,
@@ -125,6 +126,8 @@ class LocalCertifier(ProvingCertifier):
             self.title += f", split at signs of units for {self.seconds:g} s an image"
         if self.norm == "l2" and self.network.numbers < math.prod(size):
             self.title += f", {self.network.numbers} numbers for {math.prod(size)} pixels"
+        if self.at:
+            self.title += "; the radii asked for are decided, no others tried"
         if self.symbols < self.most_symbols:
             self.title += f" (not {self.most_symbols:,}: memory)"
 
@@ -209,6 +212,16 @@ class LocalCertifier(ProvingCertifier):
             else f"{self.walked}, {self.symbols} symbols"
         )
 
+    def expected(self, images: int, size: Sequence[int]) -> str:
+        """Return what these images (c, h, w) will take, by one walk of a grey image."""
+        if self._zonotope is None:
+            return ""
+        if self.effort == BRANCH:
+            return forecast.limited(self.seconds, images)
+        grey = torch.full((1, *size), 0.5, dtype=torch.float64, device=self._device)
+        radius = self.at[0] if self.at else forecast.RADIUS
+        return forecast.walks(lambda: self.proven(grey, 0, radius), len(self.at), images)
+
     @torch.no_grad()
     def batch(
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
@@ -249,7 +262,7 @@ class LocalCertifier(ProvingCertifier):
             branched = self.branched(image, int(label))
             return branched.radius, self.rung, branched.splits.to_json()
         radius = self.radius(image, int(label))
-        if radius == 0 and self.effort == AUTO:
+        if radius == 0 and self.effort == AUTO and not self.at:
             try:
                 below = float(self.by_norms(image, label))
             except NoBoundError:

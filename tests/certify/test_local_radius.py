@@ -134,3 +134,26 @@ def test_images_outside_0_and_1_count_for_real_arithmetic_alone(
 def test_radii_to_try_are_finite_above_0_and_ascending(radii: tuple[float, ...]) -> None:
     with pytest.raises(UsageError, match="radii to try"):
         Local(at=radii)
+
+
+def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An image is walked once for each radius, up to the first that is not proven."""
+    model, images, tops = network("affine")
+    searched = LocalCertifier(model, SIZE, Local(arithmetic="real")).batch(range(4), images, tops)
+    smallest = min(row.radius for row in searched)
+    certifier = LocalCertifier(model, SIZE, Local(at=[smallest / 2, 1e3], arithmetic="real"))
+    assert "at most 2 for an image" in certifier.expected(4, SIZE)
+    asked = list[float]()
+    walk = certifier.proven
+
+    def counted(image: torch.Tensor, label: int, radius: float) -> bool:
+        asked.append(radius)
+        return walk(image, label, radius)
+
+    monkeypatch.setattr(certifier, "proven", counted)
+    rows = certifier.batch(range(4), images, tops)
+    assert len(asked) == 8
+    assert all(row.radius > smallest / 2 for row in rows)
+    assert "decided" in certifier.title

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.certify.demands import AUTO, PROVING, CertifiedDemand
-from certcli.cli.certify.options import CertifyOptions
+from certcli.cli.certify.options import ASKED, CertifyOptions
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.radii import Norm, attacked_radius, proven_percent
 from certcli.system.errors import DataError, NoBoundError, UsageError
@@ -81,7 +81,7 @@ def _options_of(
     from certcli.certify.smoothing.options import Tuning
 
     if method == "local":
-        return _local_options(choice.effort, options)
+        return _local_options(choice.effort, task, options)
     if method in PROVING:
         return options.proof
     if method == "smoothing":
@@ -97,21 +97,24 @@ def _options_of(
     return options.patches if method == "patch" else None
 
 
-def _local_options(effort: str, options: CertifyOptions) -> MethodOptions:
-    """Return the options of `local`; branching tries the radii asked for, if any."""
+def _local_options(effort: str, task: CertifyTask, options: CertifyOptions) -> MethodOptions:
+    """Return the options of `local`: the radii of -e are decided, others searched."""
     from certcli.certify.local_options import BRANCH
 
-    branches = effort == BRANCH
-    asked = sorted(options.target.epsilon)
     return replace(
         options.local,
         effort=effort,
-        at=[radius for radius in dict.fromkeys(asked) if radius > 0]
-        if branches
+        at=[threat.radius for threat in task.threats if threat.radius > 0]
+        if _decides(options)
         else options.local.at,
-        seconds=options.local.seconds if branches else None,
+        seconds=options.local.seconds if effort == BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
+
+
+def _decides(options: CertifyOptions) -> bool:
+    """Tell whether `local` decides radii in place of a search."""
+    return bool(options.target.epsilon) and options.target.radius == ASKED
 
 
 def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
@@ -191,7 +194,7 @@ def _run(
     demand = task.demand
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
-    if certifier is None:
+    if certifier is None or (method == "local" and _decides(options)):
         chosen = _options_of(method, choice, task, options, sink)
         device = options.machine.pick_for(getattr(chosen, "arithmetic", None))
         certifier = prepare(method, task.checkpoint, device, chosen)
