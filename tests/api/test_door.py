@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sizes": (lambda: [torch.rand(3, 2, 2), torch.rand(3, 3, 3)], "several sizes"),
     "texts": (lambda: ["a", "b"], "not 'a'"),
     "objects": (lambda: np.array([object()]), "not a ndarray"),
-    "dictionary": (lambda: {"pixel_values": images()[0]}, "holds no images"),
+    "dictionary": (lambda: {"inputs": [], "answers": []}, "is no pair of images and labels"),
     "labels twice": (lambda: generated(), "passed twice"),
 }
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from certcli.engine import replay, trace
+from certcli.engine import trace
 from certcli.models import foreign_tensors
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -316,8 +316,6 @@ def pretended_cuda() -> Iterator[torch.device]:
         stack.enter_context(
             mock.patch.object(trace, "patched", return_value=None)
         )  # it sees what is replaced here
-        # a second tensor without memory around these would not say that it is on the device
-        stack.enter_context(mock.patch.object(replay, "shadowed", replay.followed))
         # a tensor of CUDA is torch's own
         types = (*foreign_tensors._OWN, OnDevice)
         stack.enter_context(mock.patch.object(foreign_tensors, "_OWN", types))
