@@ -17,12 +17,21 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "flatten": lambda x: x.flatten(2),
     "expand": lambda x: x.expand(-1, -1, -1),
     "repeat": lambda x: x.repeat(1, 1, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(1, 1),
     "permute": lambda x: x.permute(0, 1, 2),
     "contiguous": lambda x: x.contiguous(),
     "to": lambda x: x.to(torch.float64),
     "slices": lambda x: x[:, 0:],
-    "narrow": lambda x: x.narrow(1, 0, 4),
+    "whole": lambda x: x[..., 0:8],
+    "index": lambda x: x.index_select(1, torch.arange(4)),
+    "narrow": lambda x: x.narrow(2, 0, 8),
+    "split": lambda x: x.split(8, -1)[0],
+    "roll": lambda x: x.roll(0, -1),
+    "flip": lambda x: x.flip(()),
+    "flip twice": lambda x: x.flip(1).flip(1),
+    "transpose twice": lambda x: x.transpose(1, 2).transpose(1, 2),
     "pad": lambda x: functional.pad(x, (0, 0, 0, 0)),
+    "cat": lambda x: torch.cat([x], 1),
 }
 
 
