@@ -116,12 +116,15 @@ def _named(function: Any, *functions: Any, methods: tuple[str, ...] = ()) -> Non
 # columns are not laid out as the traced tensor was: a view of it may need a copy
 _named(Tensor.reshape, torch.reshape, methods=("reshape", "view"))
 for _name in (
-    "flatten", "squeeze", "unsqueeze", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unbind",
+    "flatten", "squeeze", "unsqueeze", "permute", "transpose", "movedim", "swapaxes", "unbind",
     "chunk", "split", "tensor_split", "split_with_sizes", "narrow", "select", "roll", "flip", "repeat_interleave", "tile",
     "broadcast_to", "index_select", "clone",
 ):  # fmt: skip
     # a method takes what its function takes, and more
     _named(getattr(Tensor, _name), getattr(torch, _name), methods=(_name,))
+# names of the same kernels, which run on columns only under the first
+_named(Tensor.movedim, torch.moveaxis, methods=("moveaxis",))
+_named(Tensor.transpose, torch.swapdims, methods=("swapdims",))
 for _name in ("contiguous", "detach", "unflatten", "t", "expand", "repeat", "unfold"):
     _named(getattr(Tensor, _name), methods=(_name,))
 for _function in (
