@@ -149,7 +149,7 @@ def swin(layers: Layers, x: Tensor, function: Mapping[str, Any]) -> Tensor:
                 (side**2 << 2 * number, side % window, len(table)),
                 (patches, 0, (2 * window - 1) ** 2),
             )
-            normal = layers.norm(x, f"{block}.norm1", eps).settled()
+            normal = layers.norm(x, f"{block}.norm1", eps)
             theorem = "7.2" if place % 2 and side > window else "5.2"
             x = x.plus(layers.attention(normal, f"{block}.attn", heads, window**2, theorem), block)
             x = x.plus(

@@ -107,9 +107,9 @@ def _of_features(pending: Affine, layout: Layout) -> Affine:
 
 def _gain(x: Value, pending: Affine, places: Places, layout: Layout) -> Value | None:
     """A gain and shift by entry: numbers repeat where their axis is merged with others."""
-    if len(layout.axes) > 1 or not places.filled or (not layout.axes and places.shape[-1] != 1):
+    axis = _axis_of(layout, pending.axis, places.shape)
+    if axis is None or not places.filled:
         return None
-    axis = layout.axes[0] if layout.axes else -1
     line = layout.line.flatten()
     same = torch.equal(line, torch.arange(pending.width))
     if same and layout.separate:
@@ -125,6 +125,14 @@ def _gain(x: Value, pending: Affine, places: Places, layout: Layout) -> Value | 
     # the size is of the tensor before the map, whose fibres lie along its features
     size = x.size.arranged(places.shape, axis, layout.mixed)
     return replace(x, shape=places.shape, size=size, waiting=repeated)
+
+
+def _axis_of(layout: Layout, axis: int, shape: Shape) -> int | None:
+    """Return the one axis of the features. A single feature is on any axis of size 1, the old one first."""
+    if layout.axes:
+        return layout.axes[0] if len(layout.axes) == 1 else None
+    candidates = [a for a in (axis, -1) if a >= -len(shape) and shape[a] == 1]
+    return candidates[0] if candidates else None
 
 
 def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
