@@ -8,10 +8,10 @@ import certcli.system.compat  # noqa: F401 (before timm)
 # isort: split
 import torch
 from timm.layers import DropPath, PatchDropout
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from certcli.engine.walk import Constant
+from certcli.engine import moves
 from certcli.lipschitz.numerics.real import ZERO, as_real
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
@@ -23,19 +23,9 @@ from certcli.rounding.stored import Stored
 @covers("moves")
 def exact(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved, chosen or compared."""
-    for place in _constants_in((args, named)):
+    for place in moves.constants_in((args, named)):
         op.require_own(place)
     return lambda sizes: ZERO
-
-
-def _constants_in(x: Any) -> list[Tensor]:
-    if isinstance(x, (list, tuple)):
-        return [constant for part in x for constant in _constants_in(part)]
-    if isinstance(x, dict):
-        return _constants_in(list(x.values()))
-    if isinstance(x, slice):
-        return _constants_in([x.start, x.stop, x.step])
-    return [x.tensor] if isinstance(x, Constant) else []
 
 
 @rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)
@@ -43,7 +33,7 @@ def _constants_in(x: Any) -> list[Tensor]:
 def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved; those of constants are stored."""
     error = ZERO
-    for constant in _constants_in((args, named)):
+    for constant in moves.constants_in((args, named)):
         error = error + op.stored(constant).moved
     return lambda sizes: error
 
@@ -54,7 +44,7 @@ def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
 def larger(op: Operation, a: Any, b: Any) -> Rounding:
     """Entries are compared; those of a constant, which may be repeated, are stored."""
     error = ZERO
-    for constant in _constants_in((a, b)):
+    for constant in moves.constants_in((a, b)):
         error = (
             error
             + op.stored(constant).moved * as_real(op.entries / max(1, constant.numel())).sqrt()
@@ -63,25 +53,12 @@ def larger(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 rules.module(
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten,
-    nn.Unflatten, nn.MaxPool2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.ReflectionPad2d,
-    nn.ReplicationPad2d, nn.ZeroPad2d,
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.MaxPool2d,
 )(exact)  # fmt: skip
-rules.method(
-    "flatten", "transpose", "permute", "reshape", "view", "contiguous", "squeeze", "unsqueeze", "chunk", "split", "abs",
-    "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten", "view_as",
-    "reshape_as", "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "expand", "expand_as", "repeat", "tile",
-    "broadcast_to", "repeat_interleave", "index_select", "unfold", "amax", "amin", "detach",
-    "to", "type_as", "double",
-)(exact)  # fmt: skip
+rules.method(*moves.METHODS, "abs", "relu", "neg", "amax", "amin", "to", "type_as", "double")(exact)
 rules.function(
-    torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
-    torch.split, torch.unbind, torch.relu, functional.relu, operator.getitem, torch.roll, torch.flip, operator.neg,
-    functional.dropout, torch.clone, torch.select, torch.narrow, torch.movedim, torch.moveaxis, torch.swapaxes,
-    torch.swapdims, torch.tensor_split, torch.tile, torch.broadcast_to, torch.repeat_interleave, torch.index_select,
-    torch.amax, torch.amin, torch.abs, torch.neg, getattr, functional.unfold, functional.pixel_shuffle,
-    functional.pixel_unshuffle, functional.channel_shuffle, functional.max_pool2d, torch.max_pool2d,
-    functional.adaptive_max_pool2d,
+    *moves.FUNCTIONS, torch.relu, functional.relu, operator.neg, functional.dropout, torch.amax, torch.amin, torch.abs,
+    torch.neg, functional.max_pool2d, torch.max_pool2d, functional.adaptive_max_pool2d,
 )(exact)  # fmt: skip
 
 

@@ -29,7 +29,7 @@ QUICK = [
     "in-place-residual", "two-names", "expand", "split-heads", "chunks", "attention-bare", "attention-fused",
     "gelu-tanh", "spelled-rounded-enclosed", "linear-function", "maxmin", "attention-windows", "attention-written",
     "pad-channels", "roll-flat", "softmax", "center-norm", "batch-norm-folded", "l2-normalize", "attention-pool",
-    "silu",
+    "silu", "spelled-rounded-views", "spelled-rounded-moves",
 ]  # fmt: skip
 """They reach every entry of both tables; the other rows are other sizes and compositions of the
 same.

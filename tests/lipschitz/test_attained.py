@@ -15,10 +15,13 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import nn
 from torch.nn import functional
 
+from certcli.engine.moves import Move
+from certcli.engine.walk import Call
+from certcli.lipschitz.context import Context, Walk
 from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.add_sub import _share
-from certcli.lipschitz.rules.shapes import _merge_gain, groups
+from certcli.lipschitz.rules.moves import rearranged
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
 from certcli.models.pixels import PixelNormalize
@@ -105,13 +108,9 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
     before = (1, 2, times)
     after = (1, 2 * times)
     pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
-    merged = _merge_gain(
-        Value(arith.const(1.0), Size(arith, before), pending, None, before),
-        pending,
-        after,
-        groups(before, after),
-    )
-    assert merged is not None
+    value = Value(arith.const(1.0), Size(arith, before), pending, None, before)
+    context = Context(Walk(arith), Call("", "reshape", after))
+    merged = rearranged(context, value, Move(torch.Tensor.reshape, (after,)))
     assert merged.pending is not None
     assert merged.pending.bias is not None
     truth = times * Fraction(0.1) ** 2

@@ -38,6 +38,7 @@ WITHOUT_ROUNDING = {
 }  # fmt: skip
 OTHER_BATCHES = (
     "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
+    "spelled-rounded-moves",
     "spelled-rounded-enclosed",
 )  # fmt: skip
 """Their forward passes are of one image."""
@@ -50,7 +51,7 @@ QUICK = [
     "attention-cosine", "global-pool", "squeeze-excite", "expand", "conv-3-stride", "rms-norm-torch", "group-norm-1",
     "center-norm", "floor-norm", "layer-scale", "maxmin", "augmented", "unfold", "shuffle", "attention", "rolled", "l2-pool",
     "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard",
-    "spelled-rounded-views", "spelled-rounded-parts",
+    "spelled-rounded-views", "spelled-rounded-parts", "spelled-rounded-moves",
     "spelled-rounded-sums", "spelled-rounded-at-rest", "spelled-rounded-images", "spelled-batch-norm-of-rows",
 ]  # fmt: skip
 """They reach every entry of the table; the other rows are other sizes and compositions of the same."""

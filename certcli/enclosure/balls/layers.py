@@ -17,7 +17,7 @@ from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
 from certcli.enclosure.zonotopes.rules.layers import of_statistics, unit_length
 from certcli.enclosure.zonotopes.rules.shapes import (
-    register_moves,
+    register_choices,
     register_types,
     require_entries,
     require_one_place,
@@ -25,6 +25,7 @@ from certcli.enclosure.zonotopes.rules.shapes import (
     unsqueezed,
     zero_padding,
 )
+from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import conv_norm
@@ -215,14 +216,21 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     def run(t: Tensor) -> Any:
         return function(t, *args, **kwargs)
 
-    places = torch.arange(math.prod(x.shape), device=x.centre.device).view(x.shape)
-    places = run(places)
-    several = not isinstance(places, Tensor)
-    require_entries(places if several else [places])
-    return [rearranged(x, part) for part in places] if several else rearranged(x, places)
+    move = function if isinstance(function, Move) else Move(run)
+    places = [part.to(x.centre.device) for part in move.places(x.shape)]
+    require_entries(places)
+    if any(bool((part < 0).any()) for part in places):
+        raise NoRule("windows that reach beyond the tensor")
+    parts = [rearranged(x, part) for part in places]
+    return parts if move.several(x.shape) else parts[0]
 
 
-register_moves(rules, arranged, settled)
+def _move(ctx: BallContext, x: Any, move: Move) -> Any:
+    return arranged(move, x)
+
+
+register_moves(rules, (Near, Normalised), _move)
+register_choices(rules)
 register_types(rules)
 
 
@@ -231,9 +239,9 @@ def padded(
     ctx: BallContext, x: Any, pad: Any, mode: str = "constant", value: float | None = None
 ) -> Near:
     """Zeros do not move."""
-    x = settled(x)
     if not zero_padding(x.shape, pad, mode, value):
         return x
+    x = settled(x)
     return Near.of(F.pad(x.centre, pad), F.pad(x.fibre, pad[2:]), x.whole)
 
 
@@ -271,7 +279,9 @@ def stack(ctx: BallContext, parts: Any, dim: int = 0) -> Near:
 
 
 @rules.function(torch.cat, torch.concat)
-def cat(ctx: BallContext, parts: Any, dim: int = 0) -> Near:
+def cat(ctx: BallContext, parts: Any, dim: int = 0) -> Any:
+    if len(parts) == 1 and not isinstance(parts[0], Constant):
+        return parts[0]
     images = next(len(part.centre) for part in parts if isinstance(part, (Near, Normalised)))
     values = [
         still(part.tensor, images) if isinstance(part, Constant) else settled(part)

@@ -22,7 +22,14 @@ from certcli.enclosure.zonotopes.margins import (
     nothing_further,
     optimised,
 )
-from certcli.enclosure.zonotopes.needed_tokens import NetworkEnd, last_of, reads, split, tokens_read
+from certcli.enclosure.zonotopes.needed_tokens import (
+    NetworkEnd,
+    chosen_token,
+    last_of,
+    reads,
+    split,
+    tokens_read,
+)
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.rules.layers import (
     FIBREWISE,
@@ -142,7 +149,7 @@ class Enclosure(Domain):
 
     def _needed_of(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
         read = reads(self.ending.trace, node, self.needed.get(node), tokenwise)
-        if read is None or self.needed.get(argument) is not None or node.target is operator.getitem:
+        if read is None or self.needed.get(argument) is not None or chosen_token(node) is not None:
             return value
         if isinstance(value, Constant):
             many = value.tensor.dim() == 3 and value.tensor.shape[1] > 1

@@ -103,10 +103,13 @@ def _until(traced: Trace, last: fx.Node) -> Trace:
 
 def chosen_token(node: fx.Node) -> int | None:
     """Return r where the node is x[:, r], one whole token of a tensor (b, n, d); else None."""
-    if node.target is not operator.getitem:
+    if node.target is operator.getitem:
+        index = node.args[1]
+    elif node.target in ("select", torch.select) and not node.kwargs and node.args[1] in (1, -2):
+        index = (slice(None), *node.args[2:])
+    else:
         return None
     shape = _source(node).meta.get("shape")
-    index = node.args[1]
     if (
         not isinstance(shape, tuple)
         or len(shape) != 3

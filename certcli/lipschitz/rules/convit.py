@@ -1,15 +1,17 @@
 """ConViT's gated positional attention. Proof: docs/bounds.md, section 7.1."""
 
+import operator
+
 from timm.models.convit import GPSA
 from torch import nn
 
+from certcli.engine.moves import Move
 from certcli.engine.table import runs_known_code
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_positions import positional_gates
 from certcli.lipschitz.rules.matmul_attention import attend
-from certcli.lipschitz.rules.shapes import moved, reshaped
-from certcli.lipschitz.rules.slice_concat import select
+from certcli.lipschitz.rules.moves import moved, rearranged, reshaped
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 
@@ -36,7 +38,7 @@ def gated_positional_attention(ctx: Context, module: GPSA, x: Value) -> Value:
         ctx, reshaped(ctx, ctx.fold(x, module.qk.weight, module.qk.bias), split), (2, 0, 3, 1, 4)
     )
     by_head = (b, heads, n, width // heads)
-    query, key = (select(ctx.at(by_head), qk, number) for number in (0, 1))
+    query, key = (rearranged(ctx, qk, Move(operator.getitem, (number,))) for number in (0, 1))
     value = reshaped(
         ctx, ctx.fold(x, module.v.weight, module.v.bias), (b, n, heads, width // heads)
     )

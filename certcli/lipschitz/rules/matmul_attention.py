@@ -20,7 +20,7 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_positions import Gates
-from certcli.lipschitz.rules.shapes import transpose
+from certcli.lipschitz.rules.moves import transpose
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Probabilities, Scores, Value
@@ -47,8 +47,7 @@ def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
         leading = tuple(ctx.shape[:-2])
         a = ctx.spread(ctx.settle(a), (*leading, *a.shape[-2:]))
         b = ctx.spread(ctx.settle(b), (*leading, *b.shape[-2:]))
-    here = ctx.at((*b.shape[:-2], b.shape[-1], b.shape[-2]))
-    scores = Scores(a, transpose(here, b, -2, -1), ctx.arith.const(1.0))
+    scores = Scores(a, transpose(ctx, b, -2, -1), ctx.arith.const(1.0))
     return Value(ctx.unbounded(), Size(ctx.arith, tuple(ctx.shape)), scores, None, tuple(ctx.shape))
 
 

@@ -108,10 +108,9 @@ def dropout(
     return x
 
 
-@rules.method("float", "to", "type_as", "double", "clone", "detach", "type")
-@rules.function(torch.clone)
+@rules.method("float", "to", "type_as", "double", "type")
 def same(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
-    """A copy or a change of precision: the theorems speak of real numbers."""
+    """A change of precision: the theorems speak of real numbers."""
     if ctx.dtype not in (torch.float32, torch.float64):
         raise NoRule(f"a conversion to {ctx.dtype}")
     return x

@@ -10,8 +10,8 @@ from torch.nn import functional
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.outward import gamma, up
+from certcli.lipschitz.rules.moves import copied, pair, windows_of
 from certcli.lipschitz.rules.reduce import mean
-from certcli.lipschitz.rules.repeat_pad import copied, pair, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.heads import L2Pool

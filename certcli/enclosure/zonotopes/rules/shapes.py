@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
@@ -14,31 +14,9 @@ from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.needed_tokens import chosen_token
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
+from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
-
-_METHODS = (
-    *(
-        "reshape",
-        "view",
-        "flatten",
-        "unflatten",
-        "permute",
-        "transpose",
-        "contiguous",
-        "squeeze",
-        "unsqueeze",
-    ),
-    *("unbind", "chunk", "split", "select", "narrow", "clone", "roll"),
-)
-# columns are not laid out as the traced tensor was: a view of it may need a copy here
-ARRANGING_METHODS = {
-    name: Tensor.reshape if name == "view" else getattr(Tensor, name) for name in _METHODS
-}
-ARRANGING_FUNCTIONS = (
-    torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.unbind,
-    torch.chunk, torch.split, torch.select, torch.narrow, torch.clone, torch.roll,
-)  # fmt: skip
 
 
 def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,42 +49,29 @@ def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor
     return lambda t: run(t)[index]
 
 
-def register_moves(
-    table: RuleTable, move: Callable[..., Any], settle: Callable[[Any], Any] = lambda x: x
-) -> None:
-    """Register in a domain's table the operations that move, repeat or drop entries of one tensor.
-
-    Args:
-        move: (function, value, *args, **kwargs) -> value(s).
-        settle: makes a value speak of the tensor itself.
-    """
-    for name, function in ARRANGING_METHODS.items():
-        table.method(name)(
-            lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs)
-        )
-    for function in ARRANGING_FUNCTIONS:
-        table.function(function)(
-            lambda ctx, x, *args, _run=function, **kwargs: move(_run, x, *args, **kwargs)
-        )
-
-    @table.function(operator.getitem)
-    def item(ctx: Any, x: Any, index: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return x[index]
-        x = settle(x)
-        return move(operator.getitem, x, untokened(ctx.node, x.shape, index))
-
-    @table.method("expand")
-    def expand(ctx: Any, x: Any, *sizes: Any) -> Any:
-        return move(Tensor.expand, x, *sizes)
+def register_choices(table: RuleTable) -> None:
+    """Register in a domain's table x[:, r] and its like where of x only the token read was kept."""
+    table.functions[operator.getitem] = _choosing(table.functions[operator.getitem], 0)
+    table.functions[torch.select] = _choosing(table.functions[torch.select], 1)
+    table.methods["select"] = _choosing(table.methods["select"], 1)
 
 
-def untokened(node: fx.Node, shape: tuple[int, ...], index: Any) -> Any:
-    """Return the index into a tensor of which only the token read was kept."""
-    return (index[0], 0, *index[2:]) if chosen_token(node) is not None and shape[1] == 1 else index
+def _choosing(rule: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def choose(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
+        chosen = not isinstance(x, (list, tuple)) and chosen_token(ctx.node) is not None
+        if chosen and x.shape[1] == 1:
+            args = ((args[0][0], 0, *args[0][2:]),) if place == 0 else (args[0], 0)
+        return rule(ctx, x, *args, **named)
+
+    return choose
 
 
-register_moves(rules, arranged)
+def _move(ctx: Any, x: Form, move: Move) -> Any:
+    return arranged(move, x)
+
+
+register_moves(rules, Form, _move)
+register_choices(rules)
 
 
 def zero_padding(shape: tuple[int, ...], padding: Any, mode: str, value: float | None) -> bool:
@@ -122,6 +87,15 @@ def zero_padding(shape: tuple[int, ...], padding: Any, mode: str, value: float |
 
 def register_types(table: RuleTable) -> None:
     """Register in a domain's table the calls that leave a tensor of float64 as it is."""
+
+    @table.function(F.dropout)
+    def at_rest(
+        ctx: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        """Dropout in eval mode."""
+        if training and p:
+            raise NoRule("dropout in training mode")
+        return x
 
     @table.method("to", "type_as")
     def same(ctx: Any, x: Any, *types: Any, **named: Any) -> Any:
@@ -215,6 +189,8 @@ def stack(ctx: ZonotopeContext, parts: Any, dim: int = 0) -> Form:
 
 @rules.function(torch.cat, torch.concat)
 def cat(ctx: ZonotopeContext, parts: Any, dim: int = 0) -> Form:
+    if len(parts) == 1 and isinstance(parts[0], Form):
+        return parts[0]
     tensors = [part.tensor if isinstance(part, Constant) else part for part in parts]
     first = next(part for part in tensors if isinstance(part, Form))
     axis = dim % len(first.shape)

@@ -1,0 +1,225 @@
+"""Operations that move, repeat or drop the entries of one tensor: one list of names for all domains.
+
+What a domain needs to know of one is where each entry goes. It is run on numbers of the entries for
+that, so no argument of any spelling is read here or in a domain.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.walk import Constant
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """x -> function(x, *args, **named), whose entries are entries of x or `filled`, beside them.
+
+    Constants among the arguments choose places.
+    """
+
+    function: Callable[..., Any] = field(compare=False)
+    args: tuple[Any, ...] = field(default=(), compare=False)
+    named: dict[str, Any] = field(default_factory=dict, compare=False)
+    filled: float = 0.0
+    key: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Moves of equal arguments are equal; constants are compared as objects."""
+        text = repr((self.args, self.named))
+        constants = constants_in((self.args, self.named))
+        object.__setattr__(self, "key", object() if constants else (self.function, text))
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the tensor, or several, with 0 where `filled` stands."""
+        args, named = _plain((self.args, self.named), x.device)
+        return self.function(x, *args, **named)
+
+    def places(self, shape: Shape) -> list[Tensor]:
+        """Return which entry of x, in a row, each entry of each result is; -1 beside x."""
+        numbers = torch.arange(1, math.prod(shape) + 1).view(shape)
+        # these kernels know no integers
+        results = self(numbers.double() if self.function in (F.pad, F.unfold) else numbers)
+        return [part.long() - 1 for part in ([results] if isinstance(results, Tensor) else results)]
+
+    def stays(self, shape: Shape) -> bool:
+        """Tell whether every result is x itself."""
+        return not self.filled and _stays(self, shape)
+
+    def several(self, shape: Shape) -> bool:
+        """Tell whether the results are a list."""
+        return _several(self, shape)
+
+
+@functools.lru_cache(maxsize=512)
+def _several(move: Move, shape: Shape) -> bool:
+    return not isinstance(move(torch.zeros(shape)), Tensor)
+
+
+@functools.lru_cache(maxsize=512)
+def _stays(move: Move, shape: Shape) -> bool:
+    return all(
+        tuple(part.shape) == shape and torch.equal(part.flatten(), torch.arange(part.numel()))
+        for part in move.places(shape)
+    )
+
+
+def constants_in(x: Any) -> list[Tensor]:
+    """Return the constant tensors among arguments."""
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, slice):
+        x = [x.start, x.stop, x.step]
+    if isinstance(x, (list, tuple)):
+        return [constant for part in x for constant in constants_in(part)]
+    return [x.tensor] if isinstance(x, Constant) else []
+
+
+def _plain(x: Any, device: torch.device) -> Any:
+    """Return arguments with tensors in place of constants."""
+    if isinstance(x, Constant):
+        return x.tensor.to(device)
+    if isinstance(x, dict):
+        return {name: _plain(part, device) for name, part in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
+        return type(x)(_plain(part, device) for part in x)
+    return x
+
+
+Describe = Callable[..., Move]
+_LIST: list[tuple[Describe, tuple[Any, ...], tuple[str, ...]]] = []
+
+
+def _move(*functions: Any, methods: tuple[str, ...] = ()) -> Callable[[Describe], Describe]:
+    def register(describe: Describe) -> Describe:
+        _LIST.append((describe, functions, methods))
+        return describe
+
+    return register
+
+
+def _named(function: Any, *functions: Any, methods: tuple[str, ...] = ()) -> None:
+    """Add an operation that runs `function` with the arguments that it is called with."""
+    _move(*functions, methods=methods)(lambda x, *args, **named: Move(function, args, named))
+
+
+# columns are not laid out as the traced tensor was: a view of it may need a copy
+_named(Tensor.reshape, torch.reshape, methods=("reshape", "view"))
+for _name in (
+    "flatten", "squeeze", "unsqueeze", "permute", "transpose", "movedim", "swapaxes", "unbind",
+    "chunk", "split", "tensor_split", "split_with_sizes", "narrow", "select", "roll", "flip", "repeat_interleave", "tile",
+    "broadcast_to", "index_select", "clone",
+):  # fmt: skip
+    # a method takes what its function takes, and more
+    _named(getattr(Tensor, _name), getattr(torch, _name), methods=(_name,))
+# names of the same kernels, which run on columns only under the first
+_named(Tensor.movedim, torch.moveaxis, methods=("moveaxis",))
+_named(Tensor.transpose, torch.swapdims, methods=("swapdims",))
+for _name in ("contiguous", "detach", "unflatten", "t", "expand", "repeat", "unfold"):
+    _named(getattr(Tensor, _name), methods=(_name,))
+for _function in (
+    F.unfold,
+    F.pixel_shuffle,
+    F.pixel_unshuffle,
+    F.channel_shuffle,
+    operator.getitem,
+):
+    _named(_function, _function)
+
+
+@_move(methods=("view_as", "reshape_as"))
+def _shaped_like(x: Any, other: Any) -> Move:
+    return Move(Tensor.reshape, (_shape(other),))
+
+
+@_move(methods=("expand_as",))
+def _repeated_like(x: Any, other: Any) -> Move:
+    return Move(Tensor.expand, (_shape(other),))
+
+
+def _shape(x: Any) -> Shape:
+    return tuple(x.tensor.shape if isinstance(x, Constant) else x.shape)
+
+
+@_move(getattr)
+def _attribute(x: Any, name: str) -> Move:
+    """x.T and x.mT."""
+    if name != "mT" and (name != "T" or len(x.shape) != 2):
+        raise NoRule(f"no theorem for the attribute '{name}'")
+    return Move(torch.transpose, (-2, -1))
+
+
+@_move(F.pad)
+def _padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Move:
+    """Constants around a tensor (or a crop, for negative numbers), or entries of it."""
+    if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
+        raise NoRule(f"padding with {value}")
+    if mode == "constant":
+        return Move(F.pad, (tuple(pad),), filled=float(value or 0.0))
+    if mode not in ("reflect", "replicate", "circular") or len(x.shape) != 4:
+        raise NoRule(f"padding mode {mode}")
+    return Move(F.pad, (tuple(pad), mode))
+
+
+FUNCTIONS = tuple(function for _, functions, _ in _LIST for function in functions)
+METHODS = tuple(method for _, _, methods in _LIST for method in methods)
+"""All names."""
+
+
+def register_moves(
+    table: RuleTable, values: type | tuple[type, ...], transfer: Callable[[Any, Any, Move], Any]
+) -> None:
+    """Register all names in a domain's table. Of results that are x itself its value is returned.
+
+    Args:
+        values: the types of the domain's values.
+        transfer: (context, value, move) -> value(s).
+    """
+    for describe, functions, methods in _LIST:
+        rule = _rule(describe, values, transfer)
+        table.function(*functions)(rule)
+        table.method(*methods)(rule)
+
+
+def _rule(describe: Describe, values: Any, transfer: Any) -> Any:
+    def depends(x: Any) -> bool:
+        parts = [x.start, x.stop, x.step] if isinstance(x, slice) else x
+        several = isinstance(parts, (list, tuple))
+        return any(map(depends, parts)) if several else isinstance(x, values)
+
+    def rule(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
+        if isinstance(x, (list, tuple)) and describe is _LIST_ITEM:
+            return x[args[0]]
+        others = (*args, *named.values())
+        described = describe(x, *args, **named)
+        if not isinstance(x, values):
+            return _of_constant(x, described)
+        if depends((described.args, *described.named.values())):
+            raise NoRule("a rearrangement by a tensor that depends on the image")
+        if any(isinstance(other, torch.dtype) for other in others):
+            raise NoRule("a view as another dtype")
+        shape = tuple(x.shape)
+        if described.stays(shape):
+            return [x] if described.several(shape) else x
+        return transfer(ctx, x, described)
+
+    return rule
+
+
+_LIST_ITEM = next(describe for describe, functions, _ in _LIST if operator.getitem in functions)
+
+
+def _of_constant(x: Any, move: Move) -> Constant:
+    if not isinstance(x, Constant):
+        raise NoRule("a rearrangement of something else than one tensor")
+    return Constant(move(x.tensor))
