@@ -52,17 +52,22 @@ def _placed(ctx: Context, x: Value, places: Places) -> Value:
         size = places.arranged(old)
     if times == 1:
         return replace(x, shape=shape, size=size)
-    if not places.move.filled:
-        root = ctx.arith.const(up(math.sqrt(times), 1))
-        size = Size(ctx.arith, shape, total=lambda: root * old.total, peak=lambda: old.peak)
-    return copied(ctx, x, times, f"an entry appears in at most {times} places: sqrt({times})", size)
+    why = f"an entry appears in at most {times} places: sqrt({times})"
+    return copied(ctx, x, times, why, size if places.move.filled else None, shape)
 
 
-def copied(ctx: Context, x: Value, times: int, why: str, size: Size | None = None) -> Value:
+def copied(
+    ctx: Context,
+    x: Value,
+    times: int,
+    why: str,
+    size: Size | None = None,
+    shape: Shape | None = None,
+) -> Value:
     """Return the value after taking entries of a settled `x` at most `times` times: sqrt(times)."""
     factor = ctx.arith.const(up(math.sqrt(times), 1))
     size = size or Size(
-        ctx.arith, ctx.shape, total=lambda: factor * x.size.total, peak=lambda: x.size.peak
+        ctx.arith, shape or ctx.shape, total=lambda: factor * x.size.total, peak=lambda: x.size.peak
     )
     return ctx.charge(x, factor, why, size)
 
