@@ -162,7 +162,9 @@ class AdaptFields(StrictStruct):
 
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-Log10 = Annotated[float, Meta(ge=-1e10, le=1e10)]
+LARGEST_EXPONENT = 40_000
+"""Of two, in a proof: 10^12000 is far beyond the bound of any network, and its digits take a few milliseconds."""
+Log10 = Annotated[float, Meta(ge=-LARGEST_EXPONENT, le=LARGEST_EXPONENT)]
 
 
 class ProofFields(Struct):
@@ -171,7 +173,8 @@ class ProofFields(Struct):
     path: str
     kind: str
     value: tuple[
-        Annotated[float, Meta(ge=0)] | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]
+        Annotated[float, Meta(ge=0)] | Literal["inf"],
+        Annotated[int, Meta(ge=-LARGEST_EXPONENT, le=LARGEST_EXPONENT)],
     ]
     law: str
     parts: list[Annotated[int, Meta(ge=0)]]

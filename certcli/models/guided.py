@@ -160,7 +160,7 @@ def _flags(path: Path) -> Flags:
         f"{path} is a UNet of guided-diffusion under no published name: "
         "no tensor says its schedule and its heads",
         f'write them into {description}: {{"noise_schedule": "linear", "diffusion_steps": 1000, '
-        '"num_head_channels": 64, "use_new_attention_order": false}}, with the values of its '
+        '"num_head_channels": 64, "use_new_attention_order": false}, with the values of its '
         "training",
     )
 

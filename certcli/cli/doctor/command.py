@@ -79,7 +79,7 @@ def _torchvision() -> Finding:
         public = installed.partition("+")[0]
         remark += (
             "; certvit itself works. This torchvision was built for another torch; take "
-            "both from one index:"
+            "both from one index: "
             f"pip install --force-reinstall --no-deps torchvision=={public} --index-url {CPU_WHEELS}"
         )
     return Finding("torchvision", installed, remark, broken=True)
