@@ -42,7 +42,7 @@ _VIT_NAMES: Renames = (
     (r"\.mlp\.(0|linear_1)\.", ".mlp.fc1."),
     (r"\.mlp\.(3|linear_2)\.", ".mlp.fc2."),
     (r"^encoder\.ln\.", "norm."),
-    (r"^heads\.head\.", "head."),
+    (r"^heads\.(?:\w+\.)*(\w+)$", r"head.\1"),
 )
 _SWIN_NAMES: Renames = (
     (r"^features\.0\.0\.", "patch_embed.proj."),
@@ -51,7 +51,7 @@ _SWIN_NAMES: Renames = (
     (r"^features\.([246])\.", lambda match: f"layers.{int(match[1]) // 2}.downsample."),
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.3\.", ".mlp.fc2."),
-    (r"^head\.", "head.fc."),
+    (r"^head\.(?:\w+\.)*(\w+)$", r"head.fc.\1"),
 )
 _CONVNEXT_NAMES: Renames = (
     (r"^features\.0\.", "stem."),
@@ -63,7 +63,7 @@ _CONVNEXT_NAMES: Renames = (
     (r"\.block\.5\.", ".mlp.fc2."),
     (r"\.layer_scale$", ".gamma"),
     (r"^classifier\.0\.", "head.norm."),
-    (r"^classifier\.2\.", "head.fc."),
+    (r"^classifier\.2\.(?:\w+\.)*(\w+)$", r"head.fc.\1"),
 )
 _PUBLISHED = {
     ("vit", 16, 768, (12,)): "vit_b_16",

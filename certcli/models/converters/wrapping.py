@@ -1,6 +1,7 @@
 """How state dicts are wrapped: in dictionaries, under prefixes, averaged weights beside others."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,14 @@ from torch import Tensor
 
 from certcli.checkpoint.file import require_numbers
 from certcli.checkpoint.torch_file import load_plain
+from certcli.models.converters.alignment import (
+    alignments,
+    harmless,
+    require_plain,
+    rivals,
+    without_weight_norm,
+)
+from certcli.models.converters.base import by_name
 from certcli.models.provenance import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
@@ -24,13 +33,6 @@ _EMA = (
     "params_ema",
     "teacher",
 )
-_OWN_FIRSTS = frozenset(
-    (
-        *("vit", "deit", "beit", "dinov2", "dinov2_with_registers", "swin", "swinv2", "convnext"),
-        *("convnextv2", "embeddings", "features", "visual", "text_model", "vision_model"),
-    )
-)
-"""First parts of names by which the converters recognise a network."""
 _STATISTICS = {
     "mean": "std",
     "_mean": "_std",
@@ -73,6 +75,9 @@ class Bare:
         prefix: The prefix that all its names had.
         original: Whether timm's filter renamed the tensors.
         normaliser: The pixel statistics that it holds beside the network.
+        computed: The weights that were computed of those of a weight norm.
+        aside: The file's names that are none of the network's.
+        doubts: A sentence for each reason why the network may be another one than its author's.
     """
 
     tensors: dict[str, Tensor]
@@ -80,6 +85,14 @@ class Bare:
     prefix: str = ""
     original: bool = False
     normaliser: Normaliser | None = None
+    computed: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> dict[str, Tensor]:
+        """The tensors under their prefix."""
+        return {self.prefix + name: value for name, value in self.tensors.items()}
 
     @property
     def averaged(self) -> bool:
@@ -94,6 +107,8 @@ class Bare:
             else []
         )
         facts += [Fact("names", f"without '{self.prefix}'", "the file")] if self.prefix else []
+        facts += [Fact("computed", _some(self.computed), "a weight norm")] if self.computed else []
+        facts += [Fact("set aside", _some(self.aside), "the file")] if self.aside else []
         by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
         return [*facts, by_filter] if self.original else facts
 
@@ -129,6 +144,7 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     return Bare(tensors, keys)
 
 
+Recognised = Callable[[Mapping[str, Tensor]], bool]
 StateDicts = dict[tuple[str, ...], Mapping[Any, Tensor]]
 """Dictionaries of tensors, by the keys under which they lie."""
 
@@ -226,6 +242,11 @@ def _named(places: list[tuple[str, ...]]) -> str:
     return ", ".join(f"'{one_line('/'.join(keys))[:60]}'" for keys in places[:6])
 
 
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{one_line(name)[:80]}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
 def _all_equal(state_dicts: list[Mapping[Any, Tensor]]) -> bool:
     first = state_dicts[0]
     return all(_are_equal(first, other) for other in state_dicts[1:])
@@ -238,18 +259,24 @@ def _are_equal(first: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool
     )
 
 
-def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
-    """Return the state dict without the prefix that all its names share, and without a normaliser
-    beside the network.
+def unwrapped(
+    bare: Bare, path: Path, weights: str | None, roots: Callable[[Mapping[str, Tensor]], list[str]]
+) -> Bare:
+    """Return the state dict without the prefix that all its names share, without a normaliser
+    beside the network, and without what training stored beside another library's network.
 
     Where some are under a prefix of raw and the others under one of averaged weights, `weights`
     says which are read.
 
+    Args:
+        roots: Tells under which prefixes names lie by which a converter recognises its network.
+
     Raises:
         ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between
-        two.
+        two; or a name says that the weights are not its tensors alone.
     """
-    tensors = bare.tensors
+    tensors, computed = without_weight_norm(without_private(bare.tensors))
+    require_plain(path, tensors)
     taken = ""
     normaliser = None
     while True:
@@ -264,12 +291,14 @@ def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
             }
         if normaliser is None:
             tensors, normaliser = _without_normaliser(tensors)
-        prefix = _shared_prefix(tensors)
+        prefix = _shared_prefix(tensors, lambda names: "" in roots(names))
         if prefix is None:
             break
         tensors = _below(tensors, prefix)
         taken += prefix
-    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
+    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser, computed=computed)
+    if places := roots(tensors):
+        bare = _rooted(bare, path, weights, places)
     if weights in ("raw", "ema") and bare.averaged != (weights == "ema"):
         kinds = ("raw", "averaged") if bare.averaged else ("averaged", "raw")
         raise ArchitectureError(
@@ -277,6 +306,56 @@ def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
             f"leave out --weights {weights}",
         )
     return bare
+
+
+def aligned(bare: Bare, path: Path, weights: str | None, wanted: Collection[str]) -> Bare:
+    """Return the tensors by the network's names, where the file's are these with parts added.
+
+    What lies beside the network is left out if no forward pass reads it. Where the file holds no
+    whole network of these names, `bare` itself.
+
+    Raises:
+        ArchitectureError: it holds two networks and nobody chose, or a tensor beside the network
+        that may change what it computes.
+    """
+    tensors = bare.whole
+    if tensors.keys() == set(wanted):
+        return replace(bare, tensors=tensors, prefix="")
+    networks = alignments(tensors, wanted)
+    if not networks:
+        both = rivals(tensors, wanted)
+        if both is not None and not set(wanted) <= bare.tensors.keys():
+            target, first, second = (one_line(name) for name in both)
+            raise ArchitectureError(
+                f"{path.name} holds '{first}' and '{second}': which is the network's '{target}'?",
+                "save the state_dict() of the network alone",
+            )
+        return bare
+    places: StateDicts = {
+        tuple(root.split(".")[:-1]): each.tensors for root, each in networks.items()
+    }
+    chosen = _choice(list(places), places, path, weights)
+    root = "".join(f"{part}." for part in chosen)
+    network = networks[root]
+    others = {name for each in networks.values() for name in each.names.values()}
+    strange = [
+        name
+        for name in network.aside
+        if name not in others and not harmless(name, tensors[name], root)
+    ]
+    if strange:
+        raise ArchitectureError(
+            f"{path.name} holds {_some(strange)} beside the network, which may change what it computes",
+            "name an architecture that has it; if it is not used, save the state_dict() of the network alone",
+        )
+    added = [
+        f"'{one_line(name)}' is taken for '{target}': what else the module around it computes, no tensor shows"
+        for target, name in sorted(network.names.items())
+        if not name.endswith(target)
+    ]
+    aside = (*bare.aside, *network.aside)
+    doubts = tuple(added[:1])
+    return replace(bare, tensors=network.tensors, prefix=root, aside=aside, doubts=doubts)
 
 
 def _below(tensors: Mapping[Any, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -288,19 +367,49 @@ def _below(tensors: Mapping[Any, Tensor], prefix: str) -> dict[str, Tensor]:
     }
 
 
-def _shared_prefix(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the prefix that all names share and no network's own names begin with, or None.
-
-    A name of our list is a prefix however few tensors there are; any other one where different
-    names follow it.
+def _shared_prefix(tensors: Mapping[str, Tensor], recognised: Recognised) -> str | None:
+    """Return the first part of all names; None where they share none, or are recognised with it
+    only.
     """
     firsts = {name.partition(".")[0] for name in tensors}
     if len(firsts) != 1 or not all("." in name for name in tensors):
         return None
     (first,) = firsts
-    seconds = {name.split(".")[1] for name in tensors}
-    is_wrapping = first in (*_RAW, *_EMA) or (len(seconds) > 1 and first not in _OWN_FIRSTS)
-    return f"{first}." if is_wrapping else None
+    prefix = f"{first}."
+    if len(tensors) == 1 and first not in (*_RAW, *_EMA):
+        return None
+    lost = recognised(tensors) and not recognised(_below(tensors, prefix))
+    return None if lost else prefix
+
+
+def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str]) -> Bare:
+    """Return the network of another library that lies under one of these prefixes, with what lies
+    beside it and may belong to it.
+    """
+    places: StateDicts = {tuple(root.split(".")[:-1]): _below(bare.tensors, root) for root in roots}
+    root = ".".join((*_choice(list(places), places, path, weights), ""))
+    root = "" if root == "." else root
+    below = _below(bare.tensors, root)
+    others = tuple(other for other in roots if other != root and not root.startswith(other))
+    aside = []
+    beside = {}
+    for name, value in bare.tensors.items():
+        is_other = bool(others) and name.startswith(others)
+        if is_other or harmless(name, value, root):
+            aside.append(name)
+        elif not name.startswith(root):
+            beside[name] = value
+    tensors = {name: value for name, value in below.items() if root + name not in aside}
+    whole = by_name([*tensors.items(), *beside.items()])
+    return replace(bare, tensors=whole, prefix=bare.prefix + root, aside=tuple(aside))
+
+
+def without_private(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the parts `_name` of names, but the last: a wrapper's own module.
+
+    So FSDP, DDP, activation checkpoints and compilers call the module that they wrap.
+    """
+    return by_name((re.sub(r"(?<![^.])_\w+\.", "", name), value) for name, value in tensors.items())
 
 
 def _without_normaliser(
