@@ -29,6 +29,7 @@ from certcli.models import build
 from certcli.models.assumptions import RECORD, images_of, reading_of, rival
 from certcli.models.build import OpenCheckpoint
 from certcli.models.converters import torchvision
+from certcli.models.converters.alignment import cause
 from certcli.models.converters.base import Converted
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import describes, is_transformers
@@ -217,6 +218,8 @@ def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Conve
     except CertvitError:
         raise
     except _MISFITS as failure:
+        if isinstance(failure, LookupError) and (why := cause(tensors)):
+            raise ArchitectureError(f"{path}: {why[0]}", why[1]) from failure
         lacks = "lacks " if isinstance(failure, LookupError) else ""
         modules = sorted({name.partition(".")[0] for name in tensors})
         raise ArchitectureError(
@@ -234,9 +237,11 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
         require_fitting(net, tensors)
         require_computed(net, converted.computed)
     except ArchitectureError as failure:
+        why = cause(tensors.keys() - net.state_dict().keys())
         raise ArchitectureError(
-            f"{converted.source}, by timm's names: {failure.message}",
-            "its config may belong to another file",
+            f"{converted.source}, by timm's names: {failure.message}"
+            + (f"; {why[0]}" if why else ""),
+            why[1] if why else "its config may belong to another file",
         ) from failure
     default = f"{converted.source}, converted"
     ends = [] if converted.features is None else [Fact("features", converted.features, default)]

@@ -23,6 +23,7 @@ from certcli.models.config_json import (
     image_doubts,
     require_consistent,
 )
+from certcli.models.converters.alignment import cause, rivals
 from certcli.models.converters.original import filtered
 from certcli.models.converters.wrapping import Bare, aligned
 from certcli.models.overrides import Hints
@@ -58,6 +59,16 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         advised = advice(net, bare.tensors)
         if not advised and failure.hint != FITTING_HINT:
             raise
+        why = cause(bare.tensors.keys() - net.state_dict().keys())
+        if why is not None:
+            raise ArchitectureError(f"{path}: {why[0]}", why[1]) from failure
+        both = rivals(bare.whole, net.state_dict())
+        if not advised and both is not None:
+            target, first, second = (one_line(name) for name in both)
+            raise ArchitectureError(
+                f"{path} holds '{first}' and '{second}': which is the '{target}' of {record.arch}?",
+                "save the state_dict() of the network alone",
+            ) from failure
         if not advised:
             raise ArchitectureError(
                 f"{path} is another network than {record.arch} as named: {failure.message}",
@@ -111,7 +122,8 @@ def _by_cause(net: nn.Module, bare: Bare) -> str:
     expected = net.state_dict().keys()
     surplus = sorted(bare.tensors.keys() - expected)
     if surplus:
-        return f"an architecture that has '{one_line(bare.prefix + surplus[0])}'; or save the state_dict() of the network alone"
+        name = one_line(bare.prefix + surplus[0])
+        return f"name an architecture that has '{name}'; or save the state_dict() of the network alone, if it has none"
     if expected - bare.tensors.keys():
         return "the file is not whole, or of an architecture without them: save the network's whole state_dict()"
     return "--arch-arg key=value for the sizes that it was trained with"
@@ -138,6 +150,8 @@ def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
         return bare
     except ArchitectureError as failure:
         matching = filtered(tensors, net)
+        if (matching is None or not _fits(net, matching)) and bare.prefix:
+            matching = filtered(bare.whole, net)  # OpenCLIP's begin with `visual`
         if matching is not None and _fits(net, matching):
             buffers = {name for name, _ in net.named_buffers()}
             require_computed(

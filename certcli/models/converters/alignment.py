@@ -5,7 +5,7 @@ file is read as the network's name that is left without the added parts, if it i
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
         "make it one tensor first: torch.nn.utils.parametrize.remove_parametrizations(module, name)",
     ),
     (
-        r"(scale|scales|zero_point|SCB|absmax|_packed_params|qweight|qzeros)$",
+        r"(^|\.)(weight_scale(_inv)?|scales?|zero_points?|SCB|absmax|_packed_params|q(weight|zeros))(\.|$)",
         "is a scale of quantised weights",
         "save the network's weights as floating numbers, before they are quantised",
     ),
@@ -66,10 +66,12 @@ class Aligned:
     aside: tuple[str, ...]
 
 
-def cause(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return what a tensor is that changes the weights beside it, by its name, and a hint."""
+def cause(
+    names: Iterable[str], causes: Sequence[tuple[str, str, str]] = _CAUSES
+) -> tuple[str, str] | None:
+    """Return what a tensor without a place is that changes weights, by its name, and a hint."""
     ordered = sorted(names)
-    for pattern, what, hint in _CAUSES:
+    for pattern, what, hint in causes:
         name = next((name for name in ordered if re.search(pattern, name)), None)
         if name is not None:
             return f"'{one_line(name)}' {what}", hint
@@ -90,9 +92,9 @@ def harmless(name: str, value: Tensor, root: str = "") -> bool:
     return _TRAINING.match(name) is not None
 
 
-def require_plain(path: Path, names: Iterable[str]) -> None:
-    """Raise ArchitectureError where a name says that the weights are not the file's tensors alone."""
-    why = cause(names)
+def require_merged(path: Path, names: Iterable[str]) -> None:
+    """Raise ArchitectureError where an adapter lies beside the weights: the base is another network."""
+    why = cause(names, _CAUSES[:1])
     if why is not None:
         raise ArchitectureError(f"{path.name}: {why[0]}", why[1])
 

@@ -29,7 +29,7 @@ from certcli.models.converters.base import (
     require_whole_windows,
 )
 from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, one_line
 
 _VIT_NAMES: Renames = (
     (r"^class_token$", "cls_token"),
@@ -124,12 +124,14 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
     record = Record(arch=network.arch, arch_args=arguments, input=spec, classes=classes)
     origins |= dict.fromkeys(hints.arch_args, "--arch-arg")
     name = network.published or family
-    doubts = (
-        () if hints.arch is None else (f"the tensors are torchvision's {name}: --arch ignored",)
-    )
-    return Converted(
-        network.tensors, record, f"torchvision's {name}", origins, doubts, network.computed
-    )
+    doubts = [] if hints.arch is None else [f"the tensors are torchvision's {name}: --arch ignored"]
+    doubts += [
+        f"'{one_line(key)}' is the head: what stands before it in its Sequential, no tensor shows"
+        for key in tensors
+        if re.fullmatch(r"(heads|head|classifier\.2)\.(\w+\.)*[1-9]\d*\.weight", key)
+    ]
+    source = f"torchvision's {name}"
+    return Converted(network.tensors, record, source, origins, tuple(doubts), network.computed)
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:

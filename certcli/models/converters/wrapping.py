@@ -14,8 +14,7 @@ from certcli.checkpoint.torch_file import load_plain
 from certcli.models.converters.alignment import (
     alignments,
     harmless,
-    require_plain,
-    rivals,
+    require_merged,
     without_weight_norm,
 )
 from certcli.models.converters.base import by_name
@@ -276,7 +275,7 @@ def unwrapped(
         two; or a name says that the weights are not its tensors alone.
     """
     tensors, computed = without_weight_norm(without_private(bare.tensors))
-    require_plain(path, tensors)
+    require_merged(path, tensors)
     taken = ""
     normaliser = None
     while True:
@@ -311,25 +310,17 @@ def unwrapped(
 def aligned(bare: Bare, path: Path, weights: str | None, wanted: Collection[str]) -> Bare:
     """Return the tensors by the network's names, where the file's are these with parts added.
 
-    What lies beside the network is left out if no forward pass reads it. Where the file holds no
-    whole network of these names, `bare` itself.
+    What lies beside the network is left out if no forward pass reads it; what may change the
+    function stays, and does not fit. Where the file holds no whole network of these names, `bare`.
 
     Raises:
-        ArchitectureError: it holds two networks and nobody chose, or a tensor beside the network
-        that may change what it computes.
+        ArchitectureError: it holds two networks and nobody chose.
     """
     tensors = bare.whole
     if tensors.keys() == set(wanted):
         return replace(bare, tensors=tensors, prefix="")
     networks = alignments(tensors, wanted)
     if not networks:
-        both = rivals(tensors, wanted)
-        if both is not None and not set(wanted) <= bare.tensors.keys():
-            target, first, second = (one_line(name) for name in both)
-            raise ArchitectureError(
-                f"{path.name} holds '{first}' and '{second}': which is the network's '{target}'?",
-                "save the state_dict() of the network alone",
-            )
         return bare
     places: StateDicts = {
         tuple(root.split(".")[:-1]): each.tensors for root, each in networks.items()
@@ -343,19 +334,15 @@ def aligned(bare: Bare, path: Path, weights: str | None, wanted: Collection[str]
         for name in network.aside
         if name not in others and not harmless(name, tensors[name], root)
     ]
-    if strange:
-        raise ArchitectureError(
-            f"{path.name} holds {_some(strange)} beside the network, which may change what it computes",
-            "name an architecture that has it; if it is not used, save the state_dict() of the network alone",
-        )
     added = [
         f"'{one_line(name)}' is taken for '{target}': what else the module around it computes, no tensor shows"
         for target, name in sorted(network.names.items())
         if not name.endswith(target)
     ]
-    aside = (*bare.aside, *network.aside)
-    doubts = tuple(added[:1])
-    return replace(bare, tensors=network.tensors, prefix=root, aside=aside, doubts=doubts)
+    left = by_name((name.removeprefix(root), tensors[name]) for name in strange)
+    aside = (*bare.aside, *(name for name in network.aside if name not in strange))
+    whole = by_name([*network.tensors.items(), *left.items()])
+    return replace(bare, tensors=whole, prefix=root, aside=aside, doubts=tuple(added[:1]))
 
 
 def _below(tensors: Mapping[Any, Tensor], prefix: str) -> dict[str, Tensor]:
