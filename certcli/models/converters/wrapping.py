@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class Bare:
         prefix: The prefix that all its names had.
         original: Whether timm's filter renamed the tensors.
         normaliser: The pixel statistics that it holds beside the network.
+        private: The parts `_name` that its names had.
         computed: The weights that were computed of those of a weight norm.
         aside: The file's names that are none of the network's.
         doubts: A sentence for each reason why the network may be another one than its author's.
@@ -84,6 +86,7 @@ class Bare:
     prefix: str = ""
     original: bool = False
     normaliser: Normaliser | None = None
+    private: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
@@ -92,6 +95,11 @@ class Bare:
     def whole(self) -> dict[str, Tensor]:
         """The tensors under their prefix."""
         return {self.prefix + name: value for name, value in self.tensors.items()}
+
+    def undecided(self, weights: str | None) -> str | None:
+        """Return `weights`, unless it named a dictionary, which was chosen."""
+        is_key = bool(self.keys) and weights in (self.keys[-1], "/".join(self.keys))
+        return None if is_key else weights
 
     @property
     def averaged(self) -> bool:
@@ -105,7 +113,8 @@ class Bare:
             if self.keys
             else []
         )
-        facts += [Fact("names", f"without '{self.prefix}'", "the file")] if self.prefix else []
+        parts = (*self.private, *((self.prefix,) if self.prefix else ()))
+        facts += [Fact("names", f"without {_some(parts)}", "the file")] if parts else []
         facts += [Fact("computed", _some(self.computed), "a weight norm")] if self.computed else []
         facts += [Fact("set aside", _some(self.aside), "the file")] if self.aside else []
         by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
@@ -123,7 +132,10 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     candidates = _networks(loaded)
     if not candidates:
         raise CheckpointError(f"{path} {_content(loaded)}", "save the network's state_dict()")
-    keys = _choice(list(candidates), candidates, path, weights)
+    names_prefix = any(
+        str(name).startswith(f"{weights}.") for names in candidates.values() for name in names
+    )
+    keys = _choice(list(candidates), candidates, path, None if names_prefix else weights)
     state_dict = candidates[keys]
     tensors = {str(name): value.detach() for name, value in state_dict.items()}
     if len(tensors) < len(state_dict):
@@ -232,7 +244,7 @@ def _choice(
     if not _all_equal([state_dicts[keys] for keys in places]):
         raise ArchitectureError(
             f"{path.name} holds the weights of several networks, {_named(places)}: which is meant?",
-            f"--weights {'/'.join(places[0])}",
+            f"--weights {'/'.join(max(places[:2], key=bool))}",
         )
     return places[0]
 
@@ -274,7 +286,8 @@ def unwrapped(
         ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between
         two; or a name says that the weights are not its tensors alone.
     """
-    tensors, computed = without_weight_norm(without_private(bare.tensors))
+    tensors, private = _without_private(bare.tensors)
+    tensors, computed = without_weight_norm(tensors)
     require_merged(path, tensors)
     taken = ""
     normaliser = None
@@ -295,10 +308,12 @@ def unwrapped(
             break
         tensors = _below(tensors, prefix)
         taken += prefix
-    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser, computed=computed)
+    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
+    bare = replace(bare, computed=tuple(computed), private=private)
     if places := roots(tensors):
         bare = _rooted(bare, path, weights, places)
-    if weights in ("raw", "ema") and bare.averaged != (weights == "ema"):
+    has_averaged = any(name.partition(".")[0] in _EMA for name in tensors)
+    if weights in ("raw", "ema") and not has_averaged and bare.averaged != (weights == "ema"):
         kinds = ("raw", "averaged") if bare.averaged else ("averaged", "raw")
         raise ArchitectureError(
             f"{path.name} holds no {kinds[0]} weights, only {kinds[1]} ones",
@@ -325,9 +340,10 @@ def aligned(bare: Bare, path: Path, weights: str | None, wanted: Collection[str]
     places: StateDicts = {
         tuple(root.split(".")[:-1]): each.tensors for root, each in networks.items()
     }
-    chosen = _choice(list(places), places, path, weights)
-    root = "".join(f"{part}." for part in chosen)
-    network = networks[root]
+    chosen = _choice(list(places), places, path, bare.undecided(weights))
+    network = networks["".join(f"{part}." for part in chosen)]
+    shared = commonprefix([name.split(".")[:-1] for name in network.names.values()])
+    root = "".join(f"{part}." for part in shared)
     others = {name for each in networks.values() for name in each.names.values()}
     strange = [
         name
@@ -374,8 +390,8 @@ def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str])
     beside it and may belong to it.
     """
     places: StateDicts = {tuple(root.split(".")[:-1]): _below(bare.tensors, root) for root in roots}
-    root = ".".join((*_choice(list(places), places, path, weights), ""))
-    root = "" if root == "." else root
+    chosen = _choice(list(places), places, path, bare.undecided(weights))
+    root = "".join(f"{part}." for part in chosen)
     below = _below(bare.tensors, root)
     others = tuple(other for other in roots if other != root and not root.startswith(other))
     aside = []
@@ -391,12 +407,18 @@ def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str])
     return replace(bare, tensors=whole, prefix=bare.prefix + root, aside=tuple(aside))
 
 
-def without_private(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the parts `_name` of names, but the last: a wrapper's own module.
+def _without_private(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the tensors without the parts `_name` of names, but the last: a wrapper's own module;
+    and these parts.
 
     So FSDP, DDP, activation checkpoints and compilers call the module that they wrap.
     """
-    return by_name((re.sub(r"(?<![^.])_\w+\.", "", name), value) for name, value in tensors.items())
+    pattern = re.compile(r"(?<![^.])_\w+\.")
+    private = sorted({part for name in tensors for part in pattern.findall(name)})
+    public = by_name((pattern.sub("", name), value) for name, value in tensors.items())
+    return public, tuple(private)
 
 
 def _without_normaliser(
