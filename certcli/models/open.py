@@ -31,13 +31,13 @@ from certcli.models.build import OpenCheckpoint
 from certcli.models.converters import torchvision
 from certcli.models.converters.alignment import cause
 from certcli.models.converters.base import Converted
+from certcli.models.converters.prefixes import unwrapped
 from certcli.models.converters.transformers import convert as convert_transformers
 from certcli.models.converters.transformers import describes, is_transformers
 from certcli.models.converters.wrapping import (
     TORCH_SUFFIXES,
     Bare,
     read_torch,
-    unwrapped,
 )
 from certcli.models.folder import weights_of
 from certcli.models.hub import cache_if_unreachable, fetched, reason_of

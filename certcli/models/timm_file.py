@@ -25,7 +25,8 @@ from certcli.models.config_json import (
 )
 from certcli.models.converters.alignment import cause, rivals
 from certcli.models.converters.original import filtered
-from certcli.models.converters.wrapping import Bare, aligned
+from certcli.models.converters.prefixes import aligned
+from certcli.models.converters.wrapping import Bare
 from certcli.models.overrides import Hints
 from certcli.models.weights import FITTING_HINT, require_computed, require_fitting
 from certcli.system.errors import (
@@ -59,9 +60,9 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         advised = advice(net, bare.tensors)
         if not advised and failure.hint != FITTING_HINT:
             raise
-        why = cause(bare.tensors.keys() - net.state_dict().keys())
-        if why is not None:
-            raise ArchitectureError(f"{path}: {why[0]}", why[1]) from failure
+        changed = cause(bare.tensors.keys() - net.state_dict().keys())
+        if changed is not None:
+            raise ArchitectureError(f"{path}: {changed[0]}", changed[1]) from failure
         both = rivals(bare.whole, net.state_dict())
         if not advised and both is not None:
             target, first, second = (one_line(name) for name in both)
