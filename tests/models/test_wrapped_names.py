@@ -144,6 +144,10 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
         },
         "blocks.0.norm",
     ),
+    "a norm twice": (
+        lambda state: {**under("backbone.")(state), "norm.weight": ONE}, "'backbone.norm.weight' and 'norm.weight'"
+    ),
+    "one name by two wrappers": (beside(_a__cls_token=ONE), "'cls_token' and '_a.cls_token'"),
     "a count that is none": (beside(global_scale=1.5 * ONE), "global_scale"),
     "a flat shard": (lambda state: {"_fsdp_wrapped_module._flat_param": torch.ones(99)}, "_flat_param.*FSDP"),
     "pruned": (

@@ -48,6 +48,9 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
 )
 """Names by which libraries store what changes the weights, what it is, and how it is undone."""
+_COMPUTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""Types in which torch takes norms."""
+_MOST_NETWORKS = 64
 _DEEPEST = 12
 """Parts that programs add in front of a name, at most."""
 
@@ -85,7 +88,7 @@ def harmless(name: str, value: Tensor, root: str = "") -> bool:
     it. A tensor within the network is never one of the latter.
     """
     if value.numel() == 1 and _COUNTER.search(name):
-        return float(value) == round(float(value))
+        return not value.is_complex() and float(value).is_integer()
     around = root.split(".")
     while around and name.startswith(f"{around[0]}."):
         name = name.removeprefix(f"{around.pop(0)}.")
@@ -99,13 +102,13 @@ def require_merged(path: Path, names: Iterable[str]) -> None:
         raise ArchitectureError(f"{path.name}: {why[0]}", why[1])
 
 
-def alignments(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Aligned]:
+def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Aligned]:
     """Return each whole network in the file, by the prefix under which it lies.
 
     Args:
-        wanted: The names of the network's tensors.
+        expected: The names of the network's tensors.
     """
-    targets = sorted(wanted)
+    targets = sorted(expected)
     target_of = _reader(targets)
     candidates: dict[str, list[str]] = {}
     for name in tensors:
@@ -135,9 +138,9 @@ def alignments(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str
     return networks
 
 
-def rivals(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> tuple[str, str, str] | None:
+def rivals(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> tuple[str, str, str] | None:
     """Return a name of the network, and two of the file that could both be meant; None without."""
-    target_of = _reader(wanted)
+    target_of = _reader(expected)
     first: dict[str, str] = {}
     for name in sorted(tensors):
         target = target_of(name)
@@ -148,26 +151,26 @@ def rivals(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> tuple[str, s
     return None
 
 
-def _reader(wanted: Iterable[str]) -> Callable[[str], str | None]:
+def _reader(expected: Iterable[str]) -> Callable[[str], str | None]:
     """Return the function from a file's name to the network's that is left without added parts.
 
     Added are parts that no name of the network has, those in front of one of its names, and a
     number before the last part: a layer's place in a Sequential.
     """
-    targets = frozenset(wanted)
+    targets = frozenset(expected)
     parts = {part for name in targets for part in name.split(".")}
     firsts = {name.partition(".")[0] for name in targets}
 
     def target_of(name: str) -> str | None:
-        left = [part for part in name.split(".") if part in parts or part.isdecimal()]
-        if name.rpartition(".")[2] not in left[-1:]:
+        rest = [part for part in name.split(".") if part in parts or part.isdecimal()]
+        if name.rpartition(".")[2] not in rest[-1:]:
             return None
-        while left:
-            in_sequential = left[-2:-1] and left[-2].isdecimal()
-            for option in (left, [*left[:-2], left[-1]] if in_sequential else left):
+        while rest:
+            in_sequential = rest[-2:-1] and rest[-2].isdecimal()
+            for option in (rest, [*rest[:-2], rest[-1]] if in_sequential else rest):
                 if ".".join(option) in targets:
                     return ".".join(option)
-            if left.pop(0) in firsts:  # a part of the network is no prefix of another one
+            if rest.pop(0) in firsts:  # a part of the network is no prefix of another one
                 return None
         return None
 
@@ -181,7 +184,7 @@ def _roots(candidates: Mapping[str, list[str]]) -> list[str]:
     for name in names:
         parts = name.split(".")[:-1][:_DEEPEST]
         roots |= {".".join(parts[: count + 1]) + "." for count in range(len(parts))}
-    return sorted(roots, key=lambda root: (root.count("."), root))
+    return sorted(roots, key=lambda root: (root.count("."), root))[:_MOST_NETWORKS]
 
 
 def without_weight_norm(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -203,7 +206,11 @@ def without_weight_norm(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         gains = tensors[name]
         directions = tensors[other]
         axes = [axis for axis in range(gains.dim()) if gains.shape[axis] == 1]
-        if gains.dim() != directions.dim() or not axes or not gains.is_floating_point():
+        if (
+            gains.dim() != directions.dim()
+            or not axes
+            or {gains.dtype, directions.dtype} - _COMPUTED
+        ):
             continue
         norms = torch.linalg.vector_norm(directions, dim=axes, keepdim=True)
         if norms.shape != gains.shape or not bool((norms > 0).all()):

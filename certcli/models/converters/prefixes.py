@@ -14,7 +14,7 @@ from certcli.models.converters.alignment import (
     require_merged,
     without_weight_norm,
 )
-from certcli.models.converters.base import by_name
+from certcli.models.converters.base import by_name, renamed
 from certcli.models.converters.wrapping import EMA, RAW, Bare, Normaliser, StateDicts, choice
 from certcli.system.errors import ArchitectureError, one_line
 
@@ -85,7 +85,7 @@ def unwrapped(
     return bare
 
 
-def aligned(bare: Bare, path: Path, weights: str | None, wanted: Collection[str]) -> Bare:
+def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[str]) -> Bare:
     """Return the tensors by the network's names, where the file's are these with parts added.
 
     What lies beside the network is left out if no forward pass reads it; what may change the
@@ -95,9 +95,9 @@ def aligned(bare: Bare, path: Path, weights: str | None, wanted: Collection[str]
         ArchitectureError: it holds two networks and nobody chose.
     """
     tensors = bare.whole
-    if tensors.keys() == set(wanted):
+    if tensors.keys() == set(expected):
         return replace(bare, tensors=tensors, prefix="")
-    networks = alignments(tensors, wanted)
+    networks = alignments(tensors, expected)
     if not networks:
         return bare
     places: StateDicts = {
@@ -117,9 +117,16 @@ def aligned(bare: Bare, path: Path, weights: str | None, wanted: Collection[str]
         for target, name in sorted(network.names.items())
         if not name.endswith(target)
     ]
-    left = by_name((name.removeprefix(root), tensors[name]) for name in strange)
+    for name in strange:
+        if name.removeprefix(root) in network.names:
+            target = name.removeprefix(root)
+            raise ArchitectureError(
+                f"{path.name} holds '{one_line(network.names[target])}' and '{one_line(name)}': which is the network's?",
+                "save the state_dict() of the network alone",
+            )
+    surplus = by_name((name.removeprefix(root), tensors[name]) for name in strange)
     aside = (*bare.aside, *(name for name in network.aside if name not in strange))
-    whole = by_name([*network.tensors.items(), *left.items()])
+    whole = by_name([*network.tensors.items(), *surplus.items()])
     return replace(bare, tensors=whole, prefix=root, aside=aside, doubts=tuple(added[:1]))
 
 
@@ -143,8 +150,8 @@ def _shared_prefix(tensors: Mapping[str, Tensor], recognised: Recognised) -> str
     prefix = f"{first}."
     if len(tensors) == 1 and first not in (*RAW, *EMA):
         return None
-    lost = recognised(tensors) and not recognised(_below(tensors, prefix))
-    return None if lost else prefix
+    unrecognised = recognised(tensors) and not recognised(_below(tensors, prefix))
+    return None if unrecognised else prefix
 
 
 def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str]) -> Bare:
@@ -157,15 +164,15 @@ def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str])
     below = _below(bare.tensors, root)
     others = tuple(other for other in roots if other != root and not root.startswith(other))
     aside = []
-    beside = {}
+    outside = {}
     for name, value in bare.tensors.items():
         is_other = bool(others) and name.startswith(others)
         if is_other or harmless(name, value, root):
             aside.append(name)
         elif not name.startswith(root):
-            beside[name] = value
+            outside[name] = value
     tensors = {name: value for name, value in below.items() if root + name not in aside}
-    whole = by_name([*tensors.items(), *beside.items()])
+    whole = by_name([*tensors.items(), *outside.items()])
     return replace(bare, tensors=whole, prefix=bare.prefix + root, aside=tuple(aside))
 
 
@@ -179,8 +186,7 @@ def _without_private(
     """
     pattern = re.compile(r"(?<![^.])_\w+\.")
     private = sorted({part for name in tensors for part in pattern.findall(name)})
-    public = by_name((pattern.sub("", name), value) for name, value in tensors.items())
-    return public, tuple(private)
+    return renamed(tensors, [(pattern.pattern, "")]), tuple(private)
 
 
 def _without_normaliser(
