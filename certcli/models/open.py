@@ -5,6 +5,7 @@ Tensors do not show heads, mean or standard deviation. `OpenCheckpoint.reading` 
 each; a file that lacks one, or that fits two networks, is refused.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -28,14 +29,15 @@ from certcli.models import build
 from certcli.models.assumptions import RECORD, images_of, reading_of, rival
 from certcli.models.build import OpenCheckpoint
 from certcli.models.converters import torchvision
+from certcli.models.converters.alignment import cause
 from certcli.models.converters.base import Converted
+from certcli.models.converters.prefixes import unwrapped
 from certcli.models.converters.transformers import convert as convert_transformers
-from certcli.models.converters.transformers import is_transformers
+from certcli.models.converters.transformers import describes, is_transformers
 from certcli.models.converters.wrapping import (
     TORCH_SUFFIXES,
     Bare,
     read_torch,
-    unwrapped,
 )
 from certcli.models.folder import weights_of
 from certcli.models.hub import cache_if_unreachable, fetched, reason_of
@@ -158,7 +160,7 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
         bare = Bare(tensors)
     if KEY in metadata:
         return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
-    bare = unwrapped(bare, path, hints.weights)
+    bare = unwrapped(bare, path, hints.weights, _roots)
     normaliser = bare.normaliser
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
     converted = _converted(bare.tensors, path, all_hints)
@@ -191,20 +193,38 @@ _MISFITS = (LookupError, ValueError, RuntimeError, ArithmeticError, TypeError, A
 """Errors of torch and Python where a tensor is missing or has another shape than a converter expects."""
 
 
+_ANCHORS = re.compile(
+    r"((?:[^.]+\.)*?)(?:encoder\.layers\.encoder_layer_0\.ln_1\.weight"
+    r"|features\.1\.0\.(attn\.qkv|block\.0)\.weight"
+    r"|(\w+\.)?embeddings\.(patch_embeddings\..*|cls_token))"
+)
+"""Names by which `_converted` recognises another library's network, after the prefix around it."""
+
+
+def _roots(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the prefixes under which networks of other libraries lie."""
+    return sorted({match[1] for name in tensors if (match := _ANCHORS.fullmatch(name))})
+
+
 def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted | None:
     """Return the file in timm's terms where its names are another library's, else None."""
     family = torchvision.family_of(tensors)
-    library = "transformers" if is_transformers(tensors) else f"torchvision's {family}"
+    by_transformers = is_transformers(tensors) or (hints.arch is None and describes(path))
+    library = "transformers" if by_transformers else f"torchvision's {family}"
     try:
-        if is_transformers(tensors):
+        if by_transformers:
             return convert_transformers(tensors, path, hints)
         return None if family is None else torchvision.convert(tensors, family, hints)
     except CertvitError:
         raise
     except _MISFITS as failure:
+        if isinstance(failure, LookupError) and (why := cause(tensors)):
+            raise ArchitectureError(f"{path}: {why[0]}", why[1]) from failure
+        lacks = "lacks " if isinstance(failure, LookupError) else ""
+        modules = sorted({name.partition(".")[0] for name in tensors})
         raise ArchitectureError(
-            f"{path} has the names of {library}, and tensors that do not fit them ({one_line(failure)[:160]})",
-            "fetch it again, as its author wrote it",
+            f"{path} has the names of {library}, and tensors that do not fit them ({lacks}{one_line(failure)[:160]})",
+            f"by their first parts, it has {one_line(', '.join(modules))}: is one a layer of another network, or renamed?",
         ) from failure
 
 
@@ -217,9 +237,11 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
         require_fitting(net, tensors)
         require_computed(net, converted.computed)
     except ArchitectureError as failure:
+        why = cause(tensors.keys() - net.state_dict().keys())
         raise ArchitectureError(
-            f"{converted.source}, by timm's names: {failure.message}",
-            "its config may belong to another file",
+            f"{converted.source}, by timm's names: {failure.message}"
+            + (f"; {why[0]}" if why else ""),
+            why[1] if why else "its config may belong to another file",
         ) from failure
     default = f"{converted.source}, converted"
     ends = [] if converted.features is None else [Fact("features", converted.features, default)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
+from certcli.checkpoint.config_fields import ConfigFields
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
@@ -15,18 +16,19 @@ from certcli.models.architecture_clues import appearance
 from certcli.models.assumptions import reading_of, rival, statistics_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import (
+    Description,
     config_beside,
     config_path,
     describe,
     image_doubts,
     require_consistent,
 )
+from certcli.models.converters.alignment import cause, rivals
 from certcli.models.converters.original import filtered
-from certcli.models.converters.wrapping import (
-    Bare,
-)
+from certcli.models.converters.prefixes import aligned
+from certcli.models.converters.wrapping import Bare
 from certcli.models.overrides import Hints
-from certcli.models.weights import require_computed, require_fitting
+from certcli.models.weights import FITTING_HINT, require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,
     one_line,
@@ -42,22 +44,41 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
     """Return the network of a file with names of timm, or of the repository that timm took."""
     config, doubts = config_beside(path, hints)
     if hints.arch is None and config is None:
-        raise ArchitectureError(f"{path} {appearance(bare.tensors)}", _MISSING_HINT)
-    description = describe(path, hints, config, bare.tensors)
+        is_plain = "patch_embed.proj.weight" in bare.tensors
+        shown = bare.tensors if is_plain else bare.whole
+        raise ArchitectureError(f"{path} {appearance(shown)}", _MISSING_HINT)
+    description, net = _described(path, bare, hints, config)
+    if net.state_dict().keys() != bare.tensors.keys():
+        bare = aligned(bare, path, hints.weights, net.state_dict().keys())
+        description, net = _described(path, bare, hints, config)  # the head's rows are read now
     record = description.record
-    net = description.net or build.build(record, like=bare.tensors)
     try:
         bare = _fitting(path, bare, net, hints)
     except ArchitectureError as failure:
         if not hints.features and _ends_in_features(path, bare, record, hints):
             raise headless(str(path)) from None
-        shown = advice(net, bare.tensors)
-        if not shown:
+        advised = advice(net, bare.tensors)
+        if not advised and failure.hint != FITTING_HINT:
             raise
+        changed = cause(bare.tensors.keys() - net.state_dict().keys())
+        if changed is not None:
+            raise ArchitectureError(f"{path}: {changed[0]}", changed[1]) from failure
+        both = rivals(bare.whole, net.state_dict())
+        if not advised and both is not None:
+            target, first, second = (one_line(name) for name in both)
+            raise ArchitectureError(
+                f"{path} holds '{first}' and '{second}': which is the '{target}' of {record.arch}?",
+                "save the state_dict() of the network alone",
+            ) from failure
+        if not advised:
+            raise ArchitectureError(
+                f"{path} is another network than {record.arch} as named: {failure.message}",
+                _by_cause(net, bare),
+            ) from failure
         raise ArchitectureError(
-            f"{path} is another network than {record.arch} as named: it has '{one_line(shown[0].tensor)}' "
-            f"{tuple(bare.tensors[shown[0].tensor].shape)} ({_misfit(net, bare.tensors)})",
-            " ".join(each.options for each in shown),
+            f"{path} is another network than {record.arch} as named: it has '{one_line(advised[0].tensor)}' "
+            f"{tuple(bare.tensors[advised[0].tensor].shape)} ({_misfit(net, bare.tensors)})",
+            " ".join(each.options for each in advised),
         ) from failure
     if config is not None:
         require_consistent(config, net, config_path(path), hints)
@@ -73,7 +94,7 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
             and (why := rival(net, record, bare.tensors, config.model_args)) is not None
         ):
             doubts.append(f"config.json is believed: {why}")
-    doubts = doubts or statistics_doubts(net, record)
+    doubts = [*(doubts or statistics_doubts(net, record)), *bare.doubts]
     doubts += [] if config is None else image_doubts(config, record, hints)
     if config is not None and config.num_classes not in (
         None,
@@ -88,6 +109,25 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         doubts.append(f"config.json says {config.num_classes} classes, {head}")
     reading = reading_of(net, record, description.origins, doubts=doubts).with_facts(bare.facts())
     return build.with_network(Checkpoint(bare.tensors, record), net, reading)
+
+
+def _described(
+    path: Path, bare: Bare, hints: Hints, config: ConfigFields | None
+) -> tuple[Description, nn.Module]:
+    description = describe(path, hints, config, bare.tensors)
+    return description, description.net or build.build(description.record, like=bare.tensors)
+
+
+def _by_cause(net: nn.Module, bare: Bare) -> str:
+    """Return what to do about tensors that are missing, left, or of other shapes."""
+    expected = net.state_dict().keys()
+    surplus = sorted(bare.tensors.keys() - expected)
+    if surplus:
+        name = one_line(bare.prefix + surplus[0])
+        return f"name an architecture that has '{name}'; or save the state_dict() of the network alone, if it has none"
+    if expected - bare.tensors.keys():
+        return "the file is not whole, or of an architecture without them: save the network's whole state_dict()"
+    return "--arch-arg key=value for the sizes that it was trained with"
 
 
 def _fits(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
@@ -105,16 +145,14 @@ def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
 
 def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
     """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
-    whole = {bare.prefix + name: value for name, value in bare.tensors.items()}
-    if whole.keys() == net.state_dict().keys():
-        # three of timm's networks consist of one module `encoder`
-        bare = replace(bare, tensors=whole, prefix="")
     tensors = bare.tensors
     try:
         require_fitting(net, tensors)
         return bare
     except ArchitectureError as failure:
         matching = filtered(tensors, net)
+        if (matching is None or not _fits(net, matching)) and bare.prefix:
+            matching = filtered(bare.whole, net)  # OpenCLIP's begin with `visual`
         if matching is not None and _fits(net, matching):
             buffers = {name for name, _ in net.named_buffers()}
             require_computed(

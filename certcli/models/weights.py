@@ -9,6 +9,9 @@ from certcli.checkpoint import mapped
 from certcli.checkpoint.file import FLOATS, INTEGERS
 from certcli.system.errors import ArchitectureError, one_line
 
+FITTING_HINT = "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file"
+"""The hint where nothing but the misfit is known."""
+
 
 def load_weights(
     net: nn.Module,
@@ -59,7 +62,7 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if problems:
         raise ArchitectureError(
             f"architecture and tensors disagree: {'; '.join(problems)}",
-            "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file",
+            FITTING_HINT,
         )
 
 

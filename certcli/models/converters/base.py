@@ -118,7 +118,16 @@ def renamed(tensors: Mapping[str, Tensor], table: Renames) -> dict[str, Tensor]:
             name = pattern.sub(template, name)
         return name
 
-    return by_name((new(name), value) for name, value in tensors.items())
+    origins: dict[str, str] = {}
+    for name in tensors:
+        target = new(name)
+        if target in origins:
+            raise ArchitectureError(
+                f"two tensors of the file are timm's '{one_line(target)}': '{one_line(origins[target])}' and "
+                f"'{one_line(name)}'"
+            )
+        origins[target] = name
+    return {target: tensors[name] for target, name in origins.items()}
 
 
 def parted(

@@ -29,7 +29,7 @@ from certcli.models.converters.base import (
     require_whole_windows,
 )
 from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, one_line
 
 _VIT_NAMES: Renames = (
     (r"^class_token$", "cls_token"),
@@ -42,7 +42,7 @@ _VIT_NAMES: Renames = (
     (r"\.mlp\.(0|linear_1)\.", ".mlp.fc1."),
     (r"\.mlp\.(3|linear_2)\.", ".mlp.fc2."),
     (r"^encoder\.ln\.", "norm."),
-    (r"^heads\.head\.", "head."),
+    (r"^heads\.(?:\w+\.)*(\w+)$", r"head.\1"),
 )
 _SWIN_NAMES: Renames = (
     (r"^features\.0\.0\.", "patch_embed.proj."),
@@ -51,7 +51,7 @@ _SWIN_NAMES: Renames = (
     (r"^features\.([246])\.", lambda match: f"layers.{int(match[1]) // 2}.downsample."),
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.3\.", ".mlp.fc2."),
-    (r"^head\.", "head.fc."),
+    (r"^head\.(?:\w+\.)*(\w+)$", r"head.fc.\1"),
 )
 _CONVNEXT_NAMES: Renames = (
     (r"^features\.0\.", "stem."),
@@ -63,7 +63,7 @@ _CONVNEXT_NAMES: Renames = (
     (r"\.block\.5\.", ".mlp.fc2."),
     (r"\.layer_scale$", ".gamma"),
     (r"^classifier\.0\.", "head.norm."),
-    (r"^classifier\.2\.", "head.fc."),
+    (r"^classifier\.2\.(?:\w+\.)*(\w+)$", r"head.fc.\1"),
 )
 _PUBLISHED = {
     ("vit", 16, 768, (12,)): "vit_b_16",
@@ -124,12 +124,14 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
     record = Record(arch=network.arch, arch_args=arguments, input=spec, classes=classes)
     origins |= dict.fromkeys(hints.arch_args, "--arch-arg")
     name = network.published or family
-    doubts = (
-        () if hints.arch is None else (f"the tensors are torchvision's {name}: --arch ignored",)
-    )
-    return Converted(
-        network.tensors, record, f"torchvision's {name}", origins, doubts, network.computed
-    )
+    doubts = [] if hints.arch is None else [f"the tensors are torchvision's {name}: --arch ignored"]
+    doubts += [
+        f"'{one_line(key)}' is the head: what stands before it in its Sequential, no tensor shows"
+        for key in tensors
+        if re.fullmatch(r"(heads|head|classifier\.2)\.(\w+\.)*[1-9]\d*\.weight", key)
+    ]
+    source = f"torchvision's {name}"
+    return Converted(network.tensors, record, source, origins, tuple(doubts), network.computed)
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:

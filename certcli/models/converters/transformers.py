@@ -16,6 +16,7 @@ from torch import Tensor
 
 from certcli.checkpoint.config_fields import names_of, plain_names
 from certcli.checkpoint.record import Record, Replacement
+from certcli.checkpoint.schema import Json
 from certcli.models.converters.base import (
     COMPUTED,
     Converted,
@@ -30,6 +31,7 @@ from certcli.models.converters.transformers_config import (
     PIXELS,
     Config,
     ConvNextConfig,
+    Named,
     SwinConfig,
     TokenConfig,
     decoded,
@@ -38,7 +40,7 @@ from certcli.models.converters.transformers_config import (
 )
 from certcli.models.converters.transformers_names import CONVNEXT_NAMES, SWIN_NAMES, TOKEN_NAMES
 from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError, Refused, one_line
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 
 _ACTIVATIONS = {
     "gelu": None,  # timm's default
@@ -318,6 +320,16 @@ def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
+def describes(path: Path) -> bool:
+    """Tell whether the config beside a file is transformers': it names no architecture of timm."""
+    try:
+        raw = decoded(path.parent / CONFIG, Json)
+    except CheckpointError:
+        return False
+    names = {key for key in ("model_type", "architectures") if raw.get(key)}
+    return bool(names) and "architecture" not in raw and raw.get("model_type") != "timm_wrapper"
+
+
 def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted:
     """Return a checkpoint of transformers in timm's terms, from the two configs beside it.
 
@@ -330,7 +342,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
             f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
             f"put its {CONFIG} and {PIXELS} beside it",
         )
-    about = decoded(config_file, Config)
+    about = decoded(config_file, Named)
     architecture = about.architectures[0] if about.architectures else ""
     family = FAMILIES.get(about.model_type)
     if family is None or architecture not in family.classes:

@@ -36,11 +36,16 @@ Ratio = Annotated[float, Meta(gt=0, le=64)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)]
 
 
-class Config(Struct, kw_only=True):
+class Named(Struct, kw_only=True):
+    """What a config of any network of transformers says of its class."""
+
+    model_type: Name = "none"
+    architectures: Annotated[list[Name], Meta(max_length=8)] | None = None
+
+
+class Config(Named, kw_only=True):
     """The fields that all families share; what else a config holds is not read."""
 
-    model_type: Name
-    architectures: Annotated[list[Name], Meta(max_length=8)] = []
     num_channels: Channels = 3
     id2label: Annotated[dict[str, str], Meta(max_length=MOST_CLASSES)] | None = None
     num_labels: Annotated[int, Meta(ge=1, le=MOST_CLASSES)] | None = None

@@ -1,7 +1,7 @@
 """How state dicts are wrapped: in dictionaries, under prefixes, averaged weights beside others."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from certcli.models.provenance import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
 TORCH_SUFFIXES = (".pth", ".th", ".pt", ".bin", ".ckpt", ".tar")
-_RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
-_EMA = (
+RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
+EMA = (
     "model_ema",
     "state_dict_ema",
     "ema",
@@ -24,25 +24,6 @@ _EMA = (
     "params_ema",
     "teacher",
 )
-_OWN_FIRSTS = frozenset(
-    (
-        *("vit", "deit", "beit", "dinov2", "dinov2_with_registers", "swin", "swinv2", "convnext"),
-        *("convnextv2", "embeddings", "features", "visual", "text_model", "vision_model"),
-    )
-)
-"""First parts of names by which the converters recognise a network."""
-_STATISTICS = {
-    "mean": "std",
-    "_mean": "_std",
-    "means": "stds",
-    "mu": "sigma",
-    "image_mean": "image_std",
-    "pixel_mean": "pixel_std",
-    "norm_mean": "norm_std",
-}
-"""Names of a mean, each with that of its standard deviation."""
-_MOST_CHANNELS = 4
-"""Values of such a pair at most."""
 _DEEPEST = 8
 """Dictionaries within dictionaries; a file may hold one that contains itself."""
 
@@ -73,6 +54,10 @@ class Bare:
         prefix: The prefix that all its names had.
         original: Whether timm's filter renamed the tensors.
         normaliser: The pixel statistics that it holds beside the network.
+        private: The parts `_name` that its names had.
+        computed: The weights that were computed of those of a weight norm.
+        aside: The file's names that are none of the network's.
+        doubts: A sentence for each reason why the network may be another one than its author's.
     """
 
     tensors: dict[str, Tensor]
@@ -80,11 +65,25 @@ class Bare:
     prefix: str = ""
     original: bool = False
     normaliser: Normaliser | None = None
+    private: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> dict[str, Tensor]:
+        """The tensors under their prefix."""
+        return {self.prefix + name: value for name, value in self.tensors.items()}
+
+    def undecided(self, weights: str | None) -> str | None:
+        """Return `weights`, unless it named a dictionary, which was chosen."""
+        is_key = bool(self.keys) and weights in (self.keys[-1], "/".join(self.keys))
+        return None if is_key else weights
 
     @property
     def averaged(self) -> bool:
         """Tell whether a key or a prefix names averaged weights."""
-        return any(word in _EMA for word in (*self.keys, *self.prefix.split(".")))
+        return any(word in EMA for word in (*self.keys, *self.prefix.split(".")))
 
     def facts(self) -> list[Fact]:
         """Return what was taken off and renamed."""
@@ -93,7 +92,10 @@ class Bare:
             if self.keys
             else []
         )
-        facts += [Fact("names", f"without '{self.prefix}'", "the file")] if self.prefix else []
+        parts = (*self.private, *((self.prefix,) if self.prefix else ()))
+        facts += [Fact("names", f"without {some(parts)}", "the file")] if parts else []
+        facts += [Fact("computed", some(self.computed), "a weight norm")] if self.computed else []
+        facts += [Fact("set aside", some(self.aside), "the file")] if self.aside else []
         by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
         return [*facts, by_filter] if self.original else facts
 
@@ -109,7 +111,10 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     candidates = _networks(loaded)
     if not candidates:
         raise CheckpointError(f"{path} {_content(loaded)}", "save the network's state_dict()")
-    keys = _choice(list(candidates), candidates, path, weights)
+    names_prefix = any(
+        str(name).startswith(f"{weights}.") for names in candidates.values() for name in names
+    )
+    keys = choice(list(candidates), candidates, path, None if names_prefix else weights)
     state_dict = candidates[keys]
     tensors = {str(name): value.detach() for name, value in state_dict.items()}
     if len(tensors) < len(state_dict):
@@ -184,7 +189,7 @@ def _is_state_dict(loaded: Any) -> bool:
     )
 
 
-def _choice(
+def choice(
     places: list[tuple[str, ...]],
     state_dicts: Mapping[tuple[str, ...], Mapping[Any, Tensor]],
     path: Path,
@@ -204,7 +209,7 @@ def _choice(
                 f"it holds {_named(places)}",
             )
         places = named
-    averaged = [keys for keys in places if set(keys) & set(_EMA)]
+    averaged = [keys for keys in places if set(keys) & set(EMA)]
     raw = [keys for keys in places if keys not in averaged]
     if raw and averaged:
         if weights is None and not _all_equal([state_dicts[keys] for keys in places]):
@@ -217,13 +222,18 @@ def _choice(
     if not _all_equal([state_dicts[keys] for keys in places]):
         raise ArchitectureError(
             f"{path.name} holds the weights of several networks, {_named(places)}: which is meant?",
-            f"--weights {'/'.join(places[0])}",
+            f"--weights {'/'.join(max(places[:2], key=bool))}",
         )
     return places[0]
 
 
 def _named(places: list[tuple[str, ...]]) -> str:
     return ", ".join(f"'{one_line('/'.join(keys))[:60]}'" for keys in places[:6])
+
+
+def some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{one_line(name)[:80]}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _all_equal(state_dicts: list[Mapping[Any, Tensor]]) -> bool:
@@ -236,97 +246,3 @@ def _are_equal(first: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool
         value.dtype == other[name].dtype and torch.equal(value, other[name])
         for name, value in first.items()
     )
-
-
-def unwrapped(bare: Bare, path: Path, weights: str | None) -> Bare:
-    """Return the state dict without the prefix that all its names share, and without a normaliser
-    beside the network.
-
-    Where some are under a prefix of raw and the others under one of averaged weights, `weights`
-    says which are read.
-
-    Raises:
-        ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between
-        two.
-    """
-    tensors = bare.tensors
-    taken = ""
-    normaliser = None
-    while True:
-        firsts = {name.partition(".")[0] for name in tensors}
-        if len(firsts) == 2 and firsts & set(_RAW) and firsts & set(_EMA):
-            parts: StateDicts = {}
-            for first in sorted(firsts):
-                parts[(first,)] = _below(tensors, f"{first}.")
-            (chosen,) = _choice(list(parts), parts, path, weights)
-            tensors = {
-                name: value for name, value in tensors.items() if name.startswith(f"{chosen}.")
-            }
-        if normaliser is None:
-            tensors, normaliser = _without_normaliser(tensors)
-        prefix = _shared_prefix(tensors)
-        if prefix is None:
-            break
-        tensors = _below(tensors, prefix)
-        taken += prefix
-    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
-    if weights in ("raw", "ema") and bare.averaged != (weights == "ema"):
-        kinds = ("raw", "averaged") if bare.averaged else ("averaged", "raw")
-        raise ArchitectureError(
-            f"{path.name} holds no {kinds[0]} weights, only {kinds[1]} ones",
-            f"leave out --weights {weights}",
-        )
-    return bare
-
-
-def _below(tensors: Mapping[Any, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors under the prefix, without it."""
-    return {
-        name.removeprefix(prefix): value
-        for name, value in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def _shared_prefix(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the prefix that all names share and no network's own names begin with, or None.
-
-    A name of our list is a prefix however few tensors there are; any other one where different
-    names follow it.
-    """
-    firsts = {name.partition(".")[0] for name in tensors}
-    if len(firsts) != 1 or not all("." in name for name in tensors):
-        return None
-    (first,) = firsts
-    seconds = {name.split(".")[1] for name in tensors}
-    is_wrapping = first in (*_RAW, *_EMA) or (len(seconds) > 1 and first not in _OWN_FIRSTS)
-    return f"{first}." if is_wrapping else None
-
-
-def _without_normaliser(
-    tensors: dict[str, Tensor],
-) -> tuple[dict[str, Tensor], "Normaliser | None"]:
-    """Return the tensors without one mean and one standard deviation that stand before the network,
-    and these two.
-
-    They are a pair of names from `_STATISTICS` in one module, at most one level deep, with at most
-    four values each.
-    """
-    for name, value in tensors.items():
-        module, dot, last = name.rpartition(".")
-        std_name = f"{module}{dot}{_STATISTICS.get(last, '')}"
-        std = tensors.get(std_name)
-        if last not in _STATISTICS or std is None or "." in module:
-            continue
-        if not (value.is_floating_point() and std.is_floating_point()):
-            continue
-        if value.numel() == std.numel() and 1 <= value.numel() <= _MOST_CHANNELS:
-            normaliser = Normaliser((name, std_name), _numbers(value), _numbers(std))
-            rest = {key: each for key, each in tensors.items() if key not in (name, std_name)}
-            return rest, normaliser
-    return tensors, None
-
-
-def _numbers(value: Tensor) -> tuple[float, ...]:
-    """Return the values as decimal numbers: a float32 of 0.485 is written 0.485."""
-    return tuple(float(f"{number:.8g}") for number in value.double().flatten().tolist())

@@ -1,0 +1,226 @@
+"""The prefixes and parts that programs add to the names of a network, and what they store beside it."""
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from certcli.models.converters.alignment import (
+    alignments,
+    harmless,
+    require_merged,
+    without_weight_norm,
+)
+from certcli.models.converters.base import by_name, renamed
+from certcli.models.converters.wrapping import EMA, RAW, Bare, Normaliser, StateDicts, choice
+from certcli.system.errors import ArchitectureError, one_line
+
+_STATISTICS = {
+    "mean": "std",
+    "_mean": "_std",
+    "means": "stds",
+    "mu": "sigma",
+    "image_mean": "image_std",
+    "pixel_mean": "pixel_std",
+    "norm_mean": "norm_std",
+}
+"""Names of a mean, each with that of its standard deviation."""
+_MOST_CHANNELS = 4
+"""Values of such a pair at most."""
+Recognised = Callable[[Mapping[str, Tensor]], bool]
+
+
+def unwrapped(
+    bare: Bare, path: Path, weights: str | None, roots: Callable[[Mapping[str, Tensor]], list[str]]
+) -> Bare:
+    """Return the state dict without the prefix that all its names share, without a normaliser
+    beside the network, and without what training stored beside another library's network.
+
+    Where some are under a prefix of raw and the others under one of averaged weights, `weights`
+    says which are read.
+
+    Args:
+        roots: Tells under which prefixes names lie by which a converter recognises its network.
+
+    Raises:
+        ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between
+        two; or a name says that the weights are not its tensors alone.
+    """
+    tensors, private = _without_private(bare.tensors)
+    tensors, computed = without_weight_norm(tensors)
+    require_merged(path, tensors)
+    taken = ""
+    normaliser = None
+    while True:
+        firsts = {name.partition(".")[0] for name in tensors}
+        if len(firsts) == 2 and firsts & set(RAW) and firsts & set(EMA):
+            parts: StateDicts = {}
+            for first in sorted(firsts):
+                parts[(first,)] = _below(tensors, f"{first}.")
+            (chosen,) = choice(list(parts), parts, path, weights)
+            tensors = {
+                name: value for name, value in tensors.items() if name.startswith(f"{chosen}.")
+            }
+        if normaliser is None:
+            tensors, normaliser = _without_normaliser(tensors)
+        prefix = _shared_prefix(tensors, lambda names: "" in roots(names))
+        if prefix is None:
+            break
+        tensors = _below(tensors, prefix)
+        taken += prefix
+    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
+    bare = replace(bare, computed=tuple(computed), private=private)
+    if places := roots(tensors):
+        bare = _rooted(bare, path, weights, places)
+    has_averaged = any(name.partition(".")[0] in EMA for name in tensors)
+    if weights in ("raw", "ema") and not has_averaged and bare.averaged != (weights == "ema"):
+        kinds = ("raw", "averaged") if bare.averaged else ("averaged", "raw")
+        raise ArchitectureError(
+            f"{path.name} holds no {kinds[0]} weights, only {kinds[1]} ones",
+            f"leave out --weights {weights}",
+        )
+    return bare
+
+
+def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[str]) -> Bare:
+    """Return the tensors by the network's names, where the file's are these with parts added.
+
+    What lies beside the network is left out if no forward pass reads it; what may change the
+    function stays, and does not fit. Where the file holds no whole network of these names, `bare`.
+
+    Raises:
+        ArchitectureError: it holds two networks and nobody chose.
+    """
+    tensors = bare.whole
+    if tensors.keys() == set(expected):
+        return replace(bare, tensors=tensors, prefix="")
+    networks = alignments(tensors, expected)
+    if not networks:
+        return bare
+    places: StateDicts = {
+        tuple(root.split(".")[:-1]): each.tensors for root, each in networks.items()
+    }
+    chosen = choice(list(places), places, path, bare.undecided(weights))
+    network = networks["".join(f"{part}." for part in chosen)]
+    root = _common(list(network.names.values()))
+    others = {name for each in networks.values() for name in each.names.values()}
+    strange = [
+        name
+        for name in network.aside
+        if name not in others and not harmless(name, tensors[name], root)
+    ]
+    added = [
+        f"'{one_line(name)}' is taken for '{target}': what else the module around it computes, no tensor shows"
+        for target, name in sorted(network.names.items())
+        if not name.endswith(target)
+    ]
+    for name in strange:
+        if name.removeprefix(root) in network.names:
+            target = name.removeprefix(root)
+            raise ArchitectureError(
+                f"{path.name} holds '{one_line(network.names[target])}' and '{one_line(name)}': which is the network's?",
+                "save the state_dict() of the network alone",
+            )
+    surplus = by_name((name.removeprefix(root), tensors[name]) for name in strange)
+    aside = (*bare.aside, *(name for name in network.aside if name not in strange))
+    whole = by_name([*network.tensors.items(), *surplus.items()])
+    return replace(bare, tensors=whole, prefix=root, aside=aside, doubts=tuple(added[:1]))
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors under the prefix, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _shared_prefix(tensors: Mapping[str, Tensor], recognised: Recognised) -> str | None:
+    """Return the first part of all names; None where they share none, or are recognised with it
+    only.
+    """
+    firsts = {name.partition(".")[0] for name in tensors}
+    if len(firsts) != 1 or not all("." in name for name in tensors):
+        return None
+    (first,) = firsts
+    prefix = f"{first}."
+    if len(tensors) == 1 and first not in (*RAW, *EMA):
+        return None
+    unrecognised = recognised(tensors) and not recognised(_below(tensors, prefix))
+    return None if unrecognised else prefix
+
+
+def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str]) -> Bare:
+    """Return the network of another library that lies under one of these prefixes, with what lies
+    beside it and may belong to it.
+    """
+    places: StateDicts = {tuple(root.split(".")[:-1]): _below(bare.tensors, root) for root in roots}
+    chosen = choice(list(places), places, path, bare.undecided(weights))
+    root = "".join(f"{part}." for part in chosen)
+    below = _below(bare.tensors, root)
+    others = tuple(other for other in roots if other != root and not root.startswith(other))
+    aside = []
+    outside = {}
+    for name, value in bare.tensors.items():
+        is_other = bool(others) and name.startswith(others)
+        if is_other or harmless(name, value, root):
+            aside.append(name)
+        elif not name.startswith(root):
+            outside[name] = value
+    tensors = {name: value for name, value in below.items() if root + name not in aside}
+    whole = by_name([*tensors.items(), *outside.items()])
+    return replace(bare, tensors=whole, prefix=bare.prefix + root, aside=tuple(aside))
+
+
+def _without_private(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the tensors without the parts `_name` of names, but the last: a wrapper's own module;
+    and these parts.
+
+    So FSDP, DDP, activation checkpoints and compilers call the module that they wrap.
+    """
+    pattern = re.compile(r"(?<![^.])_\w+\.")
+    private = sorted({part for name in tensors for part in pattern.findall(name)})
+    return renamed(tensors, [(pattern.pattern, "")]), tuple(private)
+
+
+def _without_normaliser(
+    tensors: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], "Normaliser | None"]:
+    """Return the tensors without one mean and one standard deviation that stand before the network,
+    and these two.
+
+    They are a pair of names from `_STATISTICS` in one module, at most one level deep, with at most
+    four values each.
+    """
+    for name, value in tensors.items():
+        module, dot, last = name.rpartition(".")
+        std_name = f"{module}{dot}{_STATISTICS.get(last, '')}"
+        std = tensors.get(std_name)
+        if last not in _STATISTICS or std is None or "." in module:
+            continue
+        if not (value.is_floating_point() and std.is_floating_point()):
+            continue
+        if value.numel() == std.numel() and 1 <= value.numel() <= _MOST_CHANNELS:
+            normaliser = Normaliser((name, std_name), _numbers(value), _numbers(std))
+            rest = {key: each for key, each in tensors.items() if key not in (name, std_name)}
+            return rest, normaliser
+    return tensors, None
+
+
+def _numbers(value: Tensor) -> tuple[float, ...]:
+    """Return the values as decimal numbers: a float32 of 0.485 is written 0.485."""
+    return tuple(float(f"{number:.8g}") for number in value.double().flatten().tolist())
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return the longest prefix of whole parts that all names have."""
+    first, last = (name.split(".")[:-1] for name in (min(names), max(names)))
+    pairs = zip(first, last, strict=False)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return "".join(f"{part}." for part, _ in same)

@@ -1,0 +1,250 @@
+"""Names with parts added: read as the network that they are, or refused by the file's name of the
+cause.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+
+from certcli.models import build
+from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
+from certcli.system.errors import ArchitectureError
+from tests.models.test_converters import STATISTICS, TRANSFORMERS, transformers_folder
+from tests.models.test_wrapping import HINTS, Tensors, network, opened
+from tests.models.transformers_logits import weights
+
+Wrap = Callable[[Tensors], dict[str, Tensor]]
+QKV = "blocks.0.attn.qkv."
+ONE = torch.ones(1)
+
+
+def under(prefix: str) -> Wrap:
+    return lambda state: {prefix + name: value for name, value in state.items()}
+
+
+def within(part: str, *, at: str = "blocks.0.") -> Wrap:
+    return lambda state: {name.replace(at, f"{at}{part}."): value for name, value in state.items()}
+
+
+def head_as(prefix: str, rest: str = "") -> Wrap:
+    return lambda state: {
+        f"{prefix}.{name[5:]}" if name.startswith("head.") else rest + name: value
+        for name, value in state.items()
+    }
+
+
+def beside(prefix: str = "", **more: Tensor) -> Wrap:
+    """The network under a prefix, and tensors; `__` stands for a dot."""
+    added = {name.replace("__", "."): value for name, value in more.items()}
+    return lambda state: {**under(prefix)(state), **added}
+
+
+def weight_normed(first: str, second: str) -> Wrap:
+    def wrap(state: Tensors) -> Tensors:
+        rest = {name: value for name, value in state.items() if name != "head.weight"}
+        weight = state["head.weight"]
+        return {**rest, first: weight.norm(dim=1, keepdim=True), second: 2 * weight}
+
+    return wrap
+
+
+READ: dict[str, tuple[Wrap, str]] = {
+    **{
+        prefix: (under(prefix), f"without '{prefix}'")
+        for prefix in (
+            *("module.", "_orig_mod.", "model.", "net.", "backbone.", "student.", "encoder.", "0."),
+            *("base_model.model.", "module.model.", "a.b.c.model."),
+            "vit.pytorch_model.",
+        )
+    },
+    **{
+        prefix: (under(prefix), "")
+        for prefix in (
+            *("_orig_mod.module.", "module._orig_mod.", "_forward_module.model._orig_mod."),
+            "_fsdp_wrapped_module._checkpoint_wrapped_module.",
+        )
+    },
+    "FSDP in a block": (within("_fsdp_wrapped_module"), ""),
+    "checkpoints in a block": (within("_checkpoint_wrapped_module"), ""),
+    "a word in a block": (within("wrapped"), "'blocks.0.wrapped."),
+    "compiled attention": (within("_orig_mod", at="attn."), ""),
+    "the head beside": (head_as("head", "backbone."), ""),
+    "the head in a Sequential": (head_as("head.1"), "'head.1."),
+    "both": (head_as("model.head.1", "model.backbone."), "'model.head.1."),
+    "thop": (beside(total_ops=0 * ONE, blocks__0__total_params=ONE), "'blocks.0.total_params'"),
+    "SWA": (beside("module.", n_averaged=torch.tensor(7)), "'n_averaged'"),
+    "Lightning": (beside("model.", criterion__weight=torch.ones(5)), "'criterion.weight'"),
+    "deep": (beside("a.model.", a__loss_fn__weight=ONE, train_acc__tp=ONE), "'a.loss_fn.weight'"),
+    "weight norm": (weight_normed(*(f"head.parametrizations.weight.original{i}" for i in (0, 1))), "'head.weight'"),
+    "weight norm of old": (weight_normed("head.weight_g", "head.weight_v"), "'head.weight'"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tensors() -> Tensors:
+    torch.manual_seed(0)
+    return network()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_added_parts_are_taken_off_and_said(name: str, tensors: Tensors, tmp_path: Path) -> None:
+    wrap, said = READ[name]
+    read = opened(wrap(tensors), tmp_path)
+    assert read.tensors.keys() == tensors.keys()
+    for key, value in tensors.items():
+        tolerance = 2**-22 if "norm" in name and key == "head.weight" else 0.0  # its two roundings
+        torch.testing.assert_close(read.tensors[key], value, rtol=tolerance, atol=0.0)
+    assert said in " ".join((read.reading.line(), *read.reading.doubts))
+
+
+@pytest.mark.parametrize("classes", [3, 10])
+def test_the_classes_of_a_wrapped_head_are_counted(classes: int, tmp_path: Path) -> None:
+    read = opened(head_as("head.1", "backbone.")(network(num_classes=classes)), tmp_path)
+    assert read.record.classes == classes
+
+
+def twice(first: str, second: str) -> Wrap:
+    return lambda state: {
+        **under(first)(state),
+        **under(second)({name: value + 1 for name, value in state.items()}),
+    }
+
+
+REFUSED: dict[str, tuple[Wrap, str]] = {
+    "student and teacher": (twice("student.", "teacher."), "'student'.*'teacher'"),
+    "model and ema": (twice("model.", "ema."), "'model'.*'ema'"),
+    "a copy beside": (twice("", "ema_model."), "'ema_model'"),
+    "two of nobody's names": (twice("first.", "second."), "'first', 'second'"),
+    "two, deep": (twice("a.first.", "a.second."), "'a/first', 'a/second'|'first', 'second'"),
+    "LoRA of PEFT": (
+        beside("base_model.model.", **{f"base_model__model__{QKV}lora_A__default__weight": torch.ones(2, 24)}),
+        "lora_A.*merged",
+    ),
+    "LoRA by another name": (beside(**{f"{QKV}linear_a_q__weight": torch.ones(2, 24)}), "linear_a_q"),
+    "an adapter with a base layer": (
+        within("base_layer", at=QKV), "base_layer.*merged"
+    ),
+    "an adapter in a block": (beside(blocks__0__adapter__down__weight=torch.ones(2, 24)), "adapter.down"),
+    "a temperature": (beside("model.", temperature=ONE), "'temperature'"),
+    "another head": (beside("model.", aux__weight=torch.ones(5, 24)), "'aux.weight'"),
+    "two layers of the head": (
+        lambda state: {**head_as("head.1")(state), "head.3.weight": torch.ones(10, 10)}, "head.1.weight.*head.3.weight"
+    ),
+    "a norm in the block's loss": (beside(blocks__0__loss__weight=torch.ones(24)), "blocks.0.loss"),
+    "a norm of a block": (
+        lambda state: {
+            **{name: value for name, value in state.items() if not name.startswith("norm.")},
+            **{f"blocks.0.{name}": value for name, value in state.items() if name.startswith("norm.")},
+        },
+        "blocks.0.norm",
+    ),
+    "a norm twice": (
+        lambda state: {**under("backbone.")(state), "norm.weight": ONE}, "'backbone.norm.weight' and 'norm.weight'"
+    ),
+    "one name by two wrappers": (beside(_a__cls_token=ONE), "'cls_token' and '_a.cls_token'"),
+    "a count that is none": (beside(global_scale=1.5 * ONE), "global_scale"),
+    "a flat shard": (lambda state: {"_fsdp_wrapped_module._flat_param": torch.ones(99)}, "_flat_param.*FSDP"),
+    "pruned": (
+        lambda state: {
+            **{name: value for name, value in state.items() if name != "head.weight"},
+            "head.weight_orig": state["head.weight"], "head.weight_mask": torch.ones(10, 24),
+        },
+        "head.weight_mask.*pruned",
+    ),
+    "scales": (beside(head__weight_scale=ONE), "head.weight_scale.*quantised"),
+    "spectral norm": (beside(head__parametrizations__weight__0___u=torch.ones(10)), "parametrizations.*parametrized"),
+    "half of it": (lambda state: {name: value for name, value in state.items() if "mlp" not in name}, "mlp.fc1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_change_the_function_is_refused_by_its_name(
+    name: str, tensors: Tensors, tmp_path: Path
+) -> None:
+    wrap, named = REFUSED[name]
+    with pytest.raises(ArchitectureError, match=named) as refused:
+        opened(wrap(tensors), tmp_path)
+    assert "name the architecture with" not in refused.value.hint  # it is named
+
+
+@pytest.mark.parametrize(
+    ("weights_of", "first", "second"),
+    [
+        ("first", "first.", "second."),
+        ("second", "first.", "second."),
+        ("raw", "", "ema_model."),
+        ("ema", "", "ema_model."),
+        ("ema", "net.", "net.ema."),
+    ],
+)
+def test_a_network_of_two_is_chosen_by_its_prefix(
+    weights_of: str, first: str, second: str, tensors: Tensors, tmp_path: Path
+) -> None:
+    hints = Hints(HINTS.arch, HINTS.arch_args, HINTS.mean, HINTS.std, weights=weights_of)
+    read = opened(twice(first, second)(tensors), tmp_path, hints)
+    expected = tensors["pos_embed"] + (weights_of in ("second", "ema"))
+    assert torch.equal(read.tensors["pos_embed"], expected)
+
+
+HEADS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "heads": (lambda: nn.Linear(24, 3), ""),
+    "a Sequential": (lambda: nn.Sequential(nn.Dropout(), nn.Linear(24, 3)), "'heads.1.weight'"),
+    "a Sequential of one": (lambda: nn.Sequential(nn.Linear(24, 3)), ""),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "net.vit."])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_new_head_of_torchvision_is_read(name: str, prefix: str, tmp_path: Path) -> None:
+    make, said = HEADS[name]
+    theirs = VisionTransformer(16, 8, 1, 2, 24, 48, num_classes=9).eval()
+    theirs.heads = make().eval()  # type: ignore[assignment]
+    content = {**under(prefix)(dict(theirs.state_dict())), "criterion.weight": torch.ones(3)}
+    read = opened(content, tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
+    pixels = torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    mean, std = (torch.tensor(value).view(-1, 1, 1) for value in STATISTICS.values())
+    torch.testing.assert_close(
+        build.load(read).double()(pixels), theirs.double()((pixels - mean) / std)
+    )
+    line = " ".join((read.reading.line(), *read.reading.doubts))
+    assert said in line
+    assert "'criterion.weight'" in line
+
+
+def test_two_layers_of_torchvisions_head_are_named(tmp_path: Path) -> None:
+    theirs = VisionTransformer(16, 8, 1, 2, 24, 48, num_classes=9)
+    theirs.heads = nn.Sequential(nn.Linear(24, 5), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(ArchitectureError, match=r"'heads\.0\.weight' and 'heads\.2\.weight'"):
+        opened(theirs.state_dict(), tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", "module.", "model."])
+def test_wrapped_names_of_transformers_are_read(prefix: str, tmp_path: Path) -> None:
+    row = TRANSFORMERS["vit"]
+    plain = weights(row["shapes"])
+    for name in ("bare", "wrapped"):
+        (tmp_path / name).mkdir()
+    bare = open_checkpoint(transformers_folder(row, tmp_path / "bare"), Hints())
+    wrapped = {**under(prefix)(plain), "loss_fct.weight": ONE}
+    path = transformers_folder(row, tmp_path / "wrapped", tensors=wrapped)
+    read = open_checkpoint(path, Hints())
+    assert read.tensors.keys() == bare.tensors.keys()
+    assert all(torch.equal(value, bare.tensors[key]) for key, value in read.tensors.items())
+    assert "'loss_fct.weight'" in read.reading.line()
+
+
+@pytest.mark.parametrize("kind", ["Siglip", "CLIP", "MobileViT", "Pvt", "ResNet", "MyOwn"])
+def test_a_config_of_transformers_names_the_family(kind: str, tmp_path: Path) -> None:
+    about: dict[str, Any] = {"architectures": [f"{kind}ForImageClassification"]}
+    about |= {"model_type": kind.lower(), "hidden_act": None}
+    tensors = {f"{kind.lower()}.conv.weight": ONE, "classifier.weight": 2 * ONE}
+    folder = transformers_folder(TRANSFORMERS["vit"], tmp_path, tensors=tensors, **about)
+    with pytest.raises(ArchitectureError, match=f"{kind}ForImageClassification") as refused:
+        open_checkpoint(folder, Hints())
+    assert "timm" not in f"{refused.value.message} {refused.value.hint}"
