@@ -171,6 +171,8 @@ class RecordFile:
             )
         require_absent(path, force or resume, "--records")
         try:
+            if force and not resume and path.is_symlink() and not self._streamed:
+                path.unlink()  # the records replace a link, never what it points to
             self._handle = handle = open_stream(path) if self._streamed else open_alone(path)
         except OSError as failure:
             raise OutputError(
