@@ -161,8 +161,10 @@ class AdaptFields(StrictStruct):
     digest: Digest
 
 
+LARGEST_EXPONENT = 2**20
+"""Of the values of a proof, on both sides: its decimal digits are computed in milliseconds."""
 Share = Annotated[float, Meta(ge=0, le=1)]
-Log10 = Annotated[float, Meta(ge=-1e10, le=1e10)]
+Log10 = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 
 class ProofFields(Struct):
@@ -171,7 +173,8 @@ class ProofFields(Struct):
     path: str
     kind: str
     value: tuple[
-        Annotated[float, Meta(ge=0)] | Literal["inf"], Annotated[int, Meta(ge=-(10**9), le=10**9)]
+        Annotated[float, Meta(ge=0)] | Literal["inf"],
+        Annotated[int, Meta(ge=-LARGEST_EXPONENT, le=LARGEST_EXPONENT)],
     ]
     law: str
     parts: list[Annotated[int, Meta(ge=0)]]

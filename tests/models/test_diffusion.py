@@ -10,9 +10,10 @@ import torch
 from certcli.checkpoint.schema import convert
 from certcli.models.diffusion import Schedule, read_diffusers
 from certcli.nn.unet import UNet, UNetShape
-from certcli.system.errors import CertvitError
+from certcli.system.errors import CertvitError, CheckpointError
 from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, SMALL, STEPS, fill, images
 from tests.helpers.diffusion_folder import folder
+from tests.helpers.unreadable import UNREADABLE
 from tests.models.diffusers_outputs import STORED
 
 
@@ -90,6 +91,19 @@ def test_a_missing_or_broken_description_is_refused(tmp_path: Path, name: str) -
         read_diffusers(path, 1)
     (path / name).unlink()
     with pytest.raises(CertvitError, match=f"{name} is missing"):
+        read_diffusers(path, 1)
+
+
+@pytest.mark.parametrize("unreadable", UNREADABLE)
+@pytest.mark.parametrize("name", ["scheduler_config.json", "config.json", "model_index.json"])
+def test_a_description_that_cannot_be_read_is_refused_unread(
+    tmp_path: Path, name: str, unreadable: str
+) -> None:
+    """A terabyte, a pipe and a broken link are neither read nor taken for absent."""
+    path = folder(tmp_path)
+    (path / name).unlink(missing_ok=True)
+    UNREADABLE[unreadable](path / name)
+    with pytest.raises(CheckpointError, match=name):
         read_diffusers(path, 1)
 
 

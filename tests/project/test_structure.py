@@ -204,3 +204,27 @@ def test_one_writer_writes_every_file() -> None:
         for name in _own_writes(tree(path))
     }
     assert calls == OF_ANOTHER_KIND.keys()
+
+
+READERS = ("read_text", "read_bytes")
+READ_ELSEWHERE = {
+    "audit/document_builder.py": "/proc/cpuinfo",
+    "report/page.py": "the package's own template",
+    "report/published.py": "the package's own table",
+    "system/memory.py": "/proc and the control group",
+    "system/products.py": "/proc/cpuinfo",
+}
+"""Files of the system and of the package, which no stranger writes."""
+
+
+def test_one_reader_reads_whole_files() -> None:
+    """Else a file of a terabyte is read whole, and a pipe is waited for."""
+    files = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr in READERS or ast.unparse(node.func) == "json.load")
+    }
+    assert files == READ_ELSEWHERE.keys()

@@ -91,7 +91,7 @@ def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
     )
     if certifier.promise != "proof":
         words += (
-            f"\nwith fresh noise (seed {seed}): true statements are refuted with probability {FALSE_ALARM:g} at most, "
+            f" with fresh noise (seed {seed}): true statements are refuted with probability {FALSE_ALARM:g} at most, "
             f"all together; each statement itself is wrong with probability {certifier.failure:g}"
         )
     return CheckedFile(claims, words, about=about)
