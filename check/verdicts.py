@@ -28,11 +28,11 @@ def shown(value: Fraction | None) -> str:
 
 
 def falls_short(fields: Mapping[str, Any], value: Fraction | None) -> bool:
-    """Tell whether a stated logarithm is below the value's; none stands for that of 0 or infinity."""
-    if (stated := fields.get("log10_upper")) is None or value == 0:
+    """Tell whether a stated logarithm is below the value's; none is that of 0 or infinity."""
+    if (log10 := fields.get("log10_upper")) is None or value == 0:
         return False
     return value is None or not (
-        float(stated) + 1e-9 >= float((Decimal(value.numerator) / value.denominator).log10())
+        float(log10) + 1e-9 >= float((Decimal(value.numerator) / value.denominator).log10())
     )
 
 
@@ -67,8 +67,8 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
             read_value([document["upper"], 0]),
             read_text(document.get("upper_text", "inf")),
         ]
-        stated = zip((*document["proof"], document), [*rows, *rows[-1:]])
-        short = [falls_short(fields, row[2]) for fields, row in stated]
+        pairs = zip((*document["proof"], document), [*rows, *rows[-1:]])
+        short = [falls_short(fields, row[2]) for fields, row in pairs]
     except (KeyError, TypeError, ValueError, ArithmeticError) as failure:
         raise Unreadable(
             f"the proof cannot be read ({type(failure).__name__}: {failure})"

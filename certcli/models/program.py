@@ -67,7 +67,7 @@ def _described(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.array(value))
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(value.dtype), list(value.shape), hashlib.sha256(raw).hexdigest()]
     return [_name(value), *(_described(part, visited) for part in _parts(value))]
 

@@ -158,7 +158,8 @@ def _module(module: nn.Module) -> ModuleSource:
             f"the denoiser {name} cannot be copied: {one_line(failure)[:120]}"
         ) from failure
     takes_sigma = SIGMA in inspect.signature(net.forward).parameters
-    tensors = dict(net.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = {}
+    tensors |= dict(net.named_parameters(remove_duplicate=False))
     tensors |= dict(net.named_buffers(remove_duplicate=False))
     parts = dict(net.named_modules())
     places = [
