@@ -31,10 +31,11 @@ def open_bounded(path: Path, largest: int) -> Iterator[BinaryIO]:
     The file is opened first and looked at then, without waiting for the other end of a pipe.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    about = os.fstat(number)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(number)
+        raise Refused("it is no regular file")
     with open(number, "rb") as file:
-        about = os.fstat(number)
-        if not stat.S_ISREG(about.st_mode):
-            raise Refused("it is no regular file")
         if about.st_size > largest:
             raise Refused(f"it has {about.st_size:,} bytes, more than {largest:,}")
         yield file
